@@ -345,7 +345,7 @@ def test_what_nobody_foresaw_shows_no_traceback(here: Path, capsys: pytest.Captu
     for load, what, remedy in (
             (None, "error: TypeError: 'NoneType' object is not callable", "hint: this is a defect of vpipe or of a "
              "package it loads"),
-            (fail(ZeroDivisionError("by zero")), "error: ZeroDivisionError: by zero", "hint: mend what raised it"),
+            (fail(ZeroDivisionError("by zero")), "error: ZeroDivisionError: by zero", "hint: fix what raised it"),
             (fail(OSError(28, "No space left", "a")), "error: [Errno 28] No space left: 'a'", "hint: check that the "
              "path exists, may be used and has room")):
         monkeypatch.setattr("vpipe.config.config.load_config", load)

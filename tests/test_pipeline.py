@@ -301,7 +301,7 @@ def test_a_failure_in_a_layer_says_where() -> None:
     assert str(error.value) == (
         "error: the forward of layer 1 'fails' on h float32[2, 3] raised KeyError: 'broken' (rank 1, stage 1, "
         "microbatch 0, action 1F0)\n"
-        "hint: make the layer take what it is given, or let what comes before it hand on what it takes")
+        "hint: make the layer accept these inputs, or change the outputs of the layers before it")
     assert isinstance(error.value.__cause__, KeyError)
 
 

@@ -65,7 +65,7 @@ def _print_unexpected(error: Exception) -> int:
     if isinstance(error, OSError):
         print(f"error: {error}\nhint: check that the path exists, may be used and has room; {where}", file=sys.stderr)
     else:
-        remedy = "mend what raised it" if frames else "this is a defect of vpipe or of a package it loads"
+        remedy = "fix what raised it" if frames else "this is a defect of vpipe or of a package it loads"
         print(f"error: {type(error).__name__}: {error}\n{frames}hint: {remedy}; {where}", file=sys.stderr)
     return 1
 

@@ -253,5 +253,5 @@ cannot be multiplied (2x3 and 4x4) (rank 1, stage 1, microbatch 0, action 1F0)
   File "{script}", line 7, in forward
     return super().forward(x[:, 1:])
            ^^^^^^^^^^^^^^^^^^^^^^^^^
-hint: make the layer take what it is given, or let what comes before it hand on what it takes
+hint: make the layer accept these inputs, or change the outputs of the layers before it
 """, 1)

@@ -110,7 +110,7 @@ def test_a_failure_in_a_rank_is_told_once_with_its_place(tmp_path: Path, monkeyp
         "(rank 0, stage 1, microbatch 5, action 1F1)",
         f'  File "{package}/fragile.py", line {number}, in forward',
         '    raise ArithmeticError("too hot to handle")',
-        "hint: make the layer take what it is given, or let what comes before it hand on what it takes; "
+        "hint: make the layer accept these inputs, or change the outputs of the layers before it; "
         f"the traceback is in {run}/rank0.log; no checkpoint was made: checkpoint.every_steps is not set"]
     assert (out + err).count("error:") == 1
     assert "Traceback" not in out + err

@@ -97,7 +97,7 @@ def test_a_failure_that_comes_again_is_not_tried_a_third_time(tmp_path: Path, mo
                      "to handle (rank 1, stage 1, microbatch 5, action 1F1)")
     assert raised == '    raise ArithmeticError("too hot to handle")'
     assert hint == (
-        "hint: make the layer take what it is given, or let what comes before it hand on what it takes; the "
+        "hint: make the layer accept these inputs, or change the outputs of the layers before it; the "
         f"traceback is in {only_run(tmp_path / 'runs')}/rank1.log; not started again: the same failure came twice in a "
         "row after step 0, so it would come again; no checkpoint was made: checkpoint.every_steps is not set")
     assert done.stderr.count("attempt 2 of 10: the forward of layer 3 'breaks' ") == 1

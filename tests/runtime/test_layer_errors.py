@@ -15,7 +15,7 @@ from vpipe.runtime.layer_errors import describe_tensors, hint_of, may_repeat
 
 WIDTH, MICROBATCHES = 6, 4
 
-FORWARD_HINT = "\nhint: make the layer take what it is given, or let what comes before it hand on what it takes"
+FORWARD_HINT = "\nhint: make the layer accept these inputs, or change the outputs of the layers before it"
 BACKWARD_HINT = "\nhint: torch.autograd.set_detect_anomaly(True) prints the line of the forward that it belongs to"
 
 EXECUTORS = [("naive", "gpipe"), ("overlapped", "1f1b"), ("overlapped", "pipedream"), ("overlapped", "zb_h1"),
@@ -170,7 +170,7 @@ def test_what_is_no_layers_fault_is_named_by_the_action(monkeypatch: pytest.Monk
     pipe = pipeline(model())
     monkeypatch.setattr(torch.optim.SGD, "step", step)
     assert str(error_of(pipe)) == ("error: the optimizer step raised OverflowError: too far (rank 0, stage 0, action "
-                                   "0STEP0)\nhint: mend what raised it")
+                                   "0STEP0)\nhint: fix what raised it")
 
 
 def test_a_layer_that_cannot_be_built() -> None:

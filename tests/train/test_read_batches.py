@@ -54,7 +54,7 @@ MISSING = UserError("the shard a.hdf5 is missing", hint="copy it again", where="
 @pytest.mark.parametrize(("workers", "error", "what", "hint"), [
     (0, MISSING, "the shard a.hdf5 is missing (data/a.hdf5)", "copy it again"),
     (4, MISSING, "the shard a.hdf5 is missing (data/a.hdf5)", "copy it again"),
-    (0, KeyError("sample 17"), "the data set raised KeyError: 'sample 17'", "mend what raised it")])
+    (0, KeyError("sample 17"), "the data set raised KeyError: 'sample 17'", "fix what raised it")])
 def test_a_batch_that_cannot_be_read_ends_the_run_with_its_place(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, error: Exception, what: str, hint: str) -> None:
     job = job_of(tmp_path, **GPT, parallel__model_parallel_size=1, dataset__num_workers=workers)

@@ -394,7 +394,7 @@ def _run_logged(work: Callable[[], None], folder: Path, rank: int) -> VpipeError
         if isinstance(error, VpipeError):
             return error
         what = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-        failure = RunError(what, rank=rank, hint="mend what raised it")
+        failure = RunError(what, rank=rank, hint="fix what raised it")
         failure.__cause__ = error
         return failure
     log.info("rank %d has ended", rank)

@@ -280,7 +280,7 @@ class Engine:
         """Return the mean loss over the samples of all batches, forward only, with the latest weights."""
         self._compare_replicas()
         self.drain()
-        losses: list[list[float]] = [[] for rank in self._placement[-1] if rank in self.workers]
+        losses: dict[int, list[float]] = {rank: [] for rank in self._placement[-1] if rank in self.workers}
         samples: list[int] = []
         # Only as many batches at a time as keep every stage busy: in one process nothing else bounds how far the first
         # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
@@ -304,15 +304,15 @@ class Engine:
                     pass
                 for worker in self.workers.values():
                     worker.drop_checksums(range(end - first))
-                for rank, known in zip((r for r in self._placement[-1] if r in self.workers), losses, strict=True):
+                for rank, own in losses.items():
                     new = self.workers[rank].losses
-                    known += [float(new.pop(number)) for number in sorted(new)]
+                    own += [float(new.pop(number)) for number in sorted(new)]
                 samples += [loader.samples(i, i + 1) for i in range(first, end)]
                 first = end
             self._end_batches(loader)
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
-        in_order = self._results.gather_losses(losses, samples)
+        in_order = self._results.gather_losses(losses, len(samples))
         total = sum(loss * size for loss, size in zip(in_order, samples, strict=True))
         self._interpreter.finish()
         return total / sum(samples)

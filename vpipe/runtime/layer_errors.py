@@ -23,7 +23,7 @@ class LayerOutputs(NamedTuple):
     outputs: Sequence[Tensor]
 
 
-def hint_of(error: Exception, otherwise: str = "mend what raised it") -> str:
+def hint_of(error: Exception, otherwise: str = "fix what raised it") -> str:
     """Return the remedy for an error that is not vpipe's own."""
     if isinstance(error, torch.OutOfMemoryError):
         return "smaller microbatches, more recompute, or fewer layers in this stage take less memory"
@@ -32,7 +32,7 @@ def hint_of(error: Exception, otherwise: str = "mend what raised it") -> str:
 
 def forward_error(number: int, layer: Layer, inputs: Mapping[str, Tensor], error: Exception) -> RunError:
     """Return the error of the forward of a layer; ``number`` is the layer's in the model."""
-    hint = "make the layer take what it is given, or let what comes before it hand on what it takes"
+    hint = "make the layer accept these inputs, or change the outputs of the layers before it"
     return RunError(f"the forward of layer {number} '{layer.name}' on {describe_tensors(inputs)} raised "
                     f"{_raised(error)}", hint=hint_of(error, hint))
 

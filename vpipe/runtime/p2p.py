@@ -117,7 +117,7 @@ class P2PTransfers:
         self._put(TransferKey("B", stage - 1, self._segment.base + microbatch), microbatch, gradients, [], ())
 
     def _specs_of(self, names: Sequence[str], outputs: Sequence[Tensor]) -> _OutputSpecs:
-        specs = [TensorSpec.from_tensor(t) for t in outputs]
+        specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs]
         wanted = [(name, TensorSpec(spec.shape, spec.dtype, wants_gradient=False))
                   for name, spec in zip(names, specs, strict=True) if spec.wants_gradient]
         if self._scales:

@@ -109,18 +109,16 @@ class StepResults:
                     del self._workers[rank].losses[segment.base + i]
         return float(self._in_order([each[1:] for each in results], microbatches).mean()), bool(results[0][0])
 
-    def gather_losses(self, losses: Sequence[list[float]], samples: Sequence[int]) -> list[float]:
-        """Return the losses of an evaluation in the order of its microbatches, on every rank.
+    def gather_losses(self, losses: Mapping[int, list[float]], count: int) -> list[float]:
+        """Return the losses of an evaluation in the order of its ``count`` microbatches, on every rank.
 
         Args:
-            losses: of each local rank of the last stage, in the order of the replicas.
-            samples: of each microbatch.
+            losses: by rank of the last stage in this process.
         """
-        key, microbatches = TransferKey("L", self._last_stage + 1, 0), range(len(samples))
+        key, microbatches = TransferKey("L", self._last_stage + 1, 0), range(count)
         for rank in self._sources_elsewhere():
             self._post(rank, key, len(self._share(microbatches, rank)))
-        here = iter(losses)
-        mine = {rank: torch.tensor(next(here), dtype=torch.float64) for rank in self._sources if rank in self._workers}
+        mine = {rank: torch.tensor(own, dtype=torch.float64) for rank, own in losses.items()}
         for own in mine.values():
             self._send(key, own)
         parts = [mine[rank] if rank in mine else self._receive(rank, key) for rank in self._sources

@@ -361,7 +361,7 @@ def _with_located_errors(source: Iterator[Batch], kind: str, pipe: Pipeline) -> 
                 problem = error.problems[0]
                 failed, hint = problem.what + (f" ({problem.where})" if problem.where else ""), problem.hint
             else:
-                failed, hint = f"the data set raised {type(error).__name__}: {error}", "mend what raised it"
+                failed, hint = f"the data set raised {type(error).__name__}: {error}", "fix what raised it"
             raise RunError(failed, hint=hint, rank=pipe.rank, stage=stages[0] if len(stages) == 1 else None,
                            action=f"reading {kind} {number}") from error
         yield batch

@@ -176,7 +176,7 @@ class PeerTransfer:
                         hint="that rank ended first: see what it printed, or its log")
 
 
-class _KeyTransfer(PeerTransfer):
+class _ScheduledTransfer(PeerTransfer):
     """The context of a scheduled transfer; ``doing`` is ``waiting for``, ``sending`` or ``receiving``."""
 
     __slots__ = ("_key", "_transport")
@@ -257,7 +257,7 @@ class DistributedTransport:
         group, device = self._group_and_device(key)
         carried = [t.detach().to(device).contiguous() for t in tensors]
         # Even an empty tensor keeps its number, so that both sides count alike.
-        with _KeyTransfer(self, peer, key, "sending"):
+        with _ScheduledTransfer(self, peer, key, "sending"):
             work = [self._isend(_header(tensors), peer, key, MOST_TENSORS, self._control)] if announce else []
             work += [self._isend(t, peer, key, i, group) for i, t in enumerate(carried) if t.numel()]
         self.bytes_sent += sum(t.nbytes for t in carried)
@@ -269,7 +269,7 @@ class DistributedTransport:
             self._complete(peer, *under_way.popleft())
 
     def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
-        with _KeyTransfer(self, peer, key, "receiving"):
+        with _ScheduledTransfer(self, peer, key, "receiving"):
             if specs is None:
                 header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 posted = _Posted(None, [self._irecv(header, peer, key, MOST_TENSORS, self._control)], [header])
@@ -283,7 +283,7 @@ class DistributedTransport:
     def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
         posted = self._posted[peer, key]
         started = perf_counter()
-        with _KeyTransfer(self, peer, key, "waiting for"):
+        with _ScheduledTransfer(self, peer, key, "waiting for"):
             self._wait(posted.work, on_host=True)
             specs = _specs(posted.buffers[0])
             self._posted[peer, key] = self._post(peer, key, specs)
@@ -294,7 +294,7 @@ class DistributedTransport:
         specs, works, buffers = self._posted.pop((peer, key))
         for_host = key.kind not in GROUP_OF_KIND
         started = perf_counter()
-        with _KeyTransfer(self, peer, key, "waiting for"):
+        with _ScheduledTransfer(self, peer, key, "waiting for"):
             self._wait(works, for_host)
         self.wait_s += perf_counter() - started
         if key.kind == "B":
@@ -371,7 +371,7 @@ class DistributedTransport:
 
     def _complete(self, peer: int, key: TransferKey, works: list[dist.Work], tensors: list[Tensor]) -> None:
         """Wait for a send and free its tensors."""
-        with _KeyTransfer(self, peer, key, "sending"):
+        with _ScheduledTransfer(self, peer, key, "sending"):
             self._wait(works, on_host=key.kind not in GROUP_OF_KIND)
         tensors.clear()
 
