@@ -352,7 +352,7 @@ def test_what_nobody_foresaw_shows_no_traceback(here: Path, capsys: pytest.Captu
         assert main(["train", "c.yaml"]) == 1
         said, *frames, hint = capsys.readouterr().err.splitlines()
         assert said == what
-        assert frames[1:2] == (["    raise error"] if "mend" in remedy else [])  # of this file, which is no vpipe's
+        assert frames[1:2] == (["    raise error"] if "fix" in remedy else [])  # of this file, which is no vpipe's
         assert hint.startswith(f"{remedy}; the traceback is in ")
         file = Path(hint.partition("the traceback is in ")[2])
         assert "Traceback" in file.read_text()

@@ -158,7 +158,7 @@ class Engine:
             first += self._settings.microbatches
             self._close(segment, first, len(self._made))
             while self._made:
-                yield from self._yield_unchanged(self._made.popleft(), lambda step: bool(self._made))
+                yield from self._yield_unchanged(self._made.popleft(), lambda: bool(self._made))
         self._end_batches(loader)
 
     def _train_stream(self, loader: MicrobatchLoader, first: int, pauses: Pauses) -> Iterator[Step]:
@@ -170,25 +170,26 @@ class Engine:
             if pause is not None:
                 assert pause > done, f"a pause after step {pause}, but {done} are done"
                 loader.end = first + (pause - done) * self._schedule.rounds.per_step
-            rounds = replace(self._schedule.rounds, exists=partial(_has, loader, first))
-            segment = self._segment(loader, first, rounds)
-            steps = self._steps_of_stream(segment, rounds)
-            stream = self._stream = RunningSegment(segment, steps, self._results)
-            in_flight = partial(_in_flight, stream, pause)
-            try:
-                for step in stream:
-                    yield from self._yield_unchanged(step, in_flight)
-            except RunError as error:  # of another rank, which has the batch that could not be read here
-                if loader.error is None or loader.error is error:
-                    raise
-                raise loader.error from error
-            if stream.drained is None:
-                self._end_stream(stream)
-            else:
-                yield from stream.drained
-            first = loader.total
-            loader.end = None
+            yield from self._train_to_pause(loader, first, pause)
+            first, loader.end = loader.total, None
         self._end_batches(loader)
+
+    def _train_to_pause(self, loader: MicrobatchLoader, first: int, pause: int | None) -> Iterator[Step]:
+        rounds = replace(self._schedule.rounds, exists=lambda microbatch: loader.has(first + microbatch))
+        segment = self._segment(loader, first, rounds)
+        stream = self._stream = RunningSegment(segment, self._steps_of_stream(segment, rounds), self._results)
+        try:
+            for step in stream:
+                yield from self._yield_unchanged(
+                    step, lambda: stream.drained is None and segment.steps_before + stream.done != pause)
+        except RunError as error:  # of another rank, which has the batch that could not be read here
+            if loader.error is None or loader.error is error:
+                raise
+            raise loader.error from error
+        if stream.drained is None:
+            self._end_stream(stream)
+        else:
+            yield from stream.drained
 
     def _steps_of_stream(self, segment: Segment, rounds: Rounds) -> Iterator[int]:
         """Yield the step numbers of a stream; after a failure nothing of it is left to drain."""
@@ -214,7 +215,7 @@ class Engine:
             if worker.comparison is not None and loader.ended:
                 worker.comparison.check_end(loader, self.collectives.agree)
 
-    def _yield_unchanged(self, step: Step, later_updates: Callable[[Step], bool]) -> Iterator[Step]:
+    def _yield_unchanged(self, step: Step, later_updates: Callable[[], bool]) -> Iterator[Step]:
         """Yield a step; refuse changed parameter groups if later updates are made or under way: which stage sees a
         change would depend on the transport."""
         if self._schedule.flush:
@@ -223,7 +224,7 @@ class Engine:
         optimizers = self._optimizers
         before = [optimizer.options() for optimizer in optimizers]
         yield step
-        if later_updates(step) and [optimizer.options() for optimizer in optimizers] != before:
+        if later_updates() and [optimizer.options() for optimizer in optimizers] != before:
             raise UserError(f"a parameter group of an optimizer was changed after step {step.index}, while "
                             f"'{self._schedule.name}' has later updates under way", hint=CHANGES_HINT)
 
@@ -406,15 +407,6 @@ class Engine:
             raise UserError(f"the checkpoint was made after {begun} of the {self._settings.microbatches} microbatches "
                             f"of a batch, but '{self._schedule.name}' takes whole ones",
                             hint="go on with the schedule that made it, or from a checkpoint at the end of a batch")
-
-
-def _in_flight(stream: RunningSegment, pause: int | None, step: Step) -> bool:
-    """Return whether microbatches of later steps than this one have entered the pipeline."""
-    return stream.drained is None and step.index + 1 != pause
-
-
-def _has(loader: MicrobatchLoader, first: int, microbatch: int) -> bool:
-    return loader.has(first + microbatch)
 
 
 def build_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, make_optimizer: MakeOptimizer,

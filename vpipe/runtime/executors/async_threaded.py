@@ -172,7 +172,8 @@ class ThreadedWorker(Worker):
         self._in_turn = in_turn
         device = next(iter(self.stages.values())).device
         self._streams = CudaStreams(device) if device.type == "cuda" else Streams()
-        self._ordered = {index for index, stage in self.stages.items() if any(map(_keeps, stage.modules.values()))}
+        self._ordered = {index for index, stage in self.stages.items()
+                         if any(map(_has_saved_buffers, stage.modules.values()))}
         self._threads: dict[int, ThreadPoolExecutor] = {}  # one thread each, by microbatch
         self._latest: Future[_Done] | None = None
         self._under_way: dict[tuple[int, int], tuple[ForwardInputs, Future[_Done]]] = {}
@@ -180,12 +181,11 @@ class ThreadedWorker(Worker):
         self._deferred: deque[Action] = deque()  # ends of forwards, and sends, in the program's order
         self._apart: dict[int, dict[int, _Gradients]] = defaultdict(dict)  # by stage and microbatch
         self._at_fault: Action | None = None  # its failure shows in a later action
-        plain = self.operations
-        self.operations = {op: operation if op in _BESIDE_FORWARDS else partial(self._after_forwards, operation)
-                           for op, operation in plain.items()}
+        self.operations = {op: operation if op in _BESIDE_FORWARDS else partial(_after, self._gather, operation)
+                           for op, operation in self.operations.items()}
         self.operations[Op.SEND_F] = self._send_forward
         if self.transport.ordered:  # deferred sends come before the receives behind them
-            self.operations[Op.RECV_F] = partial(self._after_sends, plain[Op.RECV_F])
+            self.operations[Op.RECV_F] = partial(_after, self._catch_up, self.operations[Op.RECV_F])
         self.operations[Op.SEND_B] = partial(self._send_backward, self.operations[Op.SEND_B])
 
     # -- forwards, in threads --------------------------------------------------------------------------
@@ -287,14 +287,6 @@ class ThreadedWorker(Worker):
         if self._in_turn:
             self._catch_up()
 
-    def _after_sends(self, operation: Callable[[int, int], None], stage_index: int, index: int) -> None:
-        self._catch_up()
-        operation(stage_index, index)
-
-    def _after_forwards(self, operation: Callable[[int, int], None], stage_index: int, index: int) -> None:
-        self._gather()
-        operation(stage_index, index)
-
     # -- backwards, in the calling thread ----------------------------------------------------------------
 
     def _output_gradients(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
@@ -341,7 +333,12 @@ class ThreadedWorker(Worker):
         super()._report_failure(error, at_fault)
 
 
-def _keeps(module: nn.Module) -> bool:
+def _after(wait_for: Callable[[], None], operation: Callable[[int, int], None], stage_index: int, index: int) -> None:
+    wait_for()
+    operation(stage_index, index)
+
+
+def _has_saved_buffers(module: nn.Module) -> bool:
     """Return whether a module has saved buffers, which its forward may write."""
     saved = module.state_dict()
     return any(name in saved for name, _ in module.named_buffers()) or bool(loss_buffers(module))
