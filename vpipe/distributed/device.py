@@ -1,7 +1,8 @@
-"""Choose the device that a rank computes on, and what carries tensors between ranks."""
+"""Choose the device of a rank, and the backend between ranks."""
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +11,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from vpipe.distributed.environment import local_rank, rank_or_0
+from vpipe.distributed.environment import local_rank, read_number
 from vpipe.errors import UserError, counted
 
 
 @dataclass(frozen=True)
 class Visible:
-    """The GPUs that this process sees, and what it knows of its own place.
+    """The GPUs that this process sees, and its number on its host.
 
     Attributes:
         gpus: how many.
-        local_rank: number of this process on its host; of the rank where nobody says that.
+        local_rank: number of this process on its host; of the rank if that is unknown.
         current: the GPU that the program chose, by ``torch.cuda.set_device`` or as the ``device_id`` of its process
             group; None where it did not. GPU 0, the current one of every process, counts as not chosen.
         is_rank: whether ``local_rank`` is the number of the rank.
@@ -33,7 +34,7 @@ class Visible:
 
     @classmethod
     def here(cls) -> Visible:
-        """Look at this process and its environment; starts no CUDA context."""
+        """Read this process and its environment; starts no CUDA context."""
         bound = dist.group.WORLD.bound_device_id if dist.is_initialized() and dist.group.WORLD is not None else None
         if bound is not None and bound.type == "cuda":
             current: int | None = bound.index
@@ -41,7 +42,8 @@ class Visible:
             current = (torch.cuda.current_device() or None) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         if (number := local_rank()) is not None:
             return cls(torch.cuda.device_count(), number, current)
-        return cls(torch.cuda.device_count(), dist.get_rank() if dist.is_initialized() else rank_or_0(), current, True)
+        rank = read_number(os.environ, "RANK", "the environment") if "RANK" in os.environ else 0
+        return cls(torch.cuda.device_count(), dist.get_rank() if dist.is_initialized() else rank, current, True)
 
 
 def choose_device(wanted: torch.device | str | None, backend: str | None, there: Visible) -> torch.device:
@@ -105,10 +107,8 @@ def _why_none() -> str:
 
 
 def make_current(device: torch.device) -> None:
-    """Make a GPU the current one of this process: nccl and the kernels of libraries use that one.
-
-    Raises:
-        UserError: it cannot be used.
+    """Make a GPU the current one of this process, which nccl and the kernels of libraries use. Raises UserError if it
+    cannot be used.
     """
     if device.type != "cuda":
         return
@@ -127,7 +127,7 @@ class RankDevice:
     Attributes:
         host: its name.
         device: ``cpu`` or ``cuda:1``, as the rank itself calls it.
-        gpu: what tells the GPU from all others; None of a processor.
+        gpu: see :func:`gpu_uuid`; None of a processor.
         nccl: whether the rank's torch has it.
     """
 
@@ -144,7 +144,7 @@ class RankDevice:
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """The device of every rank, and what carries tensors between them.
+    """The device of every rank, and the backend between them.
 
     Attributes:
         rank: of this process.
@@ -171,7 +171,7 @@ class DeviceMap:
         return len({one.host for one in self.devices})
 
     def __str__(self) -> str:
-        """One line: ``computing on cuda:0, cuda:1 (NVIDIA H100), nccl between ranks``."""
+        """Return a line: ``computing on cuda:0, cuda:1 (NVIDIA H100), nccl between ranks``."""
         gpus = len({one.gpu for one in self.devices} - {None})
         names = list(dict.fromkeys(one.device for one in self.devices))
         if not gpus:
@@ -186,9 +186,7 @@ class DeviceMap:
 
 
 def choose_backend(wanted: str | None, devices: Sequence[RankDevice]) -> tuple[str, str]:
-    """Return what carries tensors between ranks, and why that is gloo although there are GPUs.
-
-    nccl is for ranks with a GPU each. All ranks choose the same, because all are given the same devices.
+    """Return the backend, nccl for ranks with a GPU each, and why it is gloo although there are GPUs.
 
     Raises:
         UserError: nccl was asked for, and a rank has no GPU of its own.
@@ -226,11 +224,11 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def check_backend(wanted: str | None, carriers: str, devices: Sequence[RankDevice]) -> str:
-    """Return what carries tensors between ranks in a process group that is there already.
+    """Return the backend of a process group that exists already.
 
     Args:
         wanted: the backend that the user named, if any.
-        carriers: of the group, such as ``cpu:gloo,cuda:nccl``, as ``torch.distributed.get_backend_config`` says it.
+        carriers: of the group, as ``torch.distributed.get_backend_config`` names them: ``cpu:gloo,cuda:nccl``.
 
     Raises:
         UserError: it is another than the one named, or nccl, and a rank has no GPU of its own.
@@ -251,7 +249,7 @@ def check_backend(wanted: str | None, carriers: str, devices: Sequence[RankDevic
 
 
 def device_name(device: torch.device) -> str:
-    """Of the GPU or of the processor."""
+    """Return the name of a GPU or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -263,5 +261,5 @@ def device_name(device: torch.device) -> str:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Return what tells a GPU from all others, in whatever order a process sees them."""
+    """Return the identity of a GPU, in whatever order a process sees the GPUs."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -20,20 +20,19 @@ HOST = "VPIPE_HOST"
 """The host's name for messages, where a run has several."""
 
 RUN = "VPIPE_RUN"
-"""What tells the run from others that might use its port."""
+"""An identity of the run: others might use its port."""
 
 STARTER = "VPIPE_STARTER"
-"""The program that started the ranks, for one that starts itself anew in a container."""
+"""The program that started the ranks, for one that replaces itself in a container."""
 
 AGENT = "VPIPE_AGENT"
-"""What would start this process again after a failure, for one that starts itself anew in a container."""
-
+"""See :func:`starter_id`; for one that replaces itself in a container."""
 
 FIRST_PORT, PORTS = 10_000, 20_000
 """A job's port is one of these: below those that Linux gives to connections."""
 
 _COUNTS = {"torchrun": "TORCHELASTIC_RESTART_COUNT", "srun": "SLURM_RESTART_COUNT"}
-"""Where a starter says how often it has started the ranks again."""
+"""How often a starter has started the ranks again."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,9 @@ class RankEnvironment:
         device: its number on its host.
         host: the name of its host.
         address, port: where rank 0 waits for the others, or torchrun does.
-        run: what tells the run from others that might use the port; empty where its starter does not say.
-        agent: what would start it again; empty where nothing does.
-        restarts: how often that has happened, as its starter says.
+        run: an identity of the run, since others might use the port; empty if unknown.
+        agent: see :func:`starter_id`; empty where nothing would start it again.
+        restarts: how often that has happened.
     """
 
     starter: str
@@ -82,40 +81,36 @@ class RankEnvironment:
                                                    "its starter")
             if starter == "torchrun":
                 _check_store(environment)
-            rank = _number(environment, "RANK", starter)
-            device = _number(environment, "LOCAL_RANK", starter) if "LOCAL_RANK" in environment else rank
-            return cls(starter, rank, _number(environment, "WORLD_SIZE", starter), device, host,
-                       _text(environment, "MASTER_ADDR", starter), _number(environment, "MASTER_PORT", starter),
+            rank = read_number(environment, "RANK", starter)
+            device = read_number(environment, "LOCAL_RANK", starter) if "LOCAL_RANK" in environment else rank
+            return cls(starter, rank, read_number(environment, "WORLD_SIZE", starter), device, host,
+                       read_text(environment, "MASTER_ADDR", starter), read_number(environment, "MASTER_PORT", starter),
                        environment.get(RUN) or environment.get("TORCHELASTIC_RUN_ID", ""),
                        starter_id(environment, None) if starter in _COUNTS else "", _restarts(environment, starter))
         if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
             return None
         tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-        ranks = _number(environment, tasks, "srun")
+        ranks = read_number(environment, tasks, "srun")
         if ranks == 1:
             return None
-        job, step = _number(environment, "SLURM_JOB_ID", "srun"), _number(environment, "SLURM_STEP_ID", "srun")
+        job, step = read_number(environment, "SLURM_JOB_ID", "srun"), read_number(environment, "SLURM_STEP_ID", "srun")
         if port is None:
-            port = _number(environment, "MASTER_PORT", "srun") if "MASTER_PORT" in environment else \
+            port = read_number(environment, "MASTER_PORT", "srun") if "MASTER_PORT" in environment else \
                 slurm_port(job, step)
-        return cls("srun", _number(environment, "SLURM_PROCID", "srun"), ranks,
-                   _number(environment, "SLURM_LOCALID", "srun"), host,
+        return cls("srun", read_number(environment, "SLURM_PROCID", "srun"), ranks,
+                   read_number(environment, "SLURM_LOCALID", "srun"), host,
                    address or environment.get("MASTER_ADDR") or slurm_address(environment), port,
                    f"{job}.{step}", starter_id(environment, f"{job}.{step}"), _restarts(environment, "srun"))
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the environment of this process should say, as torchrun says it, and what it cannot."""
+        """The environment of this process, with torchrun's names and vpipe's own."""
         return {"RANK": str(self.rank), "WORLD_SIZE": str(self.ranks), "LOCAL_RANK": str(self.device),
                 "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port),
                 RUN: self.run, STARTER: self.starter, AGENT: self.agent}
 
     def check(self, ranks: int) -> None:
-        """Refuse another number of processes than the schedule has ranks.
-
-        Raises:
-            UserError: it is another.
-        """
+        """Refuse another number of processes than the schedule has ranks."""
         if self.ranks == ranks:
             return
         remedy = {"torchrun": f"make --nnodes times --nproc-per-node {ranks}", "srun": f"use srun --ntasks {ranks}"}
@@ -125,31 +120,18 @@ class RankEnvironment:
 
 
 def local_rank() -> int | None:
-    """Return the number of this process among those of its host; None where the environment does not say it.
-
-    Raises:
-        UserError: the environment says something that is no number.
-    """
+    """Return the number of this process among those of its host; None if the environment lacks it."""
     for name, starter in (("LOCAL_RANK", "the environment"), ("SLURM_LOCALID", "srun")):
         if name in os.environ and (starter != "srun" or "SLURM_STEP_ID" in os.environ):
-            return _number(os.environ, name, starter)
+            return read_number(os.environ, name, starter)
     return None
 
 
-def rank_or_0() -> int:
-    """Return the rank that the environment says, or 0.
-
-    Raises:
-        UserError: it is no number.
-    """
-    return _number(os.environ, "RANK", "the environment") if "RANK" in os.environ else 0
-
-
 def _check_store(environment: Mapping[str, str]) -> None:
-    """Refuse what makes ranks wait for the dead: the store of one of several agents keeps what those said.
+    """Refuse a store in one of several agents: it keeps the entries of dead ranks, and new ranks would wait for those.
 
-    One agent alone counts the restarts for all its ranks, so theirs have names of their own; of several each counts
-    only the failures of its own ranks.
+    One agent alone counts the restarts of all ranks, so that each attempt has names of its own; of several agents each
+    counts only the failures of its own ranks.
     """
     agents, restarts = (int(environment.get(name) or 0) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
     if agents > 1 and restarts and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -161,18 +143,14 @@ def _check_store(environment: Mapping[str, str]) -> None:
 def slurm_port(job: int, step: int) -> int:
     """Return the port of a step of a job, the same on all its nodes.
 
-    Of 2000 jobs in a row, each with up to ten steps, no two have the same. Others may, as jobs that export MASTER_PORT
-    may: a rank that finds another run at its port says so.
+    Of 2000 jobs in a row, each with up to ten steps, no two have the same; a rank that finds another run at its port
+    ends with an error.
     """
     return FIRST_PORT + (10 * job + step) % PORTS
 
 
 def slurm_address(environment: Mapping[str, str]) -> str:
-    """Return the address of the node of a step's first rank, as SLURM knows it.
-
-    Raises:
-        UserError: SLURM does not say.
-    """
+    """Return the address of the node of a step's first rank. Raises UserError if SLURM does not tell it."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise UserError("srun does not tell the nodes of the step: SLURM_STEP_NODELIST is not set", hint=_REMEDY)
@@ -197,17 +175,17 @@ def _scontrol(*question: str) -> str:
         raise UserError("there is no scontrol on the path, which tells the address of the first rank's node",
                         hint=_REMEDY) from None
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        said = getattr(error, "stderr", None) or ""
-        raise UserError(f"scontrol show {' '.join(question)} failed: {str(said).strip() or error}", hint=_REMEDY) \
-            from None
+        printed = str(getattr(error, "stderr", None) or "").strip()
+        raise UserError(f"scontrol show {' '.join(question)} failed: {printed or error}", hint=_REMEDY) from None
 
 
 def _restarts(environment: Mapping[str, str], starter: str) -> int:
-    name = _COUNTS.get(starter)
-    return _number(environment, name, starter) if name is not None and name in environment else 0
+    name = _COUNTS.get(starter, "")
+    return read_number(environment, name, starter) if name in environment else 0
 
 
-def _text(environment: Mapping[str, str], name: str, starter: str) -> str:
+def read_text(environment: Mapping[str, str], name: str, starter: str) -> str:
+    """Return a variable. Raises UserError, naming the starter, if it is not set."""
     if not environment.get(name):
         raise UserError(f"{starter} did not set {name} for this process",
                         hint="start with vpipe train, torchrun or srun; unset RANK and WORLD_SIZE where none of them "
@@ -215,25 +193,22 @@ def _text(environment: Mapping[str, str], name: str, starter: str) -> str:
     return environment[name]
 
 
-def _number(environment: Mapping[str, str], name: str, starter: str) -> int:
-    text = _text(environment, name, starter)
-    if not text.isdecimal():
-        raise UserError(f"{starter} set {name} to '{text}'", hint="it must be a whole number")
-    return int(text)
+def read_number(environment: Mapping[str, str], name: str, starter: str) -> int:
+    """Return a variable as a number. Raises UserError, naming the starter, if it is not set to one."""
+    value = read_text(environment, name, starter)
+    if not value.isdecimal():
+        raise UserError(f"{starter} set {name} to '{value}'", hint="it must be a whole number")
+    return int(value)
 
 
 def starter_id(environment: Mapping[str, str], job_step: str | None) -> str:
-    """Return what starts this process, and would start it again.
+    """Return an identity of the program that starts this process, and would start it again.
 
-    Under torchrun it is the parent, torchrun's agent on this host, with its start, since numbers of processes come
-    again (where the system tells it: Linux). Under srun it is the step of the job, which keeps its numbers when the
-    job is requeued.
-
-    Args:
-        job_step: SLURM's numbers of both.
+    Under torchrun it is the parent, torchrun's agent on this host, with its start, since process numbers are reused
+    (where the system tells it: Linux). Under srun it is ``job_step``, which stays when the job is requeued.
     """
     if AGENT in environment:
-        return environment[AGENT]  # of the process that started itself anew in a container
+        return environment[AGENT]  # this process has replaced itself in a container
     if job_step is not None:
         return f"{environment.get('SLURM_CLUSTER_NAME', '')} job {job_step}".strip()
     parent, began = os.getppid(), ""

@@ -24,15 +24,12 @@ HIDDEN = frozenset({"vpipe", "torch", "numpy", "pydantic", "yaml", "tokenizers",
 STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 
 WAIT_S = 2.0
-"""How long a rank that another rank's error ends waits before it ends: torchrun ends all ranks as soon as one has
-ended, and that is to be the one that reports the error."""
+"""Before a rank ends because of another rank's error: torchrun ends all ranks as soon as one has ended, and that is to
+be the one that reports the error."""
 
 
 def install() -> None:
-    """Let errors that nobody catches be printed as this module says, from now on.
-
-    A hook of the user's, installed before, prints what is not hidden; one that is installed later replaces this one.
-    """
+    """Print uncaught errors as this module says from now on; a hook of the user's prints what is not hidden."""
     hook = sys.excepthook
     if not (isinstance(hook, partial) and hook.func is _excepthook):
         sys.excepthook = partial(_excepthook, hook)
@@ -110,7 +107,7 @@ def hide_frames(error: BaseException) -> None:
 
 
 def write_error_file(text: str) -> None:
-    """Let the summary of torchrun, where it started this process, show why the process failed."""
+    """Write the error for the summary of torchrun, if it started this process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not os.path.exists(path):
         with suppress(OSError), open(path, "x") as file:

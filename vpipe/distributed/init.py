@@ -1,4 +1,4 @@
-"""Join the processes of one job: choose their devices, make their process group, have them watch one another."""
+"""Join the processes of one job: choose their devices, make their process group, start their watchdogs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from vpipe.distributed.device import (
     choose_device,
     make_current,
 )
-from vpipe.distributed.environment import HOST, RankEnvironment
+from vpipe.distributed.environment import HOST, RankEnvironment, read_number, read_text
 from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.network import check_interfaces
 from vpipe.distributed.rendezvous import Rendezvous, agent_has_store, hosts_of_group, open_store
 from vpipe.errors import RunError, UserError
 
 CARRIERS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
-"""What the process group is made with: under nccl, tensors in host memory still go by gloo."""
+"""The backends of the process group: under nccl, tensors in host memory still go by gloo."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _Joined:
 
 _joined: _Joined | None = None
 _met: Rendezvous | None = None
-"""Of ranks that have no process group yet."""
+"""That of ranks without a process group, until they make one."""
 _groups_made, _groups_watched, _exchanges = count(), count(), count()
 
 
@@ -55,10 +55,9 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
     """Join the job that torchrun, srun or vpipe's own launcher started; return the device of every rank.
 
     The launchers describe the job in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, or those
-    of SLURM), which is the one place where the library reads it. A process that is alone is its only rank. From then on
-    the ranks watch one another: see docs/faults.md. A process group that the program made itself is used as it is, with
-    the watch. All ranks must call this; while the group is there, they need not do so at the same time, unless they
-    compute on other devices than before.
+    of SLURM). A process that is alone is its only rank. From then on the ranks watch one another: see docs/faults.md. A
+    process group that the program made itself is used as it is. All ranks must call this; while the group exists, they
+    need not do so at the same time, unless they compute on other devices than before.
 
     Args:
         backend: ``nccl`` or ``gloo``; None takes nccl where each rank has a GPU of its own.
@@ -91,7 +90,7 @@ def meet(timing: WatchdogTiming) -> Rendezvous:
     """
     global _met
     rank, ranks = _number("RANK"), _number("WORLD_SIZE")
-    address, port = _variable("MASTER_ADDR"), _number("MASTER_PORT")
+    address, port = read_text(os.environ, "MASTER_ADDR", "the environment"), _number("MASTER_PORT")
     try:
         store = open_store(f"world {next(_groups_made)}", address, port, rank, ranks, timing.join_s)
     except RuntimeError as error:
@@ -135,7 +134,7 @@ def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
         fault = watchdog.explain(None, timeout_s if "imed out" in str(error) else None)
         raise watchdog.error(fault, f"rank {rank} was joining the others: {str(error).splitlines()[0]}") from error
     sys.excepthook = hook  # torch has put one before it that writes the rank before each line
-    # The watchdog's server in rank 0 may have got connections of its own meanwhile, and the store.
+    # The failure detector in rank 0 may have got connections of its own meanwhile, and the store.
     made = connections(but=(rendezvous.detector_port, _number("MASTER_PORT"))).items() - before.items()
     watchdog.break_off = partial(break_off, dict(made))
     _joined = _Joined(dist.group.WORLD, rendezvous, devices)
@@ -145,7 +144,7 @@ def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
 
 
 def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> DeviceMap:
-    """Use the process group that is there, and start the watch where it is not one that is watched already."""
+    """Use the process group that exists, and start the watchdog unless this group has one."""
     global _joined
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks == 1:
@@ -164,7 +163,7 @@ def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
 
 
 def _exchange_devices(rendezvous: Rendezvous, own: torch.device) -> DeviceMap:
-    """Return the device of every rank, before it is known what carries tensors between them."""
+    """Return the device of every rank, before they choose a backend."""
     there = tuple(RankDevice(**one) for one in rendezvous.exchange(f"device {next(_exchanges)}", asdict(_here(own))))
     rendezvous.watchdog.hosts = [one.host for one in there]
     return DeviceMap(rendezvous.rank, there, "")
@@ -175,22 +174,12 @@ def _here(own: torch.device) -> RankDevice:
 
 
 def _host() -> str:
-    """Return what the user calls this host, if the launcher says so."""
+    """Return the name of this host, as the launcher gives it."""
     return os.environ.get(HOST) or socket.gethostname()
 
 
-def _variable(name: str) -> str:
-    if not os.environ.get(name):
-        raise UserError(f"the environment has RANK and WORLD_SIZE, but not {name}",
-                        hint="start with vpipe train, torchrun or srun, or set it to the address and port of rank 0")
-    return os.environ[name]
-
-
 def _number(name: str) -> int:
-    value = _variable(name)
-    if not value.isdecimal():
-        raise UserError(f"the environment has {name}={value!r}", hint="it must be a whole number")
-    return int(value)
+    return read_number(os.environ, name, "the environment")
 
 
 def _destroy(group: dist.ProcessGroup | None, process: int) -> None:

@@ -6,7 +6,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from vpipe.errors import UserError
 
@@ -15,11 +15,7 @@ _ANY_PORT = 9
 
 
 def free_port(wanted: int | None) -> int:
-    """Return the port where ranks meet: the one asked for, or a free one.
-
-    Raises:
-        UserError: the port asked for is in use.
-    """
+    """Return the port where ranks meet: the one ``wanted``, or a free one. Raises UserError if it is in use."""
     with _bound(wanted or 0) as probe:
         return int(probe.getsockname()[1])
 
@@ -37,29 +33,25 @@ def held(port: int) -> Iterator[None]:
 @contextmanager
 def listening(port: int) -> Iterator[None]:
     """Let other hosts try whether they reach ``port``."""
-    with _bound(port) as door:
-        door.listen(64)
+    with _bound(port) as bound:
+        bound.listen(64)
         yield
 
 
 def _bound(port: int) -> socket.socket:
-    door = socket.socket()
-    door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: a port in TIME_WAIT will do
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: a port in TIME_WAIT will do
     try:
-        door.bind(("", port))  # on all interfaces, where the store listens
+        bound.bind(("", port))  # on all interfaces, where the store listens
     except OSError as error:
-        door.close()
+        bound.close()
         raise UserError(f"port {port} cannot be used: {error.strerror}",
                         hint="set parallel.master_port to a free port, or leave it out to have one found") from None
-    return door
+    return bound
 
 
 def reach(address: str, port: int, timeout_s: float) -> None:
-    """Try a connection to the port of another host.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Try a connection to the port of another host. Raises UserError if there is none."""
     try:
         socket.create_connection((address, port), timeout_s).close()
     except OSError as error:
@@ -76,12 +68,10 @@ def is_this_host(name: str) -> bool:
     address = address_of(name)
     if address is None:
         return False
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))  # the kernel knows its own addresses
-        except OSError:
-            return False
-    return True
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.bind((address, 0))  # the kernel knows its own addresses
+        return True
+    return False
 
 
 def address_of(name: str) -> str | None:
@@ -93,7 +83,7 @@ def address_of(name: str) -> str | None:
 
 
 def source_towards_name(name: str) -> str | None:
-    """As :func:`source_towards`, to a host by its name."""
+    """Return :func:`source_towards` of a host's name."""
     address = address_of(name)
     return None if address is None else source_towards(address)
 
@@ -129,11 +119,7 @@ def meeting_address(first: str, others: list[str]) -> str:
 
 
 def check_interfaces(names: str) -> None:
-    """Refuse interfaces, separated by commas as gloo has them, that this host does not have.
-
-    Raises:
-        UserError: one is unknown; it names those there are.
-    """
+    """Refuse interfaces, separated by commas as for gloo, that this host does not have."""
     there = [name for _, name in socket.if_nameindex()]
     for name in names.split(","):
         if name not in there:
@@ -143,9 +129,9 @@ def check_interfaces(names: str) -> None:
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the name of the interface on the route to an address, such as ``eth0``; of this host's own, where it is.
+    """Return the name of the interface on the route to an address, such as ``eth0``; ``lo`` for one of this host's own.
 
-    None where the system does not tell (other than Linux): then gloo and nccl choose.
+    None outside of Linux: then gloo and nccl choose.
 
     Raises:
         UserError: there is no route, or no interface has that route's source address first.

@@ -171,16 +171,16 @@ class Rendezvous:
 
 
 def _address_of(store: Store) -> str | None:
-    """Return where the server of a store is, as this process reaches it; None of one that has none, such as a file."""
+    """Return the address of the server of a store; None of one without a server, such as a file."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return getattr(store, "host", None)
 
 
 def server_address(store: str, hosts: Sequence[str]) -> tuple[str, str]:
-    """Return where the other ranks reach rank 0, and where it listens.
+    """Return the address at which the other ranks reach rank 0, and the one where it listens.
 
-    The first is empty where each rank reaches it as it reaches the store.
+    The first is empty where each rank reaches it as it reaches the store; the second stands for all if empty.
 
     Args:
         store: the address of the server, empty where there is none.

@@ -176,7 +176,7 @@ class Watchdog:
 
     @property
     def is_reporter(self) -> bool:
-        """Whether this rank is the one that prints the failure which ends the job."""
+        """True on the rank that prints the failure which ends the job."""
         fault = self.fault
         return fault is None or self._reporter(fault) == self.rank
 

@@ -321,9 +321,8 @@ def _named(ranks: Sequence[int], states: Sequence[Mapping[str, Any]]) -> str:
 
 
 def address_towards(rank: RankEnvironment, sources: Sequence[str | None]) -> str:
-    """Return an address on the route to the other hosts: rank 0's, or where that means this very host, another rank's.
-
-    Many systems give a host's own name a loopback address.
+    """Return an address on the route to the other hosts: rank 0's, or another rank's where that means this very host,
+    as on systems that give a host's own name a loopback address.
 
     Args:
         sources: by rank, its address on the route to rank 0; None if there is no route.
@@ -334,9 +333,7 @@ def address_towards(rank: RankEnvironment, sources: Sequence[str | None]) -> str
 
 
 def _for_ranks(config: Config, rank: RankEnvironment) -> Config:
-    """Return the config for as many ranks as there are. Raises UserError unless the schedule has as many or the config
-    is elastic.
-    """
+    """Return the config for as many ranks as there are. Raises UserError if they differ and it is not elastic."""
     ranks = ranks_of(config)
     if rank.ranks == ranks or not config.elastic:
         rank.check(ranks)
