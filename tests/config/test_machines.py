@@ -11,7 +11,7 @@ from small_run import write_config
 
 from vpipe.config import machines as module
 from vpipe.config.config import Config, load_config
-from vpipe.config.machines import Hosts, Machine
+from vpipe.config.machines import Hosts, Machine, host_of
 from vpipe.errors import UserError
 from vpipe.launch.rank_env import hosts_of, ranks_of
 
@@ -32,7 +32,7 @@ def load(folder: Path, *machines: str, **changes: object) -> Config:
 def test_an_entry(text: str, login: str, gpu: int, host: str) -> None:
     machine = Machine.parse(text)
     assert machine is not None
-    assert (machine.login, machine.gpu, machine.host) == (login, gpu, host)
+    assert (machine.login, machine.gpu, host_of(machine.login)) == (login, gpu, host)
 
 
 @pytest.mark.parametrize("text", ["hostB", "hostB:", ":0", "hostB:x", "hostB:-1", "-oProxyCommand=x:0", "a b:0",

@@ -1,4 +1,4 @@
-"""Apply a plan file to a config, and drop the keys of a run's config that derive from keys set anew."""
+"""Apply a plan file to a config, and drop the keys of a run's config that derive from changed keys."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ _IMPLIES: dict[str, tuple[Keys, ...]] = {
     "stage_to_rank_map": (("parallel", "data_parallel_size"), ("parallel", "chunks"))}
 """Key of a plan -> keys of a config that it implies."""
 
-
 _COMPRESS: Keys = ("parallel", "compress")
-"""May be a list with an entry per cut; a plan may have another number of cuts."""
+"""Key that may be a list with an entry per cut; a plan may have another number of cuts."""
 
 
 def apply_plan(tree: Tree, path: str, settings: Iterable[str] = ()) -> None:
@@ -61,13 +60,9 @@ def apply_plan(tree: Tree, path: str, settings: Iterable[str] = ()) -> None:
 
 
 def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
-    """Drop the keys of a run's config, which has every key, that derive from keys now set anew.
+    """Drop the keys of a run's config, which has every key, that derive from keys in ``settings``.
 
-    With another number of stages, partition and ranks are dropped; with another schedule, ``update_every``. They are
-    derived anew, unless they are set, too.
-
-    Args:
-        settings: key -> value.
+    With another number of stages, partition and ranks are dropped; with another schedule, ``update_every``.
     """
     given = {tuple(key.split(".")): value for key, value in settings.items()}
     parallel = {name: ("parallel", name) for name in (

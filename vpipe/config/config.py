@@ -24,6 +24,7 @@ from vpipe.config.validation import (
     FilePath,
     Mistake,
     MistakesError,
+    Name,
     Section,
     Texts,
     validated,
@@ -52,6 +53,8 @@ def _scale(value: Any) -> Any:
 
 Absolute = Annotated[FilePath, AfterValidator(lambda path: Path(os.path.abspath(path)))]
 LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_scale)]
+Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
@@ -64,19 +67,17 @@ def neighbours(size: int, divisor: int) -> tuple[int, int]:
 class ModelSection(Section):
     """The model. Sizes given here override those of ``preset`` or ``config_file``."""
 
-    name: str = Field(min_length=1, description="model family, such as bert, gpt or llama")
+    name: Name = Field(description="model family, such as bert, gpt or llama")
     preset: str | None = Field(None, description=(
         "named sizes of the family: for bert tiny, mini, small, medium, base or large; for gpt small, medium, large "
         "or xl; for llama 15m, 110m, 135m, 360m, 1b, 7b or 13b"))
-    hidden_size: int | None = Field(None, ge=1, le=LARGEST_SIZE, description=(
-        "hidden size: features of a layer's output"))
+    hidden_size: Size | None = Field(None, description="hidden size: features of a layer's output")
     num_layers: int | None = Field(None, ge=1, le=MOST_BLOCKS, description=(
         "number of transformer blocks; each is split into two layers"))
-    num_heads: int | None = Field(None, ge=1, le=LARGEST_SIZE, description=(
-        "attention heads per block; must divide hidden_size"))
-    num_kv_heads: int | None = Field(None, ge=1, le=LARGEST_SIZE, description=(
+    num_heads: Size | None = Field(None, description="attention heads per block; must divide hidden_size")
+    num_kv_heads: Size | None = Field(None, description=(
         "heads of keys and values per block, for llama: groups of num_heads share one; null gives every head its own"))
-    sequence_length: int = Field(128, ge=1, le=LARGEST_SIZE, description="tokens per sample")
+    sequence_length: Size = Field(128, description="tokens per sample")
     vocab_size: int = Field(-1, ge=-1, le=LARGEST_SIZE, description=(
         "tokens in the vocabulary; -1 takes it from config_file, else from the data set"))
     dropout: float | None = Field(None, ge=0, lt=1, description="dropout probability; null takes the family's default")
@@ -101,7 +102,7 @@ class ModelSection(Section):
 class DatasetSection(Section):
     """The data."""
 
-    name: str = Field(min_length=1, description=(
+    name: Name = Field(description=(
         "registered data set, such as text, code_search_net, bert_hdf5, huggingface or synthetic"))
     path: FilePath | None = Field(None, description="file or folder of the data, relative to the current folder")
     batch_size: int = Field(ge=1, le=MOST_SAMPLES, description=(
@@ -126,9 +127,9 @@ class TrainingSection(Section):
     """
 
     learning_rate: float = Field(gt=0, description="learning rate after the warm-up, such as 1e-3")
-    epochs: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+    epochs: Steps | None = Field(None, description=(
         "stop after this many passes over the data; 1 when neither max_steps nor max_minutes is given"))
-    max_steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="stop after this many steps")
+    max_steps: Steps | None = Field(None, description="stop after this many steps")
     max_minutes: float | None = Field(None, gt=0, le=MOST_STEPS, description="stop after this many minutes of training")
     num_microbatches: int = Field(1, ge=1, le=MOST_MICROBATCHES, description=(
         "microbatches per batch; must divide dataset.batch_size"))
@@ -152,13 +153,12 @@ class TrainingSection(Section):
     loss_scale: LossScale = Field("dynamic", description=(
         "factor of the loss in fp16; dynamic finds it while training and skips updates that overflow"))
     seed: Seed = Field(0, description="seed of initial weights and dropout")
-    evaluate_every: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
-        "steps between evaluations; the run always ends with one"))
-    evaluation_batches: int = Field(8, ge=1, le=MOST_STEPS, description="batches per evaluation")
-    profile_iteration: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+    evaluate_every: Steps | None = Field(None, description="steps between evaluations; the run always ends with one")
+    evaluation_batches: Steps = Field(8, description="batches per evaluation")
+    profile_iteration: Steps | None = Field(None, description=(
         "update to record with torch's profiler on every rank, counted from 1 as in the progress lines"))
     exit_after_profile: bool = Field(False, description="end the run normally after profile_iteration")
-    print_frequency: int = Field(10, ge=1, le=MOST_STEPS, description=(
+    print_frequency: Steps = Field(10, description=(
         "updates between two progress lines in the ranks' logs, and on a screen without a progress bar"))
     threads: int = Field(1, ge=1, le=1024, description="CPU threads per rank")
 
@@ -211,9 +211,8 @@ class LaunchSection(Section):
 
     ssh_options: Texts = Field((), description=(
         "options for ssh, such as [-p, '2222', -i, /home/me/.ssh/cluster]; ssh never asks for a password"))
-    python: str | None = Field(None, min_length=1, description=(
-        "Python on the other hosts; null takes the path of this one"))
-    directory: str | None = Field(None, min_length=1, description=(
+    python: Name | None = Field(None, description="Python on the other hosts; null takes the path of this one")
+    directory: Name | None = Field(None, description=(
         "folder on the other hosts that paths are relative to; null takes the path of this one"))
     keep_memory: bool = Field(True, description=(
         "keep freed memory for the next tensors of a rank, on every host whose C library is glibc"))
@@ -222,7 +221,7 @@ class LaunchSection(Section):
 class CheckpointSection(Section):
     """The checkpoints of a run."""
 
-    every_steps: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+    every_steps: Steps | None = Field(None, description=(
         "steps between two checkpoints; null writes none before the end"))
     keep: int | None = Field(3, ge=1, le=MOST_STEPS, description="number of newest checkpoints to keep; null keeps all")
     at_end: bool = Field(True, description="write a checkpoint at the end of the run, and when a signal stops it")
@@ -242,7 +241,7 @@ class MetricsSection(Section):
     peak_tflops: float | None = Field(None, gt=0, le=10**9, description=(
         "peak of one device in 10^12 operations per second, for MFU and HFU; null takes it from a table of GPUs, else "
         "measures it"))
-    rank_times_every: int | None = Field(None, ge=1, le=MOST_STEPS, description=(
+    rank_times_every: Steps | None = Field(None, description=(
         "updates between two reports of the time and the traffic of each rank; null for none"))
     tensorboard: bool = Field(False, description="write TensorBoard events into the run folder")
 

@@ -17,12 +17,7 @@ _MACHINE = re.compile(r"((?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.-]*):(\d{1,4})
 
 @dataclass(frozen=True)
 class Machine:
-    """An entry of ``machines``: the host and the device of a rank.
-
-    Attributes:
-        login: destination for ssh: ``hostB`` or ``me@hostB``.
-        gpu: number of the device on that host.
-    """
+    """The host and the device of a rank: the destination for ssh, such as ``me@hostB``, and the number of the GPU."""
 
     login: str
     gpu: int
@@ -32,11 +27,6 @@ class Machine:
         """Parse ``hostB:0``; return None if the text has another form."""
         found = _MACHINE.fullmatch(text)
         return None if found is None else cls(found[1], int(found[2]))
-
-    @property
-    def host(self) -> str:
-        """Name or address of the host."""
-        return self.login.rpartition("@")[2]
 
 
 def machine_mistakes(machines: Sequence[str]) -> Iterator[Mistake]:
@@ -48,20 +38,14 @@ def machine_mistakes(machines: Sequence[str]) -> Iterator[Mistake]:
         machine = Machine.parse(text)
         if machine is None:
             yield Mistake(("machines", i), f"is '{text}'", "write host:gpu, such as localhost:0")
-        elif logins.setdefault(machine.host, machine.login) != machine.login:
-            yield Mistake(("machines", i), f"is '{text}', but another rank of that host is reached as "
-                          f"'{logins[machine.host]}'", "write one login for a host")
+        elif (other := logins.setdefault(host_of(machine.login), machine.login)) != machine.login:
+            yield Mistake(("machines", i), f"is '{text}', but another rank of that host is reached as '{other}'",
+                          "write one login for a host")
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The host and the device of every rank.
-
-    Attributes:
-        logins: per rank.
-        devices: per rank.
-        here: logins that mean this host.
-    """
+    """The login and the device of every rank, and the logins that mean this host."""
 
     logins: tuple[str, ...]
     devices: tuple[int, ...]
@@ -72,8 +56,8 @@ class Hosts:
         """Return the hosts of a valid list."""
         entries = [machine for text in machines if (machine := Machine.parse(text)) is not None]
         assert len(entries) == len(machines), "the config has checked the form"
-        here = frozenset(login for login, host in {entry.login: entry.host for entry in entries}.items()
-                         if host in LOCAL or is_this_host(host))
+        here = frozenset(login for login in {entry.login for entry in entries}
+                         if host_of(login) in LOCAL or is_this_host(host_of(login)))
         return cls(tuple(entry.login for entry in entries), tuple(entry.gpu for entry in entries), here)
 
     @property

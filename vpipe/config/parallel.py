@@ -14,6 +14,7 @@ from vpipe.config.validation import (
     Ints,
     Mistake,
     MistakesError,
+    Name,
     Section,
     check_entries,
     is_share,
@@ -147,9 +148,9 @@ class ParallelSection(Section):
         "cuda:1, that GPU; null takes cuda where there is a GPU, else cpu"))
     master_port: int | None = Field(None, ge=1, le=65535, description=(
         "TCP port of the rendezvous; null takes a free one"))
-    master_address: str | None = Field(None, min_length=1, description=(
+    master_address: Name | None = Field(None, description=(
         "name or address of rank 0's host, as the others reach it; null finds it"))
-    interface: str | None = Field(None, min_length=1, description=(
+    interface: Name | None = Field(None, description=(
         "network interface between ranks, such as eth0; null takes the one on the route to rank 0's host"))
     compress: Codecs = Field("none", description=(
         "encoding of activations and gradients between stages on different ranks: none sends them as they are, bf16 "
@@ -164,18 +165,14 @@ class ParallelSection(Section):
 
     @property
     def to_plan(self) -> tuple[str, ...]:
-        """Keys that are planned when the run starts.
-
-        A single stage can be cut in one way only. The solver does not know schedules from files: with one, stages are
-        balanced by their parameters.
-        """
+        """Return the keys that are planned when the run starts; a schedule from a file is not planned for."""
         cut = self.model_parallel_size > 1 and not is_file(self.schedule)
         return tuple(key for key in ("partition", "recompute", "schedule")
                      if getattr(self, key) == AUTO and (key != "partition" or cut))
 
     @property
     def standing_in(self) -> ParallelSection:
-        """This section with stand-ins for keys to be planned: the default schedule, no recomputation."""
+        """Return this section with stand-ins for keys to be planned: the default schedule, no recomputation."""
         return self.model_copy(update={"schedule": DEFAULT_SCHEDULE if self.schedule == AUTO else self.schedule,
                                        "recompute": 0.0 if self.recompute == AUTO else self.recompute})
 
@@ -198,39 +195,35 @@ class ParallelSection(Section):
 
     @property
     def placement(self) -> Placement | None:
-        """Ranks per stage; None if the schedule places them."""
+        """Return the ranks per stage; None if the schedule places them."""
         ranks = self.stage_to_rank_map
         return None if ranks is None else tuple(ranks[str(stage)] for stage in range(len(ranks)))
 
     @property
     def order(self) -> str:
-        """Schedule, and executor if it is not the default one, for messages."""
+        """Name the schedule, and the executor if it is not the default one."""
         return self.schedule + ("" if self.executor == "overlapped" else f", executor {self.executor}")
 
     @model_validator(mode="before")
     @classmethod
-    def _name_both(cls, data: Any) -> Any:
-        """Replace ``scheduler`` by the schedule and the executor that it means."""
-        if not isinstance(data, dict) or data.get("scheduler") not in SCHEDULERS:
+    def _fill_in(cls, data: Any) -> Any:
+        """Replace ``scheduler`` by the schedule and the executor that it means, and count the stages."""
+        if not isinstance(data, dict):
             return data
-        scheduler = data["scheduler"]
-        meant = {"schedule": SCHEDULE_OF_SCHEDULERS, "executor": scheduler}
-        hint = "leave one of the two out, the scheduler of a file with --set parallel.scheduler=null"
-        wrong = [Mistake((key,), f"is {describe(data[key])}, but scheduler: {scheduler} means {key}: {value}", hint)
-                 for key, value in meant.items() if data.get(key, value) != value]
-        if wrong:
-            raise MistakesError(*wrong)
-        return {**data, **meant, "scheduler": None}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _count_stages(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("model_parallel_size") is not None:
-            return data
-        data = {key: value for key, value in data.items() if key != "model_parallel_size"}
-        for entries_of_stages in (data.get("partition"), data.get("stage_to_rank_map")):
-            if isinstance(entries_of_stages, (list, tuple, dict)) and entries_of_stages:
-                return {**data, "model_parallel_size": len(entries_of_stages)}
+        data = dict(data)
+        if (scheduler := data.get("scheduler")) in SCHEDULERS:
+            meant = {"schedule": SCHEDULE_OF_SCHEDULERS, "executor": scheduler}
+            hint = "leave one of the two out, the scheduler of a file with --set parallel.scheduler=null"
+            wrong = [Mistake((key,), f"is {describe(data[key])}, but scheduler: {scheduler} means {key}: {value}", hint)
+                     for key, value in meant.items() if data.get(key, value) != value]
+            if wrong:
+                raise MistakesError(*wrong)
+            data |= {**meant, "scheduler": None}
+        if data.get("model_parallel_size") is None:
+            data.pop("model_parallel_size", None)
+            for stages in (data.get("partition"), data.get("stage_to_rank_map")):
+                if isinstance(stages, (list, tuple, dict)) and stages:
+                    return {**data, "model_parallel_size": len(stages)}
         return data
 
     def mistakes(self) -> Iterator[Mistake]:
@@ -324,15 +317,15 @@ def rank_map_mistakes(ranks: Mapping[str, tuple[int, ...]], stages: int, schedul
                               f"{', '.join(expected)}",
                               "name each stage once, as \"0\", \"1\", ..., or correct model_parallel_size")
         return
-    places = [(stage, i, rank) for stage in expected for i, rank in enumerate(ranks[stage])]
-    highest = max((rank for _, _, rank in places), default=0)
+    places = [(stage, rank) for stage in expected for rank in ranks[stage]]
+    highest = max((rank for _, rank in places), default=0)
     hint = f"give each stage ranks of its own: {len(places)} of them are numbered 0 to {len(places) - 1}"
     stage_of: dict[int, str] = {}
     twice = {(stage, rank) for stage in expected for rank, times in Counter(ranks[stage]).items() if times > 1}
     for stage in expected:
         if not ranks[stage]:
             yield Mistake((key, stage), f"puts stage {stage} on no rank", "give the stage a rank, or several")
-    for stage, _, rank in places:
+    for stage, rank in places:
         other = stage_of.setdefault(rank, stage)
         if rank < 0:
             yield Mistake((key, stage), f"puts stage {stage} on rank {rank}", hint)
@@ -348,7 +341,7 @@ def rank_map_mistakes(ranks: Mapping[str, tuple[int, ...]], stages: int, schedul
                 yield Mistake((key, stage), f"{both}stage {other} has ranks {list(ranks[other])}, stage {stage} "
                               f"{list(ranks[stage])}",
                               "let the two share all of their ranks, in the same order, or none")
-    missing = first_missing(rank for _, _, rank in places)
+    missing = first_missing(rank for _, rank in places)
     if missing < highest:
         yield Mistake((key,), f"names ranks up to {highest}, but never rank {missing}",
                       "number the ranks from 0 without a gap")

@@ -88,6 +88,7 @@ def _path(path: Path) -> Path:
     return path
 
 
+Name = Annotated[str, Field(min_length=1)]
 Ints = Annotated[tuple[int, ...], BeforeValidator(as_tuple)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(_path)]

@@ -1,8 +1,7 @@
 """Read YAML and JSON files into plain values that keep their positions in the file.
 
-Every config error names ``file:line:column``, so the text is composed into nodes, which have positions, instead of
-being loaded into bare values. A :class:`Tree` holds values and positions, and keeps the position of a value that
-moves: into another tree, or for ``--set`` over a value of the file.
+Every config error names ``file:line:column``. So the text is composed into nodes, which have positions, and a
+:class:`Tree` keeps the position of a value that moves into another tree.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from vpipe.errors import Problem, UserError
 from vpipe.files import read_bounded
 
 MOST_BYTES = 1 << 19
-"""Of a config, or a JSON file that it names: a second of reading."""
+"""Limit of a config, or of a JSON file that it names: a second of reading."""
 
 MOST_VALUES = 20_000
-"""Keys and values of such a file, those that an alias repeats counted each time: half a second of reading."""
+"""Limit of the keys and values of such a file, with what aliases repeat: half a second of reading."""
 
 DEEPEST = 50
-"""Mappings and lists in each other, down to a value."""
+"""Limit of mappings and lists inside each other."""
 
 MOST_DIGITS = 100
-"""Of a whole number: such as ``0xfff...`` may have more than Python prints."""
+"""Limit of a whole number: Python does not print those with very many digits."""
 
 Keys = tuple[str | int, ...]
 """Path from the root of a tree to a value: ``("parallel", "partition", 2)``."""
@@ -152,7 +151,7 @@ class Tree:
         return dotted(self.places[known].name, keys[len(known):])
 
     def where(self, keys: Keys) -> str:
-        """Return the position of the value at ``keys``; for an absent one, that of the mapping that lacks it."""
+        """Return the position of the value at ``keys``, or of the mapping that lacks it."""
         known = self.known(keys)
         return self.places[known].value if known == keys else self.places[known].key
 
@@ -170,16 +169,16 @@ def dotted(name: str, keys: Keys) -> str:
 
 def read_yaml(path: Path) -> Tree:
     """Read the YAML file at ``path``, which must hold a mapping."""
-    return _read(path, _text(path), "YAML")
+    return _read(path, "YAML", MOST_BYTES, MOST_VALUES)
 
 
 def read_json_tree(path: Path, most_bytes: int = MOST_BYTES, most_values: int = MOST_VALUES) -> Tree:
     """Read the JSON file at ``path``, which must hold an object, with at most so many bytes and values.
 
-    JSON is read as the YAML it nearly is, for its positions. The difference that matters are tabs between
-    tokens; no JSON string holds a bare one, so each may become a space and no column moves.
+    JSON is read as YAML, for its positions. Tabs between tokens, which YAML refuses, become spaces: no JSON string has
+    a bare tab.
     """
-    return _read(path, _text(path, most_bytes).replace("\t", " "), "JSON", most_values)
+    return _read(path, "JSON", most_bytes, most_values)
 
 
 def parse(text: str, name: str, where: str) -> Tree:
@@ -195,18 +194,17 @@ def write(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
 
 
-def _text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+def _read(path: Path, language: str, most_bytes: int, most_values: int) -> Tree:
     try:
-        return read_bounded(path, most_bytes, "a config, or a JSON file that it names,").decode("utf-8-sig")
+        text = read_bounded(path, most_bytes, "a config, or a JSON file that it names,").decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"there is no file '{path}'", hint="check the path; it is taken from the current folder",
                         where=str(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the file '{path}' cannot be read: {error}", hint="give a readable UTF-8 text file",
                         where=str(path)) from None
-
-
-def _read(path: Path, text: str, language: str, most_values: int = MOST_VALUES) -> Tree:
+    if language == "JSON":
+        text = text.replace("\t", " ")
     start = f"{path}:1:1"
     tree = _compose(text, "", language, lambda mark: f"{path}:{mark.line + 1}:{mark.column + 1}", start, most_values)
     if tree.value is None:
@@ -263,11 +261,10 @@ class _Builder:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, place)
         if any(node is outer for outer in self._open):
-            self._problem("an alias leads into itself", "write the values out", place.value)
-            return None
+            return self._problem("an alias leads into itself", "write the values out", place.value)
         if node.tag not in _PLAIN_TAGS:
-            self._problem(f"the tag '{node.tag}' is not understood", "write plain keys, lists and values", place.value)
-            return None
+            return self._problem(f"the tag '{node.tag}' is not understood", "write plain keys, lists and values",
+                                 place.value)
         self._open.append(node)
         value = self._mapping(node, keys) if isinstance(node, yaml.MappingNode) else self._sequence(node, keys)
         self._open.pop()
@@ -279,20 +276,18 @@ class _Builder:
         except (yaml.MarkedYAMLError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else (
                 str(error) if isinstance(error, ValueError) else f"it is no {node.tag}")
-            self._problem(f"a value cannot be read: {reason}", "write plain text or a number", place.value)
-            return None
+            return self._problem(f"a value cannot be read: {reason}", "write plain text or a number", place.value)
         if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
-            self._problem(f"a whole number has more than {MOST_DIGITS} digits", "write a smaller number", place.value)
-            return None
+            return self._problem(f"a whole number has more than {MOST_DIGITS} digits", "write a smaller number",
+                                 place.value)
         if isinstance(value, str) and not _encodable(value):
-            self._problem("a text holds half of a surrogate pair", "write the character itself", place.value)
-            return None
+            return self._problem("a text holds half of a surrogate pair", "write the character itself", place.value)
         return value
 
     def _sequence(self, node: yaml.Node, keys: Keys) -> list[Any]:
-        name = self.places[keys].name
+        name, places = self.places[keys].name, [self.where(item.start_mark) for item in node.value]
         return [self.build(item, (*keys, i), Place(dotted(name, (i,)), place, place))
-                for i, item in enumerate(node.value) for place in [self.where(item.start_mark)]]
+                for i, (item, place) in enumerate(zip(node.value, places, strict=True))]
 
     def _mapping(self, node: yaml.MappingNode, keys: Keys) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -328,10 +323,8 @@ def _encodable(text: str) -> bool:
 
 def describe(value: object) -> str:
     """Return a value as an error shows it, in the words of YAML."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", True: "true", False: "false"}[value]
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, (list, tuple)):
