@@ -37,12 +37,7 @@ WHERE = "the checkpoint's config"
 
 @dataclass(frozen=True)
 class CheckpointModel:
-    """The model family and settings of a checkpoint.
-
-    Attributes:
-        name: of the family.
-        settings: of the model.
-    """
+    """The model family and settings of a checkpoint."""
 
     name: str
     settings: ModelSettings

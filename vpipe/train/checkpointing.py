@@ -43,15 +43,11 @@ class Cadence:
     """Steps after which the pipeline drains for a checkpoint or an evaluation.
 
     Derived from the config alone, so a resumed run drains after the same steps.
-
-    Attributes:
-        save, evaluate: steps between two checkpoints, and two evaluations; None for none.
-        end: the last step.
     """
 
-    save: int | None
-    evaluate: int | None
-    end: int | None
+    save: int | None  # steps between two checkpoints
+    evaluate: int | None  # steps between two evaluations
+    end: int | None  # the last step
 
     def __call__(self, steps: int) -> int | None:
         """Return how many steps are done when the pipeline next drains."""
@@ -60,16 +56,12 @@ class Cadence:
         return None if found is None or (self.end is not None and found >= self.end) else found
 
     def saves(self, before: int, steps: int) -> bool:
-        """Return whether a checkpoint is due now that ``steps`` are done, if ``before`` were at the last call."""
-        return _crossed(self.save, before, steps)
+        """Return whether a checkpoint is due after ``steps``, if ``before`` were done at the last call."""
+        return self.save is not None and steps // self.save > before // self.save
 
     def evaluates(self, before: int, steps: int) -> bool:
         """Return the same for an evaluation."""
-        return _crossed(self.evaluate, before, steps)
-
-
-def _crossed(every: int | None, before: int, steps: int) -> bool:
-    return every is not None and steps // every > before // every
+        return self.evaluate is not None and steps // self.evaluate > before // self.evaluate
 
 
 class Checkpointing:
@@ -272,9 +264,7 @@ def _make_writable(root: Path) -> None:
 
 
 def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> None:
-    """Load a checkpoint into a pipeline that was just built. All ranks call it.
-
-    The files are not hashed again: whoever resumes a run has hashed them before any rank started.
+    """Load a checkpoint, whose files were hashed before any rank started, into a new pipeline. All ranks call it.
 
     Raises:
         UserError: it does not fit, or a file cannot be read.

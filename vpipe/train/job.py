@@ -47,28 +47,17 @@ class Job:
     """A config with its data, model and schedule.
 
     Keys that are planned when the run starts have stand-ins until then: balanced stages, no recomputation, 1F1B.
-
-    Attributes:
-        config: resolved: values from the data and the plan file are filled in; keys to be planned are still ``auto``.
-        dataset: opened.
-        model: its layers, not materialized.
-        partition: layers per stage.
-        recomputed: recomputed layers of each stage.
-        schedule: lowered and proved; for a stream, the finite part that was proved.
-        updates: steps that the run makes at most; None when only a time limit ends it.
-        plan: the plan that the job follows, from a file or made when the run started; None without one.
-        steps_done, samples_done: by earlier attempts of the run.
     """
 
-    config: Config
+    config: Config  # resolved: with the values of the data and the plan file; keys to be planned are still "auto"
     dataset: Dataset
-    model: Model
-    partition: tuple[int, ...]
-    recomputed: tuple[frozenset[int], ...]
-    schedule: Schedule
-    updates: int | None
-    plan: Plan | None
-    steps_done: int = 0
+    model: Model  # its layers are not materialized
+    partition: tuple[int, ...]  # layers per stage
+    recomputed: tuple[frozenset[int], ...]  # recomputed layers of each stage
+    schedule: Schedule  # lowered and proved; for a stream, the finite part that was proved
+    updates: int | None  # steps that the run makes at most; None when only a time limit ends it
+    plan: Plan | None  # that the job follows
+    steps_done: int = 0  # by earlier attempts of the run
     samples_done: int = 0
 
     @classmethod

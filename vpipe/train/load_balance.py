@@ -164,15 +164,10 @@ def _spent(worker: Worker, stages: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RankWork:
-    """The working time of the ranks and stages of a run.
+    """The working time of the ranks and stages of a run."""
 
-    Attributes:
-        rank_s: seconds of each rank per step.
-        microbatch_s: seconds of each stage per microbatch: forward, backward and recompute.
-    """
-
-    rank_s: tuple[float, ...]
-    microbatch_s: tuple[float, ...]
+    rank_s: tuple[float, ...]  # seconds of each rank per step
+    microbatch_s: tuple[float, ...]  # seconds of each stage per microbatch: forward, backward and recompute
 
     @classmethod
     def from_times(cls, job: Job, times: dict[int, Tensor], steps: int) -> RankWork:

@@ -187,7 +187,7 @@ class _TrainingRun:
         deadline = inf if minutes is None else perf_counter() + 60 * minutes - metrics.time_s
         signal: str | None = None
 
-        def stop() -> bool:  # asked on the rank of the last stage
+        def stop() -> bool:  # called on the rank of the last stage
             nonlocal signal
             signal = stop_asked()
             return signal is not None or perf_counter() > deadline
@@ -211,9 +211,7 @@ class _TrainingRun:
                 self._pause(step.index)
             if self._profile is not None:
                 self._profile.before(metrics.steps)
-        if self._balance is not None:
-            self._balance.before_drain()
-        self._record(*engine.drain())
+        self._drain()
         if self._balance is not None:
             self._balance.report()
         if self._rank_times is not None:
@@ -230,7 +228,7 @@ class _TrainingRun:
         return signal
 
     def _begin_resumed(self) -> None:
-        """Report on a resumed run, and evaluate if a signal ended the attempt before just when that was due."""
+        """Report on a resumed run, and make the evaluation that a signal prevented."""
         done = self._job.steps_done
         self._progress.note(f"going on after {self._job.step_name} {done}")
         if missing := self._metrics.past.missing:
@@ -261,6 +259,11 @@ class _TrainingRun:
             self._trace.step()
         self._saving.report()
 
+    def _drain(self) -> None:
+        if self._balance is not None:
+            self._balance.before_drain()
+        self._record(*self._pipe.engine.drain())
+
     def _pause_is_due(self, before: int, steps: int) -> bool:
         return steps != self._job.updates and (self._cadence.saves(before, steps)
                                                or self._cadence.evaluates(before, steps))
@@ -271,9 +274,7 @@ class _TrainingRun:
         Args:
             before: steps that were done at the last pause; draining may complete more.
         """
-        if self._balance is not None:
-            self._balance.before_drain()
-        self._record(*self._pipe.engine.drain())
+        self._drain()
         if self._balance is not None:
             self._balance.after_drain()
         steps = self._metrics.steps
@@ -320,20 +321,19 @@ def read_batches(batches: Iterable[Batch], kind: str, pipe: Pipeline, prefetch: 
     """Iterate over batches; an error while reading one becomes a :class:`RunError` that names the rank and the batch.
 
     Args:
-        kind: "batch" or "evaluation batch", for messages.
-        prefetch: batches that a thread prepares in advance, from the second on; 0 reads each when it is asked for. The
-            thread ends with the context.
+        kind: "batch" or "evaluation batch".
+        prefetch: batches that a thread prepares ahead, from the second on; 0 reads each when it is needed.
     """
     with closing(_prefetched(batches, prefetch)) if prefetch else nullcontext(iter(batches)) as source:
         yield _with_located_errors(source, kind, pipe)
 
 
 def _prefetched(batches: Iterable[Batch], prefetch: int) -> Generator[Batch]:
-    """Yield the first batch when it is asked for, to see what making one does; a thread prepares the others.
+    """Yield the first batch, made in this thread as a check, and the others, which a thread prepares.
 
     Raises:
-        UserError: making a batch draws from torch's default generator. The process has one, so a thread's draws would
-            change those of dropout, and the other way round, depending on timing.
+        UserError: making a batch draws from torch's default generator, which dropout shares: the numbers would depend
+            on timing.
     """
     source, before = iter(batches), torch.get_rng_state()
     first = next(source, None)
@@ -368,17 +368,14 @@ def _with_located_errors(source: Iterator[Batch], kind: str, pipe: Pipeline) -> 
 
 
 MOST_SKIPPED = 20
-"""Steps skipped in a row after which ``on_nan: skip`` stops, too: the weights are lost, it is no odd batch."""
+"""Skipped steps in a row after which ``on_nan: skip`` stops: the weights are lost."""
+
 MOST_OVERFLOWS = 100
-"""Overflows in a row after which the cause is not the loss scale: 24 halvings make that the least, on every stage."""
+"""Overflows in a row after which the loss scale is not the cause: 24 halvings make it the smallest."""
 
 
 class DivergenceCheck:
-    """Stop a run with a loss that is not finite, or note skipped steps. All ranks check the same steps.
-
-    Args:
-        note: shows a line.
-    """
+    """Stop a run with a loss that is not finite, or note skipped steps. All ranks check the same steps."""
 
     def __init__(self, job: Job, saving: Checkpointing, note: Callable[[str], None]) -> None:
         self._job, self._saving, self._note = job, saving, note
@@ -415,7 +412,7 @@ class DivergenceCheck:
         self._stop(f"{what} at step {step.index}")
 
     def check_evaluation(self, steps: int, loss: float) -> None:
-        """Check an evaluation; with ``on_nan: skip`` its loss may be infinite, since each update was finite.
+        """Check an evaluation; with ``on_nan: skip`` its loss may be infinite.
 
         Raises:
             LastingError: the run must end.

@@ -39,21 +39,13 @@ RECENT = 20
 
 @dataclass
 class PastMetrics:
-    """The lines of earlier attempts about steps that this attempt does not repeat.
-
-    Attributes:
-        lines: to keep in the file.
-        losses: of every step; NaN where the loss was not finite.
-        evaluations: step and loss of each.
-        time_s: seconds of training.
-        missing: first and last step of each gap without lines.
-    """
+    """The lines of earlier attempts about steps that this attempt does not repeat."""
 
     lines: list[str] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
-    time_s: float = 0.0
-    missing: list[tuple[int, int]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of every step; NaN where the loss was not finite
+    evaluations: list[tuple[int, float]] = field(default_factory=list)  # step and loss
+    time_s: float = 0.0  # of training
+    missing: list[tuple[int, int]] = field(default_factory=list)  # first and last step of each gap without lines
 
     @classmethod
     def read(cls, path: Path, steps: int) -> PastMetrics:
@@ -378,15 +370,10 @@ class LineWriter:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The FLOPs of a token and the peak of the devices, from which MFU and HFU follow.
+    """The FLOPs of a token and the peak of the devices, from which MFU and HFU follow."""
 
-    Attributes:
-        layer_flops: of a token's forward, per layer.
-        recompute_flops: of a token's forward in the recomputed layers.
-    """
-
-    layer_flops: tuple[float, ...]
-    recompute_flops: float
+    layer_flops: tuple[float, ...]  # of a token's forward, per layer
+    recompute_flops: float  # of a token's forward in the recomputed layers
     peak: PeakFlops
 
     @classmethod

@@ -63,15 +63,10 @@ _CHANGE_NUMBERS_WITHOUT_FLUSH = {
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The run and the checkpoint from which training resumes.
+    """The run and the checkpoint, by its absolute path, from which training resumes."""
 
-    Attributes:
-        folder: of the run; None for a new run that takes a checkpoint from elsewhere.
-        checkpoint: its absolute path; None for the beginning, when a run ended before its first checkpoint.
-    """
-
-    folder: Path | None
-    checkpoint: Path | None
+    folder: Path | None  # None for a new run that takes a checkpoint from elsewhere
+    checkpoint: Path | None  # None for the beginning, when a run ended before its first checkpoint
     _loaded: Manifest | None = field(default=None, compare=False, repr=False)
 
     @cached_property

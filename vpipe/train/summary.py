@@ -26,8 +26,7 @@ _COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "i
 def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Sequence[str] = ()) -> str:
     """Return losses, a table of figures, and a row per stage and rank, in lines that fit the terminal.
 
-    Times of a stage are milliseconds per update; ``in flight`` is the largest number of microbatches whose activations
-    a stage held at once. For a resumed run, times are those of this attempt and losses those of all.
+    For a resumed run, times are those of this attempt and losses those of all.
 
     Args:
         figures: None for an attempt that made no step.
@@ -89,40 +88,15 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """The figures of one attempt of a run.
-
-    Attributes:
-        ranks: that trained.
-        steps: of this attempt.
-        steps_done: of all attempts.
-        samples_per_step: that a step trains on.
-        skipped: steps of this attempt that were skipped, since something was not finite.
-        time_s: of the steps, without evaluations.
-        counted_steps: steps that the figures count, see :func:`~vpipe.metric_formulas.counted_updates`.
-        samples_per_s, tokens_per_s: over the counted steps.
-        step_median_s, step_p95_s: median and 95th percentile of the counted steps.
-        peak: of the devices; None if unknown.
-        mfu, hfu: shares of the peak.
-        bubble: see :func:`~vpipe.metric_formulas.bubble`; None if the waiting time of ranks is unknown.
-        memory_bytes: largest peak of any rank: resident for a process, allocated for a GPU.
-        sent_bytes: by all ranks, per step.
-        versions, staleness: largest of any stage.
-        first_loss, last_loss: means of the first and last finite losses of all attempts, at most ten each; None
-            without any.
-        evaluation_loss: of the latest evaluation.
-        doubt: why ``mfu`` or ``hfu`` cannot be right; None if it can.
-        stages: usage of each replica of each stage in ``usage_steps``.
-        usage_steps: steps that ``bubble``, ``sent_bytes`` and ``stages`` count: the counted ones, if they can be told
-            apart.
-    """
+    """The figures of one attempt of a run; ``None`` where a figure is unknown."""
 
     ranks: int
-    steps: int
-    steps_done: int
+    steps: int  # of this attempt
+    steps_done: int  # of all attempts
     samples_per_step: int
-    skipped: int
-    time_s: float
-    counted_steps: int
+    skipped: int  # steps of this attempt that were skipped, since something was not finite
+    time_s: float  # of the steps, without evaluations
+    counted_steps: int  # steps that the figures count, see metric_formulas.counted_updates
     samples_per_s: float
     tokens_per_s: float
     step_median_s: float
@@ -131,16 +105,16 @@ class RunFigures:
     mfu: float | None
     hfu: float | None
     bubble: float | None
-    memory_bytes: int
-    sent_bytes: float
-    versions: int
-    staleness: int
-    first_loss: float | None
-    last_loss: float | None
-    evaluation_loss: float | None
-    doubt: str | None
-    stages: tuple[StageUsage, ...]
-    usage_steps: int
+    memory_bytes: int  # largest peak of any rank: resident for a process, allocated for a GPU
+    sent_bytes: float  # by all ranks, per step
+    versions: int  # largest of any stage
+    staleness: int  # largest of any stage
+    first_loss: float | None  # mean of the first finite losses of all attempts, at most ten
+    last_loss: float | None  # mean of the last ones
+    evaluation_loss: float | None  # of the latest evaluation
+    doubt: str | None  # why mfu or hfu cannot be right
+    stages: tuple[StageUsage, ...]  # usage of each replica of each stage in usage_steps
+    usage_steps: int  # steps that bubble, sent_bytes and stages count: the counted ones, if they can be told apart
 
     @classmethod
     def from_metrics(cls, metrics: Metrics, usages: Sequence[StageUsage], placement: Placement,
@@ -149,7 +123,7 @@ class RunFigures:
 
         Args:
             usages: of each replica of each stage.
-            usage_steps: the last steps, which ``usages`` count; None for all of the attempt.
+            usage_steps: number of last steps that ``usages`` count; None for all of the attempt.
         """
         steps, size = len(metrics.losses), metrics.size
         if not steps:

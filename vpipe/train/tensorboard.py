@@ -28,10 +28,9 @@ def check_tensorboard() -> None:
 
 
 class TensorBoardWriter:
-    """Write events, each at once: they are few, and TensorBoard's own writer thread would compete with training.
+    """Write events, each at once: TensorBoard's own writer thread would compete with training.
 
-    If an event cannot be written, this attempt writes no more events, since nothing behind a torn event can be read;
-    training goes on.
+    After an event that could not be written no more are written, since no reader reads past a torn event.
 
     Args:
         run: the run folder.
