@@ -33,7 +33,7 @@ from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.recompute import forward_without_activations, recompute_span
 from vpipe.runtime.side_effects import SideEffects
 from vpipe.runtime.split_backward import SplitBackwardMode
-from vpipe.runtime.stage_layers import PreserveRandomState, StageLayers
+from vpipe.runtime.stage_layers import StageLayers
 from vpipe.runtime.weight_grad_store import WeightGradStore
 from vpipe.runtime.weight_versions import WeightVersions
 
@@ -111,7 +111,7 @@ class Stage(StageLayers):
         """
         tensors = dict(zip(self.spec.inputs, received, strict=True))
         record = Record([], self._read_fields(fields), key, pins, split)
-        with PreserveRandomState(self.generators):
+        with _PreserveRandomState(self.generators):
             for span in self._spans:
                 saved, tensors = self._forward_span(span, {name: tensors[name] for name in span.inputs}, record)
                 record.spans.append(saved)
@@ -122,7 +122,7 @@ class Stage(StageLayers):
         """Run one microbatch forward with the latest weights, keeping nothing. As :meth:`forward` otherwise."""
         tensors = dict(zip(self.spec.inputs, received, strict=True))
         record = Record([], self._read_fields(fields), key, {}, split=False)
-        with PreserveRandomState(self.generators):
+        with _PreserveRandomState(self.generators):
             for span in self._spans:
                 tensors = self._run(span, {name: tensors[name] for name in span.inputs}, record)
         return [_contiguous(tensors[name]) for name in self.spec.outputs]
@@ -345,7 +345,7 @@ class Stage(StageLayers):
             return find_layer(observed, graph.edges, gradients, leaves, error)
 
     def _recompute_span(self, span: Span, saved: SpanActivations, record: Record) -> SpanGraph:
-        with PreserveRandomState(self.generators):
+        with _PreserveRandomState(self.generators):
             return recompute_span(span, saved, partial(self._with_graph, span, saved.inputs, record, again=True))
 
     # -- weight versions -------------------------------------------------------------------------------
@@ -372,6 +372,20 @@ class Stage(StageLayers):
 
     def _weights_of(self, owner: int) -> WeightVersions:
         return self.weights if owner == self.spec.index else self.borrowed[owner]
+
+
+class _PreserveRandomState:
+    """Context that leaves the random state of the process as it was: data loading must not depend on the partition."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
+
+    def __enter__(self) -> None:
+        self._states = [generator.get_state() for generator in self._generators]
+
+    def __exit__(self, *_: object) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
 
 
 def _sees_its_operation(module: nn.Module) -> bool:

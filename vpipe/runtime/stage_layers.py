@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -236,20 +236,6 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     assert device.index is not None, "any other GPU would draw from another generator than the one that is seeded"
     torch.cuda.init()  # type: ignore[no-untyped-call] # makes them
     return [torch.default_generator, torch.cuda.default_generators[device.index]]
-
-
-class PreserveRandomState:
-    """Context that leaves the random state of the process as it was: data loading must not depend on the partition."""
-
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self._generators = generators
-
-    def __enter__(self) -> None:
-        self._states = [generator.get_state() for generator in self._generators]
-
-    def __exit__(self, *_: object) -> None:
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
 
 
 def check_not_shared(stages: Iterable[StageLayers]) -> None:
