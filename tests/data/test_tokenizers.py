@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from vpipe.data.tokenizers import (
     END_OF_TEXT,
     SPECIAL,
-    end_of_text,
+    end_token,
     load_with_end,
     load_wordpiece,
     train_byte_bpe,
@@ -65,7 +65,8 @@ TRAIN_BPE = f"from vpipe.data.tokenizers import train_byte_bpe; print(train_byte
 def test_any_text_round_trips() -> None:
     tokenizer = train_byte_bpe(TEXTS, 300)
     assert 257 < tokenizer.get_vocab_size() <= 300
-    assert tokenizer.token_to_id(END_OF_TEXT) == end_of_text(tokenizer) == 0
+    assert tokenizer.token_to_id(END_OF_TEXT) == 0
+    assert end_token(tokenizer) == (END_OF_TEXT, 0)
     for text in (*TEXTS, "naïve ⟨λ⟩\t\x00 \r\n  end", ""):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert len(tokenizer.encode(TEXTS[0]).ids) < len(TEXTS[0]) / 2
@@ -87,7 +88,7 @@ def test_a_vocabulary_too_small_for_the_bytes_is_an_error() -> None:
 def test_a_tokenizer_must_know_the_end_of_a_text(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>")).save(str(path))
-    assert end_of_text(load_with_end(path)) == 1
+    assert end_token(load_with_end(path)) == ("</s>", 1)
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(path))
     with pytest.raises(UserError, match=r"tokenizer\.json has no <\|endoftext\|> or <\|end_of_text\|> or </s>"):
         load_with_end(path)

@@ -69,12 +69,7 @@ class StoreAgreement:
     """Exchange votes and verdicts through a store of torch, over a connection of its own that serves one thread.
 
     A wait ends when all have voted or the store is gone. There is no timeout: a disk may be slow, and the watchdog
-    notices dead ranks.
-
-    Args:
-        store: such as ``own_store("checkpoints", ...)``; of this attempt of the run alone.
-        rank: of this process.
-        ranks: number of voters.
+    notices dead ranks. ``store``: of this attempt of the run alone, such as ``own_store("checkpoints", ...)``.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
@@ -130,11 +125,8 @@ class StoreAgreement:
 def check_shared_folder(root: Path, agreement: Agreement, rank: int, host: str) -> None:
     """Raise UserError on all ranks when rank 0 cannot write to ``root``, or a rank does not see what it wrote.
 
-    All ranks call it. RuntimeError as :meth:`Agreement.agree`.
-
-    Args:
-        root: the absolute path of rank 0's folder; it is made there.
-        host: of this rank, for the message.
+    All ranks call it, with rank 0's absolute path and, for the message, their host. Raises RuntimeError as
+    :meth:`Agreement.agree` does.
     """
     probe = root / f"{PROBE}{secrets.token_hex(8)}"
 

@@ -81,10 +81,7 @@ class Checkpoints:
             _remove(path, self.partial(step_of(path)))
 
     def clear_leftovers(self) -> None:
-        """Remove what interrupted saves and removals have left, while no process writes. Raises OSError.
-
-        A ``step-N.old`` whose successor was not renamed any more stays: a run can resume from it.
-        """
+        """Remove what interrupted saves have left, but no ``step-N.old`` without a successor. Raises OSError."""
         complete = self.all()
         for path in _entries(self.root):
             if path.name == f"{LATEST}.tmp" or path.name.startswith(PROBE):
@@ -152,10 +149,7 @@ def resume_command(folder: Path) -> str:
 def find_checkpoint(path: Path, resume_hint: Callable[[Path], str] = resume_command) -> Path:
     """Return the newest checkpoint in a run's folder or a folder of checkpoints, or the one that ``path`` is.
 
-    Raises UserError when there is none, or the folder cannot be read.
-
-    Args:
-        resume_hint: returns for messages how to resume from another one.
+    Raises UserError when there is none; ``resume_hint`` returns how to resume from another one.
     """
     try:
         found = _find(path)

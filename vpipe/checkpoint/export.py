@@ -37,10 +37,7 @@ def weights_of(folder: Path, manifest: Manifest, progress: Progress | None = Non
 
 
 def export_safetensors(weights: Mapping[str, Tensor], step: int, out: Path) -> None:
-    """Write one safetensors file; a tied weight is in it once, under its owner's name.
-
-    Raises UserError when there is such a file already, or it cannot be written.
-    """
+    """Write one safetensors file, tied weights once. Raises UserError when it exists or cannot be written."""
     with _written(out) as partial:
         save_file(dict(weights), partial, metadata={"format": "pt", "step": str(step)})
 
@@ -61,9 +58,7 @@ def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, 
                        tokenizer: Path | None = None, end: tuple[str, int] | None = None) -> None:
     """Write a folder for ``from_pretrained``. Raises UserError as :func:`export_safetensors` does.
 
-    Args:
-        tokenizer: a ``tokenizer.json`` to go with it.
-        end: its token between texts, and the id; so a text begins with it, too.
+    ``tokenizer``: a ``tokenizer.json`` to go with it. ``end``: its token between texts and the id; texts begin with it.
     """
     sizes = huggingface.config(settings)
     kinds = {dtype_name(tensor.dtype) for tensor in weights.values() if tensor.is_floating_point()}
@@ -89,13 +84,10 @@ def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, 
 
 def make_checkpoint(out: Path, info: CheckpointInfo, model: Model, weights: Mapping[str, Tensor],
                     config: Path | None = None) -> Manifest:
-    """Make a checkpoint of weights alone, from which a run can begin; they are cast to the dtypes of training.
+    """Make a checkpoint of weights alone, ``<layer>.<parameter>``, tied ones once, from which a run can begin.
 
-    Raises UserError when they are not the model's, and as :func:`export_safetensors` does.
-
-    Args:
-        weights: all of the model, ``<layer>.<parameter>``, tied ones once.
-        config: a file to go with it as ``config.json``.
+    They are cast to the dtypes of training. ``config``: a file to go with it as ``config.json``. Raises UserError when
+    they are not the model's, and as :func:`export_safetensors` does.
     """
     kinds = tensor_kinds(model)
     tensors = {PREFIX + name: tensor.to(getattr(torch, kinds[name].dtype)) if name in kinds else tensor

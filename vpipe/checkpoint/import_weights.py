@@ -144,10 +144,7 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 
 
 def load_torch(path: Path) -> Any:
-    """Return what ``torch.save`` wrote, as long as it is tensors and plain values: nothing else is unpickled.
-
-    Raises UserError when there is no such file, it is damaged, or it holds more.
-    """
+    """Return what ``torch.save`` wrote. Raises UserError for more than tensors and plain values: no code is run."""
     try:
         path.open("rb").close()
     except OSError as error:
@@ -165,10 +162,7 @@ def load_torch(path: Path) -> Any:
 
 
 def tensors_of(content: Any, path: Path, inside: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a state dict in the order in which they stand there.
-
-    Raises UserError when it is none, or holds something else as well.
-    """
+    """Return the tensors of a state dict in its order. Raises UserError when it holds anything else."""
     if not isinstance(content, Mapping):
         raise UserError(f"{inside or 'the content'} of '{path}' is of kind {type(content).__name__}",
                         hint="a dict of names and tensors is needed, as state_dict() gives it")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from vpipe.checkpoint.directory import previous, resume_command
@@ -19,17 +18,6 @@ Progress = Callable[[int, int], None]
 """Called with how many bytes of how many were read."""
 
 
-@dataclass(frozen=True)
-class Damage:
-    """A file, and what is wrong with it, with both numbers."""
-
-    file: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.file} {self.what}"
-
-
 def sha256_of(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
     """Return the SHA-256 of a file's content; ``advance`` is called after each piece with its bytes. Raises OSError."""
     digest, piece = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
@@ -41,16 +29,14 @@ def sha256_of(path: Path, advance: Callable[[int], None] = lambda count: None) -
 
 
 def find_damage(folder: Path, progress: Progress | None = None, *, manifest: Manifest | None = None,
-                only: Iterable[str] | None = None) -> list[Damage]:
+                only: Iterable[str] | None = None) -> list[str]:
     """Return what is wrong with the files of a checkpoint; every byte is read. Raises as :meth:`Manifest.load` does.
 
-    Args:
-        manifest: of the checkpoint, where it was read already.
-        only: the names of the files to check; all when left out.
+    ``manifest``: of the checkpoint, where it was read already. ``only``: the names of the files to check; None for all.
     """
     files = (manifest or Manifest.load(folder)).files
     chosen = {name: files[name] for name in (files if only is None else sorted(set(only)))}
-    total, done, found = sum(file.bytes for file in chosen.values()), 0, []
+    total, done = sum(file.bytes for file in chosen.values()), 0
 
     def advance(count: int) -> None:
         nonlocal done
@@ -58,10 +44,7 @@ def find_damage(folder: Path, progress: Progress | None = None, *, manifest: Man
         if progress is not None:
             progress(done, total)
 
-    for name, entry in chosen.items():
-        if what := _damage(folder / name, entry, advance):
-            found.append(Damage(name, what))
-    return found
+    return [f"{name} {what}" for name, entry in chosen.items() if (what := _damage(folder / name, entry, advance))]
 
 
 def _damage(path: Path, entry: FileEntry, advance: Callable[[int], None]) -> str | None:
@@ -81,12 +64,10 @@ def check_intact(folder: Path, progress: Progress | None = None, *, manifest: Ma
                  only: Iterable[str] | None = None, resume_hint: Callable[[Path], str] = resume_command) -> None:
     """Raise UserError for a damaged checkpoint, with a hint at the newest older one that is intact.
 
-    Args:
-        progress, manifest, only: see :func:`find_damage`.
-        resume_hint: see :func:`~vpipe.checkpoint.directory.find_checkpoint`.
+    The other arguments: see :func:`find_damage` and :func:`~vpipe.checkpoint.directory.find_checkpoint`.
     """
     if found := find_damage(folder, progress, manifest=manifest, only=only):
-        raise UserError(f"the checkpoint '{folder}' is damaged: {'; '.join(map(str, found[:4]))}"
+        raise UserError(f"the checkpoint '{folder}' is damaged: {'; '.join(found[:4])}"
                         + (f"; and {counted(len(found) - 4, 'more file')}" if len(found) > 4 else ""),
                         hint=older_intact_hint(folder, progress, resume_hint))
 

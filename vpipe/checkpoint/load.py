@@ -27,16 +27,14 @@ SHOWN = 3
 def load_tensors(folder: Path, manifest: Manifest, names: Iterable[str], device: torch.device | str = "cpu",
                  progress: Progress | None = None, resume_hint: Callable[[Path], str] = resume_command, *,
                  checked: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of those names on ``device``; the files that hold them are hashed first, in full.
+    """Return the tensors of those names on ``device``; the files that hold them are hashed first, unless ``checked``.
+
+    Raises UserError when a name is not in the checkpoint, or a file is missing or is not the one that was written.
 
     Args:
         manifest: of ``folder``.
         progress: called with the bytes that were hashed and with all there are.
         resume_hint: see :func:`~vpipe.checkpoint.directory.find_checkpoint`.
-        checked: the files were hashed already, so they are not now.
-
-    Raises:
-        UserError: a name is not in the checkpoint, or a file is missing or is not the one that was written.
     """
     wanted = list(names)
     missing = [name for name in wanted if name not in manifest.tensors]
@@ -84,10 +82,7 @@ class TensorKind(NamedTuple):
 
 def check_compatible(manifest: Manifest, model: Model, hint: str = "resume with the model section of the checkpoint's "
                      "own config: vpipe checkpoint show prints it") -> None:
-    """Raise UserError for the checkpoint of another model, with the first names and shapes that differ.
-
-    A parameter or buffer of the model is not in the checkpoint or is another there, or the checkpoint has one more.
-    """
+    """Raise UserError for the checkpoint of another model, with the first names and shapes that differ."""
     ours = tensor_kinds(model)
     theirs = {name.removeprefix("model."): TensorKind.of(entry)
               for name, entry in manifest.tensors.items() if name.startswith("model.")}

@@ -59,15 +59,15 @@ def _now() -> str:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """The run and the moment that a checkpoint is of.
+    """The run and the step that a checkpoint is of.
 
     Attributes:
-        step: how many steps of training are done; the next has this index.
-        samples: how many samples they have taken.
+        step: number of training steps done; the next has this index.
+        samples: number of samples that they have taken.
         seed: of the run.
         data: fingerprint of the data set.
         config: the resolved YAML; empty where there is none.
-        arrangement: how the model was cut and scheduled, JSON values. It does not bind who resumes.
+        arrangement: how the model was cut and scheduled, JSON values. A resumed run may have another.
         numbers: JSON values of parts that keep more than tensors.
         made: when, ISO 8601.
         versions: of vpipe and torch.
@@ -86,12 +86,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class Manifest(CheckpointInfo):
-    """All of ``checkpoint.json``.
-
-    Attributes:
-        tensors: by global name.
-        files: by name, in the same folder.
-    """
+    """All of ``checkpoint.json``: ``tensors`` by global name, ``files`` of the same folder by name."""
 
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)

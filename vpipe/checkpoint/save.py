@@ -257,10 +257,7 @@ class Saver:
 
 
 def write_manifest(info: CheckpointInfo, results: Sequence[WriteResult], folder: Path) -> Manifest:
-    """Write the manifest of what the ranks wrote into ``folder``, and remove what else is there.
-
-    Raises OSError when it could not be written, or this rank does not see what another wrote.
-    """
+    """Write the manifest of all ranks' files, and remove others. Raises OSError, also when rank 0 misses a file."""
     tensors = {name: entry for result in results for name, entry in result.tensors.items()}
     files = {name: entry for result in results for name, entry in result.files.items()}
     assert len(tensors) == sum(len(result.tensors) for result in results), "two ranks saved a tensor of one name"

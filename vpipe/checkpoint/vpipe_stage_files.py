@@ -56,10 +56,7 @@ class MatchedWeights:
 
 
 def find_stage_files(folder: Path) -> list[Path]:
-    """Return the stage files of a folder, by stage; none if it has none.
-
-    Raises UserError when a stage between others is missing.
-    """
+    """Return the stage files of a folder, by stage, or none. Raises UserError when one between others is missing."""
     found = {int(name[1]): path for path in folder.iterdir() if (name := _NAME.fullmatch(path.name))}
     lacking = [stage for stage in range(len(found)) if stage not in found]
     if lacking:
@@ -69,10 +66,7 @@ def find_stage_files(folder: Path) -> list[Path]:
 
 
 def read_stage_files(files: Sequence[Path]) -> list[StageWeight]:
-    """Return all weights in the order of the files, and nothing else, such as the optimizer's state.
-
-    Raises UserError when a file cannot be read as weights, or has no ``state_dict``.
-    """
+    """Return all weights in the order of the files. Raises UserError for a file without a ``state_dict``."""
     weights = []
     for path in files:
         content = load_torch(path)
@@ -90,10 +84,7 @@ def read_stage_files(files: Sequence[Path]) -> list[StageWeight]:
 
 def match_weights(found: Sequence[StageWeight], model: Model, family: Family,
                   settings: ModelSettings) -> MatchedWeights:
-    """Find the weight of the model that each tensor is.
-
-    Raises UserError when there is no way in which names, or order and shapes, agree, or more than one.
-    """
+    """Find the weight of the model that each tensor is. Raises UserError unless exactly one way agrees."""
     shapes = {name: kind.shape for name, kind in tensor_kinds(model).items()}
     ties = {f"{layer.name}.{own}": resolve_tie(model, target)
             for layer in model.layers for own, target in layer.ties.items()}

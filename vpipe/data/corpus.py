@@ -25,7 +25,7 @@ from vpipe.data.dataset import SPLITS, DatasetSettings, Split
 from vpipe.data.epoch import Array, TokenDataset, first_samples, samples_in
 from vpipe.data.tokenizers import (
     DEFAULT_VOCAB_SIZE,
-    end_of_text,
+    end_token,
     ids_in,
     load_with_end,
     model_vocab_size,
@@ -180,7 +180,9 @@ def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) ->
     tokenizer = load_with_end(given) if given is not None else train_byte_bpe(
         divided.texts("train"), DEFAULT_VOCAB_SIZE if vocab_size == -1 else vocab_size,
         total=divided.counts["documents"])
-    words, end = ids_in(tokenizer), end_of_text(tokenizer)
+    words, ending = ids_in(tokenizer), end_token(tokenizer)
+    assert ending is not None, "no token ends a text"
+    end = ending[1]
     size = model_vocab_size(vocab_size, words, given)
     dtype = np.dtype("uint16" if words <= 1 << 16 else "uint32")
     counts = dict(divided.counts)

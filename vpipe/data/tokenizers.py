@@ -171,13 +171,6 @@ def load_with_end(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def end_of_text(tokenizer: Tokenizer) -> int:
-    """Return the id of the token that ends a text, of a tokenizer made here."""
-    end = end_token(tokenizer)
-    assert end is not None, "no token ends a text"
-    return end[1]
-
-
 def end_token(tokenizer: Tokenizer) -> tuple[str, int] | None:
     """Return the token that ends a text, and its id; None where a tokenizer has none."""
     return next(((end, number) for end in _KNOWN_ENDS if (number := tokenizer.token_to_id(end)) is not None), None)

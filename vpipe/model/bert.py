@@ -97,8 +97,7 @@ KEYS = ConfigKeys(
             "_name_or_path", "classifier_dropout", "id2label", "label2id", "output_all_encoded_layers",
             "output_attentions", "output_hidden_states", "return_dict", "pooler_fc_size",
             "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "problem_type",
-            "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id"},
-    choices={})
+            "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id"})
 
 PREDICTED_SHARE = 0.15
 """Largest share of a sample's tokens that the head scores (Devlin et al., section 3.1)."""

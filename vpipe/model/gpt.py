@@ -23,18 +23,7 @@ from torch import Tensor, nn
 
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
-from vpipe.model.transformer import (
-    TOKEN_EMBEDDINGS,
-    Blocks,
-    ConfigKeys,
-    NextTokenHead,
-    attention,
-    block_weight_names,
-    decoder,
-    lm_head_copies,
-    lm_head_names,
-    weight_names,
-)
+from vpipe.model.transformer import Blocks, ConfigKeys, NextTokenHead, attention, decoder, decoder_copies, decoder_names
 
 KEYS = ConfigKeys(
     "GPT",
@@ -123,10 +112,8 @@ _MLP = (("norm", "ln_2"), ("expand", "mlp.c_fc"), ("contract", "mlp.c_proj"))
 
 def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
     """Map Hugging Face's names of the weights to ours; ``config`` holds the keys of a ``GPT2Config``."""
-    return {"transformer.wte.weight": TOKEN_EMBEDDINGS,
-            "transformer.wpe.weight": "block0.attention.embeddings.position.weight",
-            **block_weight_names("transformer.h", config["n_layer"], _ATTENTION, _MLP),
-            **weight_names("transformer", "head", (("norm", "ln_f"),)), **lm_head_names(config)}
+    return decoder_names(config, config["n_layer"], "transformer", "h", (("token", "wte"), ("position", "wpe")),
+                         _ATTENTION, _MLP, "ln_f")
 
 
 def huggingface_spelled(name: str) -> str | None:
@@ -160,7 +147,7 @@ def _flops(settings: ModelSettings) -> list[int]:
 
 @register_model("gpt", flops=_flops, huggingface=HuggingFace(
     "gpt2", "GPT2LMHeadModel", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
-    lm_head_copies, huggingface_spelled, TRANSPOSED))
+    decoder_copies, huggingface_spelled, TRANSPOSED))
 def gpt_from_settings(settings: ModelSettings) -> Model:
     """Return GPT from a config file's ``model`` section. Raises UserError for a sequence longer than its positions."""
     config = config_from_settings(settings)

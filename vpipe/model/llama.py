@@ -26,16 +26,14 @@ from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
 from vpipe.model.transformer import (
-    TOKEN_EMBEDDINGS,
     Blocks,
     ConfigKeys,
     NextTokenHead,
     Positive,
     attention,
-    block_weight_names,
     decoder,
-    lm_head_copies,
-    lm_head_names,
+    decoder_copies,
+    decoder_names,
 )
 
 KEYS = ConfigKeys(
@@ -53,8 +51,7 @@ KEYS = ConfigKeys(
     silent={"architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "_name_or_path",
             "bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "is_llama_config", "is_decoder",
             "task_specific_params", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict",
-            "problem_type", "chunk_size_feed_forward", "gradient_checkpointing"},
-    choices={})
+            "problem_type", "chunk_size_feed_forward", "gradient_checkpointing"})
 
 
 LLAMA3 = "llama3"
@@ -195,9 +192,8 @@ _MLP = (("gate", "mlp.gate_proj"), ("up", "mlp.up_proj"), ("down", "mlp.down_pro
 
 def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
     """Map Hugging Face's names of the weights to ours; ``config`` holds the keys of a ``LlamaConfig``."""
-    return {"model.embed_tokens.weight": TOKEN_EMBEDDINGS,
-            **block_weight_names("model.layers", config["num_hidden_layers"], _ATTENTION, _MLP, ("weight",)),
-            "model.norm.weight": "head.norm.weight", **lm_head_names(config)}
+    return decoder_names(config, config["num_hidden_layers"], "model", "layers", (("token", "embed_tokens"),),
+                         _ATTENTION, _MLP, "norm", ("weight",))
 
 
 def huggingface_spelled(name: str) -> str | None:
@@ -226,7 +222,7 @@ def _flops(settings: ModelSettings) -> list[int]:
 
 @register_model("llama", flops=_flops, huggingface=HuggingFace(
     "llama", "LlamaForCausalLM", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
-    lm_head_copies, huggingface_spelled))
+    decoder_copies, huggingface_spelled))
 def llama_from_settings(settings: ModelSettings) -> Model:
     """Return LLaMA from a config file's ``model`` section. Raises UserError for sequences beyond its positions."""
     config = config_from_settings(settings)

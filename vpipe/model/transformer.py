@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,7 @@ class ConfigKeys:
     presets: Mapping[str, Mapping[str, Any]]
     fixed: Mapping[str, object]
     silent: Set[str]
-    choices: Mapping[str, Collection[object]]
+    choices: Mapping[str, Collection[object]] = field(default_factory=dict)
 
     def merge(self, config: type[Any], preset: str | None, overrides: Mapping[str, object],
               own: Mapping[str, object]) -> dict[str, Any]:
@@ -113,19 +113,21 @@ class ConfigKeys:
 Names = Sequence[tuple[str, str]]
 """Submodules as (ours, Hugging Face's)."""
 
+Parameters = Sequence[str]
+
 TOKEN_EMBEDDINGS = "block0.attention.embeddings.token.weight"
 """The weight of a decoder that its head may share."""
 
 
 def weight_names(theirs: str, ours: str, modules: Names,
-                 parameters: Sequence[str] = ("weight", "bias")) -> dict[str, str]:
+                 parameters: Parameters = ("weight", "bias")) -> dict[str, str]:
     """Map Hugging Face's names of the parameters of submodules to ours; both prefixes stand before them."""
     return {f"{theirs}.{their}.{parameter}": f"{ours}.{our}.{parameter}" for our, their in modules
             for parameter in parameters}
 
 
 def block_weight_names(theirs: str, blocks: object, attention: Names, mlp: Names,
-                       parameters: Sequence[str] = ("weight", "bias")) -> dict[str, str]:
+                       parameters: Parameters = ("weight", "bias")) -> dict[str, str]:
     """Map Hugging Face's names of the parameters of all blocks to ours, as :func:`weight_names` does."""
     assert isinstance(blocks, int), "a checked config"
     names: dict[str, str] = {}
@@ -136,12 +138,20 @@ def block_weight_names(theirs: str, blocks: object, attention: Names, mlp: Names
     return names
 
 
-def lm_head_names(config: Mapping[str, object]) -> dict[str, str]:
-    """Map Hugging Face's name of a decoder's last matrix to ours; there is none where it is tied."""
-    return {} if config["tie_word_embeddings"] else {"lm_head.weight": "head.decoder.weight"}
+def decoder_names(config: Mapping[str, object], blocks: object, theirs: str, block: str, embeddings: Names,
+                  attention: Names, mlp: Names, norm: str,
+                  parameters: Parameters = ("weight", "bias")) -> dict[str, str]:
+    """Map Hugging Face's names of all weights of a decoder to ours.
+
+    ``theirs`` stands before all of them, ``block`` before the number of a block; ``norm`` is that of the head.
+    """
+    return {**weight_names(theirs, "block0.attention.embeddings", embeddings, ("weight",)),
+            **block_weight_names(f"{theirs}.{block}", blocks, attention, mlp, parameters),
+            **weight_names(theirs, "head", (("norm", norm),), parameters),
+            **({} if config["tie_word_embeddings"] else {"lm_head.weight": "head.decoder.weight"})}
 
 
-def lm_head_copies(config: Mapping[str, object]) -> dict[str, str]:
+def decoder_copies(config: Mapping[str, object]) -> dict[str, str]:
     """Map the name that some files have for the weight that ``tie_word_embeddings`` shares."""
     return {"lm_head.weight": TOKEN_EMBEDDINGS} if config["tie_word_embeddings"] else {}
 
