@@ -25,7 +25,7 @@ def test_no_layout_deadlocks(layout: Layout, ranks: int, chunks: int, microbatch
     for rule in (matching, precedence, channel_order):
         rule(deps)
     for rendezvous in (False, True):
-        assert execute(deps, rendezvous=rendezvous)[1] == []
+        assert execute(deps, rendezvous=rendezvous)[1] == {}
     forwards = [action for program in schedule.programs for action in program if action.op is Op.FORWARD]
     assert len(set(forwards)) == len(forwards) == microbatches * ranks * chunks
 

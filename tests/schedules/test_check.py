@@ -362,7 +362,7 @@ def proved(draw: st.DrawFn) -> Schedule:
 @given(proved())
 def test_every_placement_and_tie_passes(schedule: Schedule) -> None:
     assert execute(Dependencies.from_schedule(schedule), rendezvous=True) == (
-        [len(program) for program in schedule.programs], [])
+        [len(program) for program in schedule.programs], {})
 
 
 @settings(deadline=None, max_examples=40)

@@ -404,9 +404,11 @@ def no_deadlock_rendezvous(deps: Dependencies) -> None:
 def _reaches_end(deps: Dependencies, rendezvous: bool, kind: str) -> None:
     cursors, blocked = execute(deps, rendezvous=rendezvous)
     if blocked:
-        raise deps.error(f"deadlock when sends {kind}: {'; '.join(map(str, blocked))}",
+        waiting = "; ".join(f"rank {rank} stands before {action} and waits for {awaited} of rank {peer}"
+                            for rank, (action, awaited, peer) in blocked.items())
+        raise deps.error(f"deadlock when sends {kind}: {waiting}",
                          "move the awaited actions forward in their programs, or the waiting ones back",
-                         *((one.rank, cursors[one.rank]) for one in blocked), cursors=cursors)
+                         *((rank, cursors[rank]) for rank in blocked), cursors=cursors)
 
 
 def no_deadlock_in_one_order(deps: Dependencies) -> None:

@@ -268,31 +268,19 @@ class Dependencies:
                 if other != rank and (stage, update, other) in self.last]
 
 
-@dataclass(frozen=True)
-class BlockedRank:
-    """A rank that cannot go on: it stands before ``action`` and waits for ``awaited`` of rank ``peer``."""
-
-    rank: int
-    action: Action
-    awaited: Action
-    peer: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} stands before {self.action} and waits for {self.awaited} of rank {self.peer}"
-
-
-def execute(deps: Dependencies, *, rendezvous: bool) -> tuple[list[int], list[BlockedRank]]:
+def execute(deps: Dependencies, *, rendezvous: bool) -> tuple[list[int], dict[int, tuple[Action, Action, int]]]:
     """Execute a schedule without time and tensors: every rank goes as far as it can, in whatever order of turns.
 
     Args:
         rendezvous: a send waits until its receive is posted; otherwise it never waits (buffered).
 
     Returns:
-        How many actions each rank executed, and the ranks that did not reach their end.
+        How many actions each rank executed, and of the ranks that did not reach their end the action before which they
+        stand, the one that they wait for, and its rank.
     """
     programs = deps.schedule.programs
     cursors = [0] * len(programs)
-    blocked: dict[int, BlockedRank] = {}
+    blocked: dict[int, tuple[Action, Action, int]] = {}
     sleepers: dict[Spot, list[int]] = defaultdict(list)  # ranks to wake when a spot has been executed
     awake = list(range(len(programs)))
     while awake:
@@ -303,7 +291,7 @@ def execute(deps: Dependencies, *, rendezvous: bool) -> tuple[list[int], list[Bl
             for awaited, peer in deps.awaited(action, rank, rendezvous):
                 position = deps.position(awaited, peer)
                 if position is None or position >= cursors[peer]:
-                    blocked[rank] = BlockedRank(rank, action, awaited, peer)
+                    blocked[rank] = action, awaited, peer
                     if position is not None:
                         sleepers[peer, position].append(rank)
                     break
@@ -311,4 +299,4 @@ def execute(deps: Dependencies, *, rendezvous: bool) -> tuple[list[int], list[Bl
                 break
             awake += sleepers.pop((rank, cursors[rank]), ())
             cursors[rank] += 1
-    return cursors, [blocked[rank] for rank in sorted(blocked)]
+    return cursors, dict(sorted(blocked.items()))

@@ -258,5 +258,4 @@ def _bubble(schedule: Schedule) -> str:
     computed = schedule.compute_only()
     early = {action.stage for program in computed.programs for action in program if action.op is Op.RECOMPUTE}
     costs = Costs(tuple(StageCosts(1, 1, 1, recompute_s=int(stage in early)) for stage in range(schedule.stages)))
-    timeline = simulate(computed, costs)
-    return f"{100 * float(timeline.bubble_s / (timeline.bubble_s + max(timeline.work_s))):.0f} %"
+    return f"{100 * float(simulate(computed, costs).bubble_share):.0f} %"

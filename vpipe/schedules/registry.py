@@ -36,7 +36,7 @@ Bound = Callable[[int, Size], int]
 """``bound(rank, size)``: a number that the checker holds the schedule to."""
 
 Constraint = Callable[[Size], Problem | None]
-"""Returns what is wrong with a size, with the numbers to change; None when it fits."""
+"""Return what is wrong with a size, with the numbers to change; None when it fits."""
 
 VersionRule = Callable[[int, int, Sequence[int], int], int]
 """``rule(microbatch, stage, widths, update_every)``: the number of updates of the stage that made the weights which the

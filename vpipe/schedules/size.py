@@ -9,9 +9,7 @@ from itertools import count
 
 from vpipe.errors import UserError, counted
 
-MOST_STAGES = 1024
-MOST_RANKS = 16_384
-MOST_MICROBATCHES = 65_536
+MOST_STAGES, MOST_RANKS, MOST_MICROBATCHES = 1024, 16_384, 65_536
 
 MOST_ACTIONS = 250_000
 """Forwards and backwards of a schedule: to prove it takes half a minute and 300 MB."""
@@ -56,7 +54,7 @@ class Layout(StrEnum):
 
     def stage_of(self, rank: int, chunk: int, ranks: int) -> int:
         """Return the stage that ``rank`` holds as its ``chunk``-th, in the order in which a microbatch visits them."""
-        return chunk * ranks + (ranks - 1 - rank if self is Layout.ZIGZAG and chunk % 2 else rank)
+        return chunk * ranks + self.rank_of(chunk * ranks + rank, ranks)
 
     def placement(self, ranks: int, chunks: int = 1) -> Placement:
         """Return the rank of every stage."""

@@ -149,8 +149,7 @@ class TransferOrder:
                         for borrowers in ties.values() for borrower in borrowers}
         self._placed: dict[int, deque[Action]] = {rank: deque() for rank in ranks}
         self._next: list[Action | None] = [next(program, None) for program in self._programs]
-        self._awake = [(0, rank) for rank, action in enumerate(self._next) if action is not None]
-        heapify(self._awake)
+        self._awake = [(0, rank) for rank, action in enumerate(self._next) if action is not None]  # a heap
         self._now = 0
         self._asleep: set[int] = set()
         self._arrived: set[tuple[Action, int]] = set()  # receives of activations and gradients, until they are used
@@ -197,10 +196,10 @@ class TransferOrder:
 
     def _sum(self, action: Action, rank: int) -> None:
         """Carry out a sum over replicas, as one transfer, when all of them have come to it."""
-        ranks, come = self._rounds.placement[action.stage], self._arrived_at[action]
-        come.add(rank)
+        ranks = self._rounds.placement[action.stage]
+        self._arrived_at[action].add(rank)
         self._asleep.add(rank)
-        if len(come) < len(ranks):
+        if len(self._arrived_at[action]) < len(ranks):
             return
         del self._arrived_at[action]
         self._awake = [entry for entry in self._awake if entry[1] not in ranks]  # who was woken meanwhile
@@ -272,8 +271,7 @@ class TransferOrder:
 
     def _has(self, receive: Action, source: int, rank: int) -> bool:
         """Tell whether the input of a forward or a backward from another rank's stage has arrived."""
-        return (self._peers.rank_of(source, receive.microbatch) in (-1, rank)
-                or (receive, rank) in self._arrived)
+        return self._peers.rank_of(source, receive.microbatch) in (-1, rank) or (receive, rank) in self._arrived
 
 
 def in_one_order(deps: Dependencies) -> tuple[Schedule, Mapping[int, Action]]:

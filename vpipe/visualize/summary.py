@@ -77,12 +77,6 @@ class Summary:
         return cls(computed, costs, timeline, rank_peaks(computed), stage_peaks(computed))
 
     @property
-    def bubble_share(self) -> Number:
-        """Return the bubble's share of the time from a rank's first start to its last end."""
-        whole = self.timeline.bubble_s + max(self.timeline.work_s)
-        return ratio(self.timeline.bubble_s, whole) if whole else 0
-
-    @property
     def versions_used(self) -> Mapping[tuple[int, int], int]:
         """Return the weight version of every (stage, microbatch), in forward and backward; nothing for a flush."""
         return {} if self.schedule.flush else Dependencies.from_schedule(self.schedule).version
@@ -99,9 +93,14 @@ class Summary:
         placement = self.schedule.placement
         return [stages_of_rank(placement, ranks[0]).index(stage) for stage, ranks in enumerate(placement)]
 
+    def per_rank(self, peak: str) -> list[str]:
+        """Return for every rank a peak of each of its stages: ``versions`` or ``staleness``."""
+        return [" ".join(str(getattr(self.stages[stage], peak))
+                         for stage in stages_of_rank(self.schedule.placement, rank)) for rank in range(len(self.ranks))]
+
     def times(self) -> str:
         """Return bubble and makespan as text."""
-        return (f"bubble {number(self.timeline.bubble_s)} ({percent(self.bubble_share)}), "
+        return (f"bubble {number(self.timeline.bubble_s)} ({percent(self.timeline.bubble_share)}), "
                 f"makespan {number(self.timeline.makespan_s)}")
 
     def as_json(self) -> Mapping[str, object]:
@@ -128,7 +127,7 @@ def compare(found: Mapping[str, Summary | str]) -> str:
     summaries = sorted((one for one in found.values() if isinstance(one, Summary)),
                        key=lambda one: (one.timeline.bubble_s, _peak(one), one.schedule.name))
     head = ["schedule", "stages/rank", "bubble", "share", "makespan", "peak activations", "versions", "staleness"]
-    rows = [[one.schedule.name, one.chunks, number(one.timeline.bubble_s), percent(one.bubble_share),
+    rows = [[one.schedule.name, one.chunks, number(one.timeline.bubble_s), percent(one.timeline.bubble_share),
              number(one.timeline.makespan_s), _peak_text(one), str(max(stage.versions for stage in one.stages)),
              str(max(stage.staleness for stage in one.stages))] for one in summaries]
     lines = table(head, rows, left=1)

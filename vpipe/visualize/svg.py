@@ -9,7 +9,6 @@ from html import escape
 
 from vpipe.schedules.action import Op
 from vpipe.schedules.costs import Number
-from vpipe.schedules.schedule import stages_of_rank
 from vpipe.schedules.simulator.timeline import Event
 from vpipe.visualize.summary import Summary
 from vpipe.visualize.table import number, row_name, sizes
@@ -64,7 +63,9 @@ class _Drawing:
         self._row = _ROW + (14 if self._versions else 0)
         self._columns = self._holdings()
         self._right = self._left + end * self._scale + 14
-        self._shades = 1 + max(summary.chunk_of)
+        used = {event.action.op for events in self._timeline.events for event in events}
+        chunks = 1 + max(summary.chunk_of)
+        self._shades = {op: 1 if op is Op.STEP else chunks for op in COLOURS if op in used}
         legend = sum(width for _, _, width in self._entries()) + self._left
         self._width = max(self._right + sum(width for _, width, _ in self._columns) + 10, legend, 600.0)
         self._bottom = _TOP + len(self._timeline.events) * (self._row + _GAP)
@@ -81,7 +82,10 @@ class _Drawing:
         yield (f'<text x="14" y="24" font-size="16" font-weight="600">{name}'
                f'<tspan class="soft" dx="10" font-size="12" font-weight="400">{title}</tspan></text>')
         yield f'<text class="soft" x="14" y="42" font-size="12">{times} ({escape(str(summary.costs))})</text>'
-        yield from self._heads()
+        x = self._right
+        for head, column_width, _ in self._columns:
+            yield f'<text class="soft" x="{_n(x + column_width / 2)}" y="{_TOP - 9}" text-anchor="middle">{head}</text>'
+            x += column_width
         for rank, events in enumerate(self._timeline.events):
             yield from self._rank(rank, events)
         yield from self._axis()
@@ -90,16 +94,9 @@ class _Drawing:
 
     def _colours(self) -> str:
         """Return one class per operation and stage of a rank; later stages are paler."""
-        fills = "".join(f".{op.value}{chunk}{{fill:{mixed(COLOURS[op], 0.65 * chunk / max(1, self._shades - 1))}}}"
-                        for op in self._used() for chunk in range(self._shades_of(op)))
+        fills = "".join(f".{op.value}{chunk}{{fill:{mixed(COLOURS[op], 0.65 * chunk / max(1, shades - 1))}}}"
+                        for op, shades in self._shades.items() for chunk in range(shades))
         return f"{fills}\n@media(prefers-color-scheme:dark){{{_DARK}}}\n"
-
-    def _shades_of(self, op: Op) -> int:
-        return 1 if op is Op.STEP else self._shades
-
-    def _used(self) -> list[Op]:
-        there = {event.action.op for events in self._timeline.events for event in events}
-        return [op for op in COLOURS if op in there]
 
     def _x(self, seconds: Number) -> float:
         return self._left + float(seconds) * self._scale
@@ -165,18 +162,8 @@ class _Drawing:
         if any(rank.peak_weight_halves for rank in summary.ranks):
             columns.append(("W halves", [str(rank.peak_weight_halves) for rank in summary.ranks]))
         if not summary.schedule.flush:
-            for head, values in (("versions", [stage.versions for stage in summary.stages]),
-                                 ("staleness", [stage.staleness for stage in summary.stages])):
-                columns.append((head, [" ".join(str(values[stage]) for stage in
-                                                stages_of_rank(summary.schedule.placement, rank))
-                                       for rank in range(summary.schedule.ranks)]))
+            columns += [("versions", summary.per_rank("versions")), ("staleness", summary.per_rank("staleness"))]
         return [(head, max(66.0, _DIGIT * max(map(len, cells)) + 12), cells) for head, cells in columns]
-
-    def _heads(self) -> Iterator[str]:
-        x = self._right
-        for head, width, _ in self._columns:
-            yield f'<text class="soft" x="{_n(x + width / 2)}" y="{_TOP - 9}" text-anchor="middle">{head}</text>'
-            x += width
 
     def _axis(self) -> Iterator[str]:
         end = float(self._timeline.makespan_s)
@@ -192,8 +179,8 @@ class _Drawing:
 
     def _entries(self) -> list[tuple[list[tuple[str, int]], str, float]]:
         """Return the legend: swatches (class and width), their text, the width of it all."""
-        entries = [([(f"{op.value}{chunk}", 4 if op is Op.STEP else 14) for chunk in range(self._shades_of(op))],
-                    NAMES[op]) for op in self._used()]
+        entries = [([(f"{op.value}{chunk}", 4 if op is Op.STEP else 14) for chunk in range(shades)], NAMES[op])
+                   for op, shades in self._shades.items()]
         return [(swatches, name, sum(width for _, width in swatches) + 20 + 5.9 * len(name))
                 for swatches, name in (*entries, ([("idle", 14)], "idle"))]
 

@@ -65,13 +65,11 @@ def holdings(summary: Summary) -> list[str]:
     placement, ranks = summary.schedule.placement, range(summary.schedule.ranks)
     halves = any(rank.peak_weight_halves for rank in summary.ranks)
     which = [replica(placement, rank) or "" for rank in ranks]
-    stages = [stages_of_rank(placement, rank) for rank in ranks]
-    columns = {"rank": ranks, "stages": [" ".join(map(str, here)) for here in stages],
+    columns = {"rank": ranks, "stages": [" ".join(map(str, stages_of_rank(placement, rank))) for rank in ranks],
                "replica": which if any(which) else None,
                "peak activations": [rank.peak_activations for rank in summary.ranks],
                "weight halves": [rank.peak_weight_halves for rank in summary.ranks] if halves else None,
-               "versions": [" ".join(str(summary.stages[stage].versions) for stage in here) for here in stages],
-               "staleness": [" ".join(str(summary.stages[stage].staleness) for stage in here) for here in stages],
+               "versions": summary.per_rank("versions"), "staleness": summary.per_rank("staleness"),
                "idle": map(number, summary.timeline.idle_s)}
     shown = {head: map(str, cells) for head, cells in columns.items() if cells is not None}
     unit = "microbatches" if summary.chunks == "1" else "microbatches of one stage"

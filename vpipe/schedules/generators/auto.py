@@ -12,7 +12,7 @@ from vpipe.schedules.size import Layout, Size
 
 @cache
 def _searched(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """At equal costs and without a limit, once for all ranks."""
+    """Search once for all ranks, at equal costs and without a limit."""
     return search(Layout.LOOP.placement(ranks, chunks), microbatches)
 
 

@@ -9,7 +9,7 @@ from vpipe.schedules.size import Layout, Size
 
 
 def _warmup(rank: int, ranks: int, microbatches: int, chunks: int) -> int:
-    """Forwards before the first one that a backward follows."""
+    """Return the number of forwards before the first one that a backward follows."""
     if microbatches == ranks:
         return microbatches * chunks
     return min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, microbatches * chunks)
@@ -52,7 +52,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> It
     warmup = _warmup(rank, ranks, microbatches, chunks)
 
     def turn(position: int) -> tuple[int, int]:
-        """The chunk and the microbatch of the forward at ``position``; backwards visit the chunks in reverse."""
+        """Return chunk and microbatch of the forward at ``position``; backwards visit the chunks in reverse."""
         group, within = divmod(position, ranks * chunks)
         return within // ranks, group * ranks + within % ranks
 

@@ -59,8 +59,8 @@ def _even(size: Size) -> Problem | None:
                    versions=lambda rank, size: 1 - (1 - size.ranks) // size.update_every, requires=_even, planned=False,
                    version_of=_synchronised_version)
 def pipedream_vertical_sync(rank: int, ranks: int, microbatches: int, update_every: int = 1) -> Iterator[Action]:
-    """As :func:`pipedream`, but a microbatch uses the same version on every stage; a bar stands where forwards change
-    over to the next one.
+    """Yield the actions of :func:`pipedream`, but with one version per microbatch on every stage; a bar stands where
+    forwards change over to the next one.
 
     ::
 
@@ -81,7 +81,7 @@ def pipedream_vertical_sync(rank: int, ranks: int, microbatches: int, update_eve
 
 
 def with_versions(program: Iterator[Action], rank: int, version_of: Callable[[int], int]) -> Iterator[Action]:
-    """The program of PipeDream with forwards that use ``version_of(microbatch)`` instead of the latest version."""
+    """Yield PipeDream's program with forwards that use ``version_of(microbatch)`` instead of the latest version."""
     yield use(rank, 0)
     used = due = 0  # versions, of the last forward and of the next
     for action in program:

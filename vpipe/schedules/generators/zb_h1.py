@@ -7,7 +7,7 @@ from vpipe.schedules.registry import register_schedule
 
 
 def delayed_weights(stage: int, microbatches: int, warmup: int, behind: int) -> Iterator[Action]:
-    """``warmup`` forwards, then one forward and one input half in turn, weight halves ``behind`` input halves later."""
+    """Yield ``warmup`` forwards, then F and I in turn, each W ``behind`` input halves after its I."""
     for microbatch in range(min(warmup, microbatches)):
         yield forward(stage, microbatch)
     for microbatch in range(microbatches):

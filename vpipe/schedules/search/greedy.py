@@ -60,13 +60,7 @@ class GreedyRules:
 
 @dataclass(frozen=True)
 class GreedyOrder:
-    """An order with its times, on links without contention.
-
-    Attributes:
-        programs: actions per rank.
-        span_s: the longest time of a rank from its first start to its last end.
-        makespan_s: the last end of all.
-    """
+    """An order with the longest time of a rank from its first start to its last end, on links without contention."""
 
     programs: tuple[tuple[Action, ...], ...]
     span_s: float

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.peaks import moments
 from vpipe.schedules.schedule import Schedule
 
@@ -96,6 +96,12 @@ class Timeline:
         So unequal stages alone make no bubble: the slowest rank could not be faster.
         """
         return max(last - first for first, last in self.spans_s) - max(self.work_s)
+
+    @property
+    def bubble_share(self) -> Number:
+        """The bubble's share of the time from a rank's first start to its last end."""
+        whole = self.bubble_s + max(self.work_s)
+        return ratio(self.bubble_s, whole) if whole else 0
 
     @cached_property
     def memory(self) -> tuple[Curve, ...]:
