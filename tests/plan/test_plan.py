@@ -146,7 +146,8 @@ def test_ranks_come_in_the_order_of_stages(tmp_path: Path) -> None:
     ({"partition": [3], "profile": 5},
      "error: profile is 5 ({path})\nhint: leave it out: it is the profile's that vpipe plan took"),
     ({"partition": [3], "predictions": {"step_s": 1}},
-     "error: predictions is damaged: KeyError: 'samples_per_step' ({path})\n"
+     "error: predictions is damaged: TypeError: Prediction.__init__() missing 3 required positional arguments: "
+     "'samples_per_step', 'bubble', and 'stages' ({path})\n"
      "hint: leave predictions out, or let vpipe plan write the file again"),
     ({"partition": [3], "predictions": PREDICTION.as_json()},
      "error: predictions has 3 stages, but the partition has 1 ({path})\n"

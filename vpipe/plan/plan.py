@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
 from types import NoneType
@@ -13,7 +13,8 @@ from typing import Any
 
 from vpipe.arguments import check_path, shown
 from vpipe.errors import Problem, UserError, counted, nearest
-from vpipe.files import count_of, number_of, read_json
+from vpipe.files import number_of, read_json
+from vpipe.plan.profile import parse_record
 from vpipe.plan.recompute import MOST_LAYERS, layers_outside, ranges, recomputed_layers
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.size import MOST_MICROBATCHES
@@ -99,16 +100,13 @@ class Prediction:
         Raises:
             KeyError, TypeError, ValueError, AttributeError: it is something else.
         """
-        def stage_of(stage: Mapping[str, Any]) -> StagePrediction:
-            numbers: dict[str, Any] = {key: _finite(value) if key.endswith("_s") else count_of(value)
-                                       for key, value in stage.items() if key not in ("ranks", "memory")}
-            return StagePrediction(**numbers, ranks=tuple(map(count_of, stage["ranks"])), memory=StageMemory(
-                **{key: count_of(value) for key, value in stage["memory"].items()}))
-
-        if not count_of(content["samples_per_step"]):
+        times = dict.fromkeys((each.name for each in fields(StagePrediction) if each.name.endswith("_s")), _finite)
+        found = parse_record(cls, content, bubble=_finite, stages=lambda stages: tuple(parse_record(
+            StagePrediction, stage, **times, memory=lambda sizes: parse_record(StageMemory, sizes))
+            for stage in stages))
+        if not found.samples_per_step:
             raise ValueError("a step has 0 samples")
-        return cls(**{**content, "step_s": number_of(content["step_s"]), "bubble": _finite(content["bubble"]),
-                      "stages": tuple(map(stage_of, content["stages"]))})
+        return found
 
 
 def _finite(value: Any) -> float:

@@ -8,15 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vpipe.errors import UserError
 from vpipe.files import count_of, number_of, read_json, text_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
 
 FORMAT = 1
 
@@ -261,40 +266,49 @@ class ActivationMemory:
 
 
 _MAKE = "vpipe profile CONFIG measures one"
-_TIMES = ("forward", "backward", "input_half", "weight_half", "recompute", "step")
-_PER_LAYER_BYTES = ("parameter_bytes", "optimizer_bytes", "saved_bytes", "weight_half_bytes", "working_bytes",
-                    "forward_flops", "frozen_bytes")
+
+
+def parse_record(kind: type[Record], content: Mapping[str, Any], **readers: Callable[[Any], Any]) -> Record:
+    """Make a dataclass from JSON values; a field without a reader is read by its type.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: a value is missing, unknown or of the wrong kind.
+    """
+    values = dict(content)
+    for each in fields(kind):
+        reader = readers.get(each.name) or _READERS[str(each.type).removesuffix(" | None")]
+        if each.name in values and (values[each.name] is not None or not str(each.type).endswith(" | None")):
+            values[each.name] = reader(values[each.name])
+    return kind(**values)
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "int": count_of, "float": number_of, "str": text_of, "bool": bool,
+    "tuple[int, ...]": lambda values: tuple(map(count_of, values)),
+    "tuple[str, ...]": lambda values: tuple(map(text_of, values)),
+    "Seconds": lambda values: parse_record(Seconds, values)}
 
 
 def _profile(content: Mapping[str, Any]) -> Profile:
-    layers = tuple(_layer(layer, number) for number, layer in enumerate(content["layers"]))
-    identity = _identity(content["identity"])
-    if not layers or len(layers) != identity.layers:
-        raise ValueError(f"it has {len(layers)} layers and says {identity.layers}")
-    known = set(content["fields"])
-    for layer in layers:
+    profile = parse_record(
+        Profile, {key: value for key, value in content.items() if key != "format"}, identity=_identity,
+        layers=lambda layers: tuple(_layer(layer, number) for number, layer in enumerate(layers)),
+        fields=lambda sizes: {name: count_of(size) for name, size in sizes.items()}, default_link=_link,
+        links=lambda links: {(count_of(source), count_of(target)): _link(link) for source, target, link in links})
+    if not profile.layers or len(profile.layers) != profile.identity.layers:
+        raise ValueError(f"it has {len(profile.layers)} layers and says {profile.identity.layers}")
+    if profile.cores == 0:
+        raise ValueError("its ranks share 0 cores")
+    known = set(profile.fields)
+    for layer in profile.layers:
         if unknown := set(layer.reads) - known:
             raise ValueError(f"layer '{layer.name}' reads {sorted(unknown)}, which nothing before it writes")
         known.update(tensor.name for tensor in layer.writes)
-    numbers = {key: number_of(content[key]) for key in ("dispatch_s", "copy_bytes_per_s", "accumulate_bytes_per_s",
-                                                      "peak_flops_per_s", "checked", "took_s")}
-    cores = content["cores"]
-    if cores == 0:
-        raise ValueError("its ranks share 0 cores")
-    return Profile(
-        identity, layers, {name: count_of(size) for name, size in content["fields"].items()},
-        _link(content["default_link"]),
-        {(count_of(source), count_of(target)): _link(link) for source, target, link in content["links"]},
-        cores=None if cores is None else count_of(cores), device_bytes=count_of(content["device_bytes"]), **numbers)
+    return profile
 
 
 def _identity(content: Mapping[str, Any]) -> Identity:
-    kinds = {each.name: str(each.type) for each in fields(Identity)}
-    for key, value in content.items():
-        kind = kinds.get(key, "")  # of an unknown key: the constructor refuses it
-        if value is not None or "None" not in kind:
-            count_of(value) if kind.startswith("int") else text_of(value)
-    identity = Identity(**content)
+    identity = parse_record(Identity, content)
     for key in ("microbatch_size", "threads", "ranks_per_host", "hosts"):
         if getattr(identity, key) < 1:
             raise ValueError(f"{key} is {getattr(identity, key)}")
@@ -302,14 +316,9 @@ def _identity(content: Mapping[str, Any]) -> Identity:
 
 
 def _layer(content: Mapping[str, Any], number: int) -> LayerProfile:
-    layer = LayerProfile(**{
-        **content, "name": text_of(content["name"]), "like": count_of(content["like"]),
-        **{key: Seconds(**{name: number_of(value) for name, value in content[key].items()}) for key in _TIMES},
-        **{key: count_of(content[key]) for key in _PER_LAYER_BYTES}, "reads": tuple(map(text_of, content["reads"])),
-        "writes": tuple(TensorBytes(text_of(tensor["name"]), count_of(tensor["bytes"]), bool(tensor["wants_gradient"]))
-                        for tensor in content["writes"]),
-        "saves": tuple(map(text_of, content["saves"])),
-        "tied": {int(owner): count_of(size) for owner, size in content["tied"].items()}})
+    layer = parse_record(LayerProfile, content,
+                         writes=lambda tensors: tuple(parse_record(TensorBytes, tensor) for tensor in tensors),
+                         tied=lambda sizes: {int(owner): count_of(size) for owner, size in sizes.items()})
     if not all(0 <= owner < number for owner in layer.tied) or not 0 <= layer.like <= number:
         raise ValueError(f"layer {number} is like layer {layer.like} and borrows from {list(layer.tied)}")
     known = {f"in:{name}" for name in layer.reads} | {f"out:{tensor.name}" for tensor in layer.writes}
@@ -319,7 +328,7 @@ def _layer(content: Mapping[str, Any], number: int) -> LayerProfile:
 
 
 def _link(content: Mapping[str, Any]) -> LinkProfile:
-    link = LinkProfile(**{name: number_of(value) for name, value in content.items()})
+    link = parse_record(LinkProfile, content)
     if not link.bytes_per_s > 0:
         raise ValueError(f"a link carries {link.bytes_per_s} bytes per second")
     return link
