@@ -8,12 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
-from itertools import groupby
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from vpipe.errors import UserError
 from vpipe.files import count_of, number_of, read_json, text_of
@@ -191,78 +190,109 @@ class Profile:
         return cls.of_json(read_json(path, MOST_BYTES, "the profile", _MAKE), str(path))
 
 
+@dataclass(frozen=True)
+class LayerTensors:
+    """The tensors around a layer, as far as the bytes of a stage depend on them; equal ones stand for each other."""
+
+    before: tuple[tuple[str, int], ...]  # names of the tensors that are alive before the layer, with their bytes
+    after: frozenset[str]  # names alive behind it
+    saved: int  # bytes that its graph keeps besides named tensors
+    saves_in: tuple[str, ...]  # tensors alive before it that its graph keeps
+    saves_out: tuple[tuple[str, int], ...]  # tensors that it writes and its graph keeps, with their bytes
+    writes: frozenset[str]  # names
+    recompute_s: float  # its forward again
+
+
+class PrefixState(NamedTuple):
+    """The state in which a set over the first layers of a stage ends, as far as later layers depend on it."""
+
+    recomputed: bool | None  # its last layer is recomputed; None before the first layer
+    held: frozenset[str]  # tensors alive here that are held already
+    remade: frozenset[str]  # tensors that the recomputation of the last run of layers makes and keeps
+
+
+START = PrefixState(None, frozenset(), frozenset())
+
+
+@lru_cache(maxsize=1 << 14)
+def add_layer(state: PrefixState, layer: LayerTensors, recompute: bool) -> tuple[PrefixState, int, int]:
+    """Add one layer, kept or recomputed, to a set.
+
+    Returns:
+        The next state; the bytes that the layer adds to a microbatch while dropped activations are gone, and once they
+        are recomputed.
+    """
+    sizes, held, remade, added = dict(layer.before), state.held, state.remade, 0
+    if state.recomputed is not recompute:  # another run begins, and holds its inputs
+        added = sum(size for name, size in layer.before if name not in held)
+        held, remade = held.union(sizes), frozenset()
+    counted = held | remade if recompute else held
+    saved = layer.saved + sum(sizes[name] for name in layer.saves_in if name not in counted)
+    saved += sum(size for _, size in layer.saves_out)
+    made = (counted.union(layer.saves_in) - layer.writes).union(name for name, _ in layer.saves_out)
+    if recompute:
+        held = held - layer.writes
+        following = PrefixState(True, held & layer.after, (made - held) & layer.after)
+        return following, added, added + saved
+    return PrefixState(False, made & layer.after, frozenset()), added + saved, added + saved
+
+
 class ActivationMemory:
     """The bytes that a microbatch holds between its forward and its backward, and sends through cuts.
 
-    The counterpart, without torch, of :mod:`vpipe.model.split` and of the runtime's record of a microbatch. A tensor is
-    identified by its name and the layer that wrote it: a name that is written again is another tensor.
+    The counterpart, without torch, of :mod:`vpipe.model.split` and of the runtime's record of a microbatch. A name that
+    is written again is another tensor. ``tensors`` are those around every layer.
     """
 
     def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        self._sources: list[dict[str, tuple[int, TensorBytes]]] = []  # per layer: writer and tensor of each name
-        written: dict[str, tuple[int, TensorBytes]] = {}
-        for number, layer in enumerate(profile.layers):
-            self._sources.append(written)
-            if layer.writes:
-                written = {**written, **{tensor.name: (number, tensor) for tensor in layer.writes}}
-        self._alive: list[frozenset[str]] = [frozenset()] * (len(profile.layers) + 1)
-        for number in range(len(profile.layers) - 1, -1, -1):
-            layer = profile.layers[number]
-            later = self._alive[number + 1] - {tensor.name for tensor in layer.writes}
-            self._alive[number] = later | {name for name in layer.reads if name in self._sources[number]}
+        self._profile, self._crossing = profile, [list[TensorBytes]()]
+        written: list[dict[str, TensorBytes]] = [{}]
+        for layer in profile.layers:
+            written.append({**written[-1], **{tensor.name: tensor for tensor in layer.writes}})
+        alive: frozenset[str] = frozenset()
+        self.tensors: list[LayerTensors] = []
+        for layer, sources in zip(reversed(profile.layers), written[-2::-1], strict=True):
+            sizes = {tensor.name: tensor.bytes for tensor in layer.writes}
+            before = (alive - set(sizes)).union(name for name in layer.reads if name in sources)
+            marks = [mark.partition(":")[::2] for mark in dict.fromkeys(layer.saves)]
+            self.tensors.append(LayerTensors(
+                tuple((name, sources[name].bytes) for name in sorted(before)), alive, layer.saved_bytes,
+                tuple(name for way, name in marks if way == "in" and name in before),
+                tuple((name, sizes[name]) for way, name in marks if way == "out"), frozenset(sizes),
+                layer.recompute.median))
+            self._crossing.append([sources[name] for name in sorted(before)])
+            alive = before
+        self.tensors.reverse()
+        self._crossing.reverse()
 
     def crossing(self, cut: int) -> list[TensorBytes]:
         """Return the tensors that cross the cut before layer ``cut``."""
-        return [tensor for _, tensor in self._alive_at(cut)]
+        return self._crossing[cut]
 
     def output_bytes(self, cut: int) -> int:
         """Return the bytes that a microbatch sends forward through a cut."""
-        return sum(tensor.bytes for tensor in self.crossing(cut))
+        return sum(tensor.bytes for tensor in self._crossing[cut])
 
     def gradient_bytes(self, cut: int) -> int:
         """Return the bytes that a microbatch sends back through a cut."""
-        return sum(tensor.bytes for tensor in self.crossing(cut) if tensor.wants_gradient)
+        return sum(tensor.bytes for tensor in self._crossing[cut] if tensor.wants_gradient)
 
     def kept_bytes(self, layers: range, recomputed: Collection[int] = ()) -> int:
         """Return the bytes that a stage keeps when the ``recomputed`` layers drop what they would save."""
-        return self._bytes(layers, recomputed, dropped=True)
+        return self._bytes(layers, recomputed)[0]
 
     def full_bytes(self, layers: range, recomputed: Collection[int] = ()) -> int:
         """Return the bytes that a stage holds once dropped activations are recomputed."""
-        return self._bytes(layers, recomputed, dropped=False)
+        return self._bytes(layers, recomputed)[1]
 
-    def _alive_at(self, cut: int) -> list[tuple[int, TensorBytes]]:
-        return [self._sources[cut][name] for name in sorted(self._alive[cut])]
-
-    def _bytes(self, layers: range, recomputed: Collection[int], dropped: bool) -> int:
-        profile = self._profile
-        read = {name for number in layers for name in profile.layers[number].reads}
-        total = sum(size for name, size in profile.fields.items() if name in read)
-        named: dict[tuple[int, str, int], int] = {}  # by writer, name, and the run that recomputed it (-1: none)
-        for again, run in groupby(layers, recomputed.__contains__):
-            numbers = list(run)
-            for writer, tensor in self._alive_at(numbers[0]):
-                named[writer, tensor.name, -1] = tensor.bytes
-            if again and dropped:
-                continue
-            for number in numbers:
-                total += profile.layers[number].saved_bytes
-                for writer, tensor in self._saved(number):
-                    remade = again and writer >= numbers[0]
-                    named[writer, tensor.name, numbers[0] if remade else -1] = tensor.bytes
-        return total + sum(named.values())
-
-    def _saved(self, number: int) -> Iterator[tuple[int, TensorBytes]]:
-        """Yield the named tensors that a layer's graph saves, without batch fields, which are held anyway."""
-        layer = self._profile.layers[number]
-        written = {tensor.name: tensor for tensor in layer.writes}
-        for mark in layer.saves:
-            way, _, name = mark.partition(":")
-            if way == "out":
-                yield number, written[name]
-            elif name in self._sources[number]:
-                yield self._sources[number][name]
+    def _bytes(self, layers: range, recomputed: Collection[int]) -> tuple[int, int]:
+        read = {name for number in layers for name in self._profile.layers[number].reads}
+        kept = full = sum(size for name, size in self._profile.fields.items() if name in read)
+        state = START
+        for number in layers:
+            state, more_kept, more_full = add_layer(state, self.tensors[number], number in recomputed)
+            kept, full = kept + more_kept, full + more_full
+        return kept, full
 
 
 _MAKE = "vpipe profile CONFIG measures one"

@@ -225,19 +225,18 @@ def smallest_cost(problem: CutProblem, start: Cut, cost: Callable[[Cut], float],
 
     tried(start.greatest)
     high = tried(widest)
-    shown = [high.sum + high.greatest]  # lower bounds of the intervals that are done
-    ahead = [(start.greatest + high.sum, start.greatest, high)]  # intervals, each with a lower bound
+    bounds = [high.sum + high.greatest]  # lower bounds of the cuts that were found
+    intervals = [(start.greatest + high.sum, start.greatest, high)]  # to search, each with its lower bound
     for _ in range(MOST_BOUNDS):
-        least, lower, upper = ahead.pop(ahead.index(min(ahead, key=lambda part: part[0])))
-        shown.append(least)
+        least, lower, upper = min(intervals, key=lambda part: part[0])
         if max(floor, least) >= min(map(cost, found)) * (1 - TOLERANCE):
             break
-        shown.pop()
+        intervals.remove((least, lower, upper))
         middle = (lower + upper.greatest) / 2
         cut = tried(middle)
-        shown.append(cut.sum + cut.greatest)
-        ahead += [(lower + cut.sum, lower, cut), (middle + upper.sum, middle, upper)]
-    return _best_cut(found, cost, max(floor, min([*shown, *(part[0] for part in ahead)])))
+        bounds.append(cut.sum + cut.greatest)
+        intervals += [(lower + cut.sum, lower, cut), (middle + upper.sum, middle, upper)]
+    return _best_cut(found, cost, max(floor, min([*bounds, *(part[0] for part in intervals)])))
 
 
 def smallest_greatest_or_share(problem: CutProblem, start: Cut, cores: float) -> BestCut:

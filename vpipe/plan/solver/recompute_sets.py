@@ -10,81 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.plan.profile import Profile
+from vpipe.plan.profile import START, LayerTensors, PrefixState, add_layer
 
 MOST_SETS = 64
 """Sets kept per state; of more, some are left out, evenly by their seconds."""
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class LayerTensors:
-    """The tensors around a layer, as far as the bytes of a stage depend on them; equal ones stand for each other."""
-
-    before: tuple[tuple[str, int], ...]  # names of the tensors that are alive before the layer, with their bytes
-    after: frozenset[str]  # names alive behind it
-    saved: int  # bytes that its graph keeps besides named tensors
-    saves_in: tuple[str, ...]  # tensors alive before it that its graph keeps
-    saves_out: tuple[tuple[str, int], ...]  # tensors that it writes and its graph keeps, with their bytes
-    writes: frozenset[str]  # names
-    recompute_s: float  # its forward again
-
-
-def layer_tensors(profile: Profile) -> list[LayerTensors]:
-    """Return the tensors around every layer of a profile."""
-    found = []
-    crossing = [profile.activations.crossing(cut) for cut in range(len(profile.layers) + 1)]
-    for number, layer in enumerate(profile.layers):
-        before = tuple((tensor.name, tensor.bytes) for tensor in crossing[number])
-        sizes = {tensor.name: tensor.bytes for tensor in layer.writes}
-        marks = [mark.partition(":")[::2] for mark in dict.fromkeys(layer.saves)]
-        found.append(LayerTensors(
-            before, frozenset(tensor.name for tensor in crossing[number + 1]), layer.saved_bytes,
-            tuple(name for way, name in marks if way == "in" and name in dict(before)),
-            tuple((name, sizes[name]) for way, name in marks if way == "out"),
-            frozenset(sizes), layer.recompute.median))
-    return found
-
-
-class PrefixState(NamedTuple):
-    """The state in which a set over the first layers of a stage ends, as far as later layers depend on it."""
-
-    recomputed: bool | None  # its last layer is recomputed; None before the first layer
-    held: frozenset[str]  # tensors alive here that are held already
-    remade: frozenset[str]  # tensors that the recomputation of the last run of layers makes and keeps
-
-
-START = PrefixState(None, frozenset(), frozenset())
-
-
-@lru_cache(maxsize=1 << 14)
-def add_layer(state: PrefixState, layer: LayerTensors, recompute: bool) -> tuple[PrefixState, int, int]:
-    """Add one layer, kept or recomputed, to a set.
-
-    Returns:
-        The next state; the bytes that the layer adds to a microbatch while dropped activations are gone, and once they
-        are recomputed, as :class:`~vpipe.plan.profile.ActivationMemory` counts them.
-    """
-    sizes, held, remade, added = dict(layer.before), state.held, state.remade, 0
-    if state.recomputed is not recompute:  # another run begins, and holds its inputs
-        added = sum(size for name, size in layer.before if name not in held)
-        held, remade = held.union(sizes), frozenset()
-    counted = held | remade if recompute else held
-    saved = layer.saved + sum(sizes[name] for name in layer.saves_in if name not in counted)
-    saved += sum(size for _, size in layer.saves_out)
-    made = (counted.union(layer.saves_in) - layer.writes).union(name for name, _ in layer.saves_out)
-    if recompute:
-        held = held - layer.writes
-        following = PrefixState(True, held & layer.after, (made - held) & layer.after)
-        return following, added, added + saved
-    return PrefixState(False, made & layer.after, frozenset()), added + saved, added + saved
 
 
 @dataclass(frozen=True)

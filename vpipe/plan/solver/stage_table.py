@@ -14,18 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.plan.profile import Profile
-from vpipe.plan.solver.recompute_sets import (
-    START,
-    PrefixState,
-    SetsByState,
-    add_layer,
-    empty_set,
-    extended,
-    fastest_set,
-    layer_tensors,
-    traced_sets,
-)
+from vpipe.plan.profile import START, PrefixState, Profile, add_layer
+from vpipe.plan.solver.recompute_sets import SetsByState, empty_set, extended, fastest_set, traced_sets
 from vpipe.plan.stage_costs import step_working
 
 Integers = NDArray[np.int64]
@@ -83,7 +73,7 @@ class StageTable:
     def __init__(self, profile: Profile, limit_bytes: int | None, required: frozenset[int] | None = None) -> None:
         self.profile, self.layers = profile, len(profile.layers)
         self.limit_bytes, self._required = limit_bytes, required
-        self._tensors = layer_tensors(profile)
+        self._tensors = profile.activations.tensors
         kinds: dict[object, int] = {}
         self._kinds = [kinds.setdefault(self._kind(number), len(kinds)) for number in range(self.layers)]
         self._nodes = [_Node(0, 0, -1, sets=empty_set())]
