@@ -42,9 +42,8 @@ class TransferPeers:
     @cached_property
     def borrowing(self) -> Mapping[int, Sequence[int]]:
         """By owning stage, the ranks with a stage that borrows its tied weights."""
-        return {owner: sorted({rank for stage in borrowers if self._exists(stage)
-                               for rank in self.rounds.placement[stage]})
-                for owner, borrowers in self.ties.items()}
+        return {owner: sorted({rank for stage in filter(self._exists, borrowers)
+                               for rank in self.rounds.placement[stage]}) for owner, borrowers in self.ties.items()}
 
     @cached_property
     def lending(self) -> Mapping[tuple[int, int], Sequence[int]]:

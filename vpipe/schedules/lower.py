@@ -137,9 +137,8 @@ class Lowering:
     def _before(self, action: Action) -> Iterator[Action]:
         """Yield the receives that ``action`` needs."""
         op, stage, index = action.op, action.stage, action.microbatch
-        if op is Op.FORWARD:
-            if self._elsewhere(stage - 1, index):
-                yield Action(Op.RECV_F, stage, index)
+        if op is Op.FORWARD and self._elsewhere(stage - 1, index):
+            yield Action(Op.RECV_F, stage, index)
         elif op in RETURNS and self._elsewhere(stage + 1, index):
             yield Action(Op.RECV_B, stage, index)
         elif op is Op.STEP and stage in self._ties and self._rounds.flush:

@@ -136,8 +136,7 @@ def compare(found: Mapping[str, Summary | str]) -> str:
     lines += [f"{name:{longest}}  not possible: {why}" for name, why in reasons]
     lines += ["", "peak activations: of the rank that holds most, in microbatches of a whole rank (of one stage);",
               "versions, staleness: of the stage with most"]
-    streams = [one.schedule.name for one in summaries if not one.schedule.flush]
-    if streams:
+    if streams := [one.schedule.name for one in summaries if not one.schedule.flush]:
         lines.append(f"without a flush ({', '.join(streams)}) the bubble comes once in a run, not at every update")
     return "\n".join(lines) + "\n"
 

@@ -106,7 +106,7 @@ class _Drawing:
         middle = y + _ROW / 2 + 4
         yield f'<text x="14" y="{_n(middle)}" font-size="12">{self._names[rank]}</text>'
         width = self._x(self._timeline.makespan_s) - self._left
-        yield (f'<rect class="idle" x="{self._left}" y="{y}" width="{_n(width)}" height="{_ROW}" rx="3"/>')
+        yield f'<rect class="idle" x="{self._left}" y="{y}" width="{_n(width)}" height="{_ROW}" rx="3"/>'
         yield '<g class="cell">'
         for event in events:
             if event.action.op is not Op.STEP:
@@ -170,8 +170,8 @@ class _Drawing:
         tick = tick_of(60 / self._scale)
         y = self._bottom - _GAP + 5
         yield f'<line class="line" x1="{self._left}" x2="{_n(self._x(end))}" y1="{y}" y2="{y}"/>'
-        count = math.floor(end / tick + 1e-9)
-        for time in [Fraction(tick) * index for index in range(count + 1)]:
+        for index in range(math.floor(end / tick + 1e-9) + 1):
+            time = Fraction(tick) * index
             x = self._x(time)
             yield (f'<line class="line" x1="{_n(x)}" x2="{_n(x)}" y1="{y}" y2="{y + 4}"/>'
                    f'<text class="soft" font-size="10" text-anchor="middle" x="{_n(x)}" y="{y + 15}">'
@@ -193,17 +193,14 @@ class _Drawing:
                 at += wide
             yield f'<text x="{_n(at + 5)}" y="{y + 11}">{name}</text>'
             x += width
-        for line, notes in enumerate(self._notes()):
-            yield f'<text class="soft" x="{self._left}" y="{y + 32 + 16 * line}">{"; ".join(notes)}</text>'
-
-    def _notes(self) -> list[list[str]]:
-        several = self._summary.chunks != "1"
-        halves = len(self._columns) > 1 and self._columns[1][0] == "W halves"
-        return [["numbers: microbatches",
-                 *(["shades: the rank's stages, from its first to its last, the palest"] if several else []),
-                 *(["v: the weight version in use"] if self._versions else [])],
-                [f"activations{', W halves' * halves}: the most that the rank holds at once, in microbatches"
-                 + " of one stage" * several]]
+        several, halves = self._summary.chunks != "1", any(head == "W halves" for head, _, _ in self._columns)
+        notes = ("numbers: microbatches"
+                 + "; shades: the rank's stages, from its first to its last, the palest" * several
+                 + "; v: the weight version in use" * bool(self._versions),
+                 f"activations{', W halves' * halves}: the most that the rank holds at once, in microbatches"
+                 + " of one stage" * several)
+        for line, note in enumerate(notes):
+            yield f'<text class="soft" x="{self._left}" y="{y + 32 + 16 * line}">{note}</text>'
 
 
 def _every(ratio: float) -> int:

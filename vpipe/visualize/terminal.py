@@ -96,7 +96,9 @@ def _scale(summary: Summary, room: int) -> tuple[Fraction, bool]:
     end = Fraction(summary.timeline.makespan_s)
     roomy, tight, bare = (max(columns / taken for columns, taken in wanted) for wanted in (
         [(columns + 1, taken) for columns, taken in seen], seen, [(1, taken) for _, taken in seen]))
-    grain = _common([Fraction(event.end_s) for event in events])
+    ends = [Fraction(event.end_s) for event in events]
+    whole = math.lcm(*{time.denominator for time in ends})
+    grain = Fraction(math.gcd(*{int(time * whole) for time in ends}), whole)  # all ends are multiples of it
     fitting = Fraction(min(math.ceil(roomy * grain), math.floor(room * grain / end))) / grain  # starts on columns
     stretched = min(roomy, room / end)
     for least in (tight, bare):
@@ -104,12 +106,6 @@ def _scale(summary: Summary, room: int) -> tuple[Fraction, bool]:
             if scale >= least:
                 return scale, False
     return tight, True
-
-
-def _common(times: Sequence[Fraction]) -> Fraction:
-    """Return the longest time of which all are multiples."""
-    whole = math.lcm(*{time.denominator for time in times})
-    return Fraction(math.gcd(*{int(time * whole) for time in times}), whole)
 
 
 class _Picture:
@@ -151,8 +147,7 @@ class _Picture:
             if 0 < last - first < len(text):
                 self.bare = self.bare or last < self._columns
                 text = text[0]
-            text = text.ljust(last - first, "-" if op is Op.BACKWARD else " ")
-            text = text[:max(0, last - first)]
+            text = text.ljust(last - first, "-" if op is Op.BACKWARD else " ")[:max(0, last - first)]
             row[first:first + len(text)] = [(character, style) for character in text]
             busy = max(busy, last)
         return row[:busy] if busy < self._columns else row

@@ -229,7 +229,7 @@ def _ahead(work: Workload, stage: int, share: float) -> float:
 
 
 def _reaches(times: tuple[float, float], goal: tuple[float, float]) -> bool:
-    return all(time <= least * (1 + HAIR) for time, least in zip(times, goal, strict=True))
+    return times[0] <= goal[0] * (1 + HAIR) and times[1] <= goal[1] * (1 + HAIR)
 
 
 class _Trial:
