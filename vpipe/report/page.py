@@ -23,7 +23,7 @@ _MOST_CURVES = 16
 
 
 def page(data: ReportData) -> str:
-    """Return the whole file."""
+    """Return the page as HTML."""
     return "\n".join(_Page(data).parts()) + "\n"
 
 

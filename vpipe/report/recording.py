@@ -24,7 +24,7 @@ SHARED = ("schedule", "placement", "flush", "microbatches", "update_every", "par
 """Keys of the header that are equal on all ranks."""
 
 
-def is_whole(value: Any, least: int = 0) -> bool:
+def _is_count(value: Any, least: int = 0) -> bool:
     return type(value) is int and value >= least
 
 
@@ -33,31 +33,27 @@ def is_number(value: Any) -> bool:
 
 
 def _lists_of(value: Any, least: int) -> bool:
-    return isinstance(value, list) and all(isinstance(own, list) and len(own) >= least and all(map(is_whole, own))
+    return isinstance(value, list) and all(isinstance(own, list) and len(own) >= least and all(map(_is_count, own))
                                            for own in value)
 
 
 def _sizes(value: Any) -> bool:
-    return isinstance(value, dict) and all(key.isdecimal() and is_whole(size) for key, size in value.items())
+    return isinstance(value, dict) and all(key.isdecimal() and _is_count(size) for key, size in value.items())
 
 
 _KEYS: Mapping[str, Callable[[Any], bool]] = {
-    "rank": is_whole, "host": lambda value: isinstance(value, str), "clock_offset_s": is_number,
+    "rank": _is_count, "host": lambda value: isinstance(value, str), "clock_offset_s": is_number,
     "placement": lambda value: _lists_of(value, 1) and bool(value), "schedule": lambda value: isinstance(value, str),
-    "flush": lambda value: isinstance(value, bool), "microbatches": lambda value: is_whole(value, 1),
-    "update_every": lambda value: is_whole(value, 1),
-    "partition": lambda value: isinstance(value, list) and all(is_whole(count, 1) for count in value),
-    "recomputed": lambda value: _lists_of(value, 0), "samples_per_step": lambda value: is_whole(value, 1),
+    "flush": lambda value: isinstance(value, bool), "microbatches": lambda value: _is_count(value, 1),
+    "update_every": lambda value: _is_count(value, 1),
+    "partition": lambda value: isinstance(value, list) and all(_is_count(count, 1) for count in value),
+    "recomputed": lambda value: _lists_of(value, 0), "samples_per_step": lambda value: _is_count(value, 1),
     "weight_bytes": _sizes, "static_bytes": _sizes}
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """Return the header of a rank's file.
-
-    Raises:
-        UserError: it is damaged, or of another format.
-    """
-    with open_lines(file) as lines:
+def _read_header(file: Path) -> dict[str, Any]:
+    """Return the header of a rank's file, checked."""
+    with _open_lines(file) as lines:
         text = next(lines, "")
     if not text:
         raise UserError(f"the record {file.name} is empty: rank {file.stem.removeprefix('rank')} did not come to the "
@@ -85,7 +81,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def open_lines(file: Path) -> Iterator[Iterator[str]]:
+def _open_lines(file: Path) -> Iterator[Iterator[str]]:
     """Open a file's lines; a file that cannot be read is a UserError."""
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
@@ -104,8 +100,7 @@ class Track:
     """The record of one rank.
 
     Attributes:
-        rank: its number.
-        host: its name.
+        host: name of its host.
         actions: in order; none overlaps the next.
         evaluations: (start_s, end_s) of evaluations, which do not count as training.
         weight_bytes: of one version, by stage.
@@ -141,7 +136,6 @@ class Recording:
         update_every: microbatches of an update; without a flush, on every replica.
         partition: layers per stage.
         recomputed: per stage, numbers of recomputed layers.
-        samples_per_step: samples of a step.
         tracks: by rank; second 0 is the first start, on the clock of rank 0.
         notes: sentences for the reader of the report.
     """
@@ -159,13 +153,11 @@ class Recording:
 
     @cached_property
     def rounds(self) -> Rounds:
-        """Return the map from microbatches to updates."""
         return Rounds(self.placement, self.microbatches if self.flush else self.update_every, self.flush,
                       lambda number: number >= 0)
 
     @property
     def end_s(self) -> float:
-        """Return the end of the last recorded action."""
         return max((track.actions[-1].end_s for track in self.tracks if track.actions), default=0.0)
 
     @property
@@ -193,14 +185,14 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None)
         raise UserError(f"the run in '{folder}' has no record of its actions ({trace}/rank0.jsonl is missing)",
                         hint="train with --set trace=true, or 'trace: true' in the config")
     say(f"reading {files[0].name}, 1 of {counted(len(files), 'file')}")
-    first, *_ = headers = [read_header(file) for file in files]
+    headers = {file: _read_header(file) for file in files}
+    first = headers[files[0]]
     ranks = sorted({rank for own in first["placement"] for rank in own})
-    missing = [rank for rank in ranks if not (trace / f"rank{rank}.jsonl").is_file()]
-    if missing:
+    if missing := [rank for rank in ranks if trace / f"rank{rank}.jsonl" not in headers]:
         raise UserError(f"the run has {counted(len(ranks), 'rank')}, but the record of rank "
                         f"{', '.join(map(str, missing))} is missing in '{trace}'",
                         hint="a run over several hosts leaves each rank's file on its own host: copy them together")
-    for file, header in zip(files, headers, strict=True):
+    for file, header in headers.items():
         if differing := [key for key in SHARED if header[key] != first[key]]:
             raise UserError(f"{file.name} and {files[0].name} are of different runs: {differing[0]} is "
                             f"{header[differing[0]]} and {first[differing[0]]}", where=f"{file}:1", hint=AGAIN)
@@ -208,15 +200,18 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None)
     for number, rank in enumerate(ranks, 1):
         if number > 1:
             say(f"reading rank{rank}.jsonl, {number} of {counted(len(ranks), 'file')}")
-        track, track_notes = _read_track(trace / f"rank{rank}.jsonl", len(first["placement"]))
+        file = trace / f"rank{rank}.jsonl"
+        track, track_notes = _read_track(file, headers[file])
         tracks.append(track)
         notes += track_notes
     if not any(track.actions for track in tracks):
         raise UserError(f"the record in '{trace}' holds no action", hint=AGAIN)
+    zero = min(track.actions[0].start_s for track in tracks if track.actions)
     recording = Recording(
         first["schedule"], tuple(map(tuple, first["placement"])), first["flush"], first["microbatches"],
         first["update_every"], tuple(first["partition"]), tuple(map(tuple, first["recomputed"])),
-        first["samples_per_step"], _from_zero(tracks), tuple(notes))
+        first["samples_per_step"], tuple(_on_clock(track, lambda second: second - zero) for track in tracks),
+        tuple(notes))
     if not any(track.broken_off for track in tracks):
         return recording
     return replace(recording, notes=(*notes, "The run did not end well, or is still going: the records of "
@@ -225,14 +220,13 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None)
                                      "they all reach."))
 
 
-def _read_track(file: Path, stages: int) -> tuple[Track, list[str]]:
+def _read_track(file: Path, header: Mapping[str, Any]) -> tuple[Track, list[str]]:
     """Return a rank's record, and notes on it."""
-    header, notes = read_header(file), list[str]()
+    notes, actions, stages = list[str](), list[RecordedAction](), len(header["placement"])
     clocks: list[tuple[float, float]] = []
-    actions: list[RecordedAction] = []
     evaluations: list[tuple[float, float]] = []
     truncated, last_s = False, float("-inf")
-    with open_lines(file) as lines:
+    with _open_lines(file) as lines:
         next(lines)
         for number, line in enumerate(lines, 2):
             try:
@@ -242,64 +236,42 @@ def _read_track(file: Path, stages: int) -> tuple[Track, list[str]]:
                     notes.append(f"{file.name} breaks off in line {number}: the run was ended, or is still going.")
                     break
                 raise damaged_line("record", file, number, line, AGAIN) from None
-            if isinstance(entry, list):
-                done = _parse_action(entry, stages, last_s)
-                if done is None:
-                    raise damaged_line("record", file, number, line, AGAIN)
+            note = entry if isinstance(entry, dict) else {}
+            if isinstance(entry, list) and (done := _parse_action(entry, stages, last_s)) is not None:
                 last_s = done.end_s
                 actions.append(done)
-            elif isinstance(entry, dict) and entry.get("truncated") is True:
+            elif note.get("truncated") is True:
                 truncated = True
-            elif isinstance(entry, dict) and _span(entry.get("evaluation")):
-                evaluations.append((entry["evaluation"][0], entry["evaluation"][1]))
-            elif isinstance(entry, dict) and _pair(entry.get("clock")):
-                clocks.append((entry["clock"][0], entry["clock"][1]))
+            elif (span := _pair(note.get("evaluation"))) is not None and span[0] <= span[1]:
+                evaluations.append(span)
+            elif (clock := _pair(note.get("clock"))) is not None:
+                clocks.append(clock)
             else:
                 raise damaged_line("record", file, number, line, AGAIN)
     if truncated:
         notes.append(f"{file.name} ends after {len(actions):,} actions: recording has a limit. What came later is not "
                      "in this report.")
-    track = Track(header["rank"], header["host"], actions, evaluations, _by_stage(header["weight_bytes"]),
-                  _by_stage(header["static_bytes"]), truncated, broken_off=len(clocks) < 2)
-    return _on_clock(track, _Clock.through(clocks or [(0.0, header["clock_offset_s"])])), notes
+    weight_bytes, static_bytes = ({int(stage): size for stage, size in header[key].items()}
+                                  for key in ("weight_bytes", "static_bytes"))
+    track = Track(header["rank"], header["host"], actions, evaluations, weight_bytes, static_bytes, truncated,
+                  broken_off=len(clocks) < 2)
+    # The clock of rank 0 differs by the line through the first and the last comparison with it.
+    compared = clocks or [(0.0, header["clock_offset_s"])]
+    (at_s, offset_s), (later_s, later_offset_s) = compared[0], compared[-1]
+    drift = (later_offset_s - offset_s) / (later_s - at_s) if later_s > at_s else 0.0
+    return _on_clock(track, lambda second: second + offset_s + (second - at_s) * drift), notes
 
 
-def _pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
-
-
-def _span(value: Any) -> bool:
-    return _pair(value) and bool(value[0] <= value[1])
-
-
-@dataclass(frozen=True)
-class _Clock:
-    """A clock's offset to rank 0: its value at ``at_s``, and the change per second after it."""
-
-    at_s: float
-    offset_s: float
-    drift: float = 0.0
-
-    @classmethod
-    def through(cls, compared: Sequence[tuple[float, float]]) -> _Clock:
-        """Return the line through the first and the last comparison of clocks."""
-        (at_s, offset_s), (later_s, later_offset_s) = compared[0], compared[-1]
-        return cls(at_s, offset_s, (later_offset_s - offset_s) / (later_s - at_s) if later_s > at_s else 0.0)
-
-    def __call__(self, second: float) -> float:
-        return second + self.offset_s + (second - self.at_s) * self.drift
+def _pair(value: Any) -> tuple[float, float] | None:
+    return (value[0], value[1]) if isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) else None
 
 
 def _on_clock(track: Track, to: Callable[[float], float]) -> Track:
-    """Return the record on another clock."""
+    """Return a record on the clock that ``to`` leads to."""
     return replace(track, evaluations=[(to(start), to(end)) for start, end in track.evaluations],
                    actions=[RecordedAction(op, stage, index, start, end, min(waited, end - start), held, versions)
                             for op, stage, index, start_s, end_s, waited, held, versions in track.actions
                             for start, end in ((to(start_s), to(end_s)),)])
-
-
-def _by_stage(sizes: Mapping[str, int]) -> dict[int, int]:
-    return {int(stage): size for stage, size in sizes.items()}
 
 
 def _parse_action(entry: list[Any], stages: int, last_s: float) -> RecordedAction | None:
@@ -310,7 +282,7 @@ def _parse_action(entry: list[Any], stages: int, last_s: float) -> RecordedActio
     op, stage = _OPS.get(match[2]), int(match[1])
     if op is None or stage >= stages or not (is_number(start_s) and is_number(end_s) and is_number(waited_s)):
         return None
-    if not (is_whole(held) and is_whole(versions) and start_s <= end_s and last_s - _SLACK_S <= start_s
+    if not (_is_count(held) and _is_count(versions) and start_s <= end_s and last_s - _SLACK_S <= start_s
             and -_SLACK_S <= waited_s <= end_s - start_s + _SLACK_S):
         return None
     start_s = max(start_s, last_s)
@@ -325,12 +297,6 @@ def damaged_line(what: str, file: Path, number: int, line: str, hint: str) -> Us
                      where=f"{file}:{number}", hint=hint)
 
 
-def _from_zero(tracks: Sequence[Track]) -> tuple[Track, ...]:
-    """Return the records with second 0 at the first start."""
-    zero = min(track.actions[0].start_s for track in tracks if track.actions)
-    return tuple(_on_clock(track, lambda second: second - zero) for track in tracks)
-
-
 _WHAT = {
     Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of backward", Op.WEIGHT: "weight half",
     Op.RECOMPUTE: "recompute", Op.STEP: "optimizer step", Op.USE: "choose a weight version",
@@ -341,9 +307,7 @@ _WHAT = {
 
 
 def describe(done: RecordedAction) -> str:
-    """Return ``forward of microbatch 17 on stage 2``."""
-    counts = "microbatch" if done.op in PER_MICROBATCH else "version" if done.op in _VERSIONS else "update"
+    """Return ``forward, microbatch 17, stage 2``."""
+    counts = "microbatch" if done.op in PER_MICROBATCH else (
+        "version" if done.op in (Op.USE, Op.SEND_W, Op.RECV_W) else "update")
     return f"{_WHAT[done.op]}, {counts} {done.number}, stage {done.stage}"
-
-
-_VERSIONS = frozenset({Op.USE, Op.SEND_W, Op.RECV_W})
