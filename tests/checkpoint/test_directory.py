@@ -172,5 +172,5 @@ def test_a_folder_that_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pyte
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "is_file", refuse)
-    with pytest.raises(UserError, match=f"cannot look for a checkpoint in '{tmp_path}': Permission denied"):
+    with pytest.raises(UserError, match=f"cannot search for a checkpoint in '{tmp_path}': Permission denied"):
         find_checkpoint(tmp_path)

@@ -56,7 +56,7 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UserError) as caught:
         read_documents(tmp_path)
     assert str(caught.value) == (f"error: a.txt cannot be read: Input/output error ({tmp_path / 'a.txt'})\n"
-                                 "hint: mend that, or take it away")
+                                 "hint: repair it, or remove it")
 
 
 def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:

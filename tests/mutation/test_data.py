@@ -92,7 +92,7 @@ def test_a_shard_that_would_not_fit_into_memory(tmp_path: Path) -> None:
             for name, array in samples().items():
                 file.create_dataset(name, (rows, *array.shape[1:]), dtype=array.dtype, compression="gzip",
                                     maxshape=(None, *array.shape[1:]), chunks=(chunk, *array.shape[1:]))
-        assert "bytes, but says that it holds" in str(refusal(lambda: epoch(tmp_path)))
+        assert "bytes, but states that it holds" in str(refusal(lambda: epoch(tmp_path)))
 
 
 @pytest.mark.parametrize(("name", "content", "what"), [

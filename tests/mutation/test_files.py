@@ -118,4 +118,5 @@ def test_a_line_without_end(bomb: bool, tmp_path: Path) -> None:
     path = tmp_path / ("a.jsonl.gz" if bomb else "a.jsonl")
     path.write_bytes(gzip.compress(content, 1) if bomb else content)
     found = refusal(lambda: list(read_functions(jsonl_files(tmp_path), tmp_path)))
-    assert f"the line has more than 4 MiB; the file is not read on ({path}:1)\nhint: mend the line" in str(found)
+    assert f"the line has more than 4 MiB; the file is not read on ({path}:1)\nhint: correct or " \
+           "remove the line" in str(found)

@@ -154,7 +154,7 @@ def find_checkpoint(path: Path, resume_hint: Callable[[Path], str] = resume_comm
     try:
         found = _find(path)
     except OSError as error:
-        raise UserError(f"cannot look for a checkpoint in '{path}': {error.strerror}",
+        raise UserError(f"cannot search for a checkpoint in '{path}': {error.strerror}",
                         hint="let this user read the folder and its files") from None
     if found is not None:
         return found

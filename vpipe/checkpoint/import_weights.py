@@ -25,7 +25,7 @@ from vpipe.model.registry import HuggingFace, ModelSettings, family_named, model
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 SHOWN = 3
-"""Names that a message lists; of the others it says how many there are."""
+"""Names that a message lists; the others are counted."""
 
 MOST_BYTES = 16 << 20
 """Of a description of a model, and of the list of the files that hold its weights."""
@@ -113,7 +113,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     try:
         parts = dict.fromkeys(index["weight_map"].values())
     except (KeyError, AttributeError, TypeError):
-        raise UserError(f"'{folder / name}' does not say which files hold the weights",
+        raise UserError(f"'{folder / name}' does not list the files that hold the weights",
                         hint="download the folder again") from None
     tensors: dict[str, Tensor] = {}
     for part in parts:

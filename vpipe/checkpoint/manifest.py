@@ -136,7 +136,7 @@ class Manifest(CheckpointInfo):
                             hint="resume it with the vpipe that wrote it, or a newer one: git pull && make install")
         stated = content.pop("checksum", None)
         if stated != _checksum(content):
-            raise _damaged(path, f"its content has the checksum {_checksum(content)[:12]}..., it says "
+            raise _damaged(path, f"its content has the checksum {_checksum(content)[:12]}..., it states "
                                  f"{str(stated)[:12]}...")
         try:
             return _manifest(content)
@@ -190,7 +190,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
     tensors = {name: _tensor_entry(entry) for name, entry in content["tensors"].items()}
     for name, entry in tensors.items():
         if entry.file not in files:
-            raise ValueError(f"tensor '{name}' is in file '{entry.file}', of which nothing is said")
+            raise ValueError(f"tensor '{name}' is in file '{entry.file}', which the manifest does not list")
     for key in ("arrangement", "numbers", "versions"):
         if not isinstance(content[key], dict):
             raise TypeError(f"{key} is {content[key]!r}")

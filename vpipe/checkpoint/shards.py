@@ -163,7 +163,7 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> FileEntry:
     with safetensors_errors():
         save_file(tensors, path)
-    path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets nobody else read it
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets only the owner read it
     with path.open("rb") as file:
         os.fsync(file.fileno())
     # Hashed from the disk and not before: so the sum is of the file's content, and other threads can work meanwhile.

@@ -1,10 +1,10 @@
 """Read the first VPipe's and PipeDream's checkpoints: one file ``checkpoint.<stage>.pth.tar`` per stage.
 
 Each is a dict that ``torch.save`` wrote, with the stage's weights under ``state_dict``, ``module0``. Their names, such
-as ``layer7.query.weight``, come from generated code: they say what a weight is called in its module, but not which one
-of the model it is. So all stages' weights are laid behind each other and go one by one with the model's, in the order
-of that code where the model's family knows it, or in the model's own; shapes, and weight or bias, must agree all the
-way. Where the names are those of the model here, or Hugging Face's, they decide instead.
+as ``layer7.query.weight``, come from generated code: they name a weight within its module, but not the module. So the
+weights of all stages are matched one by one with the model's, in the order of that code where the model's family has
+it, or in the model's own; shapes, and weight or bias, must agree all the way. Where the names are those of the model
+here, or Hugging Face's, they decide instead.
 """
 
 from __future__ import annotations

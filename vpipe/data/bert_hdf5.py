@@ -89,7 +89,7 @@ def open_shard(path: Path) -> Shard:
         stated = sum(max(prod(shapes[name]), prod(file[name].chunks or ())) * types[name].itemsize for name in SHAPES)
     most = max(_SMALL_BYTES, _MOST_PACKED * path.stat().st_size)
     if stated > most:
-        raise UserError(f"the shard {path.name} has {path.stat().st_size:,} bytes, but says that it holds "
+        raise UserError(f"the shard {path.name} has {path.stat().st_size:,} bytes, but states that it holds "
                         f"{stated:,}, more than {most:,}", hint="copy or build it again", where=str(path))
     texts = {name: f"[{', '.join(('N', *axes))}]" for name, axes in SHAPES.items()}
     sizes: dict[str, tuple[int, str]] = {}  # of N, S, P: the number, and the first key that has it
@@ -212,24 +212,23 @@ class BertHdf5:
         shards = self._shards[split]
         order = np.arange(len(shards)) if seed is None else seeded_generator(seed).permutation(len(shards))
         waiting = 0  # rows of earlier shards that did not fill a batch
-        held: Samples = {}
+        left: Samples = {}
         for number in order.tolist():
             shard = shards[number]
             if skipped >= len(shard):
                 skipped -= len(shard)
                 continue
-            fresh = self._read(shard, needed)
-            rows = (slice(skipped, None) if seed is None else
-                    seeded_generator(seed, number).permutation(len(shard))[skipped:])
-            fresh = {name: array[rows] for name, array in fresh.items()}
-            held = {name: np.concatenate([held[name], array]) if waiting else array for name, array in fresh.items()}
+            chosen = (slice(skipped, None) if seed is None else
+                      seeded_generator(seed, number).permutation(len(shard))[skipped:])
+            for name, array in self._read(shard, needed).items():
+                left[name] = np.concatenate([left[name], array[chosen]]) if waiting else array[chosen]
             available = waiting + len(shard) - skipped
             skipped = 0
             for start in range(0, available - batch_size + 1, batch_size):
                 yield tensors(self.fields, batch_size,
-                              {name: array[start:start + batch_size] for name, array in held.items()})
+                              {name: array[start:start + batch_size] for name, array in left.items()})
             waiting = available % batch_size
-            held = {name: array[available - waiting:] for name, array in held.items()}
+            left = {name: array[available - waiting:] for name, array in left.items()}
 
     def _read(self, shard: Shard, needed: frozenset[str]) -> Samples:
         """Read the needed fields of a shard; without any the file is not opened."""
@@ -238,7 +237,7 @@ class BertHdf5:
         read = shard.read([name for name in self.fields if name in needed])
         if wrong := wrong_value(read, self.vocab_size, self.sequence_length):
             raise UserError(f"the shard {shard.path.name} has {wrong}", where=str(shard.path),
-                            hint="use vocab_size: -1 to ask the shards" if "vocab_size" in wrong else
+                            hint="use vocab_size: -1 to take the shards' size" if "vocab_size" in wrong else
                             "the shard is damaged, or of another format: copy or build it again")
         return read
 
@@ -302,7 +301,7 @@ def _vocab_size(folder: Path, shards: Sequence[Shard], wanted: int) -> int:
         raise UserError(f"vocab_size is {wanted}", hint=f"give 1 to {LARGEST_VOCAB_SIZE:,} tokens, or -1")
     if wanted < size:
         raise UserError(f"vocab_size is {wanted}, but the shards were made with {size} tokens",
-                        hint=f"use vocab_size: -1 to take what {by} says", where=str(folder / by))
+                        hint=f"use vocab_size: -1 to take that of {by}", where=str(folder / by))
     return wanted
 
 

@@ -51,7 +51,7 @@ def damage(folder: Path, manifest: dict[str, Any]) -> str | None:
     try:
         files = {name: (count_of(fact["bytes"]), text_of(fact["sha256"])) for name, fact in manifest["files"].items()}
     except (KeyError, TypeError, ValueError) as error:
-        return f"{MANIFEST} does not say what its files are ({type(error).__name__}: {error})"
+        return f"{MANIFEST} does not describe its files ({type(error).__name__}: {error})"
     for name, (size, digest) in files.items():
         path = folder / name
         if not path.is_file():
@@ -141,7 +141,7 @@ def cached_folder(kind: str, facts: Mapping[str, Any], build: Callable[[Path], M
                 assert found is not None, f"the cache that was just built is damaged: {trouble}"
     except OSError as error:
         raise UserError(f"preparing data in {directory} failed: {error}",
-                        hint="mend that, or name a folder that can be written as dataset.cache_directory") from error
+                        hint="repair that, or name a folder that can be written as dataset.cache_directory") from error
     return found
 
 

@@ -67,7 +67,7 @@ def read_functions(files: Sequence[Path], root: Path) -> Iterator[Document]:
             try:
                 yield _document(line, part_of_file)
             except ValueError as error:
-                problems.append(Problem(str(error), "mend or remove the line", f"{file}:{number}"))
+                problems.append(Problem(str(error), "correct or remove the line", f"{file}:{number}"))
                 if len(problems) == _MOST_PROBLEMS:
                     raise UserError.all_of(problems) from None
     if problems:
@@ -84,7 +84,7 @@ def _lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE + 1), b""), 1):
                 if len(line) > _LONGEST_LINE:
                     problems.append(Problem(f"the line has more than {_LONGEST_LINE >> 20} MiB; the file is not read "
-                                            "on", "mend the line, or remove it", f"{file}:{number}"))
+                                            "on", "correct or remove the line", f"{file}:{number}"))
                     return
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if line.strip():

@@ -70,8 +70,8 @@ class Tokenized(Protocol):
 class DatasetSettings:
     """The data of a config file; every registered factory takes one.
 
-    ``path``: file or folder of the data, or None. ``sequence_length``: tokens per sample; -1 = ask the data set.
-    ``vocab_size``: -1 = ask the data set; a run's ranks pass the number that the launcher got.
+    ``path``: file or folder of the data, or None. ``sequence_length``: tokens per sample; -1 = the data set's.
+    ``vocab_size``: -1 = the data set's; a run's ranks pass the number that the launcher got.
     ``samples``: at most so many training samples (synthetic: exactly so many); None = all.
     ``seed``: of whatever the data set makes up (masks, pairs); shuffling has the seed of the epoch.
     ``cache_directory``: for prepared data; None = ``.cache/vpipe`` in the user's home.

@@ -79,7 +79,7 @@ def read_blocks(folder: Path) -> Iterator[list[str]]:
             raise UserError(f"{path.name} is not UTF-8 (byte {error.start})",
                             hint="convert it: iconv -f LATIN1 -t UTF-8", where=str(path)) from error
         except OSError as error:
-            raise UserError(f"{path.name} cannot be read: {error.strerror}", hint="mend that, or take it away",
+            raise UserError(f"{path.name} cannot be read: {error.strerror}", hint="repair it, or remove it",
                             where=str(path)) from error
         block: list[str] = []
         for line in [*text.split("\n"), ""]:  # of the characters that end a line these alone, and \r, are no text

@@ -9,14 +9,14 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
-_PATIENCE_S = 5.0  # for the item in work when nobody wants more: a disk may be out of reach
+_PATIENCE_S = 5.0  # wait for the item in progress at the end: a disk may be out of reach
 
 
 class Prefetcher(Iterator[Item], Generic[Item]):
-    """Iterate over an iterable in a thread, with up to ``most`` items made before they are asked for.
+    """Iterate over an iterable in a thread, with up to ``most`` items made before they are needed.
 
     An error of the iterable is raised in its place: after the items made before it. Leaving the context ends the thread
-    and drops the items that nobody asked for.
+    and drops the items that were not taken.
     """
 
     def __init__(self, items: Iterable[Item], most: int) -> None:

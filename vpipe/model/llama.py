@@ -150,7 +150,7 @@ def config_from_settings(settings: ModelSettings) -> LlamaConfig:
     overrides: dict[str, Any] = dict(settings.overrides)
     found = overrides.pop("rope_parameters", None) or overrides.pop("rope_scaling", None) or {}
     if not isinstance(found, Mapping):
-        raise UserError(f"rope_scaling is {found!r}", hint="it must be null, or say the rope_type and its numbers")
+        raise UserError(f"rope_scaling is {found!r}", hint="it must be null, or give the rope_type and its numbers")
     rope = dict(found)
     theta, size = rope.pop("rope_theta", None), overrides.pop("head_dim", None)
     overrides |= {"rope_scaling": RopeScaling.parse(rope), **({} if theta is None else {"rope_theta": theta})}

@@ -28,7 +28,7 @@ ENTRY_POINT_GROUP = "vpipe.models"
 class ModelSettings:
     """The model of a config file, for the factory of any family; None = the family's own default.
 
-    ``vocab_size`` is known by now (-1, "ask the data set", is resolved before). ``num_layers`` counts blocks as
+    ``vocab_size`` is known by now (-1, the data set's, is resolved before). ``num_layers`` counts blocks as
     in config files, not the layers a pipeline cuts between. ``num_kv_heads`` counts the heads of keys and values,
     which groups of the ``num_heads`` share. ``dropout`` is a probability and replaces every dropout of the family.
     ``overrides`` holds the family's own keys, such as a Hugging Face config's.
