@@ -196,7 +196,7 @@ def test_a_wrong_command_line(refused: Refused, arguments: list[str], what: str,
 
 @pytest.mark.parametrize(("file", "text", "what", "hint"), [
     (None, "", "model.config_file names 'b.json', but there is no such file", "it is a JSON file such as"),
-    ("b.json", '{"hidden_size": ', "the JSON cannot be read: ", "look at this place"),
+    ("b.json", '{"hidden_size": ', "the JSON cannot be read: ", "check this place"),
     ("b.json", "[1]", "the file holds [1], not keys with values (b.json:1:1)", 'write {"key": value, ...}'),
     ("b.json", '{"hidden_size": 16, "hidden_size": 32}',
      "the key 'hidden_size' is given twice, first at b.json:1:2 (b.json:1:21)", "remove one of the two"),

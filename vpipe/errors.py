@@ -1,9 +1,8 @@
-"""Report errors in words a user can act on.
+"""Report errors with their place and a remedy.
 
-Two families. A :class:`UserError` is a mistake in something the user wrote (a config, a partition, a
-data folder): it is found before a process starts, names the place and the remedy, and ends the
-command with exit status 2. A :class:`RunError` happened while a run was under way: it carries the
-rank, the stage and the action, and ends the command with exit status 1. Neither shows a traceback.
+A :class:`UserError` is a mistake in a config, a partition or a data folder. It is found before a process starts and
+ends the command with exit status 2. A :class:`RunError` happens during a run. It has the rank, stage and action, and
+ends the command with exit status 1. Neither shows a traceback.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ class VpipeError(Exception):
     """Base of all errors that vpipe raises on purpose.
 
     Attributes:
-        frames: the lines of the user's code that led to it, as a traceback shows them, where it came from another
-            process; else its own traceback has them.
-        brief: the line that this process prints of it, where another rank reports it.
+        frames: lines of the user's code that led to it, as in a traceback, for an error from another process.
+        brief: the line that this process prints if another rank reports the error.
     """
 
     exit_status = 1
@@ -57,9 +55,7 @@ class UserError(VpipeError, ValueError):
 
     @classmethod
     def all_of(cls, problems: Sequence[Problem]) -> UserError:
-        """Return one error that lists the problems, so that the user can mend them in one go; of very many, the
-        first.
-        """
+        """Return one error that lists the problems, at most :data:`MOST_SHOWN`."""
         assert problems, "an error needs at least one problem"
         first, more = problems[0], len(problems) - MOST_SHOWN
         error = cls(first.what, hint=first.hint, where=first.where)

@@ -12,14 +12,13 @@ from vpipe.units import size_text
 
 
 def read_bounded(path: str | os.PathLike[str], most_bytes: int, what: str) -> bytes:
-    """Return the content of a file, a pipe or a device.
+    """Return the content of a file, a pipe or a device of at most ``most_bytes``.
 
     Args:
-        most_bytes: that such a file may have.
-        what: the file is, for the message, such as ``a config``.
+        what: describes the file in the message, such as ``a config``.
 
     Raises:
-        UserError: it has more.
+        UserError: it is larger.
         OSError: it cannot be read, or its path is no path.
     """
     try:
@@ -30,25 +29,24 @@ def read_bounded(path: str | os.PathLike[str], most_bytes: int, what: str) -> by
         raise OSError(0, str(error)) from None
     if len(content) > most_bytes:
         raise UserError(f"the file '{path}' has more than {size_text(most_bytes)}",
-                        hint=f"{what} is not that large: look whether it is the right file")
+                        hint=f"{what} is not that large: check that it is the right file")
     return content
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a file; a pipe that nobody writes to is then empty instead of waited for."""
+    """Open a file; a pipe without a writer is then empty."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_json(path: str | os.PathLike[str], most_bytes: int, what: str, hint: str) -> Any:
-    """Return the values in a JSON file.
+    """Return the values in a JSON file of at most ``most_bytes``.
 
     Args:
-        most_bytes: that such a file may have.
-        what: the file is, for messages, such as ``the plan``.
-        hint: the remedy, where it is something else.
+        what: describes the file in messages, such as ``the plan``.
+        hint: the remedy.
 
     Raises:
-        UserError: it cannot be read, has more, or is no JSON.
+        UserError: it cannot be read, is larger, or is no JSON.
     """
     try:
         return parse_json(read_bounded(path, most_bytes, what))

@@ -1,7 +1,4 @@
-"""Compute the figures of a run, one function per word; docs/metrics.md defines them.
-
-The screen, the files, the report, the planner and comparisons all call these, so that one word is one number.
-"""
+"""Compute the figures of a run, for every place that shows them; docs/metrics.md defines them."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from dataclasses import dataclass
 from statistics import quantiles
 
 WARM_UP = 2
-"""Updates at the beginning of an attempt that figures leave out, where as many again and one more follow: a process
-allocates and loads what it needs in them, and agrees on shapes."""
+"""First updates of an attempt that figures leave out, if as many again and one more follow: a process allocates memory
+and agrees on shapes in them."""
 
 
 def counted_updates(update_s: Sequence[float]) -> Sequence[float]:
@@ -42,15 +39,10 @@ def bubble(ranks: Iterable[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True)
 class Utilization:
-    """Shares of what the devices could have computed at their best.
+    """Shares of the peak of the devices."""
 
-    Attributes:
-        model: MFU.
-        hardware: HFU.
-    """
-
-    model: float
-    hardware: float
+    model: float  # MFU
+    hardware: float  # HFU
 
     @classmethod
     def of(cls, forward_flops: float, again_flops: float, per_s: float, peak_flops_per_s: float) -> Utilization:

@@ -1,7 +1,6 @@
-"""Load what installed packages add: things with a name, each an entry point in the group of its kind.
+"""Load the models, data sets and schedules of installed packages, each an entry point in the group of its kind.
 
-Names are read without importing anything; a package is imported when its addition is asked for. So one that cannot be
-imported fails only for those who want it.
+Names are read without an import. A package is imported when its name is used, so that a broken one fails only then.
 """
 
 from __future__ import annotations
@@ -64,9 +63,7 @@ def _package(entry: EntryPoint) -> str:
 
 @lru_cache(maxsize=16)
 def _found(group: str, path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of a group by name, for this ``sys.path``; reading them takes milliseconds, and names are
-    asked for often.
-    """
+    """Return the entry points of a group by name, for this ``sys.path``; reading them takes milliseconds."""
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in entry_points(group=group):
         others = found.get(entry.name, ())

@@ -194,7 +194,7 @@ def test_a_disk_that_is_full_for_the_metrics(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(LastingError, match=r"the last 5 lines of '.*metrics.jsonl' could not be written: No space"):
             begin(tmp_path)
     shown = capsys.readouterr()
-    assert shown.err.count("metrics.jsonl': No space left on device; training goes on") == 1
+    assert shown.err.count("metrics.jsonl': No space left on device; training continues") == 1
     assert shown.err.count("is whole again") == room
     assert "4 updates in" in shown.out
 

@@ -198,6 +198,6 @@ def test_a_run_that_is_done_stays_as_it_is(tmp_path: Path, capsys: pytest.Captur
     before = (run / "metrics.jsonl").read_text()
     go_on(run)
     assert (run / "metrics.jsonl").read_text() == before
-    assert "nothing is left to do: 2 updates are done; a larger training.max_steps" in capsys.readouterr().err
+    assert "nothing is left to do: 2 updates are done; raise training.max_steps" in capsys.readouterr().err
     go_on(run, "training.max_steps=3")
     check_updates(run, 3)

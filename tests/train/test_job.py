@@ -158,7 +158,7 @@ def out_of_the_settings(settings: ModelSettings) -> list[int]:
     (lambda settings: [None], "the family of the model 'bert' says that layer 0 has None operations per token"),
     (lambda settings: [-1], "the family of the model 'bert' says that layer 0 has -1 operations per token"),
     (out_of_the_settings,
-     "the family of the model 'bert' cannot tell the operations of its layers: KeyError: 'vocab'")])
+     "the family of the model 'bert' failed to count the operations of its layers: KeyError: 'vocab'")])
 def test_operations_that_cannot_be_are_refused_before_the_start(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flops: Any, what: str) -> None:
     model = Model([Layer("only", torch.nn.Identity, inputs=("input_ids",), outputs=("loss",))], batch=("input_ids",))

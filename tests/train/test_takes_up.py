@@ -125,7 +125,7 @@ def test_a_finished_run_is_left_as_it_is(run: Path, monkeypatch: pytest.MonkeyPa
     launch(resumed_config(start, None, [], None), start, None)
     unlock_runs()
     assert capsys.readouterr().out.splitlines() == [
-        "nothing is left to do: 6 updates are done; to go on, give a larger limit: vpipe train --resume "
+        "nothing is left to do: 6 updates are done; to continue, give a larger limit: vpipe train --resume "
         f"{run} --set training.max_steps=12"]
     assert sorted(run.rglob("*")) == before
     with pytest.raises(UserError, match="the data are not those of the checkpoint"):

@@ -53,8 +53,8 @@ def test_a_full_disk_ends_the_events_and_not_the_training(tmp_path: Path) -> Non
         events._records._writer = open("/dev/full", "wb")  # noqa: SIM115 - it is closed with the events
         metrics.evaluation(1, 2.0)
         metrics.evaluation(2, 2.0)
-        assert metrics.warnings() == ["cannot write the events of TensorBoard: No space left on device; training goes "
-                                      "on without them"]
+        assert metrics.warnings() == ["cannot write TensorBoard events: No space left on device; training continues "
+                                      "without them"]
         assert metrics.warnings() == []
     assert scalars(tmp_path)["evaluation_loss"] == [(0, 2.0)]
 

@@ -44,7 +44,7 @@ def test_a_run_that_cannot_be_gone_on_with_is_refused_with_a_command_that_works(
     [problem] = caught.value.problems
     assert problem.where == f"looked in {tmp_path / 'far' / run.name}"
     before, _, command = problem.hint.partition(": vpipe ")
-    assert before == "begin anew"
+    assert before == "start a new run"
     options = _parser().parse_args([word.replace("=N", "=5") for word in shlex.split(command)])
     assert shlex.split(command)[2:] == more
     again = load_config(options.config, options.settings)

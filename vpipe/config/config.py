@@ -189,10 +189,10 @@ class TrainingSection(Section):
         remedy = "give max_steps or epochs as well; the run still ends at the first limit it reaches"
         if endless and self.lr_policy != "constant":
             yield Mistake(("lr_policy",), f"is {self.lr_policy}, which depends on the number of updates, but "
-                                          "max_minutes alone does not tell it", remedy)
+                                          "max_minutes alone does not give it", remedy)
         if 0 < self.warmup_steps < 1 and endless:
             yield Mistake(("warmup_steps",), f"is {self.warmup_steps}, a share of all updates, but max_minutes "
-                                             "alone does not tell their number", remedy)
+                                             "alone does not give their number", remedy)
         if self.warmup_steps > 1 and self.warmup_steps % 1:
             yield Mistake(("warmup_steps",), f"is {self.warmup_steps}", "give whole updates, or a share below 1")
         if self.loss_scale != "dynamic" and self.precision != "fp16":

@@ -229,14 +229,14 @@ def _compose(text: str, name: str, language: str, where: Callable[[yaml.Mark], s
     except yaml.MarkedYAMLError as error:
         place = where(error.problem_mark) if error.problem_mark else start
         raise UserError(f"the {language} cannot be read: {error.problem or error.context}",
-                        hint="look at this place and the line before it: brackets, quotes, a space after each colon",
+                        hint="check this place and the line before it: brackets, quotes, a space after each colon",
                         where=place) from None
     except yaml.YAMLError as error:
         raise UserError(f"the {language} cannot be read: {str(error).splitlines()[0]}",
                         hint="remove the character, or write it as an escape in double quotes", where=start) from None
     except _TooManyError:
         raise UserError(f"the {language} has more than {most_values:,} keys and values, what aliases repeat included",
-                        hint="look whether it is the right file; a config has some hundred", where=start) from None
+                        hint="check that it is the right file; a config has some hundred", where=start) from None
     except RecursionError:
         raise UserError(f"the {language} cannot be read: lists or mappings are nested too deeply",
                         hint="a config has at most four levels", where=start) from None
@@ -322,7 +322,7 @@ def _encodable(text: str) -> bool:
 
 
 def describe(value: object) -> str:
-    """Return a value as an error shows it, in the words of YAML."""
+    """Return a value as an error shows it, in YAML."""
     if value is None or isinstance(value, bool):
         return {None: "nothing", True: "true", False: "false"}[value]
     if isinstance(value, dict):

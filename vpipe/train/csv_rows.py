@@ -19,13 +19,14 @@ Row = Mapping[str, Any]
 def config_row(config: Config) -> dict[str, Any]:
     """Return every key of a config by its path, such as ``training.learning_rate``, in order."""
     complete = config.model_copy(update={"checkpoint": config.saving})  # so that every row has the same columns
-    return dict(_flat("", complete.model_dump(mode="json")))
+    return dict(flatten(complete.model_dump(mode="json")))
 
 
-def _flat(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key of a section by its path, and its value."""
     for key, value in section.items():
         if isinstance(value, dict) and key != "stage_to_rank_map":
-            yield from _flat(f"{prefix}{key}.", value)
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 

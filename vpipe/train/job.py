@@ -157,7 +157,8 @@ class Job:
         microbatches = plan.microbatches or training.num_microbatches
         if self.config.dataset.batch_size % microbatches:
             raise UserError(f"the plan cuts a batch into {microbatches} microbatches, which do not divide its "
-                            f"{self.config.dataset.batch_size} samples", hint="change dataset.batch_size, or plan anew")
+                            f"{self.config.dataset.batch_size} samples",
+                            hint="change dataset.batch_size, or plan again")
         config = self.config.with_parallel(**changes).model_copy(update={
             "training": training.model_copy(update={"num_microbatches": microbatches})})
         return self._prepare(config, self.dataset, self.model, plan, proved=proved).resumed(
@@ -430,7 +431,7 @@ def model_flops(section: ModelSection, layers: int) -> list[int] | None:
     except UserError:
         raise
     except Exception as error:  # of a package
-        raise UserError(f"the family of the model '{section.name}' cannot tell the operations of its layers: "
+        raise UserError(f"the family of the model '{section.name}' failed to count the operations of its layers: "
                         f"{type(error).__name__}: {error}", hint=hint) from error
     if len(found) != layers:
         raise UserError(f"the model '{section.name}' has {counted(layers, 'layer')}, but its family says the "

@@ -196,8 +196,8 @@ class _TrainingRun:
             self._begin_resumed()
         left = None if job.updates is None else job.updates - job.steps_done
         if left == 0:
-            self._progress.note(f"nothing is left to do: {counted(job.steps_done, job.step_name)} are done; a larger "
-                                "training.max_steps or epochs goes on")
+            self._progress.note(f"nothing is left to do: {counted(job.steps_done, job.step_name)} are done; raise "
+                                "training.max_steps or epochs to continue")
         batches = self._exits.enter_context(self._read(job.training_batches(self._fields), "batch"))
         if self._profile is not None:
             self._profile.before(job.steps_done)
@@ -230,7 +230,7 @@ class _TrainingRun:
     def _begin_resumed(self) -> None:
         """Report on a resumed run, and make the evaluation that a signal prevented."""
         done = self._job.steps_done
-        self._progress.note(f"going on after {self._job.step_name} {done}")
+        self._progress.note(f"resuming after {self._job.step_name} {done}")
         if missing := self._metrics.past.missing:
             self._progress.note(f"warning: {METRICS} lacks lines of steps that are done: " + ", ".join(
                 str(first) if first == last else f"{first} to {last}" for first, last in missing))

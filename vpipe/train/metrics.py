@@ -201,11 +201,11 @@ class Metrics:
         error = self._file.error if self._file is not None else None
         if (error is not None) != self._warned_file:
             self._warned_file = error is not None
-            found.append(f"cannot write '{self._path}': {error}; training goes on, and the lines wait until there is "
+            found.append(f"cannot write '{self._path}': {error}; training continues, and the lines wait until there is "
                          "room" if error is not None else f"'{self._path}' is whole again")
         if self._events is not None and self._events.error is not None and not self._warned_events:
             self._warned_events = True
-            found.append(f"cannot write the events of TensorBoard: {self._events.error}; training goes on without them")
+            found.append(f"cannot write TensorBoard events: {self._events.error}; training continues without them")
         efficiency = self.size.efficiency
         if efficiency is not None and not self._warned_mfu and len(self.update_s) >= RECENT:
             warning = efficiency.warning(efficiency.utilization(self.recent_tokens_per_s))
@@ -287,7 +287,7 @@ class ProgressBar:
     def show(self, text: str, on_terminal: bool = True) -> None:
         """Write a line to the screen only."""
         if self._show and not self._terminal:
-            with suppress(OSError):  # stderr is a file on a full disk: training goes on
+            with suppress(OSError):  # stderr is a file on a full disk: training continues
                 print(text, file=sys.stderr, flush=True)
         elif self._show and on_terminal:
             self._bar.write(text, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Report every few updates where each rank's time goes: in its log, on the screen, and in ``rank_times.jsonl``."""
+"""Report the times of every rank, every few updates: in its log, on the screen, and in ``rank_times.jsonl``."""
 
 from __future__ import annotations
 

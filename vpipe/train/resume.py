@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vpipe.checkpoint.directory import Checkpoints, find_checkpoint, step_of
 from vpipe.checkpoint.integrity import newest_intact_before, older_intact_hint
@@ -24,6 +24,7 @@ from vpipe.data.dataset import Tokenized
 from vpipe.errors import Problem, UserError, counted
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
+from vpipe.train.csv_rows import config_row, flatten
 from vpipe.train.run_folder import (
     CONFIG,
     EARLIER,
@@ -109,7 +110,7 @@ def find_resume_point(path: Path) -> ResumePoint:
         every = "" if config.saving.every_steps is not None else " --set checkpoint.every_steps=N"
         raise UserError(f"there is no checkpoint of the run in '{path}': {why_unsaved(config, path)}",
                         where=f"looked in {', '.join(map(str, roots))}",
-                        hint=f"begin anew: vpipe train {quote(str(path / CONFIG))}{every}")
+                        hint=f"start a new run: vpipe train {quote(str(path / CONFIG))}{every}")
     elsewhere = ResumePoint(None, absolute_path(find_checkpoint(path)))
     checkpoint, manifest = elsewhere.checkpoint, elsewhere.manifest
     assert checkpoint is not None
@@ -205,24 +206,16 @@ def changed_keys(manifest: Manifest, config: Config) -> list[str]:
     drop_removed(before)
     if not isinstance(before.value, dict):
         return []
-    then, now = dict(_leaves(before.value)), dict(_leaves(config.model_dump(mode="json")))
+    no_section = CheckpointSection.model_validate({}).model_dump(mode="json")
+    then = dict(flatten({name: no_section if name == "checkpoint" and section is None else section
+                         for name, section in before.value.items()}))
     had_flush = not manifest.arrangement.get("drained")
     found = []
-    for key, value in now.items():
+    for key, value in config_row(config).items():
         if key in then and then[key] != value:
             effect = _effect(key, config, had_flush=had_flush)
             found.append(f"{key} {describe(then[key])} -> {describe(value)}" + (f" ({effect})" if effect else ""))
     return found
-
-
-def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, section in config.items():
-        if name == "checkpoint" and section is None:
-            section = CheckpointSection.model_validate({}).model_dump(mode="json")
-        if isinstance(section, dict):
-            yield from ((f"{name}.{key}", value) for key, value in section.items())
-        else:
-            yield name, section
 
 
 def _effect(key: str, config: Config, *, had_flush: bool) -> str:
@@ -272,7 +265,7 @@ def _next_root(config: Config, run: Path) -> Path:
     other = None if root.is_relative_to(run) else _made_by(root)
     if other is not None and (other / CONFIG).is_file() and not other.samefile(run):
         raise UserError(f"the checkpoints in '{root}' are those of another run, '{other}'",
-                        hint="go on with that one, or set checkpoint.directory to another folder")
+                        hint="resume that one, or set checkpoint.directory to another folder")
     return root
 
 
@@ -332,7 +325,7 @@ def nothing_left(start: ResumePoint, job: Job) -> str | None:
     check_fits_job(manifest, job)
     longer = [f"training.{key}={2 * limit}" for key in ("max_steps", "epochs")
               if (limit := getattr(job.config.training, key)) is not None]
-    return (f"nothing is left to do: {counted(steps, job.step_name)} are done; to go on, give a larger limit: vpipe "
+    return (f"nothing is left to do: {counted(steps, job.step_name)} are done; to continue, give a larger limit: vpipe "
             f"train --resume {start.folder} --set {' --set '.join(longer)}")
 
 

@@ -116,7 +116,7 @@ def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str])
         _replace(folder / METRICS, "".join(f"{line}\n" for line in lines))
         _replace(folder / CONFIG, config)
     except OSError as error:
-        raise UserError(f"cannot go on in the run's folder '{folder}': {error.strerror}",
+        raise UserError(f"cannot write into the run's folder '{folder}': {error.strerror}",
                         hint="make it writable, or make room") from None
 
 
@@ -183,7 +183,7 @@ def lock_run(folder: Path) -> None:
         try:
             _locked[folder] = _lock(folder, LAUNCHED)
         except OSError as error:
-            raise UserError(f"cannot go on in the run's folder '{folder}': {error.strerror}",
+            raise UserError(f"cannot write into the run's folder '{folder}': {error.strerror}",
                             hint="make it writable, or make room") from None
         _write_holder(_locked[folder])
     check_not_running(folder)

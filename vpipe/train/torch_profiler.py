@@ -116,7 +116,7 @@ class TorchProfiler:
             recorder.export_chrome_trace(str(partial))  # type: ignore[no-untyped-call]
             partial.replace(self._file)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError
-            self._note(f"warning: the profile '{self._file}' could not be written: {error}; training goes on")
+            self._note(f"warning: the profile '{self._file}' could not be written: {error}; training continues")
 
     def __enter__(self) -> TorchProfiler:
         return self

@@ -86,7 +86,7 @@ class TraceWriter:
             del self._files[rank]
             with suppress(OSError):  # what could not be written before is tried again
                 file.close()
-            log.warning("the timeline of rank %d breaks off, training goes on: cannot write %s: %s", rank, file.name,
+            log.warning("the timeline of rank %d breaks off, training continues: cannot write %s: %s", rank, file.name,
                         error.strerror)
         self._wrote_s[rank] = perf_counter()
 
