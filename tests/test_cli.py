@@ -436,7 +436,7 @@ LARGE = ["--stages", "4", "--microbatches", "8"]
     (["./none"], "there is no file 'none'", "check the path"),
     (["a.csv", "--stages", "3"], "--stages is 3, but 'a.csv' has 2", "leave --stages out: the file says it"),
     (["a.csv", "--microbatches", "3"], "--microbatches is 3, but 'a.csv' has 1", "leave --microbatches out"),
-    (["a.csv", "--chunks", "1"], "--chunks does not go with a file", "leave it out"),
+    (["a.csv", "--chunks", "1"], "--chunks does not go with a file", "leave --chunks out"),
     (["bad.csv"], "'0X0' in cell 2 of rank 0 is not an action (bad.csv:1)", "write <stage><operation><index>"),
     (["1f1b", "--widths", "2", "--microbatches", "8"], "--stages is missing", "say how large"),
     (["1f1b", *LARGE, "--widths", "2,1,1"], "--widths has 3 numbers, but --stages is 4",
@@ -455,7 +455,7 @@ LARGE = ["--stages", "4", "--microbatches", "8"]
      "give all stages equally many"),
     (["pipedream_vertical_sync", "--widths", "2,1", "--microbatches", "8"],
      "'pipedream_vertical_sync' gives a microbatch the same version on every stage", "give all stages equally many"),
-    (["a.csv", "--widths", "2"], "--widths does not go with a file", "leave it out"),
+    (["a.csv", "--widths", "2"], "--widths does not go with a file", "leave --widths out"),
 ])
 def test_a_wrong_schedule_command(refused: Refused, here: Path, arguments: list[str], what: str, hint: str) -> None:
     (here / "a.csv").write_text("0F0,0B0\n1F0,1B0\n")

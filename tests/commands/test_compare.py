@@ -82,7 +82,7 @@ def test_one_table_and_one_csv_also_under_the_old_name(configs: Path, capfd: pyt
              "--set", "training.learning_rate=0.5", "--set", "metrics.peak_tflops=1e-9"]
     assert main(["bench", *words, "-o", "all.csv"]) == 0
     out, err = capfd.readouterr()
-    assert err.startswith("vpipe bench is now: vpipe compare --models; the old name goes with the next release\n")
+    assert err.startswith("vpipe bench is now: vpipe compare --models; the next release removes the old name\n")
     assert "warning: small 1f1b: the MFU of " in out
     assert out.count("(=) the same program as small 1f1b, which ran for both") == 1
     rows = list(csv.DictReader((configs / "all.csv").read_text().splitlines()))

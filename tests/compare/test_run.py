@@ -126,7 +126,7 @@ def test_nobody_can_take_part(tmp_path: Path) -> None:
                   Contender("gpipe", "", problem=Problem("stage 0 needs 9 GiB", "buy more"))]
     with pytest.raises(UserError) as refused:
         compare({"": job}, tmp_path, lambda world: contenders)
-    assert "nobody can take part: gpipe: stage 0 needs 9 GiB\nhint: buy more" in str(refused.value)
+    assert "no contender can take part: gpipe: stage 0 needs 9 GiB\nhint: buy more" in str(refused.value)
     assert "vpipe: " in str(refused.value)
 
 
@@ -143,7 +143,7 @@ def test_replicas_run_as_the_config_has_them(tmp_path: Path) -> None:
 def test_nobody_makes_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(tmp_path)
     monkeypatch.setattr(ContenderRun, "_train", lambda self: iter(()))
-    with pytest.raises(UserError, match="nobody made an update"):
+    with pytest.raises(UserError, match="no contender made an update"):
         compared(job, tmp_path, of_schedules(job, "1f1b", "gpipe"))
 
 

@@ -26,16 +26,12 @@ CONFIGS = Path("configs")
 
 def run_bench(options: argparse.Namespace) -> None:
     """Run ``vpipe bench``, the old name of ``vpipe compare --models``."""
-    print("vpipe bench is now: vpipe compare --models; the old name goes with the next release", file=sys.stderr)
+    print("vpipe bench is now: vpipe compare --models; the next release removes the old name", file=sys.stderr)
     run_compare(options)
 
 
 def run_compare(options: argparse.Namespace) -> None:
-    """Start the ranks of the configs on this host; they measure, plan, and take turns.
-
-    Raises:
-        VpipeError: the command line, a config or the run is at fault.
-    """
+    """Start the ranks of the configs on this host; they measure, plan, and take turns."""
     if options.output is not None:
         check_output(options.output)
     if (options.config is None) == (options.models is None):
@@ -85,11 +81,7 @@ def run_compare(options: argparse.Namespace) -> None:
 
 
 def _load(options: argparse.Namespace) -> Mapping[str, Config]:
-    """Read the configs, by model.
-
-    Raises:
-        UserError: with all mistakes at once.
-    """
+    """Read the configs, by model; all mistakes are one error."""
     settings = options.settings + ([] if options.steps is None else [f"training.max_steps={options.steps}"])
     paths = {"": options.config} if options.models is None else _config_files(options.models)
     configs: dict[str, Config] = {}
@@ -109,11 +101,7 @@ def _load(options: argparse.Namespace) -> Mapping[str, Config]:
 
 
 def _config_files(text: str) -> dict[str, Path]:
-    """Return the file of each config that ``--models`` names.
-
-    Raises:
-        UserError: a file is not there, or is named twice; all mistakes at once.
-    """
+    """Return the file of each config that ``--models`` names; all mistakes are one error."""
     names = [name.strip() for name in text.split(",")]
     known = sorted(path.stem for end in ("yaml", "yml") for path in CONFIGS.glob(f"*.{end}"))
     files: dict[str, Path] = {}
@@ -137,11 +125,7 @@ def _config_files(text: str) -> dict[str, Path]:
 
 
 def _check_together(configs: Mapping[str, Config]) -> None:
-    """Refuse configs that cannot run in the same processes.
-
-    Raises:
-        UserError: with all differences.
-    """
+    """Refuse configs that cannot run in the same processes, with all differences."""
     common = {model: {
         "the number of ranks": ranks_of(config), "training.threads": config.training.threads,
         "parallel.backend": config.parallel.backend, "parallel.device": config.parallel.device,

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from fractions import Fraction
@@ -25,14 +24,11 @@ from vpipe.schedules.search.search import search_placements
 from vpipe.schedules.size import Placement, check_work
 from vpipe.visualize.summary import RankCosts, Summary, compare
 from vpipe.visualize.svg import draw_svg
-from vpipe.visualize.table import listed, number, replicas, sizes
+from vpipe.visualize.table import PIPE_COLUMNS, listed, number, replicas, sizes, terminal_columns
 from vpipe.visualize.terminal import draw_text
 
 MOST_SEARCHED = 25_000
 """Forwards and backwards of an order that is searched over several placements: a minute."""
-
-PIPE_COLUMNS = 200
-"""Width of a picture that goes to a file or a pipe."""
 
 
 def run_schedule(options: argparse.Namespace) -> None:
@@ -44,13 +40,11 @@ def run_schedule(options: argparse.Namespace) -> None:
     if options.name is None:
         raise UserError("which schedule?", hint=f"name one of {', '.join(schedule_names())}, or a CSV file; --all "
                         "compares them")
-    schedule = _named(options, costs)
-    summary = Summary.of(schedule, costs)
-    sys.stdout.write(_FORMATS[options.format](summary))
+    sys.stdout.write(_FORMATS[options.format](Summary.of(_named(options, costs), costs)))
 
 
 def run_check(options: argparse.Namespace) -> None:
-    """Prove a schedule in a CSV file: as it stands, and with vpipe's transfers when it has none."""
+    """Prove a schedule in a CSV file: as written and, if it has no transfers, with those that vpipe adds."""
     schedule = _file(options.file)
     check(schedule)
     transfers = sum(action.op in SENDS or action.op in RECEIVES for program in schedule.programs for action in program)
@@ -80,19 +74,12 @@ def _file(path: Path) -> Schedule:
 
 def _text(summary: Summary) -> str:
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    columns = shutil.get_terminal_size((PIPE_COLUMNS, 24)).columns
-    return draw_text(summary, columns, colour=colour)
+    return draw_text(summary, terminal_columns(PIPE_COLUMNS), colour=colour)
 
 
-def _json(summary: Summary) -> str:
-    return json.dumps(summary.as_json()) + "\n"
-
-
-def _csv(summary: Summary) -> str:
-    return write_csv(summary.schedule)
-
-
-_FORMATS: dict[str, Callable[[Summary], str]] = {"text": _text, "csv": _csv, "svg": draw_svg, "json": _json}
+_FORMATS: dict[str, Callable[[Summary], str]] = {
+    "text": _text, "csv": lambda summary: write_csv(summary.schedule), "svg": draw_svg,
+    "json": lambda summary: json.dumps(summary.as_json()) + "\n"}
 
 
 def _named(options: argparse.Namespace, costs: RankCosts) -> Schedule:
@@ -100,16 +87,15 @@ def _named(options: argparse.Namespace, costs: RankCosts) -> Schedule:
     name = options.name
     if name not in schedule_names() and (name.lower().endswith(".csv") or "/" in name):
         schedule = read_csv(Path(name))
-        for option, said, is_ in (("--stages", options.stages, len(set(schedule.placement))),
-                                  ("--microbatches", options.microbatches, schedule.microbatches),
-                                  ("--update-every", options.update_every, schedule.update_every)):
-            if said not in (None, is_):
-                raise UserError(f"{option} is {said}, but '{name}' has {is_}",
+        for option, given, has in (("--stages", options.stages, len(set(schedule.placement))),
+                                   ("--microbatches", options.microbatches, schedule.microbatches),
+                                   ("--update-every", options.update_every, schedule.update_every),
+                                   ("--chunks", options.chunks, None), ("--memory", options.memory, None),
+                                   ("--widths", options.widths, None)):
+            if given not in (None, has):
+                raise UserError(f"{option} does not go with a file" if has is None else
+                                f"{option} is {given}, but '{name}' has {has}",
                                 hint=f"leave {option} out: the file says it")
-        for option, given in (("--chunks", options.chunks), ("--memory", options.memory),
-                              ("--widths", options.widths)):
-            if given is not None:
-                raise UserError(f"{option} does not go with a file", hint="leave it out: the file says it")
         return schedule
     recipe = recipe_named(name)
     widths, microbatches = _sizes(options)
@@ -132,7 +118,7 @@ def _sizes(options: argparse.Namespace) -> tuple[tuple[int, ...], int]:
                           ("--memory", options.memory)):
         if value is not None and value < 1:
             raise UserError(f"{option} is {value}", hint="give a whole number, 1 or more")
-    if len(widths) <= 1:
+    if len(widths) <= 1:  # refuses numbers that are too large before so long a tuple is made
         [width] = widths or (1,)
         check_work(positions * width, options.microbatches, options.chunks or 1, replicated=width > 1)
         widths = (width,) * positions
@@ -147,7 +133,7 @@ def _sizes(options: argparse.Namespace) -> tuple[tuple[int, ...], int]:
 
 
 def _widths(text: str | None) -> tuple[int, ...]:
-    """Parse ``--widths 2,1``, or 2-1 as the pages write it; none when left out."""
+    """Parse ``--widths 2,1``, or 2-1 as the docs write it; empty when left out."""
     parts = [] if text is None else re.split(r",|(?<=\d)-", text)
     for part in parts:
         if re.fullmatch(r"\s*0*[1-9]\d{0,5}\s*", part, re.ASCII) is None:

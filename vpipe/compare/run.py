@@ -82,7 +82,7 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[RankGroup], l
     contenders = [Contender.from_json(one) for one in world.all_gather([one.as_json() for one in planned])[0]]
     runs, refused = _build(jobs, contenders)
     if not runs:
-        raise PlanningError.all_of([Problem(f"nobody can take part: {name}: {why.what}", why.hint)
+        raise PlanningError.all_of([Problem(f"no contender can take part: {name}: {why.what}", why.hint)
                                     for name, why in refused.items()])
     efficiency = {model: Efficiency.from_job(job) for model, job in jobs.items()}
     progress = _Progress(list(dict.fromkeys(runs.values())), world.rank == 0)
@@ -92,7 +92,7 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[RankGroup], l
         refused |= {name: _NO_UPDATE for name, run in runs.items() if not run.losses}  # on no rank
         runs = {name: run for name, run in runs.items() if run.losses}
         if not runs:
-            raise PlanningError("nobody made an update", hint=_NO_UPDATE.hint)
+            raise PlanningError("no contender made an update", hint=_NO_UPDATE.hint)
         progress.note("evaluating")
         mine = {run: (run.measured(), run.evaluate()) for run in dict.fromkeys(runs.values())}
     measured = world.all_gather([ranks for ranks, _ in mine.values()])
