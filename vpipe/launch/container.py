@@ -118,9 +118,6 @@ def enter(config: Config, resumed: Sequence[Path] = ()) -> None:
 
     Args:
         resumed: folders of the run and the checkpoint to resume.
-
-    Raises:
-        UserError: see :meth:`Container.from_config`.
     """
     container = Container.from_config(config)
     if container is None:

@@ -79,13 +79,7 @@ def run(config: Config, start: ResumePoint | None, restarts: int | None) -> None
 
 
 class _Run:
-    """The state of a run between its attempts.
-
-    Args:
-        config: as the user wrote it.
-
-    Attributes:
-        folder: of the run; None as long as it has none.
+    """The state of a run between its attempts; ``config`` as the user wrote it, ``folder`` None as long as it has none.
     """
 
     def __init__(self, config: Config, start: ResumePoint | None) -> None:
@@ -98,11 +92,6 @@ class _Run:
     def attempt(self) -> None:
         """Start all ranks, here and on the other hosts, and wait for their end; an elastic run that was started again
         goes on without hosts that do not answer.
-
-        Raises:
-            UnreachableError: hosts do not answer.
-            VpipeError: the config, a host or the run is at fault.
-            Interrupted: by a signal.
         """
         away: frozenset[str] = frozenset()  # logins of hosts that do not take part
         while True:

@@ -76,13 +76,10 @@ class RemoteRanks(Protocol):
 
 
 class Processes:
-    """The ranks of this host. When this process dies, they end by themselves.
+    """The ranks of this host, ``by_rank``. When this process dies, they end by themselves.
 
     Args:
         folder: the run's, which has their config.
-
-    Attributes:
-        by_rank: the process of each.
     """
 
     def __init__(self, ranks: HostRanks, folder: Path) -> None:
@@ -226,11 +223,7 @@ class Signals:
     """SIGINT, SIGTERM and SIGUSR1 to this process, as a context: they raise :class:`Interrupted`.
 
     Args:
-        passed_on: whether the first one is only noted, to be passed on.
-
-    Attributes:
-        first: the one that was noted.
-        passed_at: when it was passed on.
+        passed_on: whether the first one is only noted, in ``first``, to be passed on at ``passed_at``.
     """
 
     def __init__(self, *, passed_on: bool) -> None:
@@ -302,12 +295,9 @@ def _statuses(groups: Sequence[Processes | RemoteRanks]) -> dict[int, int | None
 
 
 class StoppedRanks:
-    """Notice child processes that SIGSTOP or a debugger has stopped for long.
+    """Notice child processes that SIGSTOP or a debugger has stopped for longer than ``most_s``.
 
     Several ranks watch one another, and report more; one alone has nobody but its launcher.
-
-    Args:
-        most_s: how long a rank may be stopped.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -338,13 +328,7 @@ SLOW_S, AGAIN_S = 2.0, 10.0
 
 
 class StartNotice:
-    """Print that the ranks of a run start, until they have met: then the first one locks the run.
-
-    Args:
-        folder: of the run.
-        ranks: on all hosts.
-        checkpoint: the one to resume, if any.
-    """
+    """Print that the ranks of a run start, until they have met: then the first one locks the run."""
 
     def __init__(self, folder: Path, ranks: int, checkpoint: Path | None) -> None:
         self._file = folder / RUNNING

@@ -60,17 +60,15 @@ def main(folder: Path, task: str, *arguments: str) -> int:
     handle_signals()
     _follow_launcher()
     rank = int(os.environ["RANK"])
-    stopped: list[Stopped | None] = [None]
 
-    def work() -> None:
+    def work() -> Stopped | None:
         config = load_resolved(folder / CONFIG)
         _keep_memory(config)
         if task == "train":
             environment = RankEnvironment.parse(os.environ)
             assert environment is not None, "the launcher has described it"
             startup, start = _Startup(environment), ResumePoint(folder, Path(*arguments)) if arguments else None
-            stopped[0] = _train(startup.agree(config, start), folder, start)
-            return
+            return _train(startup.agree(config, start), folder, start)
         job = Job.from_config(config, checked=True)
         if task == "verify":
             from vpipe.verify.differences import record_rank
@@ -85,12 +83,13 @@ def main(folder: Path, task: str, *arguments: str) -> int:
             from vpipe.train.planning import profile_rank
 
             profile_rank(job, folder, arguments)
+        return None
 
-    failure = _run_logged(work, folder, rank)
+    stopped, failure = _run_logged(work, folder, rank)
     if failure is not None:
         write_report(folder, rank, failure)
     ignore_signals()
-    return failure.exit_status if failure is not None else stopped_status(rank, stopped[0])
+    return failure.exit_status if failure is not None else stopped_status(rank, stopped)
 
 
 def train_rank(rank: RankEnvironment, config: Config | VpipeError | None, start: ResumePoint | None = None,
@@ -162,13 +161,12 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
     if rank.rank == 0:
         print(f"run folder: {folder}\n{headline(job)}, started by {rank.starter}"
               + (f" on {len({host['host'] for host in hosts})} hosts" if several else ""), flush=True)
-    stopped: list[Stopped | None] = [None]
 
-    def work() -> None:
+    def work() -> Stopped | None:
         _keep_memory(job.config)
-        stopped[0] = _train(job, folder, point)
+        return _train(job, folder, point)
 
-    failure = _run_logged(work, folder, rank.rank)
+    stopped, failure = _run_logged(work, folder, rank.rank)
     if failure is not None:
         report = write_report(folder, rank.rank, failure)
         if startup.rendezvous is not None and not startup.rendezvous.watchdog.is_reporter:
@@ -176,10 +174,10 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
             raise SystemExit(failure.exit_status)
         raise reported_error(report, job.describe, folder)
     if rank.rank == 0:
-        if stopped[0] is None:
+        if stopped is None:
             Starter.end(folder)
         print(f"run folder: {folder}", flush=True)
-    if status := stopped_status(rank.rank, stopped[0]):
+    if status := stopped_status(rank.rank, stopped):
         raise SystemExit(status)
 
 
@@ -194,10 +192,7 @@ class _Startup:
     """The agreement of all ranks before they train; they watch one another meanwhile.
 
     Args:
-        error: why this rank cannot train, which the others are told.
-
-    Raises:
-        VpipeError: this rank met nobody.
+        error: why this rank cannot train, for the others.
     """
 
     def __init__(self, rank: RankEnvironment, error: VpipeError | None = None) -> None:
@@ -214,12 +209,7 @@ class _Startup:
         return [value] if self.rendezvous is None else self.rendezvous.exchange(name, value)
 
     def from_rank_0(self, name: str, make: Callable[[], T]) -> T:
-        """Return on every rank what rank 0 makes.
-
-        Raises:
-            VpipeError: on rank 0, why it cannot.
-            SystemExit: on the others.
-        """
+        """Return on every rank what rank 0 makes; raise its error on rank 0 and SystemExit on the others."""
         made, error = (self._attempt(make) if self._rank.rank == 0 else (None, None))
         status, value = self.exchange(name, [0 if error is None else error.exit_status, made])[0]
         if status:
@@ -236,8 +226,7 @@ class _Startup:
             several_hosts: whether the ranks are on several; None leaves that to the launcher's environment.
 
         Raises:
-            VpipeError: on rank 0, all that is wrong on any rank.
-            SystemExit: on the others.
+            VpipeError: on rank 0, all that is wrong on any rank; SystemExit on the others.
         """
         launched = several_hosts is None
 
@@ -371,8 +360,8 @@ def _keep_memory(config: Config) -> None:
         log.info(keep_memory())
 
 
-def _run_logged(work: Callable[[], None], folder: Path, rank: int) -> VpipeError | None:
-    """Do a rank's work, with its log in ``folder``; return the error if it failed."""
+def _run_logged(work: Callable[[], T], folder: Path, rank: int) -> tuple[T | None, VpipeError | None]:
+    """Do a rank's work, with its log in ``folder``; return its result, or the error if it failed."""
     logging.basicConfig(handlers=[RankLog(log_path(folder, rank))], level=logging.INFO,
                         format="%(asctime)s %(levelname)s %(message)s")
 
@@ -384,18 +373,18 @@ def _run_logged(work: Callable[[], None], folder: Path, rank: int) -> VpipeError
 
     report_to(ended)
     try:
-        work()
+        result = work()
     except Exception as error:
         log.exception("rank %d failed", rank)
         report_failure(error)
         if isinstance(error, VpipeError):
-            return error
+            return None, error
         what = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         failure = RunError(what, rank=rank, hint="fix what raised it")
         failure.__cause__ = error
-        return failure
+        return None, failure
     log.info("rank %d has ended", rank)
-    return None
+    return result, None
 
 
 def _print_if_reporter(error: RunError) -> None:

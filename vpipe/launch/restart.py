@@ -41,13 +41,7 @@ SLOW_S = 2.0
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of an attempt.
-
-    Attributes:
-        what: its error.
-        step: the last one that was recorded; None without one.
-        checkpoint: the name of the one that it resumed; empty for the beginning.
-    """
+    """The error of an attempt, its last recorded step, and the checkpoint that it resumed; empty for the beginning."""
 
     what: str
     step: int | None
@@ -215,12 +209,9 @@ class Attempt:
 
         Args:
             job: of the config as it is now, for the ranks that are there.
-            restarts: after how many failures no attempt follows; None leaves that to the starter.
+            restarts: after how many failures no attempt follows, but an error; None leaves that to the starter.
             agents: of all hosts.
             config: as YAML, before it was fitted to the ranks there are.
-
-        Raises:
-            UserError: it is not to be started again, or cannot go on so.
         """
         agents = [agent for agent in agents if agent]
         record, again = Starter(rank.starter, tuple(agents), config=config), rank.restarts > 0
@@ -253,9 +244,6 @@ class Attempt:
 def _next_job(run: Path, job: Job, start: ResumePoint, config: str, ranks: int) -> Job:
     """Return the job of the next attempt: that of the attempt before, with its plan; after a change of the config, the
     job of the new config, partitioned as before where ``parallel`` is the same. Arguments as in :meth:`Attempt.find`.
-
-    Raises:
-        UserError: the changed config contradicts the checkpoint.
     """
     from vpipe.train.job import Job  # which needs torch
 
