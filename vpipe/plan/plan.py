@@ -22,49 +22,30 @@ from vpipe.schedules.size import MOST_MICROBATCHES
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """The prediction for one stage; its times but idle_s are those of a rank with a core to itself.
+    """The prediction for one stage; its times but idle_s are those of a rank with a core to itself."""
 
-    Attributes:
-        first_layer: its number in the model.
-        layers: how many.
-        ranks: of its replicas.
-        forward_s: of one microbatch.
-        backward_s: of one microbatch, both halves, recomputation not counted.
-        recompute_s: of one microbatch; 0 where nothing is recomputed.
-        step_s: one optimizer step.
-        communication_s: of the transfers of one of its ranks per step, sums over replicas included.
-        idle_s: of one of its ranks per step.
-        memory: of each of its ranks, at the peak.
-    """
-
-    first_layer: int
-    layers: int
-    ranks: tuple[int, ...]
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    step_s: float
-    communication_s: float
-    idle_s: float
-    memory: StageMemory
+    first_layer: int  # its number in the model
+    layers: int  # how many
+    ranks: tuple[int, ...]  # of its replicas
+    forward_s: float  # of one microbatch
+    backward_s: float  # of one microbatch, both halves, recomputation not counted
+    recompute_s: float  # of one microbatch; 0 where nothing is recomputed
+    step_s: float  # one optimizer step
+    communication_s: float  # of the transfers of one of its ranks per step, sums over replicas included
+    idle_s: float  # of one of its ranks per step
+    memory: StageMemory  # of each of its ranks, at the peak
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted time and memory of a plan.
+    """The predicted time and memory of a plan."""
 
-    Attributes:
-        step_s: of one step of training. Without a flush a step is, in the steady state, the fewest updates that are
-            complete on every stage.
-        samples_per_step: in it.
-        bubble: see :func:`~vpipe.metric_formulas.bubble`.
-        stages: in order.
-    """
-
+    # of one step of training. Without a flush a step is, in the steady state, the fewest updates that are complete on
+    # every stage.
     step_s: float
-    samples_per_step: int
-    bubble: float
-    stages: tuple[StagePrediction, ...]
+    samples_per_step: int  # in it
+    bubble: float  # see vpipe.metric_formulas.bubble
+    stages: tuple[StagePrediction, ...]  # in order
 
     @property
     def seconds_per_sample(self) -> float:

@@ -60,11 +60,7 @@ def measure_links(group: RankGroup, device: torch.device, timeout_s: float) -> t
 
 
 def _rounds(ranks: int, shared: Sequence[object]) -> list[list[tuple[int, int]]]:
-    """Return neighbours on a ring, in rounds in which no resource is needed twice.
-
-    Args:
-        shared: resources that each rank needs alone while it transfers.
-    """
+    """Return neighbours on a ring, in rounds in which no rank's resource among ``shared`` is needed twice."""
     pairs = [(rank, rank + 1) for rank in range(ranks - 1)] + ([(0, ranks - 1)] if ranks > 2 else [])
     rounds: list[list[tuple[int, int]]] = []
     for pair in pairs:

@@ -32,11 +32,7 @@ class Trials:
     _results: dict[tuple[object, ...], Plan | str] = field(default_factory=dict)  # a plan, or why it cannot run
 
     def simulated(self, candidate: Candidate, urgent: bool = False) -> Plan | None:
-        """Return the plan of a candidate with its predictions; None when no actions are left for it, or it fails.
-
-        Args:
-            urgent: simulate it however many actions are left.
-        """
+        """Return a candidate's plan with predictions; None if it fails, or no actions are left and it is not urgent."""
         key = _key(candidate)
         if key not in self._results:
             profile = self.space.request.profiles[candidate.choice.microbatches]
@@ -74,8 +70,7 @@ class Trials:
         """Return the fastest, by simulation, of the candidates and their other partitions; of equals the leanest."""
         best: tuple[Candidate, Plan] | None = None
         for candidate in candidates:
-            for one in (candidate, *(replace(candidate, partition=partition, recomputed=recomputed)
-                                     for partition, recomputed in candidate.others)):
+            for one in (candidate, *map(candidate.with_stages, candidate.others)):
                 plan = self._fitting(one, urgent=best is None)
                 if plan is not None and (best is None or _preferred(plan, best[1])):
                     best = one, plan
@@ -92,7 +87,7 @@ class Trials:
                     return plan
                 if (stages := self.space.stages_of(candidate.choice, partition)) is None:
                     continue
-                one = replace(candidate, partition=stages[0], recomputed=stages[1])
+                one = candidate.with_stages(stages)
                 if (other := self._fitting(one)) is not None and seconds(other) < seconds(plan) * (1 - 1e-6):
                     candidate, plan, found = one, other, True
                     break

@@ -226,6 +226,10 @@ class Candidate:
                     microbatches=choice.microbatches, update_every=None if choice.flush else choice.every,
                     profile=profile.identity.digest, profiled=asdict(profile.identity))
 
+    def with_stages(self, stages: Stages) -> Candidate:
+        """Return the candidate with another partition."""
+        return replace(self, partition=stages[0], recomputed=stages[1], others=())
+
     @property
     def widths(self) -> tuple[int, ...]:
         """Replicas per stage."""

@@ -36,19 +36,10 @@ class Request:
     solver: Literal["exact", "vpipe"] = "exact"
 
     def __post_init__(self) -> None:
-        if not self.profiles or not self.schedules:
-            raise UserError(f"{len(self.profiles)} profiles and {len(self.schedules)} schedules to plan with",
-                            hint="give at least one of each")
-        if self.ranks < 1:
-            raise UserError(f"{self.ranks} ranks to plan for", hint="give 1 or more")
         named = {rank for ranks in self.placement or () for rank in ranks}
         if self.placement and len(named) != self.ranks:
             raise UserError(f"the placement names {len(named)} ranks, but there are {self.ranks}",
                             hint="name every rank, or leave the placement out")
-        layers = {len(profile.layers) for profile in self.profiles.values()}
-        if len(layers) > 1:
-            raise UserError(f"the profiles are of models of {' and '.join(map(str, sorted(layers)))} layers",
-                            hint="give profiles of one model")
         if self.partition and sum(self.partition) != self.layers:
             raise UserError(f"the partition {list(self.partition)} is one of {sum(self.partition)} layers, but the "
                             f"profiled model has {self.layers}", hint="plan with a profile of the same model")

@@ -99,11 +99,7 @@ class SearchSpace:
         return free and 2 < request.ranks <= MOST_RANKS and request.layers <= MOST_LAYERS
 
     def _table(self, microbatches: int, limit_bytes: int | None, free: bool = False) -> StageTable:
-        """Return the table of the profile for a number of microbatches.
-
-        Args:
-            free: ignore what the request says about recomputation.
-        """
+        """Return the table of a profile; ``free``: whatever the request says about recomputation."""
         key = microbatches, limit_bytes, free
         if key not in self._tables:
             required = None if free else self._required
@@ -111,20 +107,12 @@ class SearchSpace:
         return self._tables[key]
 
     def cost_model(self, choice: Choice, limit_bytes: int | None, share: float | None = None) -> CostModel:
-        """Return the cost model of a choice.
-
-        Args:
-            share: of the layers of each stage to recompute, instead of what the request says.
-        """
+        """Return the cost model of a choice; ``share``: of layers to recompute, instead of what the request says."""
         return CostModel(self._table(choice.microbatches, limit_bytes, share is not None), choice,
                          self._shares if share is None else share, self.request.partition)
 
     def solve(self, choice: Choice, share: float | None = None) -> Candidate | None:
-        """Return the best partition of a choice, with what it recomputes; None when nothing fits.
-
-        Args:
-            share: see :meth:`cost_model`.
-        """
+        """Return the best partition of a choice, with what it recomputes; None when nothing fits."""
         self.considered += 1
         limit = self.request.memory_bytes
         if choice.chunked:
@@ -150,9 +138,8 @@ class SearchSpace:
     def leanest_chunked(self, choice: Choice) -> Iterator[Candidate]:
         """Yield partitions of a chunked choice that hold as little as possible, whatever the limit."""
         for share in (1.0, 0.0) if self.request.recompute is None else (self._shares,):
-            candidate = chunked_candidate(self._table(choice.microbatches, None), choice, share,
-                                          self.request.partition)
-            if candidate is not None:
+            table = self._table(choice.microbatches, None)
+            if (candidate := chunked_candidate(table, choice, share, self.request.partition)) is not None:
                 yield candidate
 
     def solve_by_heuristic(self, choice: Choice) -> Candidate | None:
@@ -161,8 +148,7 @@ class SearchSpace:
             return None
         self.considered += 1
         costs = self.cost_model(choice, self.request.memory_bytes)
-        found = balanced(costs, choice.ranks)
-        if found is None:
+        if (found := balanced(costs, choice.ranks)) is None:
             return None
         partition, sets, seconds = found
         return Candidate(choice, partition, sets, costs.seconds_per_sample(seconds))

@@ -57,7 +57,7 @@ def solve(request: Request) -> Solution:
         candidate, plan = found
         if request.solver == "exact" and request.partition is None and not candidate.choice.chunked:
             plan = trials.improved(candidate, plan)
-            candidate = replace(candidate, partition=plan.partition, recomputed=plan.recomputed)
+            candidate = candidate.with_stages((plan.partition, plan.recomputed))
         others = list(_alternatives(trials, candidates, candidate, plan))
         found = _faster(others, plan)
     alternatives = sorted((other for other, _ in others), key=lambda other: other.seconds_per_sample or math.inf)
@@ -114,18 +114,16 @@ def _candidates(space: SearchSpace) -> list[Candidate]:
 
 
 def _best_of(trials: Trials, candidates: Sequence[Candidate]) -> tuple[Candidate, Plan] | None:
-    """Return the fastest promising candidate that fits; where none of these does, the fastest of the others."""
-    return trials.best_of(_promising(candidates)) or trials.best_of(candidates)
+    """Return the fastest promising candidate that fits; where none of these does, the fastest of the others.
 
-
-def _promising(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the best, and the best of every schedule: the cost model may be less kind to one than a simulation."""
-    chosen = list(candidates[:MOST_CANDIDATES])
-    for schedule in dict.fromkeys(candidate.choice.schedule for candidate in candidates):
-        first = next(candidate for candidate in candidates if candidate.choice.schedule == schedule)
-        if first not in chosen:
-            chosen.append(first)
-    return chosen
+    The best of every schedule is promising: the cost model may be less kind to one than a simulation.
+    """
+    best: dict[str, Candidate] = {}
+    for candidate in candidates:
+        best.setdefault(candidate.choice.schedule, candidate)
+    promising = candidates[:MOST_CANDIDATES]
+    return trials.best_of([*promising, *(each for each in best.values() if each not in promising)]) or \
+        trials.best_of(candidates)
 
 
 def _of_plan(plan: Plan) -> Candidate:
@@ -177,16 +175,12 @@ def _alternatives(trials: Trials, candidates: Sequence[Candidate], chosen: Candi
         partition = evenly(weights, len(chosen.partition))
         if partition != plan.partition:
             stages = space.stages_of(chosen.choice, partition)
-            equal = [] if stages is None else [replace(chosen, partition=stages[0], recomputed=stages[1], others=())]
+            equal = [] if stages is None else [chosen.with_stages(stages)]
             yield _best_with(trials, "equal parameters", equal, "does not fit")
 
 
 def _best_with(trials: Trials, what: str, candidates: Sequence[Candidate], why: str) -> Compared:
-    """Return the first of some candidates that fits, if one of the first few does.
-
-    Args:
-        why: there is none, where ``candidates`` are none.
-    """
+    """Return the first of some candidates that fits, if one of the first few does; ``why``: there are none."""
     for candidate in candidates[:MOST_TRIED]:
         plan = trials.simulated(candidate)
         if (failure := trials.failure(candidate)) is not None:
@@ -205,8 +199,8 @@ def _without_recompute(trials: Trials, chosen: Candidate) -> Compared:
     space, what = trials.space, "no recompute"
     candidate = space.solve(chosen.choice, share=0.0)
     if candidate is not None:
-        return _best_with(trials, what, [replace(chosen, partition=candidate.partition, others=(),
-                                                 recomputed=candidate.recomputed)], "does not fit")
+        found = chosen.with_stages((candidate.partition, candidate.recomputed))
+        return _best_with(trials, what, [found], "does not fit")
     needed = space.cost_model(chosen.choice, None, share=0.0).leanest()
     why = "does not fit" if needed is None else f"needs {size_text(needed.greatest, up=True)} per rank"
     return Alternative(what, None, None, False, why), None
