@@ -150,7 +150,7 @@ def test_the_summary_of_one_update_of_a_family_that_says_no_operations(tmp_path:
     job = job_of(tmp_path)
     metrics = Metrics(None, StepSize(8, 128))
     metrics.update(Step(0, 3.0, 0.1, None, stop=True))
-    lines = summary(job, metrics, RunFigures.from_metrics(metrics, [StageUsage.empty()] * 2, PLACEMENT)).splitlines()
+    lines = summary(job, metrics, RunFigures.from_metrics(metrics, [StageUsage(*[0] * 10)] * 2, PLACEMENT)).splitlines()
     assert lines[:2] == ["1 update in 0.0 s", "training loss 3.000 -> 3.000 (mean of the first 1, mean of the last 1)"]
     assert lines[7] == "(no MFU: the family does not say what its layers compute)"
 
@@ -172,7 +172,7 @@ def made(monkeypatch: pytest.MonkeyPatch, seconds: list[float], past: PastMetric
     return metrics
 
 
-USAGE = replace(StageUsage.empty(), idle_s=1.0, bytes_sent=700, peak_memory_bytes=5, versions=1)
+USAGE = replace(StageUsage(*[0] * 10), idle_s=1.0, bytes_sent=700, peak_memory_bytes=5, versions=1)
 
 
 def test_speeds_leave_the_first_updates_out(monkeypatch: pytest.MonkeyPatch) -> None:

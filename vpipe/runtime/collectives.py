@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from time import perf_counter
@@ -73,12 +74,12 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, timeout_s: flo
     return {name: t.clone() for name, t in shared.items()}
 
 
-def broadcast_value(value: Any, source: int = 0) -> Any:
+def broadcast_value(value: Any, source: int = 0, timeout_s: float | None = None) -> Any:
     """Return the value of one rank (anything that JSON holds) on every rank. All must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    shared = broadcast_tensors({"value": text} if dist.get_rank() == source else {}, source)
+    shared = broadcast_tensors({"value": text} if dist.get_rank() == source else {}, source, timeout_s)
     return json.loads(bytes(shared["value"].numpy()).decode())
 
 
@@ -140,14 +141,17 @@ class Collectives:
         """
         if not self._distributed:
             return decide([vote])
-        votes = [self._broadcast_text(rank, vote) for rank in range(dist.get_world_size())]
-        return self._broadcast_text(0, decide(votes) if dist.get_rank() == 0 else "")
+        votes = self._all_gather(vote)
+        decision: str = broadcast_value(decide(votes) if dist.get_rank() == 0 else "", 0, self._timeout_s)
+        return decision
 
     def united(self, entries: Mapping[str, str]) -> dict[str, str]:
         """Return the entries of all ranks on every rank."""
-        found = self.agree(json.dumps(dict(entries)), lambda votes: json.dumps(
-            {name: value for vote in votes for name, value in json.loads(vote).items()}))
-        return dict(json.loads(found))
+        return {name: value for own in self._all_gather(dict(entries)) for name, value in own.items()}
+
+    def _all_gather(self, value: Any) -> list[Any]:
+        return [broadcast_value(value, rank, self._timeout_s)
+                for rank in range(dist.get_world_size() if self._distributed else 1)]
 
     def check_trained(self) -> None:
         """Refuse to train if there are parameters, but no stage has an optimizer."""
@@ -161,10 +165,6 @@ class Collectives:
 
     def close(self) -> None:
         """Do nothing: every rank has received the decision."""
-
-    def _broadcast_text(self, rank: int, text: str) -> str:
-        encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        return bytes(self._broadcast(rank, {"text": encoded})["text"].numpy()).decode().strip()
 
     def local_usage(self) -> LocalUsage:
         """Return the usage so far of the ranks of this process, without any transfer."""
@@ -182,8 +182,8 @@ class Collectives:
                     for rank, stages in here.items()}
         usages = []
         for stage, rank in ((stage, rank) for stage, ranks in enumerate(self._placement) for rank in ranks):
-            mine = here[rank][stage] if rank in here else StageUsage.empty()
-            usages.append(StageUsage.from_tensor(self._broadcast(rank, {"usage": mine.as_tensor()})["usage"]))
+            mine = asdict(here[rank][stage]) if rank in here else None
+            usages.append(StageUsage(**broadcast_value(mine, rank, self._timeout_s)))
         return usages
 
     def check_ties(self) -> None:
@@ -202,8 +202,7 @@ class Collectives:
         counts = []
         for stage, ranks in enumerate(self._placement):
             here = self._stage(stage, ranks[0])
-            count = torch.tensor([len(here.weights.names) if here else 0])
-            counts.append(int(self._broadcast(ranks[0], {"count": count})["count"]))
+            counts.append(broadcast_value(len(here.weights.names) if here else 0, ranks[0], self._timeout_s))
         everyone = {rank for ranks in self._placement for rank in ranks}
         for rank, worker in self._workers.items():
             worker.optimizer_steps.use_global_norms(
@@ -234,20 +233,14 @@ class Collectives:
     def _differences(self, tensors: Callable[[Stage], Iterator[tuple[str, Tensor]]]
                      ) -> Iterator[tuple[int, str, int, int]]:
         """Yield for each tensor that differs: stage, name, rank of the first replica, rank of one that differs."""
-        for stage, ranks in enumerate(self._placement):
-            sums = [self._checksums(stage, rank, tensors) for rank in ranks if len(ranks) > 1]
+        for stage, ranks in ((stage, ranks) for stage, ranks in enumerate(self._placement) if len(ranks) > 1):
+            sums = []
+            for rank in ranks:
+                here = self._stage(stage, rank)
+                own = {} if here is None else {name: _checksum(value) for name, value in tensors(here)}
+                sums.append(broadcast_value(own, rank, self._timeout_s))
             for rank, theirs in zip(ranks[1:], sums[1:], strict=True):
-                for name, checksum in sums[0].items():
-                    if not torch.equal(checksum, theirs[name]):
-                        yield stage, name, ranks[0], rank
-
-    def _checksums(self, stage: int, rank: int,
-                   tensors: Callable[[Stage], Iterator[tuple[str, Tensor]]]) -> dict[str, Tensor]:
-        here, sums = self._stage(stage, rank), {}
-        for name, value in tensors(here) if here is not None else ():
-            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            sums[name] = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)
-        return self._broadcast(rank, sums)
+                yield from ((stage, name, ranks[0], rank) for name in sums[0] if sums[0][name] != theirs[name])
 
     @contextmanager
     def first_buffers(self) -> Iterator[None]:
@@ -276,6 +269,10 @@ class Collectives:
     def _broadcast(self, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a rank on every rank."""
         return broadcast_tensors(tensors, rank, self._timeout_s) if self._distributed else dict(tensors)
+
+
+def _checksum(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _weights(stage: Stage) -> Iterator[tuple[str, Tensor]]:

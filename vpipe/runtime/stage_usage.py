@@ -5,10 +5,9 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -36,19 +35,6 @@ class StageUsage:
     staleness: int
     peak_activations: int
     peak_memory_bytes: int
-
-    @classmethod
-    def empty(cls) -> StageUsage:
-        return cls.from_tensor(torch.zeros(len(fields(cls)), dtype=torch.float64))
-
-    @classmethod
-    def from_tensor(cls, tensor: Tensor) -> StageUsage:
-        """Invert :meth:`as_tensor`."""
-        values = tensor.tolist()
-        return cls(*values[:5], *map(int, values[5:]))
-
-    def as_tensor(self) -> Tensor:
-        return torch.tensor(astuple(self), dtype=torch.float64)
 
     @property
     def working_s(self) -> float:

@@ -26,10 +26,8 @@ NO_TIMELINE = (
 
 
 def threads_refused(schedule: str) -> tuple[str, str] | None:
-    """Return why ``async_threaded`` cannot run a schedule, and what to do instead; None when it can.
-
-    It reverses the order of the backwards in a batch (:mod:`vpipe.schedules.passes`).
-    """
+    """Return why ``async_threaded`` cannot run a schedule, and what to do instead; None when it can: if the backwards
+    may be reversed (:func:`vpipe.schedules.build.reverse_backwards`)."""
     recipe = recipe_if_any(schedule)
     if recipe is not None and recipe.reversible:
         return None

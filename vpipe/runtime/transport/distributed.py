@@ -1,12 +1,12 @@
 """Transfer tensors between processes with torch.distributed, over gloo or a backend with nccl's rules.
 
-What the host reads (losses, gradient norms, stop flags, shapes, votes) always goes over gloo in host memory. Tensors
-between stages go there too, unless their device has a backend of its own. Such a backend is taken to keep nccl's
-rules: it knows no tags, and carries out what a group has for a pair of ranks in the order in which it was issued.
-Tensors then have three groups, so that activations, gradients, and what belongs to parameters do not wait for each
-other. nccl makes one communicator for each group and pair of ranks at their first transfer (with ``device_id`` in
-``init_process_group`` one for all ranks of a group), which blocks the first rank until the second one comes. Since
-transfers have an order, so have these (:mod:`vpipe.schedules.transfer_order`).
+Values for the host (losses, gradient norms, stop flags, shapes, votes) are sent over gloo in host memory. Tensors
+between stages are, too, unless their device has a backend of its own. Such a backend is taken to keep nccl's rules
+(docs/nccl.md): it has no tags, and executes the operations of a group for a pair of ranks in the order of issue. Then
+there are three groups, so that activations, gradients and tensors of parameters do not wait for each other. nccl makes
+a communicator for each group and pair of ranks at their first transfer (with ``device_id`` in ``init_process_group``
+one for all ranks of a group), which blocks the first rank until the second one joins. Since transfers have an order, so
+have these (:mod:`vpipe.schedules.transfer_order`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 
 SENDS_UNDER_WAY = 4
 """Transfers per peer and kind that may be under way before a further send waits for the oldest, or as many as a rank
-has in flight if that is more. What is sent once per update (losses, tied weights and their gradients) is received a
-whole pipeline depth later: there it is this many and one per rank. The checker has proved that even 0 would not
-deadlock where receives are posted as the program says. In the first batch those wait for specs, hence the second
-number."""
+has in flight if that is more: in the first batch receives wait for headers. Losses, tied weights and their gradients
+are received a pipeline depth later: of them it is this many and one per rank. The checker has proved that even 0 would
+not deadlock where receives are posted as the program says."""
 
 HEADER_BYTES = 4096
 MOST_TENSORS = 62
@@ -44,7 +43,7 @@ _generations = count()
 
 GROUP_OF_KIND = {"F": "activations", "B": "gradients", "W": "parameters", "G": "parameters", "D": "parameters",
                  "S": "parameters"}
-"""The group of a transfer of tensors between stages, by the kind of its key; the other kinds are read by the host."""
+"""The group of a transfer of tensors between stages, by the kind of its key; the other kinds are for the host."""
 
 _NCCL_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8,
                           torch.int32, torch.int64, torch.bool})
@@ -79,11 +78,8 @@ def is_ordered(device: torch.device) -> bool:
 
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Return the group for what the host reads: gloo, tensors in host memory.
-
-    It is the default group where that has gloo for the CPU; else one is made, once, by the first call, which all ranks
-    must make together.
-    """
+    """Return the gloo group for values of the host: the default group if it has gloo for the CPU, else a group made by
+    the first call, which all ranks must make together."""
     default = dist.group.WORLD
     assert default is not None, "torch.distributed is initialised"
     if backend_of(_HOST) == "gloo":
@@ -97,7 +93,7 @@ def tensor_groups(device: torch.device, timeout: timedelta) -> TensorGroups:
     """Return the groups for tensors on a device. The first call makes them, and all ranks must make it together.
 
     Raises:
-        UserError: another pipeline has transfers under way: those of a new one could not be told from them.
+        UserError: another pipeline has transfers under way, with which those of a new one could be confused.
     """
     default = dist.group.WORLD
     assert default is not None, "torch.distributed is initialised"
@@ -216,9 +212,9 @@ class DistributedTransport:
     """Transfer tensors from and to the one rank of this process.
 
     Attributes:
-        ordered: whether tensors go over a backend with nccl's rules .
-            Transfers must then be posted and sent in the order of :mod:`vpipe.schedules.transfer_order`.
-        watch: of this process; it shows other ranks which transfer this one is in.
+        ordered: whether tensors are sent over a backend with nccl's rules. Transfers must then be posted and sent in
+            the order of :mod:`vpipe.schedules.transfer_order`.
+        watch: the watchdog of this process.
         describe: ``rank -> "rank 2 (stage 2)"``, for messages.
         timeout_s: how long a transfer may take before the run fails.
 
@@ -240,17 +236,17 @@ class DistributedTransport:
             self.watch.describe = describe
         self._most_under_way = {kind: max(SENDS_UNDER_WAY, in_flight) if kind in "FB"
                                 else SENDS_UNDER_WAY + dist.get_world_size() for kind in _KINDS}
-        # Nobody waits for a peer before a sum, which waits for all: of one update the last one's sends have ended.
+        # A sum over replicas waits for all peers, so the sends of the update before have ended.
         self._most_under_way |= {"D": 2 * buckets, "S": 2 * buckets}
         self._control = control_group(self._timeout)
         self.ordered = is_ordered(device)
         self._groups = tensor_groups(device, self._timeout) if self.ordered else None
-        # What an abandoned pipeline left under way must not match a later one's; every rank builds them in one order.
+        # Transfers that an abandoned pipeline left must not match a later one's; every rank builds them in one order.
         self._generation = next(_generations)
         self._posted: dict[tuple[int, TransferKey], _Posted] = {}
         self._sent: dict[tuple[int, str], deque[tuple[TransferKey, list[dist.Work], list[Tensor]]]] = defaultdict(deque)
-        # By peer and stage, microbatches with announced specs of which no gradient came back: until then the peer may
-        # not have received them, and holds up the receives behind.
+        # By peer and stage, microbatches sent with a header of which no gradient has arrived: until then the peer may
+        # not have received them, and does not post the receives behind.
         self._announced: dict[tuple[int, int], set[int]] = defaultdict(set)
 
     def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
