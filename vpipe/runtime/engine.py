@@ -42,7 +42,7 @@ from vpipe.schedules.schedule import Rounds, Schedule, describe_rank
 from vpipe.schedules.size import Placement
 
 Pauses = Callable[[int], int | None]
-"""Steps done -> the step after which the pipeline drains next; None: only when it must."""
+"""Steps done -> the step after which the pipeline drains next; None: no pause is planned."""
 
 CHANGES_HINT = ("give learning rates as learning_rate_factor=lambda step: ..., change them between two calls of train, "
                 "or choose a schedule with a flush")

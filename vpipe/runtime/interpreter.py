@@ -108,11 +108,7 @@ class Interpreter:
         self.recorders: Mapping[int, Recorder] = {}
 
     def run(self, segment: Segment, program_of: Callable[[int], RankProgram]) -> Iterator[int]:
-        """Execute a segment; yield a step when every stage of this process has made all its updates of it.
-
-        Raises:
-            RunError: an action failed, or a segment before did.
-        """
+        """Execute a segment; yield each step when every stage of this process has made all its updates."""
         if self.broken:
             raise RunError("this pipeline failed before and cannot go on", hint="build a new one")
         programs: dict[int, Iterator[Action]] = {}

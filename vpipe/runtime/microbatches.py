@@ -55,8 +55,8 @@ class MicrobatchLoader:
             batch and the microbatch is done.
         limit: after how many microbatches the loader ends, if the batches do not end before.
         used: fields that layers here compute with.
-        copy_to: the device to which these are copied as they are read, since the user may fill the same memory with the
-            next batch while they are in use. None: they are not copied.
+        copy_to: device to which these are copied, where the user may fill the same memory with the next batch while
+            they are in use; None: they are not copied.
         comparison: with the batches of other ranks; None where there are none.
 
     Attributes:
@@ -116,7 +116,7 @@ class MicrobatchLoader:
 
     @property
     def total(self) -> int:
-        """Return the number of microbatches up to the pause, once :meth:`has` has denied one."""
+        """Return the number of microbatches up to the pause, after :meth:`has` returned False."""
         read = self.batches_read * self._microbatches if self._exhausted else None
         return min(end for end in (self.end, self._limit, read) if end is not None)
 

@@ -8,8 +8,8 @@ from vpipe.errors import UserError, nearest
 from vpipe.schedules.registry import recipe_if_any, reversible_schedules
 
 Executor = Literal["overlapped", "naive", "async_threaded"]
-"""``overlapped``: transfers go on behind the compute. ``naive``: an action has ended, with all that it began, when the
-next begins. ``async_threaded``: the forwards of a batch in a thread each, on a GPU in a stream each, then the backwards
+"""``overlapped``: transfers run beside the compute. ``naive``: an action, with its transfers, ends before the next
+begins. ``async_threaded``: the forwards of a batch run in a thread each, on a GPU in a stream each, then the backwards
 from the last to the first. The numbers are the same to the bit."""
 
 EXECUTORS: tuple[Executor, ...] = get_args(Executor)
