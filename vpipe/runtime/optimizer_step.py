@@ -118,10 +118,9 @@ class OptimizerSteps:
         if self._completed[stage] < len(self._rounds.share(stage, update, stage, self._transport.rank)):
             return None
         del self._completed[stage]
-        early = whole and self.stage_scaler is None  # not before it is known whether the update overflowed
-        reducer = self.reducers[stage]
-        sending = reducer.during_backward if early else reducer.after_backward
-        return sending(self._number(stage, update), self._contributors(stage, update))
+        return self.reducers[stage].during_backward(
+            self._number(stage, update), self._contributors(stage, update),
+            early=whole and self.stage_scaler is None)  # not before it is known whether the update overflowed
 
     def reduce(self, stage: int, update: int) -> None:
         """Sum this replica's share of an update's gradients and send it to the others."""

@@ -117,10 +117,12 @@ class Reducer:
     # -- the last backward of an update: shares go out
 
     @contextmanager
-    def during_backward(self, update: int, contributors: Sequence[int]) -> Iterator[None]:
-        """Send gradients as soon as the backward inside has made those of a bucket, and the rest at its end."""
-        if self._transport.ordered:  # transfers have a fixed order: REDUCE_GRAD sends them
+    def during_backward(self, update: int, contributors: Sequence[int], early: bool) -> Iterator[None]:
+        """Send the gradients of the backward inside at its end, or ``early``: each bucket once it is complete."""
+        if self._transport.ordered or not early:
             yield
+            if not self._transport.ordered:  # else transfers have a fixed order: REDUCE_GRAD sends them
+                self.send(update, contributors)
             return
         times: Counter[int] = Counter()
         self._missing = [len(bucket.members) for bucket in self._buckets]
@@ -145,13 +147,6 @@ class Reducer:
         self._late |= {i for i, count in times.items() if count > 1}
         self._seen = True
         self.send(update, contributors)
-
-    @contextmanager
-    def after_backward(self, update: int, contributors: Sequence[int]) -> Iterator[None]:
-        """Send all gradients at the end of the backward inside."""
-        yield
-        if not self._transport.ordered:
-            self.send(update, contributors)
 
     def send(self, update: int, contributors: Sequence[int]) -> None:
         """Send the rest; a replica without a microbatch of the update only posts receives."""

@@ -45,6 +45,9 @@ class Stage(StageLayers):
         model, spec, seed, device, precision: see :class:`StageLayers`.
         recomputed: the numbers, in the model, of the layers whose activations are dropped in forward and recomputed
             in backward.
+
+    Attributes:
+        summed_late: the stage's own parameters whose gradient is not final before the whole backward is done.
     """
 
     def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device,
@@ -60,6 +63,7 @@ class Stage(StageLayers):
         self._spans = list(self._cut_into_spans(model, recomputed))
         self.recomputes = bool(recomputed)
         self._shared = [(weights, names) for weights in self.all_weights if (names := self._in_several_spans(weights))]
+        self.summed_late = [name for weights, names in self._shared if weights is self.weights for name in names]
 
     def _cut_into_spans(self, model: Model, recomputed: Collection[int]) -> Iterator[Span]:
         """Yield the longest runs of layers that are all recomputed, or none of them."""
@@ -86,11 +90,6 @@ class Stage(StageLayers):
     def changes_modules(self) -> bool:
         """Return whether a forward may change buffers or attributes of modules."""
         return any(span.effects.may_share for span in self._spans)
-
-    @property
-    def summed_late(self) -> list[str]:
-        """Return the stage's own parameters whose gradient is not final before the whole backward is done."""
-        return [name for weights, names in self._shared if weights is self.weights for name in names]
 
     # -- forward ---------------------------------------------------------------------------------------
 
