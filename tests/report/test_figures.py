@@ -103,8 +103,8 @@ def test_of_a_run_that_was_ended_only_what_all_ranks_recorded_is_measured(tmp_pa
     first, second, *_ = load_report_data(folder, {}).notes
     assert first.startswith("The run did not end well, or is still going: the records of 4 of 4")
     last = 57 if kept == 1 else 27  # a step's end is on all ranks
-    assert second == (f"The record holds up to step {last}, metrics.jsonl goes on to step 59: what a rank did in its "
-                      "last seconds was not written down.")
+    assert second == (f"The record holds up to step {last}, metrics.jsonl continues to step 59: the last seconds of a "
+                      "rank were not recorded.")
 
 
 def test_figures_of_even_stages(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_without_a_whole_step_the_first_actions_are_shown(tmp_path: Path) -> Non
     for file in (folder / "trace").iterdir():
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:5]))
     text = outline(page(load_report_data(folder, {}))).text
-    assert "Nothing is planned beside the run: no whole step was recorded." in text
+    assert "There is no expected run to compare with: no whole step was recorded." in text
     assert "No whole step was recorded; these are the first actions." in text
 
 

@@ -157,9 +157,9 @@ class _Page:
         yield ("<h2>Idle by cause</h2>"
                f'<p class="soft lead">Time per {self._unit} of each rank, mean over '
                f"{counted(max(1, window.steps), self._unit)}. <em>Schedule</em>: the rank's input was not made yet. "
-               "<em>Straggler</em>: it would have been, had its maker taken no longer than usual. <em>Waiting for a "
-               "transfer</em>: it was on its way. <em>Between actions</em>: it was made, but vpipe was at other "
-               "things, such as reading data.</p>")
+               "<em>Straggler</em>: it would have been, if the action that makes it had taken its usual time. "
+               "<em>Waiting for a transfer</em>: it was made and was being sent. <em>Between actions</em>: it was "
+               "made, but vpipe did other work, such as reading data.</p>")
         yield idle_bars(self._data, self._unit)
 
     def _stages_caption(self) -> str:
@@ -212,8 +212,8 @@ class _Page:
         top = max([peaks[rank] for rank in ranks] + [held for rank in ranks for _, held in planned.get(rank, ())])
         close = limit is not None and limit < 2 * top  # a limit far above would flatten the curves
         yield ("<h2>Kept tensors</h2><p class='soft lead'>What each rank kept while the timeline above was recorded: "
-               "activations for backwards, weight versions, gradients and optimizer state, counted. What a layer needs "
-               "for a while is not in it, nor what Python and torch take of the process's memory."
+               "activations for backwards, weight versions, gradients and optimizer state, counted. Temporary tensors "
+               "inside a layer are not included, nor the memory of Python and torch themselves."
                + ("" if limit is None or close else f" The limit of {size_text(limit)} is above the charts.")
                + (f" Of {len(parts)} ranks the {_MOST_CURVES} that hold most." if len(parts) > len(ranks) else "")
                + '</p><div class="charts small">')
@@ -243,7 +243,7 @@ class _Page:
                  ("recorded", f"{sum(len(track.actions) for track in run.tracks):,} actions in {run.end_s:.1f} s"),
                  ("measured over", f"{counted(self._data.figures.window.steps, self._unit)} from "
                   f"{self._unit} {self._data.figures.window.first} on"),
-                 ("all of it", "trace.json beside this page opens in Perfetto")]
+                 ("whole timeline", "trace.json beside this page opens in Perfetto")]
         yield '<h2>The run</h2><dl class="facts">' + "".join(
             f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts) + "</dl>"
 

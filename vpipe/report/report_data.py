@@ -179,8 +179,8 @@ def _unwritten(recording: Recording, history: History) -> Iterator[str]:
     recorded, logged = max(step_ends(recording), default=-1), max(step for step, _ in history.losses)
     if logged > recorded:
         reached = f"up to step {recorded:,}" if recorded >= 0 else "not one whole step"
-        yield (f"The record holds {reached}, metrics.jsonl goes on to step {logged:,.0f}: what a rank did in its last "
-               "seconds was not written down.")
+        yield (f"The record holds {reached}, metrics.jsonl continues to step {logged:,.0f}: the last seconds of a rank "
+               "were not recorded.")
 
 
 def _expected(recording: Recording, producers: Producers, profile: Profile | None,
@@ -202,7 +202,7 @@ def _expected(recording: Recording, producers: Producers, profile: Profile | Non
     except CheckError:
         return None, [*notes, "The recorded order of actions cannot be simulated: actions are missing from it."]
     if timeline is None:
-        return None, [*notes, "Nothing is planned beside the run: no whole step was recorded."]
+        return None, [*notes, "There is no expected run to compare with: no whole step was recorded."]
     why = "There is no profile.json" if profile is None else "The profile does not serve"
     return _made(recording, timeline, None,
                  f"{why}, so what stands here as planned is the run's own order of actions with every action at its "
