@@ -146,21 +146,23 @@ def peak_contents(schedule: Schedule, costs: Costs, rank: int) -> dict[int, Stag
     """Return, by stage of ``rank``, what it holds at the first moment when the rank holds most."""
     most: Number = -1
     found: dict[int, StageContents] = {}
-    for _, _, contents, held in moments(schedule, costs, rank):
+    for _, _, contents, held in moments(schedule, costs, rank, every_version=True):
         if held > most:
             most, found = held, {stage: replace(each) for stage, each in contents.items()}
     return found
 
 
-def moments(schedule: Schedule, costs: Costs,
-            rank: int) -> Iterator[tuple[int, bool, dict[int, StageContents], Number]]:
+def moments(schedule: Schedule, costs: Costs, rank: int,
+            every_version: bool = False) -> Iterator[tuple[int, bool, dict[int, StageContents], Number]]:
     """Yield what the stages of a rank hold, and their bytes together, whenever an action may change them.
 
     Before each stands the action's position in the program, -1 at the beginning, and whether its start changes them:
-    a forward and a recomputation, also one within a backward, take memory as they start.
+    a forward and a recomputation, also one within a backward, take memory as they start. Versions that take no bytes
+    are counted only with ``every_version``.
     """
     program, stages = schedule.programs[rank], stages_of_rank(schedule.placement, rank)
-    versions = {stage: {load.position: load.versions for load in stage_loads(program, stage)} for stage in stages}
+    versions = {stage: {load.position: load.versions for load in stage_loads(program, stage)}
+                if every_version or costs.stages[stage].version_bytes else {} for stage in stages}
     early = {(action.stage, action.microbatch) for action in program if action.op is Op.RECOMPUTE}
     contents = {stage: StageContents() for stage in stages}
     held = {stage: each.bytes(costs.stages[stage]) for stage, each in contents.items()}

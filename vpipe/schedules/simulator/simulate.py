@@ -135,7 +135,8 @@ class EventLoop:
         rank = self._tables.rank_of[number]
         self.ends[number] = self._now
         self._busy[rank] = False
-        self._pass(number, rank)
+        if number in self._tables.opened:
+            self._pass(number, rank)
         self._awake.append(rank)
 
     def _skip_instant(self, rank: int) -> None:
@@ -148,7 +149,8 @@ class EventLoop:
             if tables.ticks[cursor] is not None:
                 self._ready.add(rank)
                 break
-            self._pass(cursor, rank)
+            if cursor in tables.opened:
+                self._pass(cursor, rank)
             cursor += 1
         self.cursors[rank] = cursor
 
@@ -166,7 +168,8 @@ class EventLoop:
                 self._busy[rank] = True
                 self._engage(cursor, ticks)
             else:
-                self._pass(cursor, rank)
+                if cursor in self._tables.opened:
+                    self._pass(cursor, rank)
                 self._awake.append(rank)
         self._ready.clear()
 
@@ -175,7 +178,7 @@ class EventLoop:
 
     def _pass(self, action: int, rank: int) -> None:
         """Open the messages that begin behind an action."""
-        for number in self._tables.opened.get(action, ()):
+        for number in self._tables.opened[action]:
             message = self._tables.messages[number]
             if not self._overlap and message.ticks and message.source == rank:
                 self._sending[rank] += 1
