@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 import vpipe
 from vpipe import Layer, Model, Pipeline, Plan
 from vpipe.errors import PerformanceWarning, RunError, UserError
+from vpipe.runtime.state_dict import Position
 from vpipe.schedules.registry import schedule_names
 
 
@@ -347,3 +350,62 @@ def test_left_out_a_pipeline_takes_a_gpu_where_there_is_one(monkeypatch: pytest.
         with pytest.raises(RunError, match="moved to cuda:1"):
             pipeline(stages=2, **arguments)
     assert current == [torch.device("cuda:1")] * 2
+
+
+def test_the_position_is_that_of_the_steps_that_were_yielded() -> None:
+    """With a flush after every batch; without one while microbatches are in flight, too."""
+    pipe = pipeline(stages=3, microbatches=4)
+    assert (pipe.position.updates, pipe.position.microbatches, pipe.position.samples) == (0, 0, 0)
+    for step in pipe.train(batches(3)):
+        position = pipe.position
+        assert (position.updates, position.microbatches, position.samples) == (step.index + 1, 4 * (step.index + 1),
+                                                                               8 * (step.index + 1))
+    pipe = pipeline(stages=3, microbatches=4, schedule="pipedream")
+    for count in (0, 12):
+        for step in pipe.train(batches(3)):
+            position = pipe.position
+            assert position.updates == position.microbatches == step.index + 1 > count
+            assert position.samples == 2 * position.updates
+    assert pipe.position == Position(24, 24, 0, 48)
+
+
+def test_the_position_says_which_weights_were_evaluated_and_saved(tmp_path: Path) -> None:
+    pipe = pipeline(stages=3, microbatches=4, schedule="pipedream")
+    found = []
+    for step in pipe.train(batches(4)):
+        if step.index == 4:
+            pipe.evaluate(batches(1))
+            found.append(pipe.position.updates)
+            pipe.save(tmp_path / "saved")
+            found.append(pipe.position.updates)
+    assert found[0] == found[1] > 5, "what was in flight made updates"
+    assert pipeline(stages=2, microbatches=4, schedule="pipedream").load(tmp_path / "saved").updates == found[0]
+
+
+@pytest.mark.parametrize("pauses", [5, [5, 10, 15], {5, 10, 15, 90}])
+def test_pauses_make_an_evaluation_be_of_an_exact_update(pauses: Any) -> None:
+    """The run is that of a pipeline that drains there, whether or not anything is evaluated."""
+    def run(evaluated: bool) -> tuple[list[float], list[int]]:
+        pipe, losses, positions = pipeline(stages=3, microbatches=4, schedule="pipedream"), [], []
+        for step in pipe.train(batches(4), pauses=pauses):
+            losses.append(step.loss)
+            if evaluated and (step.index + 1) % 5 == 0:
+                pipe.evaluate(batches(1))
+                positions.append(pipe.position.updates)
+        return losses, positions
+
+    losses, positions = run(evaluated=True)
+    assert positions == [5, 10, 15]
+    assert losses == run(evaluated=False)[0]
+    assert losses != [step.loss for step in pipeline(stages=3, microbatches=4, schedule="pipedream").train(batches(4))]
+
+
+def test_pauses_of_a_flush_change_nothing() -> None:
+    assert [step.loss for step in pipeline(stages=3, microbatches=4).train(batches(3), pauses=1)] \
+        == [step.loss for step in pipeline(stages=3, microbatches=4).train(batches(3))]
+
+
+@pytest.mark.parametrize("given", [0, -3, 2.5, True, "15", [0], [1.5], [None]])
+def test_pauses_that_are_no_numbers_of_updates(given: Any) -> None:
+    with pytest.raises(UserError, match=re.escape(f"pauses is {given!r}")):
+        list(pipeline(stages=2).train(batches(1), pauses=given))

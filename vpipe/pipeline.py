@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from vpipe.arguments import Arguments, as_number, check_path, shown
+from vpipe.arguments import Arguments, as_integer, as_number, check_path, shown
 from vpipe.distributed import excepthook
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import join_world
@@ -21,6 +21,7 @@ from vpipe.model.layer import Model
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
+from vpipe.runtime.compiled import compile_backend
 from vpipe.runtime.engine import Engine, Settings
 from vpipe.runtime.executors.registry import EXECUTORS, THREADED, check_executor
 from vpipe.runtime.microbatches import Batch
@@ -93,6 +94,8 @@ class Pipeline:
         loss_scale: by which ``fp16`` multiplies losses; found while training when not given.
         executor: ``overlapped``, ``naive`` (each action has ended when the next begins) or, with the schedule
             ``gpipe``, ``async_threaded``. The numbers are the same; see docs/executors.md.
+        compile: compile every layer with torch.compile: True for its default backend, or the name of another one.
+            Schedules that split the backward are refused.
 
     Raises:
         UserError: the numbers do not fit the model, the schedule or the processes.
@@ -111,7 +114,8 @@ class Pipeline:
                  skip_not_finite: bool = False,
                  device: torch.device | str | None = None, backend: str | None = None, timeout_s: float = 60.0,
                  compress: str | Sequence[str] = "none", compress_rounding: str = "nearest",
-                 precision: str = "fp32", loss_scale: float | None = None, executor: str = "overlapped") -> None:
+                 precision: str = "fp32", loss_scale: float | None = None, executor: str = "overlapped",
+                 compile: bool | str = False) -> None:  # noqa: A002 - torch's word
         excepthook.install()
         given = Arguments()
         _check_model(given, model)
@@ -149,6 +153,8 @@ class Pipeline:
         timeout_s = given.number("timeout_s", timeout_s, 60, most=1e9)
         given.name("precision", precision, *PRECISIONS)
         given.name("executor", executor, *EXECUTORS)
+        if not isinstance(compile, bool):
+            given.name("compile", compile, "aot_eager")
         given.check()
         if plan is not None and sum(plan.partition) != len(model):
             raise UserError(f"the plan is for a model of {counted(sum(plan.partition), 'layer')}, but this one has "
@@ -173,7 +179,8 @@ class Pipeline:
                 compression.codecs if compression is not None else ())]:
             raise UserError.all_of(refused)
         settings = Settings(microbatches, recomputed, _finite_factor(learning_rate_factor), grad_clip, seed,
-                            world.own, timeout_s, compression, skip_not_finite, parsed, checked)
+                            world.own, timeout_s, compression, skip_not_finite, parsed, checked,
+                            compile_backend(compile))
         self._set_up(model, partition, schedule, lowered, settings, _from_named(optimizer), world)
         if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
             warnings.warn(slow, PerformanceWarning, stacklevel=2)
@@ -203,7 +210,7 @@ class Pipeline:
         self.engine = Engine(model, split(model, partition), schedule, optimizer, settings,
                              distributed=world.ranks > 1)
 
-    def train(self, batches: Iterable[Batch]) -> Iterator[Step]:
+    def train(self, batches: Iterable[Batch], pauses: int | Collection[int] | None = None) -> Iterator[Step]:
         """Train on batches (dicts of tensors, dimension 0 = samples); yield one :class:`Step` per update, in order.
 
         With a flush a batch is an update. Without one every ``update_every`` microbatches are (on every replica; with
@@ -211,12 +218,26 @@ class Pipeline:
         from batch to batch; it drains when the batches end, and before :meth:`evaluate` and :meth:`state_dict`. Under
         torchrun every process passes the same batches, and they are compared (docs/data.md); a field that its layers do
         not read may be on the meta device. What raises while a batch is read is raised when those before are done.
+
+        Args:
+            pauses: the updates, counted over all of training, after which a pipeline without a flush drains: every so
+                many, or those given. An :meth:`evaluate`, :meth:`save` or :meth:`state_dict` there is of exactly that
+                update. The same on every rank. With a flush the pipeline is empty after every update anyway.
         """
         _check_batches(batches)
+        next_pause = _pauses(pauses)
         if not self._trained:
             self.engine.collectives.check_trained()
             self._trained = True
-        return self.engine.train(batches)
+        return self.engine.train(batches, pauses=next_pause)
+
+    @property
+    def position(self) -> Position:
+        """Return the position in training: of the updates that were yielded, and of those that draining made.
+
+        An :meth:`evaluate`, :meth:`state_dict` or :meth:`save` is of the position that it leaves.
+        """
+        return self.engine.reached()
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss over all samples, forward only, modules in evaluation mode; the same on every rank.
@@ -325,6 +346,20 @@ def _places(given: Arguments, placement: Any) -> Placement | None:
                      "write a list of lists of whole numbers, such as [[0, 1], [2]]")
         return None
     return tuple(map(tuple, placement)) or None
+
+
+def _pauses(given: object) -> Callable[[int], int | None]:
+    """Return the function from the updates that are done to the next one to pause after."""
+    if given is None:
+        return lambda done: None
+    if (every := as_integer(given)) is not None and every > 0:
+        return lambda done: (done // every + 1) * every
+    numbers = [as_integer(each) for each in given] if isinstance(given, Collection) else [None]
+    wanted = [number for number in numbers if number is not None and number > 0]
+    if len(wanted) < len(numbers):
+        raise UserError(f"pauses is {shown(given)}", hint="give the number of updates from one pause to the next, such "
+                        "as pauses=100, or a list of updates, such as pauses=[100, 250]")
+    return lambda done: min((number for number in wanted if number > done), default=None)
 
 
 def _partition(model: Model, stages: int | None, partition: Sequence[int] | None) -> tuple[int, ...]:

@@ -155,6 +155,9 @@ class TrainingSection(Section):
     seed: Seed = Field(0, description="seed of initial weights and dropout")
     evaluate_every: Steps | None = Field(None, description="steps between evaluations; the run always ends with one")
     evaluation_batches: Steps = Field(8, description="batches per evaluation")
+    compile: bool | str = Field(False, description=(
+        "compile every layer with torch.compile: true for inductor, or the name of another backend, such as aot_eager; "
+        "schedules that split the backward are refused"))
     profile_iteration: Steps | None = Field(None, description=(
         "update to record with torch's profiler on every rank, counted from 1 as in the progress lines"))
     exit_after_profile: bool = Field(False, description="end the run normally after profile_iteration")

@@ -19,6 +19,7 @@ from vpipe.model.split import StageSpec, ties_between
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
 from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.collectives import Collectives
+from vpipe.runtime.compiled import check_compiled, compile_layers
 from vpipe.runtime.executors.async_threaded import ThreadedWorker
 from vpipe.runtime.executors.naive import NaiveWorker
 from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED, Executor
@@ -64,6 +65,7 @@ class Settings:
         skip: whether an update from a loss or a gradient that is not finite is skipped.
         precision: of the layers' computation.
         executor: of the actions.
+        compile: backend of torch.compile for the layers; None: they are not compiled.
     """
 
     microbatches: int
@@ -77,6 +79,7 @@ class Settings:
     skip: bool = False
     precision: Precision = FP32
     executor: Executor = "overlapped"
+    compile: str | None = None
 
     @property
     def needs_norms(self) -> bool:
@@ -143,6 +146,15 @@ class Engine:
         loader = self._loader(batches, None if updates is None else begun + -(-updates * per_step // whole) * whole,
                           None if schedule.stream else schedule.microbatches, begun, copied=schedule.stream)
         return self._train_stream(loader, begun, pauses) if schedule.stream else self._train_whole(loader)
+
+    def reached(self) -> Position:
+        """Return the position after the steps that were yielded, and those that :meth:`drain` made."""
+        stream = self._stream
+        if stream is None:
+            return self.position
+        first, done = stream.segment.first, stream.done * self._schedule.rounds.per_step
+        return self.position.after(stream.done, done, stream.segment.loader.samples(first, first + done),
+                                   (first + done) % self._settings.microbatches)
 
     def _train_whole(self, loader: MicrobatchLoader) -> Iterator[Step]:
         """Train batch after batch, each with all of the schedule's programs and an empty pipeline at its end."""
@@ -427,6 +439,10 @@ def build_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, 
                                       recomputed=settings.recompute[spec.index], precision=settings.precision)
                     for spec in specs if rank in placement[spec.index]} for rank in ranks}
     check_not_shared(stage for stages in built.values() for stage in stages.values())
+    if settings.compile is not None:
+        check_compiled(settings.compile, schedule, settings.device)
+        compile_layers((layer for stages in built.values() for stage in stages.values()
+                        for layer in stage.modules.values()), settings.compile)
     mailbox: Mailbox = {}
     workers: dict[int, Worker] = {}
     for rank, stages in built.items():

@@ -48,6 +48,11 @@ class Position:
     begun: int | None = None
     samples: int = 0
 
+    @property
+    def updates(self) -> int:
+        """Return the steps: a step is an update, except between replicas of different widths without a flush."""
+        return self.steps
+
     def within(self, batch: int) -> int:
         """Return how many microbatches are done of the incomplete batch, which has ``batch`` of them."""
         return self.microbatches % batch if self.begun is None else self.begun

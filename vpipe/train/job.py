@@ -30,6 +30,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.profiling.cache import load_by_digest, to_stderr
 from vpipe.profiling.fingerprint import digest, structure
+from vpipe.runtime.compiled import check_compiled, compile_backend
 from vpipe.runtime.executors.registry import THREADED
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.schedule import Schedule, describe_rank
@@ -132,6 +133,8 @@ class Job:
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, layers in enumerate(recomputed) if layers], training.needs_norms,
             last_first=parallel.executor == THREADED).prepare(proved=proved)
+        if (backend := compile_backend(training.compile)) is not None:
+            check_compiled(backend, schedule)
         config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
         if "partition" not in to_plan:
             config = config.with_parallel(partition=partition)

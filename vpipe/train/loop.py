@@ -26,6 +26,7 @@ from vpipe.metric_formulas import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
 from vpipe.progress import message_if_slow
 from vpipe.runtime.collectives import LocalUsage, broadcast_value
+from vpipe.runtime.compiled import compile_backend
 from vpipe.runtime.engine import Settings
 from vpipe.runtime.executors.registry import NO_GAIN, THREADED
 from vpipe.runtime.microbatches import Batch
@@ -311,7 +312,8 @@ def build_pipeline(job: Job) -> Pipeline:
                         world.own, parallel.timeout_s,
                         None if parallel.compress == "none" else Compression.parse(
                             parallel.compress, parallel.compress_rounding, len(job.partition), training.seed),
-                        training.on_nan == "skip", training.computed, parallel.executor)
+                        training.on_nan == "skip", training.computed, parallel.executor,
+                        compile_backend(training.compile))
     return Pipeline.from_schedule(job.model, job.partition, parallel.standing_in.schedule, job.schedule, settings,
                                   job.optimizer().from_named, world)
 

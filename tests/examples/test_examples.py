@@ -1,0 +1,108 @@
+"""The examples, and docs/python.md: what they print, and on fewer batches the same numbers under torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.runtime.step_results import Step
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
+TRANSFORMER = QUICKSTART.with_name("transformer.py")
+PAGE = QUICKSTART.parents[1] / "docs" / "python.md"
+
+
+def printed_here(program: Path) -> str:
+    """What the example prints in a process without a launcher: this one, which has torch already."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, torch.random.fork_rng():
+        runpy.run_path(str(program))
+    return out.getvalue()
+
+
+def printed(program: Path, *launcher: str) -> str:
+    """What it prints under a launcher; ends it with all that it started when it takes too long."""
+    with subprocess.Popen([sys.executable, *launcher, str(program)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True, start_new_session=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}) as process:
+        try:
+            out, err = process.communicate(timeout=100)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 0, err
+    return out
+
+
+def test_what_quickstart_prints() -> None:
+    lines = printed_here(QUICKSTART).splitlines()
+    number = r"\d\.\d{6}"
+    for line, schedule, updates in zip(lines, ("gpipe", "1f1b", "pipedream"), (36, 36, 288), strict=False):
+        match = re.fullmatch(rf" *{schedule}: partition \[\d, \d, \d, \d\], {updates} updates, "
+                             rf"loss ({number}) -> ({number}), held out ({number})", line)
+        assert match, line
+        first, last, held_out = map(float, match.groups())
+        assert last < 0.7 * first
+        assert held_out < 0.7 * first
+    assert lines[0].split(":")[1] == lines[1].split(":")[1], "both wait for the pipeline to empty: one run"
+    assert lines[3:] == ["8 tensors: 0.weight, 0.bias, 2.weight, 2.bias, ..."]
+
+
+@pytest.mark.usefixtures("forked")
+def test_it_prints_the_same_under_torchrun(tmp_path: Path) -> None:
+    shorter = tmp_path / "quickstart.py"
+    shorter.write_text(QUICKSTART.read_text().replace("range(36)", "range(6)"))
+    alone = printed_here(shorter)
+    assert "6 updates" in alone
+    assert printed(shorter, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4") == alone
+
+
+def test_what_the_transformer_prints_is_what_the_page_shows() -> None:
+    """It learns, and a resumed run goes on with the same losses; digits may differ between processors."""
+    shown = re.search(r"\$ python examples/transformer.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert shown
+    lines = printed_here(TRANSFORMER).splitlines()
+    assert [re.sub(r"\d+\.\d+", "N", line) for line in lines] == [
+        re.sub(r"\d+\.\d+", "N", line) for line in shown[1].splitlines()]
+    assert lines[-2].endswith("accuracy 100.0%")
+
+
+def test_hugging_faces_blocks_of_the_page_are_layers() -> None:
+    """In a stage of their own each, under schedules that split the backward, too: the losses of one stage, nearly."""
+    pytest.importorskip("transformers")
+    code = re.search(r"```python\n(from transformers.*?)```", PAGE.read_text(), re.DOTALL)
+    assert code
+    names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "Layer": Layer, "Model": Model}
+    exec(compile(code[1], str(PAGE), "exec"), names)
+    ids = torch.randint(101, (8, 16), generator=torch.Generator().manual_seed(0))
+
+    def losses(**settings: Any) -> list[float]:
+        pipe = Pipeline(names["model"], microbatches=4, **settings,
+                        optimizer=lambda params: torch.optim.SGD(params, lr=0.01))
+        return [step.loss for step in pipe.train([{"ids": ids, "labels": ids.roll(-1, 1)}] * 3)]
+
+    plain = losses(stages=1)
+    for schedule in ("1f1b", "zb_h1"):
+        assert losses(stages=3, schedule=schedule) == pytest.approx(plain, rel=1e-5)
+
+
+def test_the_page_has_every_argument_and_every_attribute() -> None:
+    page = PAGE.read_text()
+    rows = {name for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)", row)}
+    arguments = [*inspect.signature(Pipeline).parameters, *inspect.signature(Layer).parameters]
+    public = [name for name in vars(Pipeline) if not name.startswith("_") and name != "from_schedule"]
+    attributes = [*(field.name for field in fields(Step)), "updates", "microbatches", "samples"]
+    assert not {*arguments, *public, *attributes} - rows

@@ -1,0 +1,134 @@
+"""Compiled layers: the numbers of plain PyTorch with the same compiled layers, and code that is made once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from models import rich_batches, rich_model
+from test_every_schedule import FLUSH, MICROBATCHES, STREAMS, AdamW, cut
+from test_exact import assert_same_state
+from torch import nn
+from torch._dynamo.utils import counters
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.errors import UserError
+from vpipe.runtime.compiled import check_compiled
+from vpipe.schedules.action import Op
+from vpipe.schedules.build import build
+from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.size import Layout
+from vpipe.verify.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.verify.reference_model import ReferencePrecision
+from vpipe.verify.reference_optimizer import version_rule
+
+# Dynamo reads the gradient of every input that it sees.
+pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
+SPLIT = [name for name in FLUSH if any(action.op is Op.INPUT for program in build(
+    name, recipe_named(name).layout.placement(2, recipe_named(name).chunks), 8).programs for action in program)]
+WHOLE = [name for name in (*FLUSH, *STREAMS) if name not in SPLIT]
+
+
+@pytest.fixture(autouse=True)
+def room_for_shapes() -> Iterator[None]:
+    """The layers of the model have many shapes, and each its code."""
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+
+
+def compiled(model: Model, backend: str) -> Model:
+    """The same layers, each compiled as it is built."""
+    def build_compiled(layer: Layer) -> nn.Module:
+        module = layer.build()
+        module.compile(backend=backend)
+        return module
+
+    return Model([replace(layer, build=lambda layer=layer: build_compiled(layer)) for layer in model.layers],
+                 batch=model.batch)
+
+
+def oracle(name: str, pipe: Pipeline, backend: str, precision: str = "fp32") -> ReferenceRun:
+    model, batches = compiled(rich_model(), backend), rich_batches(2, MICROBATCHES)
+    recipe = TrainingRecipe(AdamW().from_named, MICROBATCHES, 7, clip=0.5, precision=ReferencePrecision(precision))
+    if recipe_named(name).flush:
+        return flush_oracle(model, batches, recipe, pipe.partition)
+    return asynchronous_oracle(model, batches, recipe, pipe.partition, pipe.update_every or 1,
+                               version_of=version_rule(name))
+
+
+@pytest.mark.parametrize("recompute", [0.0, 0.6])
+@pytest.mark.parametrize(("name", "backend"), [*((name, "eager") for name in WHOLE), ("1f1b", "aot_eager"),
+                                               ("interleaved", "aot_eager"), ("pipedream", "aot_eager")])
+def test_equal_to_plain_pytorch_with_the_same_compiled_layers(name: str, backend: str, recompute: float) -> None:
+    pipe = Pipeline(rich_model(), schedule=name, microbatches=MICROBATCHES, partition=cut(name), recompute=recompute,
+                    optimizer=AdamW(), seed=7, grad_clip=0.5, compile=backend)
+    losses, expected = [step.loss for step in pipe.train(rich_batches(2, MICROBATCHES))], oracle(name, pipe, backend)
+    assert losses == expected.losses
+    assert_same_state(pipe.state_dict(), expected.state)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+def test_in_reduced_precision(name: str, precision: str) -> None:
+    pipe = Pipeline(rich_model(), schedule=name, microbatches=MICROBATCHES, partition=cut(name), optimizer=AdamW(),
+                    seed=7, grad_clip=0.5, compile="aot_eager", precision=precision)
+    losses = [step.loss for step in pipe.train(rich_batches(2, MICROBATCHES))]
+    assert losses == oracle(name, pipe, "aot_eager", precision).losses
+
+
+@pytest.mark.parametrize(("name", "recompute"), [("1f1b", 0.0), ("1f1b", 1.0), ("pipedream", 0.0), ("pipedream", 1.0)])
+def test_versions_and_microbatches_compile_nothing_again(name: str, recompute: float) -> None:
+    """All versions that there are have been seen by the 8th microbatch; nothing is compiled from then on."""
+    pipe = Pipeline(rich_model(), stages=4, schedule=name, microbatches=8, optimizer=AdamW(), recompute=recompute,
+                    compile="aot_eager")
+    made = []
+    for step in pipe.train(rich_batches(6, 8)):
+        if step.index >= (8 if name == "pipedream" else 1):
+            made.append((counters["stats"]["unique_graphs"], counters["frames"]["total"]))
+    assert len(made) > 3
+    assert len(set(made)) == 1
+
+
+def test_layers_of_one_class_share_their_code() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.linear(h))
+
+    model = Model([*(Layer(f"block{i}", Block, inputs=("x",) if i == 0 else ("h",)) for i in range(6)),
+                   Layer("loss", Mean, outputs=("loss",))], batch=("x",))
+    before = counters["stats"]["unique_graphs"]
+    list(Pipeline(model, stages=3, schedule="pipedream", microbatches=4, optimizer=AdamW(), compile="eager").train(
+        [{"x": torch.randn(8, 8)} for _ in range(4)]))
+    # The first stage's input needs no gradient, that of the others does.
+    assert counters["stats"]["unique_graphs"] - before <= 3
+
+
+class Mean(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h.mean()
+
+
+@pytest.mark.parametrize(("given", "schedule", "what", "hint"), [
+    ("inducto", "1f1b", "torch.compile has no backend 'inducto'", "did you mean inductor?"),
+    ("eager", "zb_h1", "'zb_h1' splits every backward: it intercepts the operations that take a weight, and a compiled "
+     "layer shows none", "choose a schedule with whole backwards, such as 1f1b or interleaved, or do not compile"),
+    (3, "1f1b", "compile is 3", "give a name, such as 'aot_eager'")])
+def test_refused(given: Any, schedule: str, what: str, hint: str) -> None:
+    with pytest.raises(UserError) as raised:
+        Pipeline(rich_model(), stages=2, schedule=schedule, microbatches=4, optimizer=AdamW(), compile=given)
+    assert [(problem.what, problem.hint) for problem in raised.value.problems] == [(what, hint)]
+
+
+def test_without_a_compiler_inductor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("CXX", "g++-99")
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is no g\+\+-99"):
+        check_compiled("inductor", build("1f1b", Layout.LOOP.placement(2, 1), 4), torch.device("cpu"))
