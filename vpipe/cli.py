@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from vpipe.checkpoint.directory import check_free
 
             check_free(options.output)
-        with message_if_slow(LOADING_TORCH, show=options.new_output):
+        with message_if_slow(LOADING_TORCH) if options.new_output else nullcontext():
             module = import_module(f"vpipe.commands.{options.module}")
         getattr(module, options.function)(options)
         sys.stdout.flush()
