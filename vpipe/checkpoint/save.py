@@ -88,14 +88,10 @@ def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Te
 
 @dataclass(frozen=True)
 class SaveResult:
-    """The result of a save.
+    """The result of a save of so many steps of training.
 
-    Attributes:
-        step: how many steps of training it holds.
-        pause_s: for how long this rank did not train; a wait for the save before is part of it.
-        seconds: from the call until it was complete, or given up.
-        bytes: of all ranks' files; 0 where it was given up.
-        error: why it was given up; None where it is complete.
+    ``pause_s``: for how long this rank did not train; a wait for the save before is part of it. ``seconds``: from the
+    call until it was complete or given up. ``bytes``: of all ranks' files; 0 where it was given up, with an ``error``.
     """
 
     step: int

@@ -62,23 +62,20 @@ class HostBuffer:
         return self._places
 
     def _allocate(self, count: int, pinned: bool) -> None:
-        if count > len(self._memory) or (pinned and not self._memory.is_pinned()):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
-            self._memory = torch.empty(count, dtype=torch.uint8, pin_memory=True) if pinned else _pages(count)
+        if count <= len(self._memory) and not (pinned and not self._memory.is_pinned()):
+            return
+        self._memory = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
+        if pinned:
+            self._memory = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+            return
+        memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)  # large pages: the system hands out 512 times fewer
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _aligned(count: int) -> int:
     return -(-count // _ALIGN) * _ALIGN
-
-
-def _pages(count: int) -> Tensor:
-    """Return bytes on large pages where the system has them: it then hands out 512 times fewer."""
-    if not count:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """Return ``float32``."""
+    """Return the name without ``torch.``, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -230,10 +230,7 @@ def pack(pairs: Sequence[Pair], sequence_length: int, *, cls: int, sep: int) -> 
 
 
 class BertDataset(ArrayDataset):
-    """A data set of BERT's six fields, of at most ``max_predictions`` masked tokens per sample, from arrays.
-
-    The other arguments are those of :class:`~vpipe.data.epoch.ArrayDataset`.
-    """
+    """An :class:`~vpipe.data.epoch.ArrayDataset` of BERT's fields, with at most ``max_predictions`` masked tokens."""
 
     def __init__(self, vocab_size: int, sequence_length: int, max_predictions: int, counts: Mapping[Split, int],
                  load: Callable[[Split, str], Array], tokenizer_path: Path | None = None) -> None:

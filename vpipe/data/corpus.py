@@ -164,9 +164,7 @@ def prepare_tokens(corpus: Corpus, vocab_size: int = -1, tokenizer: Path | None 
                    cache_directory: Path | None = None) -> TokenCache:
     """Find the tokens of a corpus in the cache or make them now.
 
-    Args:
-        vocab_size: of the tokenizer that is trained; -1 = 8192, or that of ``tokenizer``.
-        tokenizer: a ``tokenizer.json`` to use; None trains one on the training documents.
+    ``vocab_size``: of the tokenizer to train on the training documents; -1 = 8192, or that of ``tokenizer``, a file.
     """
     facts = {"corpus": dict(corpus.facts), "vocab_size": vocab_size, "format": _FORMAT,
              "python": platform.python_version(), "tokenizers": package_versions(["tokenizers"]),

@@ -145,10 +145,9 @@ class _UnfilledNormal(TorchFunctionMode):
 
 
 class Model:
-    """Layers in order, and the fields of a batch that they read.
+    """Layers in order, and the names of the fields of a batch (a dict of tensors, dimension 0 = samples).
 
-    ``batch`` names the fields of a batch (a dict of tensors, dimension 0 = samples). The last layer
-    must write the tensor called ``loss``: the mean loss of the samples it was given, a scalar.
+    The last layer must write the tensor called ``loss``: the mean loss of the samples it was given, a scalar.
     """
 
     def __init__(self, layers: Iterable[Layer], batch: Sequence[str]) -> None:

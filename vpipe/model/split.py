@@ -50,7 +50,7 @@ def resolve_tie(model: Model, target: str) -> str:
 def split(model: Model, partition: Sequence[int]) -> tuple[StageSpec, ...]:
     """Return the stages of ``model`` when stage s takes ``partition[s]`` layers.
 
-    Raises UserError for a partition that does not fit the model, or that separates two layers that share a module.
+    Raises UserError for a partition that does not fit the model, or separates layers that share a module.
     """
     layers = len(model)
     if len(partition) > layers:
