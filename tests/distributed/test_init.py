@@ -62,7 +62,7 @@ def test_groups_that_the_program_made_are_watched(tmp_path: Path) -> None:
     assert [line.split(" ", 1)[1] for line in lines[:3]] == [lines[0].split(" ", 1)[1]] * 3, "the same losses"
     assert lines[3].endswith(", mine between ranks")
     assert (first, second) == (1, 7), err
-    assert "error: rank 1 ended without a word; rank 0 was at work (rank 0, peer rank 1)\n" in err
+    assert "error: rank 1 died without a message; rank 0 was at work (rank 0, peer rank 1)\n" in err
 
 
 def test_a_group_of_vpipes_that_the_program_destroyed_is_made_again(tmp_path: Path) -> None:

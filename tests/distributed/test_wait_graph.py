@@ -34,8 +34,8 @@ def test_a_straggler() -> None:
     (RankState(at=("reading a batch", 40)), "rank 0 has been reading a batch for 40 s: the slow one"),
     (RankState(at=(None, 40)), "rank 0 has been outside of the pipeline, in the program that runs it, for 40 s: the "
                                   "slow one"),
-    (AT_WORK, "rank 0 is at work, at nothing for long"),
-    (RankState(waits=Wait(1, 0.1)), "rank 0 is at work, at nothing for long"),
+    (AT_WORK, "rank 0 is busy, with nothing for long"),
+    (RankState(waits=Wait(1, 0.1)), "rank 0 is busy, with nothing for long"),
     (RankState(left=True, waits=Wait(1, 99.0)), "rank 0 has ended its program"),
     (RankState(silent_s=20.0, waits=Wait(1, 99.0)), "rank 0 has given no sign of life for 20 s: it is stopped, or its "
                                                      "host is down or cut off"),
@@ -64,7 +64,7 @@ def test_of_a_long_chain_the_middle_is_counted() -> None:
     assert sentences == [
         "rank 63 has waited 40 s for F17 from rank 62", "rank 62 has waited 40 s for F17 from rank 61",
         "60 more in between wait in the same way", "rank 1 has waited 40 s for F17 from rank 0",
-        "rank 0 is at work, at nothing for long"]
+        "rank 0 is busy, with nothing for long"]
 
 
 @pytest.mark.parametrize(("end", "fault"), [

@@ -21,7 +21,7 @@ def test_a_lost_connection_is_an_end_and_all_hear_of_it_at_once(ranks: Ranks) ->
     hello(detector, 2).close()
     for rank in (0, 1, 3):
         assert ranks.end_of(rank) == (
-            f"error: rank 2 (stage 2) on b ended without a word; rank {rank} (stage {rank}) on {'ab'[rank // 2]} was "
+            f"error: rank 2 (stage 2) on b died without a message; rank {rank} (stage {rank}) on {'ab'[rank // 2]} was "
             f"at work (rank {rank}, peer rank 2)\nhint: see what it printed, or its log; a process that is "
             "killed prints nothing (Linux kills one when memory runs out)")
     assert sorted(ranks.broken_off) == [0, 1, 3]  # so that the main thread raises, if it can
@@ -56,7 +56,7 @@ def test_one_that_ended_in_good_order_is_not_blamed(ranks: Ranks) -> None:
     ranks.watches.pop(1).leave()
     until(lambda: ranks.watches[2]._states[1].left)
     line.close()
-    assert ranks.end_of(2).startswith("error: rank 3 (stage 3) on b ended without a word")
+    assert ranks.end_of(2).startswith("error: rank 3 (stage 3) on b died without a message")
     assert ranks.ended[1].empty()
 
 
@@ -291,7 +291,7 @@ def test_rank_0_that_ends_waits_for_a_rank_that_was_not_heard_lately(ranks: Rank
     quiet, killed = hello(detector, 1), hello(detector, 2)
     time.sleep(6 * PACE.beat_s)
     killed.close()
-    assert ranks.end_of(0).startswith("error: rank 2 (stage 2) on b ended without a word")
+    assert ranks.end_of(0).startswith("error: rank 2 (stage 2) on b died without a message")
     ranks.watches.pop(0).leave()
     stopping = Thread(target=detector.stop)
     stopping.start()

@@ -75,7 +75,7 @@ def checkpoint(root: Path, step: int) -> Path:
     return folder
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(tmp_path).rename(tmp_path / "config.yaml")
 
     def next_start(attempt: str) -> tuple[Path | None, list[str]]:
@@ -84,14 +84,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path: Path, capsys: p
         return point.checkpoint, capsys.readouterr().err.splitlines()
 
     assert next_start("attempt 2 of 4") == (None, [
-        "attempt 2 of 4: rank 2 was killed; beginning anew, since there is no checkpoint yet"])
+        "attempt 2 of 4: rank 2 was killed; starting from the beginning, since there is no checkpoint yet"])
     older, newer = (checkpoint(tmp_path / "checkpoints", step) for step in (20, 40))
     assert next_start("attempt 2") == (newer, ["attempt 2: rank 2 was killed; going on from step 40"])
     text = (newer / MANIFEST).read_text()
     (newer / MANIFEST).write_text(text[:len(text) // 2])
-    found, (passed_over, said) = next_start("attempt 3")
+    found, (skipped, said) = next_start("attempt 3")
     assert found == older
-    assert passed_over.startswith("step-40 is passed over: ")
+    assert skipped.startswith("step-40 is skipped: ")
     assert said == "attempt 3: rank 2 was killed; going on from step 20"
 
 

@@ -80,7 +80,7 @@ def test_torchrun_starts_other_ranks_again_than_the_config_says(tmp_path: Path) 
     assert process.returncode == 0, err
     folder = only_run(tmp_path / "runs")
     assert "elastic: torchrun started 3 processes; the config has 2 ranks, and is partitioned again" in err
-    assert re.search(r"^attempt 2: rank 2 \(stage 2\) ended without a word; .*; going on from step \d+$", err, re.M)
+    assert re.search(r"^attempt 2: rank 2 \(stage 2\) died without a message; .*; going on from step \d+$", err, re.M)
     assert out.count(f"run folder: {folder}") == 3  # of each attempt, and of the end
     assert "3 stages" in out
     check_updates(folder, 40)
@@ -122,5 +122,5 @@ def test_what_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, er
     assert attempts == [("train",)] * tries  # a failure after a signal is a lasting one: test_local.py
     assert ("not started again: it was attempt 3 of 3" in str(caught.value)) == (tries == 3)
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("attempt")] == [
-        f"attempt {number} of 3: rank 1 was killed; beginning anew, since there is no checkpoint yet"
+        f"attempt {number} of 3: rank 1 was killed; starting from the beginning, since there is no checkpoint yet"
         for number in range(2, tries + 1)]

@@ -100,7 +100,7 @@ def test_torchrun_ends_the_others_and_one_says_of_a_killed_rank_who_it_was(tmp_p
                           env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 1
     [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert re.match(r"error: rank 1 \(stage 1\) ended without a word; rank 0 \(stage 0\) was (waiting for|sending|"
+    assert re.match(r"error: rank 1 \(stage 1\) died without a message; rank 0 \(stage 0\) was (waiting for|sending|"
                     r"receiving) ", error)
 
 
@@ -112,7 +112,7 @@ def test_a_rank_that_is_killed_while_it_opens_the_data_is_named_at_once(tmp_path
                           capture_output=True, text=True, timeout=50, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 1
     [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert error.startswith("error: rank 1 ended without a word; rank 0 was waiting for all ranks"), error
+    assert error.startswith("error: rank 1 died without a message; rank 0 was waiting for all ranks"), error
     assert not (tmp_path / "runs").exists()
 
 

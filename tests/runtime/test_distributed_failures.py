@@ -47,7 +47,7 @@ def test_a_pause_is_survived_and_a_killed_rank_named_by_all(four: World) -> None
     four.signal(2, signal.SIGKILL)
     for rank in (0, 1, 3):  # rank 0 has nothing to do with rank 2
         error = run_error(four.outcome(rank, 10))
-        assert re.search(rf"^error: rank 2 \(stage 2\) ended without a word; rank {rank} \(stage {rank}\) was "
+        assert re.search(rf"^error: rank 2 \(stage 2\) died without a message; rank {rank} \(stage {rank}\) was "
                          rf"{TRANSFER} with rank [0-3] \(stage [0-3]\) \(rank {rank}, ", error["text"]), error["text"]
         assert error["text"].endswith("\nhint: see what it printed, or its log; a process that is killed prints "
                                       "nothing (Linux kills one when memory runs out)")
@@ -68,7 +68,7 @@ def test_a_killed_rank_0_is_named(pair: World) -> None:
     run_some_steps(pair, "pipedream", 30)
     pair.signal(0, signal.SIGKILL)
     error = run_error(pair.outcome(1, 10))
-    assert re.search(rf"^error: rank 0 \(stage 0\) ended without a word; rank 1 \(stage 1\) was {TRANSFER} with "
+    assert re.search(rf"^error: rank 0 \(stage 0\) died without a message; rank 1 \(stage 1\) was {TRANSFER} with "
                      "rank 0 ", error["text"]), error["text"]
 
 
@@ -89,7 +89,7 @@ def test_a_rank_lost_while_the_model_is_gathered_is_named(pair: World) -> None:
         pair.progress(rank, lambda _: True, within_s=60)
     pair.signal(1, signal.SIGKILL)
     error = run_error(pair.outcome(0, 10))
-    assert error["text"].startswith("error: rank 1 (stage 1) ended without a word; rank 0 was sharing what each has "
+    assert error["text"].startswith("error: rank 1 (stage 1) died without a message; rank 0 was sharing what each has "
                                     "with rank 1 (rank 0, peer rank 1)\nhint: ")
 
 
@@ -115,7 +115,7 @@ def test_a_rank_that_does_nothing_is_named(pair: World) -> None:
         "0 after 2 s; rank 1 (stage 1) has waited ")
     assert re.search(r"sharing what each has with rank 0 \(stage 0\); rank 0 "
                      r"\(stage 0\) (has been outside of the pipeline, in the program that runs it, for \d+\.?\d* s: "
-                     r"the slow one|is at work, at nothing for long) \(rank 1, ", waiting["text"])
+                     r"the slow one|is busy, with nothing for long) \(rank 1, ", waiting["text"])
     assert "see what it printed, or its log; a slow start needs a larger timeout_s" in waiting["text"]
 
 

@@ -78,7 +78,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(cluster: Cluster, work: Path) -
     assert cluster.wait(job, 60) == "FAILED"
     text = said(work, job)
     assert "srun: error: n2: task 3: Killed" in text
-    assert "error: rank 3 (stage 3) on n2 ended without a word" in text
+    assert "error: rank 3 (stage 3) on n2 died without a message" in text
     assert "Traceback" not in text
 
 

@@ -59,7 +59,7 @@ def run_verify(options: argparse.Namespace) -> None:
         wrong += _compared("over gloo", _over_gloo(job, batches, folder), oracles, job)
     if wrong:
         raise RunError("; ".join(wrong), hint="a layer that draws random numbers outside torch, changes a buffer that "
-                       "it reads, or hands on memory that is not contiguous at a cut may differ from one device")
+                       "it reads, or passes on memory that is not contiguous at a cut may differ from one device")
     print(f"equal: {steps} steps give to the last bit the losses, gradient norms and weights of {oracles[0].name}"
           if not oracles[0].bound else
           f"near: {steps} steps give the same losses and gradient norms within {oracles[0].bound:.1e}, because the "

@@ -83,7 +83,7 @@ class Fault:
     @classmethod
     def ended(cls, *ranks: int) -> Fault:
         """Build the fault of processes that are gone and did not report why."""
-        return cls(ranks, "ended without a word",
+        return cls(ranks, "died without a message",
                    "see what it printed, or its log; a process that is killed prints nothing (Linux kills one when "
                    "memory runs out)")
 

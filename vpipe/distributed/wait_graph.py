@@ -94,7 +94,7 @@ def sentence(rank: int, state: RankState, place: Callable[[int], str]) -> str:
     if state.left:
         return f"{place(rank)} has ended its program"
     if state.at is None:
-        return f"{place(rank)} is at work, at nothing for long"
+        return f"{place(rank)} is busy, with nothing for long"
     return f"{place(rank)} has been {what or 'outside of the pipeline, in the program that runs it,'} for " \
         f"{duration(seconds)}"
 

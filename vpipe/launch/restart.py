@@ -81,14 +81,14 @@ def restart_point(run: Path, start: ResumePoint | None, attempt: str, what: str)
     """
     points = (point for root in checkpoint_roots(run) if (point := newest_intact(run, root)) is not None)
     point = next(points, None) or ResumePoint(run, None if start is None else start.checkpoint)
-    where = "beginning anew, since there is no checkpoint yet" if point.manifest is None else \
+    where = "starting from the beginning, since there is no checkpoint yet" if point.manifest is None else \
         f"going on from step {point.manifest.step}"
     print(f"{attempt}: {what}; {where}", file=sys.stderr, flush=True)
     return point
 
 
 def newest_intact(run: Path, root: Path) -> ResumePoint | None:
-    """Return the newest checkpoint in ``root`` of which nothing is damaged; one that is passed over is named on
+    """Return the newest checkpoint in ``root`` of which nothing is damaged; one that is skipped is named on
     stderr.
     """
     for checkpoint in reversed(Checkpoints(root).all()):
@@ -101,7 +101,7 @@ def newest_intact(run: Path, root: Path) -> ResumePoint | None:
         else:
             if not found:
                 return ResumePoint(run, checkpoint.absolute(), manifest)
-        print(f"{checkpoint.name} is passed over: {found[0]}", file=sys.stderr, flush=True)
+        print(f"{checkpoint.name} is skipped: {found[0]}", file=sys.stderr, flush=True)
     return None
 
 
