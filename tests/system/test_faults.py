@@ -78,7 +78,8 @@ def test_five_seconds_without_a_link_are_survived_and_a_killed_rank_ends_all_wit
     run.go_on()
     run.signal(3, signal.SIGKILL)
     for rank, said in run.ends([0, 1, 2], 10).items():
-        assert said.startswith(f"rank 3 (stage 3) on host2 died without a message; rank {rank} (stage {rank}) was "), said
+        assert said.startswith(f"rank 3 (stage 3) on host2 died without a message; rank {rank} (stage {rank}) was "), \
+            said
 
 
 @pytest.mark.parametrize("run", [20.0], indirect=True)
