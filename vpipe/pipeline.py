@@ -180,7 +180,7 @@ class Pipeline:
             raise UserError.all_of(refused)
         settings = Settings(microbatches, recomputed, _finite_factor(learning_rate_factor), grad_clip, seed,
                             world.own, timeout_s, compression, skip_not_finite, parsed, checked,
-                            compile_backend(compile))
+                            compile_backend(compile) if compile else None)
         self._set_up(model, partition, schedule, lowered, settings, _from_named(optimizer), world)
         if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
             warnings.warn(slow, PerformanceWarning, stacklevel=2)

@@ -13,12 +13,12 @@ import pytest
 import torch
 from small_run import job_of, write_config
 
-from vpipe.config.config import load_config
+from vpipe.config.config import config_row, load_config
 from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
-from vpipe.train.csv_rows import config_row, csv_text
+from vpipe.train.csv_rows import csv_text
 from vpipe.train.job import headline, model_flops
 from vpipe.train.loop import build_pipeline
 from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, StepSize

@@ -12,11 +12,11 @@ from typing import Any
 
 from vpipe.compare.planning import Contender
 from vpipe.compare.round_robin import MIN_UPDATES, WARM_UP, Turn
+from vpipe.config.config import config_row
 from vpipe.errors import counted
 from vpipe.metric_formulas import Utilization, bubble, p95, share_text
 from vpipe.plan.plan import Prediction
 from vpipe.runtime.stage_usage import StageUsage
-from vpipe.train.csv_rows import config_row
 from vpipe.train.job import Job
 from vpipe.train.metrics import Efficiency, finite
 from vpipe.units import size_text

@@ -7,7 +7,7 @@ value only, so that no value that a user writes is ignored.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -369,6 +369,21 @@ def load_resolved(path: Path) -> Config:
 def parse_resolved(text: str) -> Config:
     """Parse the YAML of the config of a job that another process of this run has; see :func:`load_resolved`."""
     return Config.model_validate(parse(text, "", "config").value, context=CHECKED)
+
+
+def config_row(config: Config) -> dict[str, Any]:
+    """Return every key of a config by its path, such as ``training.learning_rate``, in order."""
+    complete = config.model_copy(update={"checkpoint": config.saving})  # so that every row has the same columns
+    return dict(flatten(complete.model_dump(mode="json")))
+
+
+def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key of a section by its path, and its value."""
+    for key, value in section.items():
+        if isinstance(value, dict) and key != "stage_to_rank_map":
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def drop_removed(tree: Tree) -> None:

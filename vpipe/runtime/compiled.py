@@ -18,9 +18,9 @@ from vpipe.schedules.schedule import Schedule
 DEFAULT_BACKEND = "inductor"
 
 
-def compile_backend(given: bool | str) -> str | None:
-    """Return the backend that ``compile`` means: None for False, torch's default for True."""
-    return (DEFAULT_BACKEND if given else None) if isinstance(given, bool) else given
+def compile_backend(given: bool | str) -> str:
+    """Return the backend that ``compile`` means: torch's default for True."""
+    return DEFAULT_BACKEND if given is True else str(given)
 
 
 def check_compiled(backend: str, schedule: Schedule, device: torch.device | None = None) -> None:

@@ -6,29 +6,13 @@ import csv
 import io
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vpipe.config.config import Config
 from vpipe.errors import UserError
 
 Row = Mapping[str, Any]
-
-
-def config_row(config: Config) -> dict[str, Any]:
-    """Return every key of a config by its path, such as ``training.learning_rate``, in order."""
-    complete = config.model_copy(update={"checkpoint": config.saving})  # so that every row has the same columns
-    return dict(flatten(complete.model_dump(mode="json")))
-
-
-def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key of a section by its path, and its value."""
-    for key, value in section.items():
-        if isinstance(value, dict) and key != "stage_to_rank_map":
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def check_output(path: Path) -> None:

@@ -133,8 +133,8 @@ class Job:
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, layers in enumerate(recomputed) if layers], training.needs_norms,
             last_first=parallel.executor == THREADED).prepare(proved=proved)
-        if (backend := compile_backend(training.compile)) is not None:
-            check_compiled(backend, schedule)
+        if training.compile:
+            check_compiled(compile_backend(training.compile), schedule)
         config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
         if "partition" not in to_plan:
             config = config.with_parallel(partition=partition)

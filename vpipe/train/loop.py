@@ -17,6 +17,7 @@ import torch
 
 from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.checkpoint.manifest import Manifest
+from vpipe.config.config import config_row
 from vpipe.data.prefetch import Prefetcher
 from vpipe.distributed.init import join_world
 from vpipe.distributed.signals import Stopped, graceful_stop
@@ -34,7 +35,7 @@ from vpipe.runtime.step_results import Step
 from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.prepare import few_microbatches
 from vpipe.train.checkpointing import Cadence, Checkpointing, restore
-from vpipe.train.csv_rows import config_row, csv_text
+from vpipe.train.csv_rows import csv_text
 from vpipe.train.job import Job, device_of, join
 from vpipe.train.load_balance import MEASURED, BalanceCheck
 from vpipe.train.load_balance import WARM_UP as BALANCE_WARM_UP
@@ -313,7 +314,7 @@ def build_pipeline(job: Job) -> Pipeline:
                         None if parallel.compress == "none" else Compression.parse(
                             parallel.compress, parallel.compress_rounding, len(job.partition), training.seed),
                         training.on_nan == "skip", training.computed, parallel.executor,
-                        compile_backend(training.compile))
+                        compile_backend(training.compile) if training.compile else None)
     return Pipeline.from_schedule(job.model, job.partition, parallel.standing_in.schedule, job.schedule, settings,
                                   job.optimizer().from_named, world)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from vpipe.checkpoint.directory import Checkpoints, find_checkpoint, step_of
 from vpipe.checkpoint.integrity import newest_intact_before, older_intact_hint
 from vpipe.checkpoint.manifest import Manifest, no_longer_used
-from vpipe.config.config import CheckpointSection, Config, ModelSection, drop_removed, load_config
+from vpipe.config.config import CheckpointSection, Config, ModelSection, config_row, drop_removed, flatten, load_config
 from vpipe.config.parallel import AUTO
 from vpipe.config.validation import validated
 from vpipe.config.yaml_tree import describe, parse
@@ -24,7 +24,6 @@ from vpipe.data.dataset import Tokenized
 from vpipe.errors import Problem, UserError, counted
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
-from vpipe.train.csv_rows import config_row, flatten
 from vpipe.train.run_folder import (
     CONFIG,
     EARLIER,
