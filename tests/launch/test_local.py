@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from test_ends import alive, until
+from test_run_ends import alive, until
 
 from vpipe.distributed.network import free_port
 from vpipe.errors import LastingError, RunError, UserError, VpipeError

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from small_run import write_config
 from stand_in_host import command as stand_in_command
-from test_ends import alive, until
+from test_run_ends import alive, until
 
 from vpipe.cli import main
 from vpipe.config import machines as hosts_module

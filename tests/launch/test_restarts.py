@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zygote
 from small_run import check_updates, losses, only_run, oracle, write_config
-from test_ends import VPIPE, until
+from test_run_ends import VPIPE, until
 from test_runs import FRAGILE
 from test_torchrun import TORCHRUN, put_model
 
