@@ -134,6 +134,15 @@ def test_for_other_ranks_of_a_config_that_names_its_machines(said: Said, asked: 
     assert (ranks_of(config), hosts_of(config)) == (3, None)
 
 
+def test_the_stages_are_kept_where_the_command_says_so(said: Said) -> None:
+    for stages, ranks in ((2, 2), (1, 2), (2, 4), (4, 4)):
+        status, out, _ = said("--ranks", str(ranks), "--stages", str(stages), "-o", "plan.json")
+        assert status == 0
+        plan = Plan.load("plan.json")
+        assert (len(plan.partition), plan.ranks) == (stages, ranks)
+        assert f", {stages} stage{'s' * (stages > 1)} [" in out
+
+
 def test_the_heuristic_of_the_paper(said: Said) -> None:
     status, out, _ = said("--solver", "vpipe", "--memory", "1GiB")
     assert status == 0
@@ -151,6 +160,10 @@ def test_a_choice_of_the_config_that_does_not_fit_is_said_to(said: Said) -> None
     (["--memory", "8G"], "--memory is '8G', which may be GB (of 1000s) or GiB (of 1024s)", "write 8GiB or 8GB"),
     (["--ranks", "0"], "--ranks is 0", "plan for 1 rank or more"),
     (["--ranks", "6"], "--ranks is 6, but the model has only 5 layers", "use 5 ranks at most"),
+    (["--stages", "0"], "--stages is 0", "plan for 1 stage or more"),
+    (["--stages", "6"], "--stages is 6, but the model has only 5 layers", "give --stages 4"),
+    (["--stages", "3"], "--stages is 3, which 2 ranks cannot share equally: neither number divides the other",
+     "give --stages 2 or --stages 4, or 3 ranks with --ranks"),
     (["-o", "no/where.json"], "cannot write 'no/where.json': it is in no folder", "name a file in a folder that"),
     (["-o", "."], "cannot write '.': it is a folder", "name a file in a folder that exists, and can be written, as -o"),
     (["--solver", "vpip"], "vpipe plan has no --solver 'vpip'", "did you mean 'vpipe'?")])

@@ -117,6 +117,11 @@ def counted(count: int, word: str) -> str:
     return f"{count} {word}" + ("" if count == 1 else "es" if word.endswith(("ch", "s")) else "s")
 
 
+def counted_with_commas(count: int, word: str) -> str:
+    """Return ``1,024 samples``."""
+    return counted(count, word).replace(str(count), f"{count:,}", 1)
+
+
 def nearest(word: str, known: Sequence[str]) -> str:
     """Return a hint for an unknown name: the nearest valid one, whatever its case, or all of them."""
     folded = {name.casefold(): name for name in known}

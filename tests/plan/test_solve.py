@@ -373,3 +373,47 @@ def test_a_share_of_equal_layers_is_counted_wherever_the_stage_begins() -> None:
     assert [table.peak_bytes(first, first + 4, demand, frozenset((first + 2, first + 3))) for first in firsts] == [
         whole, whole]
     assert [table.recompute_set(first, first + 4, demand) for first in firsts] == [{3, 4}, {7, 8}]
+
+
+def heavy_first(memory_bytes: int | None = None, stages: int | None = None, ranks: int = 4,
+                schedules: tuple[str, ...] = ("1f1b", "interleaved")) -> Request:
+    """The first of eight layers takes as long as all others: replicas of it gain more than further cuts."""
+    made = profile([layer(f"l{number}", 0.07 if number == 0 else 0.01, parameters=0) for number in range(8)])
+    return Request({8: made}, ranks, memory_bytes, schedules, stages=stages)
+
+
+def test_a_number_of_stages_that_is_asked_for_stays() -> None:
+    free = solve(heavy_first()).plan
+    assert max(map(len, free.stage_to_rank_map)) > 1, "replicas are faster here"
+    assert len(free.partition) != 4
+    for stages, widths in ((1, 4), (2, 2), (4, 1), (8, 1)):
+        solution = solve(heavy_first(stages=stages))
+        for plan in (solution.plan, *(other.plan for other in solution.alternatives)):
+            assert plan is None or len(plan.partition) == stages
+            assert plan is None or {len(ranks) for ranks in plan.stage_to_rank_map} in ({widths}, set())
+        assert stages < 8 or solution.plan.schedule == "interleaved"
+    why = {other.what: other.why for other in solve(heavy_first(stages=2)).alternatives}
+    assert why["no replicas"] == "cannot have 2 stages"
+
+
+def test_a_number_of_stages_that_no_schedule_has_or_that_does_not_fit_is_refused() -> None:
+    assert str(refusal(heavy_first(stages=8, schedules=("gpipe", "1f1b")))) == (
+        "error: no schedule has 8 stages on 4 ranks (tried: gpipe, 1f1b)\n"
+        "hint: leave the number of stages free (no --stages), or plan for 8 ranks")
+    tight = [request for kib in range(8, 80, 4) if not fits(request := heavy_first(kib * KIB, stages=1))
+             and fits(heavy_first(kib * KIB))]
+    assert "leave the number of stages free (no --stages)" in str(refusal(tight[0]))
+
+
+def fits(request: Request) -> bool:
+    try:
+        solve(request)
+    except UserError:
+        return False
+    return True
+
+
+def refusal(request: Request) -> UserError:
+    with pytest.raises(UserError) as error:
+        solve(request)
+    return error.value

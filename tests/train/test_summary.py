@@ -19,10 +19,10 @@ from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
 from vpipe.train.csv_rows import csv_text
-from vpipe.train.job import headline, model_flops
+from vpipe.train.job import headline, model_flops, size_lines
 from vpipe.train.loop import build_pipeline
 from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, StepSize
-from vpipe.train.summary import RunFigures, p95, summary
+from vpipe.train.summary import RunFigures, evaluation_text, p95, summary
 
 USAGES = [StageUsage(forward_s=0.4, backward_s=0.8, step_s=0.08, communication_s=0.008, idle_s=idle, bytes_sent=n,
                      versions=2, staleness=1, peak_activations=2, peak_memory_bytes=3.5e9)
@@ -242,3 +242,23 @@ def test_operations_of_the_layers_that_are_recomputed_count_for_hfu_only(tmp_pat
     used = efficiency.utilization(1.0)
     assert used.model == pytest.approx(3 * sum(flops) / 1e6)
     assert used.hardware == pytest.approx((3 * sum(flops) + flops[4]) / 1e6)
+
+
+def test_the_sizes_of_model_and_epoch(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    every = sum(p.numel() for layer in job.model.layers for p in layer.make().parameters())
+    parameters = every - 32 * 16  # the words' table stands in the first layer and in the head
+    samples, length = job.dataset.samples("train"), job.config.model.sequence_length
+    vocabulary, updates = job.config.model.vocab_size, samples // job.config.dataset.batch_size
+    assert size_lines(job) == (f"{parameters:,} parameters, vocabulary of {vocabulary:,}\n"
+                               f"an epoch: {samples:,} samples, {samples * length:,} tokens, {updates} updates")
+    each = job_of(tmp_path, parallel__schedule="pipedream", parallel__update_every=3)
+    assert size_lines(each).endswith(f", about {4 * updates // 3} updates")
+
+
+def test_perplexity_of_a_model_of_next_tokens_alone(tmp_path: Path) -> None:
+    assert evaluation_text(job_of(tmp_path), 1, 2.0) == "evaluation loss after 1 update: 2.0000"
+    job = job_of(tmp_path, model__name="gpt", model__preset=None)
+    assert evaluation_text(job, 8, 2.0) == "evaluation loss after 8 updates: 2.0000, perplexity 7.39"
+    assert evaluation_text(job, 8, 1e4) == "evaluation loss after 8 updates: 10000.0000"
+    assert evaluation_text(job, 8, math.nan) == "evaluation loss after 8 updates: nan"

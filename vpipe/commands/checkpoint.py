@@ -13,7 +13,7 @@ from typing import Any
 from vpipe.checkpoint.directory import FOLDER, Checkpoints, find_checkpoint
 from vpipe.checkpoint.integrity import find_damage
 from vpipe.checkpoint.manifest import MANIFEST, Manifest, TensorEntry
-from vpipe.errors import RunError, UserError, counted
+from vpipe.errors import RunError, UserError, counted, counted_with_commas
 from vpipe.progress import LOADING_TORCH, byte_progress, message_if_slow
 from vpipe.train.run_folder import CONFIG, check_not_running
 from vpipe.units import size_text
@@ -60,8 +60,9 @@ def run_show(options: argparse.Namespace) -> None:
     folder = checkpoints_in(options.folder)[-1]
     manifest = Manifest.load(folder)
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    print(f"{folder}\nafter step {manifest.step:,} and {counted_in(manifest.samples, 'sample')}, seed {manifest.seed}, "
-          f"data {manifest.data or '-'}; made {_time_text(manifest)}" + (f" with {versions}" if versions else ""))
+    print(f"{folder}\nafter step {manifest.step:,} and {counted_with_commas(manifest.samples, 'sample')}, "
+          f"seed {manifest.seed}, data {manifest.data or '-'}; made {_time_text(manifest)}"
+          + (f" with {versions}" if versions else ""))
     print(f"by {_arrangement_text(manifest.arrangement)}\n")
     kinds = _grouped(manifest.tensors, lambda name: KINDS.get(name.split(".")[0], name.split(".")[0]))
     _print_sizes("what", {**kinds, "in all": manifest.tensors})
@@ -201,8 +202,3 @@ def _time_text(manifest: Manifest) -> str:
         return f"{datetime.fromisoformat(manifest.made):%Y-%m-%d %H:%M:%S}"
     except ValueError:
         return manifest.made
-
-
-def counted_in(count: int, word: str) -> str:
-    """Return a number with its noun: ``1,024 samples``."""
-    return counted(count, word).replace(str(count), f"{count:,}", 1)

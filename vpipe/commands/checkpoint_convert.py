@@ -15,11 +15,11 @@ from vpipe.checkpoint.export import export_huggingface, export_safetensors, expo
 from vpipe.checkpoint.import_weights import CONFIG, import_weights, read_model_config
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.vpipe_stage_files import find_stage_files, match_weights, read_stage_files
-from vpipe.commands.checkpoint import checkpoints_in, counted_in
+from vpipe.commands.checkpoint import checkpoints_in
 from vpipe.config.config import load_config
 from vpipe.data.dataset import Tokenized
 from vpipe.data.tokenizers import end_token, load_tokenizer
-from vpipe.errors import UserError, counted
+from vpipe.errors import UserError, counted, counted_with_commas
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, family_named
 from vpipe.progress import byte_progress
@@ -172,4 +172,5 @@ def _make(out: Path, job: Job | None, config: str, origin: str, model: Model, we
                           arrangement={"imported": True, "from": origin})
     made = make_checkpoint(out, info, model, weights, model_config)
     size = sum(stored.bytes for stored in made.tensors.values())
-    print(f"{out}: {counted_in(len(made.tensors), 'tensor')} of {counted(len(model), 'layer')}, {size_text(size)}")
+    print(f"{out}: {counted_with_commas(len(made.tensors), 'tensor')} of {counted(len(model), 'layer')}, "
+          f"{size_text(size)}")

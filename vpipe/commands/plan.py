@@ -44,6 +44,8 @@ def run_plan(options: argparse.Namespace) -> None:
     check_alone("vpipe plan", os.environ)
     if options.ranks is not None and options.ranks < 1:
         raise UserError(f"--ranks is {options.ranks}", hint="plan for 1 rank or more")
+    if options.stages is not None and options.stages < 1:
+        raise UserError(f"--stages is {options.stages}", hint="plan for 1 stage or more")
     if options.output is not None:
         check_output(options.output)
     config = load_config(options.config, options.settings, options.scheduler)
@@ -60,18 +62,36 @@ def run_plan(options: argparse.Namespace) -> None:
             raise UserError(f"--ranks is {ranks}, but the model has only {counted(len(job.model), 'layer')}",
                             hint=f"use {len(job.model)} ranks at most")
         job = Job.from_config(with_ranks(config, ranks))
+    if options.stages is not None:
+        _check_stages(options.stages, ranks, len(job.model))
     profiles = profiles_of(job, [config.dataset.batch_size // count for count in microbatch_choices(job.config)])
     by_count = {config.dataset.batch_size // size: profile for size, profile in profiles.items()}
     limit_bytes, limit_from = limit_of(memory_bytes, config, next(iter(by_count.values())))
     own = _own_choice(job, by_count, limit_bytes) if ranks == own_ranks else None
-    known = (own.plan,) if own is not None and own.plan is not None and options.solver == "exact" else ()
+    known = (own.plan,) if own is not None and own.plan is not None and options.solver == "exact" and (
+        options.stages in (None, len(own.plan.partition))) else ()
     request = Request(by_count, ranks, limit_bytes, planned_schedules(flush=not job.config.parallel.asynchronous),
-                      updates_every(job.config, by_count), known=known, solver=options.solver)
+                      updates_every(job.config, by_count), stages=options.stages, known=known,
+                      solver=options.solver)
     if len(job.model) * ranks >= SLOW_SEARCH:
         print(f"searching: {len(job.model)} layers on {ranks} ranks", file=sys.stderr, flush=True)
     solution = solve(request)
     print(_explanation(solution, request, limit_from, own).text(terminal_columns(PIPE_COLUMNS)))
     _save(solution.plan, options)
+
+
+def _check_stages(stages: int, ranks: int, layers: int) -> None:
+    """Check that so many stages, each with as many ranks as the others, or on each rank equally many, are possible."""
+    possible = [count for count in range(1, layers + 1) if ranks % count == 0 or count % ranks == 0]
+    if stages in possible:
+        return
+    near = [max((count for count in possible if count < stages), default=None),
+            min((count for count in possible if count > stages), default=None)]
+    hint = " or ".join(f"--stages {count}" for count in near if count is not None)
+    if stages > layers:
+        raise UserError(f"--stages is {stages}, but the model has only {counted(layers, 'layer')}", hint=f"give {hint}")
+    raise UserError(f"--stages is {stages}, which {counted(ranks, 'rank')} cannot share equally: neither number "
+                    "divides the other", hint=f"give {hint}, or {stages} ranks with --ranks")
 
 
 def with_ranks(config: Config, ranks: int) -> Config:

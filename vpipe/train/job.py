@@ -22,7 +22,7 @@ from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized
 from vpipe.data.registry import dataset_named
 from vpipe.distributed.device import DeviceMap, Visible, choose_device, device_name, make_current
 from vpipe.distributed.init import join_world
-from vpipe.errors import UserError, counted
+from vpipe.errors import UserError, counted, counted_with_commas
 from vpipe.model.layer import Model, seed_of
 from vpipe.model.registry import ModelSettings, family_named, model_named
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
@@ -209,6 +209,12 @@ class Job:
     def tokens_per_update(self) -> int:
         return self.samples_per_update * self.config.model.sequence_length
 
+    @property
+    def learns_next_tokens(self) -> bool:
+        """Whether the loss is the mean over tokens of the cross-entropy of the next one."""
+        fields = self.dataset.fields
+        return set(self.model.batch) == {"input_ids", "labels"} and fields["labels"].shape == fields["input_ids"].shape
+
     def same_program(self, other: Job) -> bool:
         """Return whether both jobs run the same actions on the same partition, whatever their schedules are called."""
         mine, theirs = ((job.partition, job.recomputed, job.config.microbatch_size, job.config.parallel.executor,
@@ -382,6 +388,18 @@ def headline(job: Job) -> str:
             + (f"{', '.join(to_plan)} to be planned, " if to_plan else "")
             + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else
                f"{ranks} process{'es' * (ranks > 1)}"))
+
+
+def size_lines(job: Job) -> str:
+    """Describe the size of the model and of an epoch in two lines, which follow a run's first."""
+    config, samples, tokens = job.config, job.dataset.samples("train"), "input_ids" in job.model.batch
+    length, size = config.model.sequence_length, config.dataset.batch_size
+    steps, rest = divmod(samples // size * config.training.num_microbatches, job.schedule.rounds.per_step)
+    epoch = [counted_with_commas(samples, "sample"),
+             *([counted_with_commas(samples * length, "token")] if tokens else []),
+             "about " * (rest > 0) + counted_with_commas(steps, job.step_name)]
+    return (counted_with_commas(sum(parameter_counts(job.model)), "parameter")
+            + f", vocabulary of {config.model.vocab_size:,}" * tokens + f"\nan epoch: {', '.join(epoch)}")
 
 
 def model_file(section: ModelSection) -> Mapping[str, Any]:

@@ -36,13 +36,13 @@ from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.prepare import few_microbatches
 from vpipe.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.train.csv_rows import csv_text
-from vpipe.train.job import Job, device_of, join
+from vpipe.train.job import Job, device_of, join, size_lines
 from vpipe.train.load_balance import MEASURED, BalanceCheck
 from vpipe.train.load_balance import WARM_UP as BALANCE_WARM_UP
 from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, ProgressBar, StepSize
 from vpipe.train.rank_times import RankTimes
 from vpipe.train.run_folder import METRICS, SUMMARY, running
-from vpipe.train.summary import RunFigures, summary
+from vpipe.train.summary import RunFigures, evaluation_text, summary
 from vpipe.train.tensorboard import TensorBoardWriter
 from vpipe.train.torch_profiler import TorchProfiler
 from vpipe.train.trace_writer import TraceWriter
@@ -77,7 +77,7 @@ def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest |
     devices = join(job.config)
     first = devices.rank == 0
     if first:
-        print(devices, flush=True)
+        print(f"{size_lines(job)}\n{devices}", flush=True)
     log.info("rank %d computes on %s", devices.rank, devices.own)
     with running(folder) if first else nullcontext():
         if checkpoint is not None:
@@ -293,7 +293,7 @@ class _TrainingRun:
             loss = self._pipe.evaluate(batches)
         steps = self._evaluated = self._metrics.steps
         self._metrics.evaluation(steps - 1, loss)
-        self._progress.note(f"evaluation loss after {counted(steps, self._job.step_name)}: {loss:.4f}")
+        self._progress.note(evaluation_text(self._job, steps, loss))
         self._divergence.check_evaluation(steps, loss)
 
     def _read(self, batches: Iterable[Batch], kind: str) -> AbstractContextManager[Iterator[Batch]]:

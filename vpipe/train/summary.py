@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
-from math import isfinite
+from math import exp, isfinite
 from statistics import fmean, median
 from typing import Any
 
@@ -17,7 +17,10 @@ from vpipe.schedules.size import Placement
 from vpipe.train.job import Job, on_processors
 from vpipe.train.metrics import Metrics, finite
 from vpipe.units import size_text
-from vpipe.visualize.table import filled, fitted, milliseconds, ms_text, terminal_columns
+from vpipe.visualize.table import compact, filled, fitted, milliseconds, ms_text, terminal_columns
+
+_HUGE_LOSS = 100.0
+"""Its perplexity says nothing, and soon is no float."""
 
 _COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "idle", "sent", "versions", "staleness",
             "in flight", "memory")
@@ -48,10 +51,16 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
         few = averaged_losses(len(losses))
         lines.append(f"training loss {figures.first_loss:.3f} -> {figures.last_loss:.3f} "
                      f"(mean of the first {few}, mean of the last {few})")
-    lines += [f"evaluation loss after {counted(step + 1, job.step_name)}: {loss:.4f}"
+    lines += [evaluation_text(job, step + 1, loss)
               for step, loss in (*metrics.past.evaluations, *metrics.evaluations)]
     lines += saves
     return "\n".join(lines if figures is None else [*lines, "", *_figures(job, figures), "", *_stages(job, figures)])
+
+
+def evaluation_text(job: Job, steps: int, loss: float) -> str:
+    """Describe an evaluation; with its perplexity where the loss is that of next tokens."""
+    perplexity = f", perplexity {compact(exp(loss))}" if job.learns_next_tokens and loss < _HUGE_LOSS else ""
+    return f"evaluation loss after {counted(steps, job.step_name)}: {loss:.4f}{perplexity}"
 
 
 def _figures(job: Job, figures: RunFigures) -> list[str]:

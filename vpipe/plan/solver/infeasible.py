@@ -128,8 +128,8 @@ def _remedies(space: SearchSpace, leanest: _Leanest, fits: Fits, limit: int) -> 
         if parse_size(enough, "the limit") > limit and fits(replace(more, memory_bytes=parse_size(enough, "it"))):
             yield f"allow {enough} or more per rank (parallel.memory, or --memory of vpipe plan)"
             break
-    if small and leanest.costs is not None and request.placement is None and request.partition is None and (
-            request.recompute is None):
+    if small and leanest.costs is not None and request.placement is None and request.stages is None and (
+            request.partition is None and request.recompute is None):
         ranks = _enough_ranks(leanest.costs, choice, limit)
         if ranks is not None and fits(replace(request, ranks=ranks)):
             yield f"use {ranks} ranks"
@@ -141,6 +141,8 @@ def _remedies(space: SearchSpace, leanest: _Leanest, fits: Fits, limit: int) -> 
         yield "leave the partition free"
     elif request.recompute is not None and small and fits(replace(request, recompute=None)):
         yield "leave free what is recomputed"
+    if request.stages is not None and small and fits(replace(request, stages=None)):
+        yield "leave the number of stages free (no --stages)"
 
 
 def _enough_ranks(costs: CostModel, choice: Choice, limit: int) -> int | None:
@@ -172,6 +174,10 @@ def _impossible(space: SearchSpace) -> UserError:
     if space.refusals:
         return UserError(f"no schedule can be had: {'; '.join(dict.fromkeys(space.refusals.values()))}",
                          hint="allow other schedules, numbers of microbatches or ranks")
+    if request.stages is not None:
+        return UserError(f"no schedule has {counted(request.stages, 'stage')} on {counted(request.ranks, 'rank')} "
+                         f"(tried: {', '.join(request.schedules)})", hint="leave the number of stages free "
+                         f"(no --stages), or plan for {counted(request.stages, 'rank')}")
     return UserError(f"{counted(request.ranks, 'rank')} cannot hold {counted(request.layers, 'layer')} with "
                      f"{', '.join(request.schedules)}", hint="use fewer ranks, or leave placement, partition and "
                      "recompute free")

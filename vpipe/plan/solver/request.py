@@ -31,6 +31,7 @@ class Request:
     placement: Placement | None = None  # ranks per stage
     partition: tuple[int, ...] | None = None  # layers per stage
     recompute: Recompute | None = None  # a share, or per stage a share or layers, as in a config
+    stages: int | None = None  # how many, all with equally many replicas, as few as can be
     known: tuple[Plan, ...] = ()  # plans that the answer must not be slower than, such as the one a config says
     # exact, or vpipe: the heuristic of the VPipe paper, see vpipe.plan.solver.vpipe_heuristic
     solver: Literal["exact", "vpipe"] = "exact"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from vpipe.errors import counted
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.plan.solver.choice import Candidate, Choice, Stages, equal_widths, traits_of
 from vpipe.plan.solver.chunked_partition import chunked_candidate
@@ -62,6 +63,8 @@ class SearchSpace:
         tried = [choice for choice in self.tried if schedule in (None, choice.schedule)
                  and microbatches in (None, choice.microbatches) and not (unreplicated and choice.replicated)]
         possible = [choice for choice in tried if choice not in self.refusals]
+        if not tried and self.request.stages is not None:
+            return f"cannot have {counted(self.request.stages, 'stage')}"
         if not tried:
             return "has more stages than the model has layers"
         if not possible:
@@ -80,22 +83,26 @@ class SearchSpace:
             stages = request.ranks // width * recipe.chunks
             if recipe.chunks > 1 and width == request.ranks:
                 continue  # one position, where several stages on a rank gain nothing
-            if request.ranks % width == 0 and stages <= request.layers and self._allows(stages):
+            if request.ranks % width == 0 and stages <= request.layers and self._allows(stages, width):
                 yield Choice(schedule, microbatches, every, request.ranks,
                              equal_widths(schedule, request.ranks, width))
         if self.searches_widths and traits_of(recipe).by_depth:
             yield Choice(schedule, microbatches, every, request.ranks, None)
 
-    def _allows(self, stages: int) -> bool:
-        """Tell whether the request allows so many stages."""
-        lists = [each for each in (self.request.partition, self.request.recompute) if isinstance(each, Sequence)]
-        return all(len(each) in (0, stages) for each in lists)
+    def _allows(self, stages: int, width: int) -> bool:
+        """Tell whether the request allows so many stages, with so many replicas each."""
+        request = self.request
+        if request.stages is not None and (stages, width) != (request.stages, max(1, request.ranks // request.stages)):
+            return False
+        return all(len(each) in (0, stages) for each in (request.partition, request.recompute)
+                   if isinstance(each, Sequence))
 
     @property
     def searches_widths(self) -> bool:
         """Stages may get unequal numbers of replicas."""
         request = self.request
-        free = request.placement is None and (request.recompute is None or isinstance(request.recompute, (int, float)))
+        free = request.placement is None and request.stages is None and (
+            request.recompute is None or isinstance(request.recompute, (int, float)))
         return free and 2 < request.ranks <= MOST_RANKS and request.layers <= MOST_LAYERS
 
     def _table(self, microbatches: int, limit_bytes: int | None, free: bool = False) -> StageTable:

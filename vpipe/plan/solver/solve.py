@@ -222,7 +222,7 @@ def _note(request: Request, space: SearchSpace, candidates: Sequence[Candidate],
         notes.append(f"partitions of {', '.join(several)} (several stages on a rank) are cut to equal times, not "
                      "searched")
     large = request.ranks > MOST_RANKS or request.layers > MOST_LAYERS
-    if large and request.placement is None and request.ranks > 2 and not space.searches_widths:
+    if large and request.placement is None and request.stages is None and request.ranks > 2:
         notes.append(f"beyond {MOST_RANKS} ranks or {MOST_LAYERS} layers all stages get equally many replicas")
     if _leaves_sets_out(request, chosen):
         notes.append(f"of the ways to recompute in a stage at most {MOST_SETS} per end are followed")
