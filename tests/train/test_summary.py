@@ -252,13 +252,13 @@ def test_the_sizes_of_model_and_epoch(tmp_path: Path) -> None:
     vocabulary, updates = job.config.model.vocab_size, samples // job.config.dataset.batch_size
     assert size_lines(job) == (f"{parameters:,} parameters, vocabulary of {vocabulary:,}\n"
                                f"an epoch: {samples:,} samples, {samples * length:,} tokens, {updates} updates")
-    each = job_of(tmp_path, parallel__schedule="pipedream", parallel__update_every=3)
-    assert size_lines(each).endswith(f", about {4 * updates // 3} updates")
+    stream = job_of(tmp_path, parallel__schedule="pipedream", parallel__data_parallel_size=3)
+    assert size_lines(stream).endswith(f", about {updates * 4 // 3} updates"), "each of one microbatch of each replica"
 
 
 def test_perplexity_of_a_model_of_next_tokens_alone(tmp_path: Path) -> None:
     assert evaluation_text(job_of(tmp_path), 1, 2.0) == "evaluation loss after 1 update: 2.0000"
-    job = job_of(tmp_path, model__name="gpt", model__preset=None)
+    job = job_of(tmp_path, model__name="gpt", model__preset=None, model__num_layers=2, model__num_heads=2)
     assert evaluation_text(job, 8, 2.0) == "evaluation loss after 8 updates: 2.0000, perplexity 7.39"
     assert evaluation_text(job, 8, 1e4) == "evaluation loss after 8 updates: 10000.0000"
     assert evaluation_text(job, 8, math.nan) == "evaluation loss after 8 updates: nan"
