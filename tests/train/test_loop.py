@@ -157,7 +157,11 @@ def test_what_the_screen_and_the_log_show(tmp_path: Path, capsys: pytest.Capture
     assert "0:00 left" in shown[1]
     messages = [record.message for record in caplog.records]
     assert (messages[0], messages[2:5]) == ("rank 0 computes on cpu", shown)
-    assert out.startswith("computing on cpu (no GPU is visible)\n4 updates in ")
+    parameters, epoch, device, end, *_ = out.splitlines()
+    assert parameters.endswith(" parameters, vocabulary of 32")
+    assert epoch == "an epoch: 64 samples, 1,024 tokens, 8 updates"
+    assert device == "computing on cpu (no GPU is visible)"
+    assert end.startswith("4 updates in ")
     assert "evaluation loss after 4 updates" in out
 
 

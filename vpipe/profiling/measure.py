@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vpipe.errors import RunError, VpipeError
+from vpipe.errors import RunError, VpipeError, counted
 from vpipe.model.layer import Model
 from vpipe.plan.profile import Identity, LayerProfile, Profile, Seconds
 from vpipe.profiling.device import (
@@ -160,7 +160,8 @@ class _Measurement:
         started = perf_counter()
         overhead, shared = self._measured_once()
         for microbatch, identity in zip(microbatches, identities, strict=True):
-            self._tell(f"counting what {len(self._model)} layers keep of {identity.microbatch_size} samples")
+            self._tell(f"counting what {len(self._model)} layers keep of "
+                       f"{counted(identity.microbatch_size, 'sample')}")
             seen = survey(self._model, self._structures, microbatch, self._runner, self._device, self._make_optimizer,
                           self._precision)
             layers, checked = self._layers(seen, self._times(seen, identity.microbatch_size), overhead)
@@ -199,7 +200,7 @@ class _Measurement:
         for place, window in enumerate(windows, 1):
             timer = LayerTimer([self._runner(number) for number in window], [seen.given[number] for number in window],
                         self._clock, shifted=self._group.rank % 2 == 1)
-            what = f"timing {len(window)} of {len(self._model)} layers at {size} samples" + (
+            what = f"timing {len(window)} of {len(self._model)} layers at {counted(size, 'sample')}" + (
                 f", part {place} of {len(windows)}" if len(windows) > 1 else "")
             self._tell(what)
             run_rounds(timer, self._budget_s / len(windows), self._group, self._cores,
