@@ -17,10 +17,10 @@ from vpipe.plan.profile import Profile
 from vpipe.profiling.device import shared_bytes
 from vpipe.profiling.fingerprint import structure
 from vpipe.profiling.layer_runner import LayerRunner
+from vpipe.profiling.layer_timer import LayerTimer, summary
 from vpipe.profiling.links import _rounds
 from vpipe.profiling.measure import Survey, _Measurement, survey
 from vpipe.profiling.rank_group import RankGroup
-from vpipe.profiling.timing import LayerTimer, summary
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import torch
 
 from vpipe.plan.profile import LinkProfile
 from vpipe.profiling.device import copied_bytes_per_s
+from vpipe.profiling.layer_timer import summary
 from vpipe.profiling.rank_group import RankGroup
-from vpipe.profiling.timing import summary
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 

@@ -32,9 +32,9 @@ from vpipe.profiling.layer_runner import (
     gradients_for,
     read_later,
 )
+from vpipe.profiling.layer_timer import LayerTimer, Samples, measure_overhead, run_rounds, summary
 from vpipe.profiling.links import measure_links
 from vpipe.profiling.rank_group import RankGroup
-from vpipe.profiling.timing import LayerTimer, Samples, measure_overhead, run_rounds, summary
 from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.stage_layers import Rounding
 from vpipe.runtime.stage_optimizer import MakeOptimizer
