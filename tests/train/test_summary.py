@@ -151,7 +151,7 @@ def test_the_summary_of_one_update_of_a_family_that_says_no_operations(tmp_path:
     metrics = Metrics(None, StepSize(8, 128))
     metrics.update(Step(0, 3.0, 0.1, None, stop=True))
     lines = summary(job, metrics, RunFigures.from_metrics(metrics, [StageUsage(*[0] * 10)] * 2, PLACEMENT)).splitlines()
-    assert lines[:2] == ["1 update in 0.0 s", "training loss 3.000 -> 3.000 (mean of the first 1, mean of the last 1)"]
+    assert lines[:2] == ["1 update in 0.0 s", "training loss 3.000 -> 3.000 (the first, the last)"]
     assert lines[7] == "(no MFU: the family does not say what its layers compute)"
 
 

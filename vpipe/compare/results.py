@@ -242,9 +242,10 @@ class Comparison:
             job, largest = one.job, one.contender.largest_size
             yield f"{one.name}: {one.contender.description}"
             fits = "" if largest is None else f" (the largest that fits: {largest})"
-            yield (f"    schedule {one.schedule}, {counted(job.schedule.rounds.per_step, 'microbatch')} of "
-                   f"{counted(job.config.microbatch_size, 'sample')}{fits} per update, layers {list(job.partition)}, "
-                   f"recomputed {list(map(len, job.recomputed))}")
+            program = (f"schedule {one.schedule}, {counted(job.schedule.rounds.per_step, 'microbatch')} of "
+                       f"{counted(job.config.microbatch_size, 'sample')}{fits} per update, layers "
+                       f"{list(job.partition)}, recomputed {list(map(len, job.recomputed))}")
+            yield from (f"    {line}" for line in filled(program, width - 4))
             if one.same_as is not None:
                 yield f"    {SAME} the same program as {one.same_as}, which ran for both"
         for name, why in self.refused.items():

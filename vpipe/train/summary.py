@@ -50,7 +50,7 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
     if losses and figures is not None:
         few = averaged_losses(len(losses))
         lines.append(f"training loss {figures.first_loss:.3f} -> {figures.last_loss:.3f} "
-                     f"(mean of the first {few}, mean of the last {few})")
+                     + (f"(mean of the first {few}, mean of the last {few})" if few > 1 else "(the first, the last)"))
     lines += [evaluation_text(job, step + 1, loss)
               for step, loss in (*metrics.past.evaluations, *metrics.evaluations)]
     lines += saves
