@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from small_run import job_of, write_config
+from torch import nn
 
 from vpipe.config.config import config_row, load_config
+from vpipe.model.layer import Layer, Model
 from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
@@ -254,6 +256,19 @@ def test_the_sizes_of_model_and_epoch(tmp_path: Path) -> None:
                                f"an epoch: {samples:,} samples, {samples * length:,} tokens, {updates} updates")
     stream = job_of(tmp_path, parallel__schedule="pipedream", parallel__data_parallel_size=3)
     assert size_lines(stream).endswith(f", about {updates * 4 // 3} updates"), "each of one microbatch of each replica"
+
+
+class ReadsItsWeights(nn.Linear):
+    """Cannot be built on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.largest = self.weight.max().item()
+
+
+def test_a_layer_that_needs_values_to_be_built_runs_all_the_same(tmp_path: Path) -> None:
+    model = Model([Layer("reads", ReadsItsWeights, ("input_ids",), ("loss",))], ("input_ids",))
+    assert size_lines(replace(job_of(tmp_path), model=model)).startswith("parameters unknown, vocabulary of 32\n")
 
 
 def test_perplexity_of_a_model_of_next_tokens_alone(tmp_path: Path) -> None:

@@ -398,8 +398,18 @@ def size_lines(job: Job) -> str:
     epoch = [counted_with_commas(samples, "sample"),
              *([counted_with_commas(samples * length, "token")] if tokens else []),
              "about " * (rest > 0) + counted_with_commas(steps, job.step_name)]
-    return (counted_with_commas(sum(parameter_counts(job.model)), "parameter")
+    parameters = _parameter_count(job.model)
+    return (("parameters unknown" if parameters is None else counted_with_commas(parameters, "parameter"))
             + f", vocabulary of {config.model.vocab_size:,}" * tokens + f"\nan epoch: {', '.join(epoch)}")
+
+
+def _parameter_count(model: Model) -> int | None:
+    """Return the number of parameters; None where a layer cannot be built without values (it reads them)."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return sum(parameter_counts(model))
+    except Exception:  # of a user's layer; where it is an error with values, too, building the pipeline reports it
+        return None
 
 
 def model_file(section: ModelSection) -> Mapping[str, Any]:

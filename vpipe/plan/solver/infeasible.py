@@ -97,7 +97,7 @@ def _leanest_chunked(space: SearchSpace, choice: Choice) -> Iterator[_Leanest]:
 
 
 def _layers(layers: range) -> str:
-    return f"layers {layers.start} to {layers.stop - 1}"
+    return f"layers {layers.start} to {layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
 
 
 def _fullest_stage(costs: CostModel, cut: Cut) -> tuple[int, StageMemory, range]:
