@@ -96,7 +96,7 @@ def test_of_a_run_that_was_ended_only_what_all_ranks_recorded_is_measured(tmp_pa
     run = read_recording(folder)
     ends = [track.actions[-1].end_s for track in run.tracks]
     figures = Figures.from_recording(run, Producers.from_recording(run))
-    assert figures.window.end_s <= run.covered_s == min(ends)
+    assert figures.window.end_s <= run.recorded_until_s == min(ends)
     assert figures.bubble == pytest.approx(whole.bubble, abs=0.02)
     for track, end_s in zip(run.tracks, ends, strict=True):
         assert list(time_slices(run, track, Producers.from_recording(run)))[-1].end_s == end_s

@@ -111,6 +111,11 @@ class Identity:
         return self.precision == "bf16_pure"
 
     @property
+    def is_cacheable(self) -> bool:
+        """The layers' source and settings can be read, so that a later process knows an equal model."""
+        return self.code is not None
+
+    @property
     def digest(self) -> str:
         """Twelve characters that identify all fields."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]

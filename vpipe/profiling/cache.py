@@ -25,7 +25,7 @@ def profile_path(identity: Identity, directory: Path | None = None) -> Path:
 
 def cached(identity: Identity, directory: Path | None = None, say: Say = to_stderr) -> Profile | None:
     """Return the profile with this identity, if it was measured before. A damaged one is reported and not used."""
-    if identity.code is None:
+    if not identity.is_cacheable:
         return None
     path = profile_path(identity, directory)
     if not path.exists():
@@ -58,7 +58,7 @@ def store(profile: Profile, directory: Path | None = None) -> Path:
     Raises:
         UserError: it cannot be written, or its layers have no digest by which equal ones could be known.
     """
-    if profile.identity.code is None:
+    if not profile.identity.is_cacheable:
         raise UserError(f"the profile of {profile.identity.model_name} is not kept: its layers hold objects or "
                         "functions whose content cannot be read", hint="each run measures anew")
     path = profile_path(profile.identity, directory)

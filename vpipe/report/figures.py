@@ -55,7 +55,7 @@ def step_ends(recording: Recording) -> dict[int, float]:
                 ends[step] = max(done.end_s, ends.get(step, 0.0))
                 seen[step] += 1
     return {step: ends[step] for step in sorted(ends)
-            if seen[step] == rounds.width(0) and ends[step] <= recording.covered_s}
+            if seen[step] == rounds.width(0) and ends[step] <= recording.recorded_until_s}
 
 
 def steady_window(recording: Recording) -> Window:
@@ -69,7 +69,7 @@ def steady_window(recording: Recording) -> Window:
     drain = 0 if recording.flush else min(stages, len(numbers) // 3)
     last = len(numbers) - 1 - drain
     if begin == 0 or last < begin:
-        return Window(min(numbers, default=0), len(numbers), 0.0, recording.covered_s)
+        return Window(min(numbers, default=0), len(numbers), 0.0, recording.recorded_until_s)
     return Window(numbers[begin], last - begin + 1, ends[numbers[begin - 1]], ends[numbers[last]])
 
 
@@ -91,7 +91,7 @@ def typical_window(recording: Recording, most_actions: int, steps: int | None = 
     """
     ends, steady = step_ends(recording), steady_window(recording)
     if steady.steps == 0 or len(ends) < 2:
-        return _cut(recording, Window(steady.first, len(ends), 0.0, recording.covered_s), most_actions)
+        return _cut(recording, Window(steady.first, len(ends), 0.0, recording.recorded_until_s), most_actions)
     bounds = [(step, end) for step, end in ends.items() if steady.start_s <= end <= steady.end_s]
     if steady.start_s == 0.0:
         bounds.insert(0, (steady.first - 1, 0.0))

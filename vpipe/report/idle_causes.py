@@ -140,7 +140,7 @@ def time_slices(recording: Recording, track: Track, producers: Producers) -> Ite
             yield from _idle(done.start_s, done.begun_s, done, made, Cause.UNKNOWN if made is None else Cause.TRANSFER)
         yield TimeSlice(done.begun_s, done.end_s, None, done)
         now = done.end_s
-    if track.whole and recording.end_s > now:
+    if track.reaches_end and recording.end_s > now:
         yield TimeSlice(now, recording.end_s, Cause.SCHEDULE, None)
 
 

@@ -17,7 +17,7 @@ from vpipe.schedules.action_record import FORMAT, RecordedAction
 from vpipe.schedules.schedule import Rounds
 from vpipe.schedules.size import Placement
 
-AGAIN = "record the run again with 'trace: true' in its config, or copy the file whole"
+_RECORD_AGAIN = "record the run again with 'trace: true' in its config, or copy the file whole"
 
 SHARED = ("schedule", "placement", "flush", "microbatches", "update_every", "partition", "recomputed",
           "samples_per_step")
@@ -29,7 +29,7 @@ def _is_count(value: Any, least: int = 0) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e15  # what is not a number is not less either
+    return type(value) in (int, float) and abs(value) < 1e15  # False for NaN and infinity
 
 
 def _lists_of(value: Any, least: int) -> bool:
@@ -57,26 +57,27 @@ def _read_header(file: Path) -> dict[str, Any]:
         text = next(lines, "")
     if not text:
         raise UserError(f"the record {file.name} is empty: rank {file.stem.removeprefix('rank')} did not come to the "
-                        "end of its first step", where=str(file), hint="let the run go on, or " + AGAIN)
+                        "end of its first step", where=str(file), hint="let the run go on, or " + _RECORD_AGAIN)
     where = f"{file}:1"
     try:
         header = json.loads(text)
     except ValueError:
-        raise UserError("the header of the record is not JSON", where=where, hint=AGAIN) from None
+        raise UserError("the header of the record is not JSON", where=where, hint=_RECORD_AGAIN) from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         found = header.get("format") if isinstance(header, dict) else None
         raise UserError(f"the record has format {found!r}, this version reads {FORMAT}", where=where,
                         hint="use the version of vpipe that made the run")
     for key, is_right in _KEYS.items():
         if key not in header or not is_right(header[key]):
-            raise UserError(f"'{key}' in the header of the record is {header.get(key)!r}", where=where, hint=AGAIN)
+            raise UserError(f"'{key}' in the header of the record is {header.get(key)!r}", where=where,
+                            hint=_RECORD_AGAIN)
     stages = len(header["placement"])
     for key in ("partition", "recomputed"):
         if len(header[key]) != stages:
             raise UserError(f"'{key}' in the header has {counted(len(header[key]), 'entry')} for "
-                            f"{counted(stages, 'stage')}", where=where, hint=AGAIN)
+                            f"{counted(stages, 'stage')}", where=where, hint=_RECORD_AGAIN)
     if file.name != f"rank{header['rank']}.jsonl":
-        raise UserError(f"{file.name} is the record of rank {header['rank']}", where=where, hint=AGAIN)
+        raise UserError(f"{file.name} is the record of rank {header['rank']}", where=where, hint=_RECORD_AGAIN)
     return header
 
 
@@ -87,7 +88,7 @@ def _open_lines(file: Path) -> Iterator[Iterator[str]]:
         with file.open(encoding="utf-8", errors="replace") as lines:
             yield lines
     except OSError as error:
-        raise UserError(f"cannot read the record: {error.strerror}", where=str(file), hint=AGAIN) from None
+        raise UserError(f"cannot read the record: {error.strerror}", where=str(file), hint=_RECORD_AGAIN) from None
 
 
 _SLACK_S = 1e-6  # by which rounded times may overlap
@@ -119,8 +120,8 @@ class Track:
     broken_off: bool = False
 
     @property
-    def whole(self) -> bool:
-        """Return whether the rank did nothing after its last action."""
+    def reaches_end(self) -> bool:
+        """Return whether the record reaches the rank's real end."""
         return not (self.truncated or self.broken_off)
 
 
@@ -136,7 +137,7 @@ class Recording:
         update_every: microbatches of an update; without a flush, on every replica.
         partition: layers per stage.
         recomputed: per stage, numbers of recomputed layers.
-        tracks: by rank; second 0 is the first start, on the clock of rank 0.
+        tracks: by rank; second 0 is the start of the first action, on the clock of rank 0.
         notes: sentences for the reader of the report.
     """
 
@@ -161,9 +162,9 @@ class Recording:
         return max((track.actions[-1].end_s for track in self.tracks if track.actions), default=0.0)
 
     @property
-    def covered_s(self) -> float:
-        """Return the second until which every rank has a record, of those with actions."""
-        return min((track.actions[-1].end_s for track in self.tracks if track.actions and not track.whole),
+    def recorded_until_s(self) -> float:
+        """Return the second until which every rank with actions is recorded."""
+        return min((track.actions[-1].end_s for track in self.tracks if track.actions and not track.reaches_end),
                    default=self.end_s)
 
 
@@ -195,7 +196,7 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None)
     for file, header in headers.items():
         if differing := [key for key in SHARED if header[key] != first[key]]:
             raise UserError(f"{file.name} and {files[0].name} are of different runs: {differing[0]} is "
-                            f"{header[differing[0]]} and {first[differing[0]]}", where=f"{file}:1", hint=AGAIN)
+                            f"{header[differing[0]]} and {first[differing[0]]}", where=f"{file}:1", hint=_RECORD_AGAIN)
     tracks, notes = [], []
     for number, rank in enumerate(ranks, 1):
         if number > 1:
@@ -205,19 +206,19 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None)
         tracks.append(track)
         notes += track_notes
     if not any(track.actions for track in tracks):
-        raise UserError(f"the record in '{trace}' holds no action", hint=AGAIN)
+        raise UserError(f"the record in '{trace}' holds no action", hint=_RECORD_AGAIN)
     zero = min(track.actions[0].start_s for track in tracks if track.actions)
     recording = Recording(
         first["schedule"], tuple(map(tuple, first["placement"])), first["flush"], first["microbatches"],
         first["update_every"], tuple(first["partition"]), tuple(map(tuple, first["recomputed"])),
-        first["samples_per_step"], tuple(_on_clock(track, lambda second: second - zero) for track in tracks),
+        first["samples_per_step"], tuple(_map_times(track, lambda second: second - zero) for track in tracks),
         tuple(notes))
     if not any(track.broken_off for track in tracks):
         return recording
     return replace(recording, notes=(*notes, "The run did not end well, or is still going: the records of "
                                      f"{sum(track.broken_off for track in tracks)} of {counted(len(tracks), 'rank')} "
-                                     f"have no end. Figures are of its first {recording.covered_s:.1f} s, as far as "
-                                     "they all reach."))
+                                     f"have no end. Figures are of its first {recording.recorded_until_s:.1f} s, "
+                                     "as far as they all reach."))
 
 
 def _read_track(file: Path, header: Mapping[str, Any]) -> tuple[Track, list[str]]:
@@ -235,7 +236,7 @@ def _read_track(file: Path, header: Mapping[str, Any]) -> tuple[Track, list[str]
                 if not line.endswith("\n"):  # the file ends in the middle of it
                     notes.append(f"{file.name} breaks off in line {number}: the run was ended, or is still going.")
                     break
-                raise damaged_line("record", file, number, line, AGAIN) from None
+                raise damaged_line("record", file, number, line, _RECORD_AGAIN) from None
             note = entry if isinstance(entry, dict) else {}
             if isinstance(entry, list) and (done := _parse_action(entry, stages, last_s)) is not None:
                 last_s = done.end_s
@@ -247,7 +248,7 @@ def _read_track(file: Path, header: Mapping[str, Any]) -> tuple[Track, list[str]
             elif (clock := _pair(note.get("clock"))) is not None:
                 clocks.append(clock)
             else:
-                raise damaged_line("record", file, number, line, AGAIN)
+                raise damaged_line("record", file, number, line, _RECORD_AGAIN)
     if truncated:
         notes.append(f"{file.name} ends after {len(actions):,} actions: recording has a limit. What came later is not "
                      "in this report.")
@@ -255,19 +256,19 @@ def _read_track(file: Path, header: Mapping[str, Any]) -> tuple[Track, list[str]
                                   for key in ("weight_bytes", "static_bytes"))
     track = Track(header["rank"], header["host"], actions, evaluations, weight_bytes, static_bytes, truncated,
                   broken_off=len(clocks) < 2)
-    # The clock of rank 0 differs by the line through the first and the last comparison with it.
+    # Offset to rank 0's clock: linear between the first and the last comparison.
     compared = clocks or [(0.0, header["clock_offset_s"])]
     (at_s, offset_s), (later_s, later_offset_s) = compared[0], compared[-1]
     drift = (later_offset_s - offset_s) / (later_s - at_s) if later_s > at_s else 0.0
-    return _on_clock(track, lambda second: second + offset_s + (second - at_s) * drift), notes
+    return _map_times(track, lambda second: second + offset_s + (second - at_s) * drift), notes
 
 
 def _pair(value: Any) -> tuple[float, float] | None:
     return (value[0], value[1]) if isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) else None
 
 
-def _on_clock(track: Track, to: Callable[[float], float]) -> Track:
-    """Return a record on the clock that ``to`` leads to."""
+def _map_times(track: Track, to: Callable[[float], float]) -> Track:
+    """Return a record with every time mapped by ``to``, to another clock."""
     return replace(track, evaluations=[(to(start), to(end)) for start, end in track.evaluations],
                    actions=[RecordedAction(op, stage, index, start, end, min(waited, end - start), held, versions)
                             for op, stage, index, start_s, end_s, waited, held, versions in track.actions

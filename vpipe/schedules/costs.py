@@ -24,8 +24,8 @@ class StageCosts:
         forward_s: F.
         input_s: I, the input half of a backward; a whole backward takes ``input_s + weight_s``.
         weight_s: W, the weight half.
-        recompute_s: R. Above 0 the stage recomputes: a backward with no R before it does so itself and takes that
-            much longer.
+        recompute_s: R, the recomputation of a forward; 0 if the stage recomputes nothing. A backward without an R
+            action before it recomputes by itself, and takes that much longer.
         step_s: one optimizer step.
         activation_bytes: M_B, held from the start of F until the end of B or I. A microbatch that is recomputed
             holds them from the start of the recomputation.
@@ -36,7 +36,8 @@ class StageCosts:
         gradient_bytes: what B or I sends to the previous stage.
         tied_bytes: the tied weights that this stage owns; their gradients are as large.
         reduce_bytes: the gradients of its weights, which its replicas sum. At every update each of w sends every other
-            its w-th part of these, and then the sum of its own part. Even nothing takes the latency of the link, twice.
+            its w-th part of these, and then the sum of its own part. With 0 bytes the
+            exchange still costs two latencies.
     """
 
     forward_s: Number
@@ -76,8 +77,8 @@ class Costs:
         default_link: between any two ranks that ``links`` does not name.
         links: by (source rank, target rank).
         overlap: ranks compute while they transfer. If not, both ranks are busy for the whole of a transfer:
-            the sender starts nothing else until it is through, the receiver takes it between two actions. One that
-            takes no time waits for nobody.
+            the sender starts nothing else until it is through, the receiver takes it between two actions. A
+            transfer of zero duration blocks neither rank.
         cores: of every host. When more of its ranks compute, step or copy what they transfer than it has cores, all of
             these slow down alike; with None every rank has a device of its own.
         hosts: per rank, a number that those on the same host have in common; one host for all when empty.

@@ -38,33 +38,35 @@ class BuildingBlock:
 
     def times(self, rank: int, ranks: int) -> list[int]:
         """Return the units of ``rank``: of F and I on its chunks in the order of the chains, then of W on 1 and 0."""
-        times, start = [], 0
+        chain_units, start = [], 0
         for chain, (stride, gap) in enumerate(zip(self.strides, (*self.gaps, 0), strict=True)):
             hops = ranks - 1 - rank if chain % 2 else rank  # the odd chains lead from the last rank to the first
-            times.append(start + stride * hops)
+            chain_units.append(start + stride * hops)
             start += stride * (ranks - 1) + 1 + gap
-        one, other = {*range(PERIOD)} - {time % PERIOD for time in times}
-        free = [[done + 1 + (unit - done - 1) % PERIOD for done, unit in zip(times[2:], units, strict=True)]
-                for units in ((one, other), (other, one))]
-        return times + min(free, key=sum)
+        # The four chains leave two units of the period free. Each W takes one of them, soon after its I.
+        first_free, second_free = {*range(PERIOD)} - {unit % PERIOD for unit in chain_units}
+        choices = [[done + 1 + (unit - done - 1) % PERIOD for done, unit in zip(chain_units[2:], free, strict=True)]
+                   for free in ((first_free, second_free), (second_free, first_free))]
+        return chain_units + min(choices, key=sum)
 
 
 @lru_cache(maxsize=8)
-def repeat_block(block: BuildingBlock, ranks: int, microbatches: int, most: int) -> tuple[tuple[Action, ...], ...]:
+def repeat_block(block: BuildingBlock, ranks: int, microbatches: int,
+                 max_in_flight: int) -> tuple[tuple[Action, ...], ...]:
     """Return the program of every rank: the block repeated, then squeezed at both ends.
 
     Every action is done as soon as it can be, in the order of the repeated block. Weight halves fill units in which the
-    rank would idle; behind a rank's last forward they let input halves go first.
+    rank would idle. After a rank's last forward, input halves go before weight halves.
 
     Args:
-        most: microbatch-stages between F and W at which a rank begins no other.
+        max_in_flight: limit of a rank's microbatch-stages between F and W; at it no new forward begins.
     """
     lines = [_RankProgram(block.times(rank, ranks), rank, ranks, microbatches) for rank in range(ranks)]
     available: dict[tuple[Op, int, int], int] = {}  # the unit from which an action's result can be used
     now = 0
     while any(line.ahead or line.waiting for line in lines):
         for line in lines:
-            action = line.next(available, now, most)
+            action = line.next(available, now, max_in_flight)
             if action is not None:
                 line.append(action)
                 available[action.op, action.stage, action.microbatch] = now + 1
@@ -89,7 +91,7 @@ class _RankProgram:
         self._forwards_left = 2 * microbatches
         self._in_flight = 0
 
-    def next(self, available: dict[tuple[Op, int, int], int], now: int, most: int) -> Action | None:
+    def next(self, available: dict[tuple[Op, int, int], int], now: int, max_in_flight: int) -> Action | None:
         """Return the action to do now; None when there is none."""
         weight = weight_half(*self.waiting[0][1:]) if self.waiting else None
         if not self.ahead:
@@ -100,9 +102,12 @@ class _RankProgram:
         if not is_forward and action.stage == self._last_stage:
             before = (Op.FORWARD, action.stage, action.microbatch)
         possible = (is_forward and action.stage == 0) or available.get(before, now + 1) <= now
-        if not possible or (is_forward and self._in_flight >= most):
+        if not possible or (is_forward and self._in_flight >= max_in_flight):
             return weight
-        return weight if weight is not None and self._forwards_left and self.waiting[0][0] < due else action
+        # Until the last forward, a weight half whose unit in the repeated block comes earlier goes first.
+        if weight is not None and self._forwards_left and self.waiting[0][0] < due:
+            return weight
+        return action
 
     def append(self, action: Action) -> None:
         self.program.append(action)
@@ -125,7 +130,7 @@ class VPhases:
     A turn is a text such as ``F0 I1 W1``: operations, each with its chunk, 0 on the way down and 1 on the way up. Every
     operation takes the microbatches in order; those from ``microbatches`` on are left out. ``W`` without a chunk is the
     weight half that has waited longest. With several waves, a group of 2p microbatches goes through all of them before
-    the next group, and comes back through the last first.
+    the next group; the backwards traverse the waves in reverse.
     """
 
     def __init__(self, rank: int, ranks: int, microbatches: int, waves: int = 1) -> None:

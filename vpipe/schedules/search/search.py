@@ -34,11 +34,11 @@ _ACTIONS = 40_000
 _FINALISTS = 4
 """Greedy orders that are simulated; the greedy's own times leave out that transfers queue on a link."""
 
-_SLOPES = (0.25, 0.4, 0.5, 0.65, 0.8, 1.0, 1.25, 1.6, math.inf)
+_SHARES_OF_WARM_UP = (0.25, 0.4, 0.5, 0.65, 0.8, 1.0, 1.25, 1.6, math.inf)
 """Forwards before a rank's first backward, as a share of those for which it has time: ZB-H1 has half, ZB-H2 all."""
 
-_LEVELS = (0.5, 0.67, 0.75, 1.0, 1.25, 1.5, 2.0)
-"""Microbatches in flight on every rank alike, as a share of the number of ranks: ZB-V has as many as ranks."""
+_IN_FLIGHT_PER_RANK = (0.5, 0.67, 0.75, 1.0, 1.25, 1.5, 2.0)
+"""Microbatches in flight on every rank alike, divided by the number of ranks: 1 for ZB-V."""
 
 
 def search(placement: Placement, microbatches: int, costs: Costs | None = None, limits: Limits = None) -> Schedule:
@@ -63,8 +63,8 @@ def search_placements(ranks: int, microbatches: int, chunks: int | None = None,
 
     Args:
         costs: by placement, so that each of several stages can take its share of a rank's time and memory.
-        limits: as for :func:`search`, in units of a stage: halved stages count as much as whole ones, unless ``costs``
-            makes them smaller.
+        limits: as for :func:`search`. Without ``costs``, the activations of any stage count 1, also those of a stage
+            that is half as long because a rank has two.
 
     Raises:
         UserError: no order keeps the limits on any of these placements.
@@ -102,7 +102,7 @@ class _Problem:
             raise UserError(f"there are {len(each)} memory limits for {ranks} ranks",
                             hint="give one per rank, or one number for all")
         self._limits: list[Number] = [math.inf if limit is None else limit for limit in each]
-        self._whole = work = self._work(microbatches)
+        self._workload = work = self._work(microbatches)
         self._goal = work.goal()
         least = [work.least_bytes(rank) for rank in range(work.ranks)]
         short = [rank for rank, limit in enumerate(self._limits) if limit < least[rank] * (1 - ROUNDING)]
@@ -121,27 +121,27 @@ class _Problem:
         hand_made = list(self._hand_made())
         scored = [one for schedule in hand_made if (one := self._scored(schedule)) is not None]
         yield from scored
-        if any(self._perfect(score) for score, _ in scored):
+        if any(self._is_optimal(score) for score, _ in scored):
             return
         any_fits = bool(scored)
         for rules in self._finalists(hand_made):
             if (found := self._ordered(rules)) is not None:
                 any_fits = True
                 yield found
-                if self._perfect(found[0]):
+                if self._is_optimal(found[0]):
                     return
         # One microbatch in flight and no backward split keep every limit that can be kept.
-        one_by_one = replace(_without_limits(self._whole), split=False,
-                             in_flight=tuple(float(len(stages)) for stages in self._whole.stages_of))
+        one_by_one = replace(_without_limits(self._workload), split=False,
+                             in_flight=tuple(float(len(stages)) for stages in self._workload.stages_of))
         if not any_fits and (last := self._ordered(one_by_one)) is not None:
             yield last
 
-    def _perfect(self, score: Score) -> bool:
-        """Tell whether no order has a smaller bubble or a smaller makespan."""
-        return _reaches((float(score[0]) + max(self._whole.work_s), float(score[1])), self._goal)
+    def _is_optimal(self, score: Score) -> bool:
+        """Return whether no order has a smaller bubble or a smaller makespan."""
+        return _reaches((float(score[0]) + max(self._workload.work_s), float(score[1])), self._goal)
 
     def _ordered(self, rules: GreedyRules) -> tuple[Score, Schedule] | None:
-        found = GreedyRun(self._whole, rules).order()
+        found = GreedyRun(self._workload, rules).order()
         return None if found is None else self._scored(self._schedule(found.programs))
 
     def _scored(self, schedule: Schedule) -> tuple[Score, Schedule] | None:
@@ -165,10 +165,14 @@ class _Problem:
                     continue  # not on this placement, or not with so many
 
     def _finalists(self, hand_made: Sequence[Schedule]) -> Iterator[GreedyRules]:
-        """Yield the best rules, which are tried on the first few of many microbatches."""
-        rules = list(_rules(self._whole))
-        few = max(2 * self._whole.ranks, _ACTIONS // (3 * len(self._placement) * len(rules)))
-        trial = _Trial(self._whole if few >= self._microbatches else self._work(few))
+        """Yield the rules to run on the whole batch.
+
+        The first are the best of many, found in a trial on few microbatches. The others keep the order of forwards and
+        backwards of a hand-made schedule.
+        """
+        rules = list(_rules(self._workload))
+        few = max(2 * self._workload.ranks, _ACTIONS // (3 * len(self._placement) * len(rules)))
+        trial = _Trial(self._workload if few >= self._microbatches else self._work(few))
         trial.run(rules)
         for one in trial.best():
             trial.run([replace(one, deep=not one.deep), replace(one, patience=1.0 - one.patience),
@@ -176,7 +180,7 @@ class _Problem:
         trial.climb()
         yield from trial.best()
         for schedule in hand_made:
-            yield replace(_without_limits(self._whole), turns=tuple(map(_turns, schedule.programs)))
+            yield replace(_without_limits(self._workload), turns=tuple(map(_turns, schedule.programs)))
 
     def _schedule(self, programs: Sequence[Sequence[Action]]) -> Schedule:
         """Return these programs as the schedule ``auto``, with its peaks as bounds."""
@@ -196,7 +200,7 @@ def _without_limits(work: Workload) -> GreedyRules:
 
 
 def _rules(work: Workload) -> Iterator[GreedyRules]:
-    """Yield the rules that are tried first, those that hold least ahead, each once."""
+    """Yield the rules to try first, each once, from the lowest limits of what a rank holds to the highest."""
     for in_flight, held in sorted(set(_allowances(work)), key=lambda one: (sum(one[1]), sum(one[0]), one)):
         for first in Priority:
             yield GreedyRules(in_flight, held, first)
@@ -207,12 +211,12 @@ def _allowances(work: Workload) -> Iterator[tuple[tuple[float, ...], tuple[float
     chunks = [len(stages) for stages in work.stages_of]
     most = [count * work.microbatches for count in chunks]
     endless = (math.inf,) * work.ranks
-    for share in _SLOPES:
+    for share in _SHARES_OF_WARM_UP:
         ahead = tuple(float(min(limit, count + _ahead(work, stages[0], share)))
                       for limit, count, stages in zip(most, chunks, work.stages_of, strict=True))
         yield ahead, endless
         yield ahead, (max(ahead),) * work.ranks
-    for share in _LEVELS:
+    for share in _IN_FLIGHT_PER_RANK:
         level = tuple(float(min(limit, max(count, math.ceil(share * count * work.ranks))))
                       for limit, count in zip(most, chunks, strict=True))
         yield level, endless
@@ -233,20 +237,20 @@ def _reaches(times: tuple[float, float], goal: tuple[float, float]) -> bool:
 
 
 class _Trial:
-    """Rules with the times of their orders, until no order can be better."""
+    """A trial of rules: the times of their orders. It ends as soon as no order can be better."""
 
     def __init__(self, work: Workload) -> None:
         self._work, self._goal = work, work.goal()
         self._times: dict[GreedyRules, tuple[float, float]] = {}
-        self._perfect = False
+        self._found_optimum = False
 
     def run(self, rules: Iterable[GreedyRules]) -> None:
         for one in rules:
-            if self._perfect:
+            if self._found_optimum:
                 return
             found = GreedyRun(self._work, one).order()
             self._times[one] = (math.inf, math.inf) if found is None else (found.span_s, found.makespan_s)
-            self._perfect = _reaches(self._times[one], self._goal)
+            self._found_optimum = _reaches(self._times[one], self._goal)
 
     def best(self) -> list[GreedyRules]:
         """Return a few rules, the best first."""
