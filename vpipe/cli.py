@@ -22,10 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status: 0, 1 for a failed run, 2 for a user's mistake, 128 + n for signal n."""
     options = _parser().parse_args(arguments)
     try:
+        from vpipe.plugins import import_files
+
         if options.new_output:
             from vpipe.checkpoint.directory import check_free
 
             check_free(options.output)
+        if options.module != "train":  # whose ranks, of torchrun or srun, report an error of theirs together
+            import_files(getattr(options, "imports", ()))
         with message_if_slow(LOADING_TORCH) if options.new_output else nullcontext():
             module = import_module(f"vpipe.commands.{options.module}")
         getattr(module, options.function)(options)
@@ -137,6 +141,13 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         help="override a key of the config, such as training.learning_rate=3e-4; may be repeated")
     parser.add_argument("--scheduler", help="override the schedule with an OurGPipe scheduler, such as naive")
+    _add_import(parser)
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--import", action="append", default=[], metavar="FILE.py", dest="imports",
+                        help="import this file, which registers schedules, models or data sets of your own; may be "
+                        "repeated")
 
 
 def _add_models(parser: argparse.ArgumentParser, needed: bool = False) -> None:
@@ -242,6 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--format", choices=("text", "csv", "svg", "json"), default="text",
                           help="output format (default: text)")
     _add_costs(schedule)
+    _add_import(schedule)
 
     check = _add(commands, "check", "schedule.run_check",
                  "prove that a schedule in a CSV file is complete, in order and free of deadlock")
@@ -282,6 +294,7 @@ def _add_checkpoint(commands: Any) -> None:
                         help="a safetensors file; a state dict for torch.load; a folder for transformers")
     export.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="file to write, or folder for "
                         "huggingface; must not exist")
+    _add_import(export)
 
     load = _add(commands, "import", "checkpoint_convert.run_import",
                 "make a checkpoint at step 0 from the weights of another program", new_output=True)

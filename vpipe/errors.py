@@ -127,3 +127,9 @@ def nearest(word: str, known: Sequence[str]) -> str:
     folded = {name.casefold(): name for name in known}
     close = get_close_matches(word.casefold(), folded, n=1, cutoff=0.6)
     return f"did you mean '{folded[close[0]]}'?" if close else f"known names: {', '.join(sorted(known))}"
+
+
+def nearest_registered(word: str, known: Sequence[str]) -> str:
+    """Return :func:`nearest` for a name that users may add to: of a schedule, a model or a data set."""
+    hint, adding = nearest(word, known), "our own are added by --import FILE.py or an installed package"
+    return f"{hint} Y{adding}" if hint.endswith("?") else f"{hint}; y{adding}"

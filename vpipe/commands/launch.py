@@ -71,6 +71,7 @@ def run_slurm(options: argparse.Namespace) -> None:
     overrides = [word for setting in options.settings for word in ("--set", setting)]
     if options.scheduler is not None:
         overrides += ["--scheduler", options.scheduler]
+    overrides += [word for path in options.imports for word in ("--import", path)]
     chosen = [word for option in ("nodes", "ranks_per_node", "partition", "time", "restarts")
               if (value := getattr(options, option)) is not None
               for word in (f"--{option.replace('_', '-')}", str(value))]

@@ -14,6 +14,7 @@ from vpipe.config.config import Config
 from vpipe.distributed.environment import RankEnvironment
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.launch.restart import Starter
+from vpipe.plugins import import_files
 from vpipe.progress import byte_progress
 from vpipe.train.resume import ResumePoint, absolute_path, find_resume_point, resumed_config
 from vpipe.train.run_folder import CONFIG, unlock_runs
@@ -42,6 +43,7 @@ def _train(options: argparse.Namespace) -> None:
     config: Config | VpipeError | None = None
     start, keys = None, _MeetingKeys()
     try:
+        import_files(options.imports)
         start = _resume_point(options)
         if {"RANK", "SLURM_PROCID"} & os.environ.keys():
             keys = _meeting_keys(options, start)

@@ -21,7 +21,7 @@ from vpipe.config.validation import (
     unavailable,
 )
 from vpipe.config.yaml_tree import describe
-from vpipe.errors import UserError, nearest
+from vpipe.errors import UserError, nearest_registered
 from vpipe.plan.recompute import MOST_LAYERS, ranges
 from vpipe.runtime.executors.registry import THREADED, Executor, threads_refused
 from vpipe.schedules.prepare import has_flush, is_file
@@ -290,7 +290,7 @@ class ParallelSection(Section):
                           "nothing is planned", "write what is recomputed, or name a schedule")
         if not is_file(self.schedule) and self.schedule not in schedule_names():
             yield Mistake(("schedule",), f"is '{self.schedule}', which is no schedule of this version",
-                          nearest(self.schedule, schedule_names()))
+                          nearest_registered(self.schedule, schedule_names()))
             return
         try:
             flush = has_flush(self.schedule)

@@ -16,7 +16,7 @@ from functools import cache
 
 import vpipe.data
 from vpipe.data.dataset import Dataset, DatasetSettings
-from vpipe.errors import UserError, nearest
+from vpipe.errors import UserError, nearest_registered
 from vpipe.plugins import announced, load, unregistered
 
 Factory = Callable[[DatasetSettings], Dataset]
@@ -27,6 +27,8 @@ _factories: dict[str, Factory] = {}
 def register_dataset(name: str) -> Callable[[Factory], Factory]:
     """Register the decorated factory as ``name``. Raises :class:`UserError` when another one has that name."""
     def register(factory: Factory) -> Factory:
+        if not factory.__module__.startswith("vpipe."):
+            _find_own()  # so that the names of vpipe's own data sets are known to be taken
         known = _factories.setdefault(name, factory)
         if (known.__module__, known.__qualname__) != (factory.__module__, factory.__qualname__):
             raise UserError(f"two data sets are called '{name}': {known.__module__}.{known.__qualname__} "
@@ -48,8 +50,9 @@ def dataset_named(name: str) -> Factory:
     own = name in _factories and _factories[name].__module__.startswith("vpipe.")
     entry = load(ENTRY_POINTS, "data set", name, own=own)
     if name not in _factories:
-        raise UserError(f"no data set is called '{name}'", hint=nearest(name, dataset_names())) if entry is None \
-            else unregistered(entry, "data set")
+        if entry is not None:
+            raise unregistered(entry, "data set")
+        raise UserError(f"no data set is called '{name}'", hint=nearest_registered(name, dataset_names()))
     return _factories[name]
 
 

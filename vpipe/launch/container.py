@@ -15,6 +15,7 @@ from pathlib import Path
 
 from vpipe.config.config import Config
 from vpipe.errors import UserError
+from vpipe.plugins import imported_files
 
 PROGRAMS = ("apptainer", "singularity")
 """In the order in which they are looked for; the second is the first's old name."""
@@ -123,7 +124,8 @@ def enter(config: Config, resumed: Sequence[Path] = ()) -> None:
     if container is None:
         return
     config.log_directory.mkdir(parents=True, exist_ok=True)
-    files = [Path(word).parent for word in sys.argv[1:] if os.path.isfile(word)]  # a flat config names others beside it
+    # A flat config names files beside it.
+    files = [Path(word).parent for word in (*sys.argv[1:], *imported_files()) if os.path.isfile(word)]
     command = container.wrapped(["python3", "-m", "vpipe", *sys.argv[1:]],
                                 bound=[config.log_directory, *resumed, *files])
     os.execvpe(command[0], command, {**os.environ, **container.environment})

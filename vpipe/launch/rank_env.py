@@ -18,6 +18,7 @@ from vpipe.distributed.environment import HOST, RUN, RankEnvironment
 from vpipe.distributed.network import interface_towards, meeting_address
 from vpipe.errors import UserError, counted
 from vpipe.launch.container import Container
+from vpipe.plugins import IMPORTS, imported_files
 from vpipe.schedules.prepare import ScheduleSpec
 
 
@@ -136,7 +137,7 @@ class HostRanks:
         if self.container is None:
             return [self.python, *worker]
         read = [Path(word) for word in self.task if os.path.isabs(word)]  # the checkpoint to go on from
-        return self.container.wrapped(["python3", *worker], bound=[Path(folder), *read])
+        return self.container.wrapped(["python3", *worker], bound=[Path(folder), *read, *map(Path, imported_files())])
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return what is set for a rank, beside what this process has; torchrun's names, with ours."""
@@ -144,6 +145,8 @@ class HostRanks:
             "RANK": str(rank), "LOCAL_RANK": str(self.devices[rank]), "WORLD_SIZE": str(self.world),
             "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port), "OMP_NUM_THREADS": str(self.threads),
             RUN: self.run}
+        if IMPORTS in os.environ:
+            variables[IMPORTS] = os.environ[IMPORTS]
         if self.interface is not None:
             variables |= {name: value for name, value in interface_variables(self.interface).items()
                           if not (self.interface_found and name in os.environ)}

@@ -34,6 +34,7 @@ from vpipe.launch.container import enter
 from vpipe.launch.failure_report import reported_error, write_report
 from vpipe.launch.rank_env import check_gpus, interface_variables, keep_memory, ranks_of
 from vpipe.launch.restart import Attempt, Starter, fitted
+from vpipe.plugins import import_files, imported_files
 from vpipe.train.job import Job, headline
 from vpipe.train.loop import train
 from vpipe.train.resume import ResumePoint, nothing_left
@@ -62,6 +63,7 @@ def main(folder: Path, task: str, *arguments: str) -> int:
     rank = int(os.environ["RANK"])
 
     def work() -> Stopped | None:
+        import_files(imported_files())
         config = load_resolved(folder / CONFIG)
         _keep_memory(config)
         if task == "train":

@@ -22,6 +22,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -34,7 +35,7 @@ from vpipe.errors import UserError
 from vpipe.launch.container import Container
 from vpipe.launch.local import GRACE_S, POLL_S, Interrupted, Processes, Signals
 from vpipe.launch.rank_env import HostRanks
-from vpipe.plugins import package_versions
+from vpipe.plugins import file_digests, import_files, package_versions
 from vpipe.train.run_folder import CONFIG, failure_path
 
 REACH_S = 5.0
@@ -204,6 +205,7 @@ def _ranks_here(run: dict[str, Any], folder: Path) -> HostRanks:
         UserError: this host cannot take part, and why.
         OSError: the config cannot be written.
     """
+    _import_files(run["imports"])
     (folder / CONFIG).write_text(run["config"])
     config = load_config(folder / CONFIG)
     address, port = str(run["address"]), int(run["port"])
@@ -213,6 +215,15 @@ def _ranks_here(run: dict[str, Any], folder: Path) -> HostRanks:
                      port, interface, config.training.threads, tuple(map(str, run["task"])), str(run["host"]),
                      Container.from_config(config) if config.container else None,
                      interface_found=config.parallel.interface is None, run=str(run["run"]))
+
+
+def _import_files(digests: Mapping[str, str]) -> None:
+    """Import the files of ``--import``, and name them to the ranks; refuse one that is another on the first host."""
+    import_files(list(digests))
+    for path, digest in file_digests(digests).items():
+        if digest != digests[path]:
+            raise UserError(f"'{os.path.abspath(path)}' of --import differs from that of the first host",
+                            hint="copy the first host's file to the same path")
 
 
 def _serve(processes: Processes, launcher: Launcher, folder: Path, run_folder: str) -> None:

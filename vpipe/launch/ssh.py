@@ -25,6 +25,7 @@ from vpipe.errors import Problem, RunError, UserError, VpipeError
 from vpipe.launch.local import GRACE_S, close_all
 from vpipe.launch.rank_env import HostRanks
 from vpipe.launch.remote_agent import ALIVE_S, SILENT_S, decoded, encoded, identity
+from vpipe.plugins import file_digests, imported_files
 
 CONNECT_S = 10
 HELLO_S = 20.0
@@ -154,7 +155,8 @@ class Remote:
         """Send what is to be run; it answers ``ready`` or ``refused``."""
         self._asked_at = time.monotonic()
         self._send(run={"config": config, "world": here.world, "address": here.address, "port": here.port,
-                        "run": here.run, "task": list(here.task), "host": self.host, "devices": self._devices})
+                        "run": here.run, "task": list(here.task), "host": self.host, "devices": self._devices,
+                        "imports": file_digests(imported_files())})
 
     # -- the run ---------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import vpipe.model
-from vpipe.errors import UserError, nearest
+from vpipe.errors import UserError, nearest_registered
 from vpipe.model.layer import Model
 from vpipe.plugins import announced, load, unregistered
 
@@ -108,6 +108,8 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
     """Register the decorated factory; for the arguments see :class:`Family`. Raises UserError for a name in use."""
 
     def register(factory: Factory) -> Factory:
+        if not factory.__module__.startswith("vpipe."):
+            _import_own(name)  # so that the names of vpipe's own families are known to be taken
         holder = _families[name].factory.__module__ if name in _families else factory.__module__
         if holder != factory.__module__:  # the same module again is a reload
             raise UserError(f"two modules register the model '{name}': {holder} and {factory.__module__}",
@@ -120,14 +122,20 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
 
 def family_named(name: str) -> Family:
     """Return the family. Raises UserError when there is none, or not one alone, or its package cannot be imported."""
-    if name not in _families and name.isidentifier() and find_spec(f"vpipe.model.{name}") is not None:
-        import_module(f"vpipe.model.{name}")
+    if name not in _families:
+        _import_own(name)
     own = name in _families and _families[name].factory.__module__.startswith("vpipe.")
     entry = load(ENTRY_POINT_GROUP, "model", name, own=own)
     if name not in _families:
-        raise UserError(f"there is no model '{name}'", hint=nearest(name, model_names())) if entry is None \
-            else unregistered(entry, "model")
+        if entry is not None:
+            raise unregistered(entry, "model")
+        raise UserError(f"there is no model '{name}'", hint=nearest_registered(name, model_names()))
     return _families[name]
+
+
+def _import_own(name: str) -> None:
+    if name.isidentifier() and find_spec(f"vpipe.model.{name}") is not None:
+        import_module(f"vpipe.model.{name}")
 
 
 def model_named(name: str) -> Factory:

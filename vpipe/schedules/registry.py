@@ -14,7 +14,7 @@ from functools import cache
 from typing import Protocol
 
 import vpipe.schedules.generators
-from vpipe.errors import Problem, UserError, nearest
+from vpipe.errors import Problem, UserError, nearest_registered
 from vpipe.plugins import announced, load, unregistered
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number
@@ -142,8 +142,9 @@ def recipe_named(name: str) -> Recipe:
     own = name in _RECIPES and _definition(_RECIPES[name].program).startswith(_OWN)
     entry = load(ENTRY_POINTS, "schedule", name, own=own)
     if name not in _RECIPES:
-        raise UserError(f"no schedule is called '{name}'", hint=nearest(name, schedule_names())) if entry is None \
-            else unregistered(entry, "schedule")
+        if entry is not None:
+            raise unregistered(entry, "schedule")
+        raise UserError(f"no schedule is called '{name}'", hint=nearest_registered(name, schedule_names()))
     return _RECIPES[name]
 
 
