@@ -71,6 +71,10 @@ def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
 # -- arguments that do not fit -------------------------------------------------------------------------
 
 
+OWN = "our own are added by importing their file (--import FILE.py) or by a package"
+"""The end of the hint at an unknown schedule, but for its first letter."""
+
+
 @pytest.mark.parametrize(("arguments", "text"), [
     ({}, "error: neither stages nor a partition is given\nhint: say stages=4, or partition=[3, 2, 2, 2]"),
     ({"stages": 7}, "error: 7 stages, but the model has only 6 layers\nhint: use between 1 and 6 stages"),
@@ -100,9 +104,9 @@ def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
     ({"stages": 2, "recompute": [0, [True]]},
      "error: [True] of stage 1 is neither a share nor a list of layers\n"
      "hint: give a number from 0 to 1, or a list such as [3, 4]: layers of the model, counted from 0"),
-    ({"stages": 2, "schedule": "1f2b"}, "error: no schedule is called '1f2b'\nhint: did you mean '1f1b'?"),
+    ({"stages": 2, "schedule": "1f2b"}, f"error: no schedule is called '1f2b'\nhint: did you mean '1f1b'? Y{OWN}"),
     ({"stages": 2, "schedule": "zigzag"},
-     f"error: no schedule is called 'zigzag'\nhint: known names: {', '.join(schedule_names())}"),
+     f"error: no schedule is called 'zigzag'\nhint: known names: {', '.join(schedule_names())}; y{OWN}"),
     ({"stages": 2, "microbatches": 0}, "error: 2 stages and 0 microbatches\n"
                                        "hint: a pipeline needs at least one of each"),
     ({"stages": 2, "schedule": "pipedream", "microbatches": 6, "update_every": 4},
@@ -144,7 +148,7 @@ def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
      "error: 'interleaved' holds stage 2 where stage 0 is, on rank 0, but it is placed on rank 1\n"
      "hint: place the stages as [[0], [1], [0], [1]]"),
     ({"plan": Plan((3, 3), schedule="gpip")},
-     "error: no schedule is called 'gpip'\nhint: did you mean 'gpipe'?")])
+     f"error: no schedule is called 'gpip'\nhint: did you mean 'gpipe'? Y{OWN}")])
 def test_an_argument_that_does_not_fit_is_named_with_its_remedy(arguments: dict[str, Any], text: str) -> None:
     assert message(**arguments) == text
 

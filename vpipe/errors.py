@@ -131,5 +131,5 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 def nearest_registered(word: str, known: Sequence[str]) -> str:
     """Return :func:`nearest` for a name that users may add to: of a schedule, a model or a data set."""
-    hint, adding = nearest(word, known), "our own are added by --import FILE.py or an installed package"
+    hint, adding = nearest(word, known), "our own are added by importing their file (--import FILE.py) or by a package"
     return f"{hint} Y{adding}" if hint.endswith("?") else f"{hint}; y{adding}"

@@ -23,7 +23,9 @@ def test_the_built_in_data_sets_are_found() -> None:
 def test_an_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(UserError) as caught:
         dataset_named("bert_hdf")
-    assert str(caught.value) == "error: no data set is called 'bert_hdf'\nhint: did you mean 'bert_hdf5'?"
+    assert str(caught.value) == (
+        "error: no data set is called 'bert_hdf'\nhint: did you mean 'bert_hdf5'? "
+        "Your own are added by importing their file (--import FILE.py) or by a package")
 
 
 def test_a_data_set_is_one_decorator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,189 @@
+"""--import: schedules, models and data sets from a file of one's own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from small_run import losses, only_run
+
+from vpipe.cli import main
+from vpipe.data import registry as data_sets
+from vpipe.errors import UserError
+from vpipe.launch import remote_agent
+from vpipe.launch.slurm import WRITTEN_BY
+from vpipe.model import registry as models
+from vpipe.plugins import IMPORTS, file_digests, import_files, imported_files
+from vpipe.schedules import registry as schedules
+
+SCHEDULE = """\
+from vpipe.schedules.generators.gpipe import gpipe
+from vpipe.schedules.registry import register_schedule
+
+
+@register_schedule("mine", flush=True)
+def mine(rank, ranks, microbatches):
+    yield from gpipe(rank, ranks, microbatches)
+"""
+MODEL = """\
+from torch import nn
+
+from vpipe import Layer, Model
+from vpipe.data.registry import register_dataset
+from vpipe.data.synthetic import synthetic
+from vpipe.model.loss import next_token_loss
+from vpipe.model.registry import register_model
+
+
+class Head(nn.Linear):
+    def forward(self, h, labels):
+        return next_token_loss(super().forward(h), labels)
+
+
+@register_model("own")
+def own(settings):
+    return Model([Layer("embed", lambda: nn.Embedding(settings.vocab_size, 8), inputs=("input_ids",)),
+                  Layer("head", lambda: Head(8, settings.vocab_size), inputs=("h", "labels"), outputs=("loss",))],
+                 batch=("input_ids", "labels"))
+
+
+@register_dataset("same")
+def same(settings):
+    return synthetic(settings)
+"""
+CONFIG = {"model": {"name": "own", "sequence_length": 8, "vocab_size": 16},
+          "dataset": {"name": "same", "batch_size": 4, "samples": 16},
+          "training": {"learning_rate": 0.1, "max_steps": 2, "num_microbatches": 2, "evaluation_batches": 1},
+          "parallel": {"schedule": "mine", "partition": [1, 1]}, "metrics": {"peak_tflops": 1.0}}
+IMPORT = ["--import", "my_schedules.py", "--import", "folder/my_models.py"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, with files to import and ``c.yaml``; what they register is taken back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(IMPORTS, "[]")  # so that it is taken back, too
+    (tmp_path / "folder").mkdir()
+    Path("my_schedules.py").write_text(SCHEDULE)
+    Path("folder/my_models.py").write_text(MODEL)
+    Path("c.yaml").write_text(yaml.safe_dump(CONFIG))
+    models.model_names(), data_sets.dataset_names(), schedules.schedule_names()
+    for room, store in ((models, "_families"), (data_sets, "_factories"), (schedules, "_RECIPES")):
+        monkeypatch.setattr(room, store, dict(getattr(room, store)))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def forget() -> None:
+    """What another process would not have: the files' modules, and what they registered."""
+    for name in ("my_schedules", "my_models"):
+        del sys.modules[name]
+    del models._families["own"], data_sets._factories["same"], schedules._RECIPES["mine"]
+
+
+def test_a_schedule_of_a_file_is_drawn(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--stages", "2", "--microbatches", "2", "--format", "csv"]
+    assert main(["schedule", "mine", *size, "--import", "my_schedules.py"]) == 0
+    mine = capsys.readouterr().out
+    assert main(["schedule", "gpipe", *size]) == 0
+    assert capsys.readouterr().out == mine
+    assert imported_files() == []  # the next command line gives none
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_run_of_files_and_its_resumption(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "c.yaml", *IMPORT]) == 0, capfd.readouterr().err
+    run = only_run(here / "output")
+    assert len(losses(run)) == 2
+    forget()
+    again = ["train", "--resume", str(run), "--set", "training.max_steps=3"]
+    assert main(again) == 2
+    assert capfd.readouterr().err.endswith("hint: did you mean 'v_min'? Your own are added by importing their file "
+                                           "(--import FILE.py) or by a package\n")
+    assert main([*again, "--import", "my_schedules.py"]) == 2
+    assert "there is no model 'own'" in capfd.readouterr().err
+    del sys.modules["my_schedules"], schedules._RECIPES["mine"]
+    assert main([*again, *IMPORT]) == 0, capfd.readouterr().err
+    assert len(losses(run)) == 3
+
+
+def test_the_scripts_and_commands_that_are_printed_name_the_files(here: Path, capsys: pytest.CaptureFixture[str],
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["slurm", "c.yaml", "--nodes", "1", *IMPORT]) == 0
+    script = capsys.readouterr().out
+    assert f"vpipe train c.yaml {shlex.join(IMPORT)}\n" in script
+    assert WRITTEN_BY + f"vpipe slurm c.yaml --nodes 1 {shlex.join(IMPORT)}\n" in script
+    assert main(["launch", "--print", "c.yaml", *IMPORT]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "rank_main" in line]
+    assert len(lines) == 2
+    for line in lines:
+        [given] = [word for word in shlex.split(line) if word.startswith(f"{IMPORTS}=")]
+        monkeypatch.setenv(IMPORTS, given.partition("=")[2])
+        assert imported_files() == IMPORT[1::2]
+
+
+def test_a_file_is_imported_once(here: Path) -> None:
+    Path("counts.py").write_text("import sys\nsys.imports = getattr(sys, 'imports', 0) + 1\n")
+    import_files(["counts.py", here / "counts.py", "folder/../counts.py"])
+    import_files(["counts.py"])
+    assert vars(sys).pop("imports") == 1
+
+
+@pytest.mark.parametrize(("name", "source", "what", "where", "hint"), [
+    ("absent.py", None, "--import is given 'absent.py', but there is no such file", None,
+     "check the path; it is taken from the current folder"),
+    ("c.yaml", None, "--import is given 'c.yaml', which cannot be the name of a Python module", None,
+     "name a file such as my_models.py"),
+    ("my-models.py", "", "--import is given 'my-models.py', which cannot be the name of a Python module", None,
+     "name a file such as my_models.py"),
+    ("json.py", "", f"--import is given 'json.py', but there is another module 'json': {sys.modules['json'].__file__}",
+     None, "give the file another name"),
+    ("sys.py", "", "--import is given 'sys.py', but there is another module 'sys': built in", None, "give the file"),
+    ("typo.py", "x = 1\ny = (\n", "'typo.py' cannot be imported: SyntaxError: '(' was never closed", "typo.py:2",
+     "mend the file; python typo.py shows the whole traceback"),
+    ("falls.py", "def f():\n    return 1 / 0\n\nf()\n", "'falls.py' cannot be imported: ZeroDivisionError: division by "
+     "zero", "falls.py:2", "mend the file"),
+    ("script.py", "import sys\nsys.exit(3)\n", "'script.py' cannot be imported: SystemExit: 3", "script.py:2",
+     "put what runs the script below: if __name__"),
+    ("lacks.py", "import no_such_package.part\n", "'lacks.py' cannot be imported: ModuleNotFoundError: No module named "
+     "'no_such_package'", "lacks.py:1", "install no_such_package for this Python"),
+    ("folder/needs.py", "import my_models_2\n", "'folder/needs.py' cannot be imported: ModuleNotFoundError: No module "
+     "named 'my_models_2'", "folder/needs.py:1",
+     "import that file before it: --import folder/my_models_2.py --import folder/needs.py"),
+    ("taken.py", SCHEDULE.replace("mine", "1f1b", 1), "there is already a schedule called '1f1b'", "taken.py:5",
+     "choose another name"),
+    ("taken_too.py", MODEL.replace('"own"', '"gpt"'), "two modules register the model 'gpt': vpipe.model.gpt and "
+     "taken_too", "taken_too.py:15", "give one of them another name"),
+    ("taken_data.py", MODEL.replace('"same"', '"text"'), "two data sets are called 'text': ", "taken_data.py:22",
+     "rename one of them")])
+def test_a_file_that_cannot_be_imported(here: Path, name: str, source: str | None, what: str, where: str | None,
+                                        hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "folder" / "my_models_2.py").touch()
+    if source is not None:
+        Path(name).write_text(source)
+    with pytest.raises(UserError) as caught:
+        import_files([name])
+    [problem] = caught.value.problems
+    assert problem.what.startswith(what)
+    assert (problem.where, problem.hint.startswith(hint)) == (where, True), problem
+    assert Path(name).stem not in sys.modules or Path(name).stem in ("json", "sys")
+    assert main(["schedule", "gpipe", "--stages", "1", "--microbatches", "1", "--import", name]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {what}")
+    assert IMPORTS not in os.environ
+
+
+def test_another_host_must_have_the_same_file(here: Path) -> None:
+    digests = file_digests(["my_schedules.py"])
+    remote_agent._import_files(digests)
+    assert imported_files() == ["my_schedules.py"]
+    Path("my_schedules.py").write_text(SCHEDULE + "\n")
+    with pytest.raises(UserError, match="my_schedules.py' of --import differs from that of the first host"):
+        remote_agent._import_files(digests)
