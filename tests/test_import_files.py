@@ -185,5 +185,5 @@ def test_another_host_must_have_the_same_file(here: Path) -> None:
     remote_agent._import_files(digests)
     assert imported_files() == ["my_schedules.py"]
     Path("my_schedules.py").write_text(SCHEDULE + "\n")
-    with pytest.raises(UserError, match="my_schedules.py' of --import differs from that of the first host"):
+    with pytest.raises(UserError, match=r"my_schedules\.py' of --import differs from that of the first host"):
         remote_agent._import_files(digests)
