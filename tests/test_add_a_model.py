@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from small_run import losses, metrics
 
 from vpipe.cli import main
 from vpipe.data import registry as data_sets
 from vpipe.model import registry as models
 from vpipe.model.registry import ModelSettings, family_named
+from vpipe.plugins import IMPORTS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "add-a-model.md").read_text()
 
@@ -56,8 +59,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_page_that_adds_a_model_and_a_data_set(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
     commands = [line for block in re.findall(r"^```\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
                 for line in block.splitlines() if line.startswith("vpipe ")]
-    assert [command.split()[1] for command in commands] == ["train", "verify"]
-    for command in commands:
+    assert [command.split()[1] for command in commands] == ["train", "train", "verify"]
+    assert "--import" in commands[0]  # as the next test has it
+    for command in commands[1:]:
         assert main(shlex.split(command)[1:]) == 0, capfd.readouterr().err
     assert "equal: 2 steps give to the last bit the losses" in capfd.readouterr().out
     run = sorted((package / "output").iterdir())[0]
@@ -65,10 +69,29 @@ def test_the_page_that_adds_a_model_and_a_data_set(package: Path, capfd: pytest.
     assert "mfu" in metrics(run)[0][0]
     assert "malloc keeps what is freed" in (run / "rank1.log").read_text()
 
-    family, settings = family_named("conv"), ModelSettings(vocab_size=70, hidden_size=32, num_layers=3)
+    family = family_named("conv")
+    assert family.options is not None
+    settings = ModelSettings(vocab_size=70, hidden_size=32, num_layers=3, options=family.options())
     flops = family.flops
     assert flops is not None
     assert len(flops(settings)) == len(family.factory(settings)) == 8
     one_weight_each = sum(parameter.numel() for layer in family.factory(settings).layers[1:]
                           for parameter in layer.build().parameters())
     assert sum(flops(settings)) == 2 * one_weight_each
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_files_of_the_page_without_a_package(package: Path, capfd: pytest.CaptureFixture[str],
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing announces them, and the key of the family's own takes effect."""
+    [information] = package.glob("*.dist-info")
+    shutil.rmtree(information)
+    monkeypatch.syspath_prepend(package / "elsewhere")  # else the names that were found stay known
+    monkeypatch.setenv(IMPORTS, "[]")
+    [command] = re.findall(r"^vpipe (train .* --import .*)$", PAGE, re.MULTILINE)
+    assert main([*shlex.split(command), "--set", "model.options.reach=4"]) == 0, capfd.readouterr().err
+    [run] = (package / "output").iterdir()
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["model"]["options"] == {"reach": 4}
+    for name in ("conv", "characters"):
+        del sys.modules[name]

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vpipe.config.apply_plan import PLAN, apply_plan, drop_derived
 from vpipe.config.machines import machine_mistakes
+from vpipe.config.options import option_problems
 from vpipe.config.parallel import SCHEDULE_OF_SCHEDULERS, SCHEDULERS, ParallelSection, used_codecs
 from vpipe.config.validation import (
     CHECKED,
@@ -86,6 +87,8 @@ class ModelSection(Section):
         "family's default"))
     config_file: FilePath | None = Field(None, description=(
         "Hugging Face config with the sizes, such as bert_config.json, relative to the current folder"))
+    options: dict[str, Any] | None = Field(None, description=(
+        "keys of the family's own, for one that register_model gives some; null takes their defaults"))
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.vocab_size == 0:
@@ -325,7 +328,8 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
     Raises:
         UserError: all mistakes in the files and on the command line.
     """
-    return validated(Config, config_tree(path, overrides, scheduler, resolved=resolved))
+    tree = config_tree(path, overrides, scheduler, resolved=resolved)
+    return validated(Config, tree, option_problems(tree))
 
 
 def config_tree(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None, *,
@@ -380,7 +384,7 @@ def config_row(config: Config) -> dict[str, Any]:
 def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key of a section by its path, and its value."""
     for key, value in section.items():
-        if isinstance(value, dict) and key != "stage_to_rank_map":
+        if isinstance(value, dict) and key not in ("stage_to_rank_map", "options"):
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

@@ -119,11 +119,11 @@ class Section(BaseModel):
 S = TypeVar("S", bound=Section)
 
 
-def validated(kind: type[S], tree: Tree) -> S:
-    """Return ``tree`` as a section; raise one :class:`UserError` with all mistakes."""
+def validated(kind: type[S], tree: Tree, others: Sequence[Problem] = ()) -> S:
+    """Return ``tree`` as a section; raise one :class:`UserError` with all mistakes, and the ``others`` in it."""
     section, problems = checked(kind, tree)
-    if section is None:
-        raise UserError.all_of(problems)
+    if section is None or others:
+        raise UserError.all_of([*problems, *others])
     return section
 
 

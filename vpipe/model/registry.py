@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import vpipe.model
+from vpipe.arguments import shown
 from vpipe.errors import UserError, nearest_registered
 from vpipe.model.layer import Model
 from vpipe.plugins import announced, load, unregistered
@@ -31,7 +33,8 @@ class ModelSettings:
     ``vocab_size`` is known by now (-1, the data set's, is resolved before). ``num_layers`` counts blocks as
     in config files, not the layers a pipeline cuts between. ``num_kv_heads`` counts the heads of keys and values,
     which groups of the ``num_heads`` share. ``dropout`` is a probability and replaces every dropout of the family.
-    ``overrides`` holds the family's own keys, such as a Hugging Face config's.
+    ``overrides`` holds the content of a ``config_file``, such as a Hugging Face config. ``options`` is an instance of
+    the family's class of :func:`register_model`; None for a family without.
     """
 
     vocab_size: int
@@ -44,6 +47,7 @@ class ModelSettings:
     dropout: float | None = None
     tie_weights: bool | None = None
     overrides: Mapping[str, object] = field(default_factory=dict)
+    options: Any = None
 
 
 Factory = Callable[[ModelSettings], Model]
@@ -91,12 +95,14 @@ class Family:
             token is multiplied with, biases and norms too, look-up tables not, and 4 H S for the scores and the mixing
             of attention (H = the width of all heads together, S = ``sequence_length``, else the model's positions;
             nothing is taken off for a causal mask). A backward has twice as many. None for a family without.
+        options: a frozen dataclass of the keys in ``model.options``; None for a family that has none.
     """
 
     factory: Factory
     huggingface: HuggingFace | None = None
     stage_order: Callable[[ModelSettings], list[str]] | None = None
     flops: Callable[[ModelSettings], Sequence[int]] | None = None
+    options: type | None = None
 
 
 _families: dict[str, Family] = {}
@@ -104,8 +110,22 @@ _families: dict[str, Family] = {}
 
 def register_model(name: str, *, huggingface: HuggingFace | None = None,
                    stage_order: Callable[[ModelSettings], list[str]] | None = None,
-                   flops: Callable[[ModelSettings], Sequence[int]] | None = None) -> Callable[[Factory], Factory]:
-    """Register the decorated factory; for the arguments see :class:`Family`. Raises UserError for a name in use."""
+                   flops: Callable[[ModelSettings], Sequence[int]] | None = None,
+                   options: type | None = None) -> Callable[[Factory], Factory]:
+    """Register the decorated factory.
+
+    Args:
+        name: in configs.
+        huggingface, stage_order, flops: see :class:`Family`.
+        options: a frozen dataclass whose fields are the keys of ``model.options``, each with a type (``int``,
+            ``float``, ``bool``, ``str``, ``Path``, ``Literal``, a tuple, or one of them or None) and a default. The
+            ``metadata`` of a field may have ``help``, a text for errors, and the bounds ``gt``, ``ge``, ``lt``, ``le``.
+
+    Raises:
+        UserError: the name is in use, or the options are no such class.
+    """
+    if options is not None:
+        _check_options(name, options)
 
     def register(factory: Factory) -> Factory:
         if not factory.__module__.startswith("vpipe."):
@@ -114,10 +134,21 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
         if holder != factory.__module__:  # the same module again is a reload
             raise UserError(f"two modules register the model '{name}': {holder} and {factory.__module__}",
                             hint="give one of them another name")
-        _families[name] = Family(factory, huggingface, stage_order, flops)
+        _families[name] = Family(factory, huggingface, stage_order, flops, options)
         return factory
 
     return register
+
+
+def _check_options(name: str, options: object) -> None:
+    if not isinstance(options, type) or not is_dataclass(options) or not options.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise UserError(f"the options of the model '{name}' are {shown(options)}, which is no frozen dataclass",
+                        hint="write @dataclass(frozen=True) above a class with the options and their defaults, and "
+                        "give the class")
+    for one in fields(options):
+        if one.default is MISSING and one.default_factory is MISSING:
+            raise UserError(f"the option '{one.name}' of the model '{name}' has no default",
+                            hint=f"give it one in {options.__name__}, such as {one.name}: int = 16")
 
 
 def family_named(name: str) -> Family:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vpipe.config.config import Config, ModelSection
+from vpipe.config.options import all_options, make_options
 from vpipe.config.yaml_tree import read_json_tree
 from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized
 from vpipe.data.registry import dataset_named
@@ -93,7 +94,9 @@ class Job:
             raise UserError(f"the data set has {dataset.vocab_size} tokens, but the model only {vocab_size}",
                             hint=f"set model.vocab_size to {dataset.vocab_size} or more, or to -1")
         _check_data(model, dataset, config)
-        config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
+        options = model_settings(config.model, vocab_size, overrides).options
+        config = config.model_copy(update={"model": config.model.model_copy(update={
+            "vocab_size": vocab_size, "options": None if options is None else all_options(options)})})
         plan = None
         if config.parallel.plan is not None:
             plan = Plan.load(config.parallel.plan)
@@ -439,7 +442,18 @@ def model_settings(section: ModelSection, vocab_size: int, overrides: Mapping[st
     return ModelSettings(
         vocab_size=vocab_size, preset=section.preset, hidden_size=section.hidden_size, num_layers=section.num_layers,
         num_heads=section.num_heads, num_kv_heads=section.num_kv_heads, sequence_length=section.sequence_length,
-        dropout=section.dropout, tie_weights=section.tie_weights, overrides=overrides)
+        dropout=section.dropout, tie_weights=section.tie_weights, overrides=overrides, options=_options(section))
+
+
+def _options(section: ModelSection) -> object:
+    """Return the family's own options; None for a family that has none."""
+    kind = family_named(section.name).options
+    if kind is not None:
+        return make_options(kind, section.options, section.name)
+    if section.options is not None:
+        raise UserError(f"model.options is given, but the model '{section.name}' has no options", hint="leave it out; "
+                        "a family of your own has those of register_model(options=...)")
+    return None
 
 
 def model_flops(section: ModelSection, layers: int) -> list[int] | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vpipe.checkpoint.directory import Checkpoints, find_checkpoint, step_of
 from vpipe.checkpoint.integrity import newest_intact_before, older_intact_hint
@@ -206,15 +206,22 @@ def changed_keys(manifest: Manifest, config: Config) -> list[str]:
     if not isinstance(before.value, dict):
         return []
     no_section = CheckpointSection.model_validate({}).model_dump(mode="json")
-    then = dict(flatten({name: no_section if name == "checkpoint" and section is None else section
+    then = _options_apart(flatten({name: no_section if name == "checkpoint" and section is None else section
                          for name, section in before.value.items()}))
     had_flush = not manifest.arrangement.get("drained")
     found = []
-    for key, value in config_row(config).items():
+    for key, value in _options_apart(config_row(config).items()).items():
         if key in then and then[key] != value:
             effect = _effect(key, config, had_flush=had_flush)
             found.append(f"{key} {describe(then[key])} -> {describe(value)}" + (f" ({effect})" if effect else ""))
     return found
+
+
+def _options_apart(row: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the keys of a config by path, with those of a model family's own apart."""
+    keys = dict(row)
+    options = keys.pop("model.options", None)
+    return keys | {f"model.options.{name}": value for name, value in (options or {}).items()}
 
 
 def _effect(key: str, config: Config, *, had_flush: bool) -> str:
