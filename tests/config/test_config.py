@@ -164,7 +164,7 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      "parallel.update_every is 3, which does not divide the 4 microbatches of a batch",
      "use one of 1, 2, 4, or make training.num_microbatches a multiple of 3"),
     (["parallel.schedule=gpip"], "parallel.schedule is 'gpip', which is no schedule of this version",
-     "did you mean 'gpipe'?"),
+     "did you mean 'gpipe'? Your own are added by importing their file (--import FILE.py) or by a package"),
     (["parallel.partition=[3, 2]"], "parallel.partition has 2 entries for 4 stages", "give one entry per stage"),
     (["parallel.recompute=[0.5]"], "parallel.recompute has 1 entry for 4 stages", "give one entry per stage"),
     (["parallel.warmup_depth=[3, 2, 1]"], "parallel.warmup_depth has 3 entries for 4 stages",

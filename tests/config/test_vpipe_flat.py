@@ -264,7 +264,7 @@ def test_one_wrong_key(flat: Path, key: str, value: str, what: str, where: str, 
     ("schedule: gpipe", "schedule is gpipe, which updates with a flush, but sync_mode is asp",
      "write sync_mode: bsp, or leave schedule out"),
     ("schedule: pipdream", "schedule is 'pipdream', which is no schedule of this version",
-     "did you mean 'pipedream'?"),
+     "did you mean 'pipedream'? Your own are added by importing their file (--import FILE.py) or by a package"),
 ])
 def test_one_more_key(flat: Path, line: str, what: str, hint: str) -> None:
     assert errors(flat, {}, line + "\n") == [(what, f"configs/flat.yml:18:{line.index(' ') + 2}", hint)]

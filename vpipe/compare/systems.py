@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vpipe.errors import Problem, UserError, nearest
+from vpipe.errors import Problem, UserError, nearest, nearest_registered
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver import Request, solve
@@ -70,7 +70,8 @@ def parse_names(text: str, option: str, known: Sequence[str], what: str) -> tupl
     problems = []
     for name, times in Counter(names).items():
         if name not in known:
-            problems.append(Problem(f"{option} names '{name}', which is no {what}", nearest(name, known)))
+            hint = (nearest_registered if option == "--schedules" else nearest)(name, known)
+            problems.append(Problem(f"{option} names '{name}', which is no {what}", hint))
         elif times > 1:
             problems.append(Problem(f"{option} names '{name}' {times} times", "name it once"))
     if problems:
