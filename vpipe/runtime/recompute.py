@@ -34,7 +34,7 @@ def forward_without_activations(effects: SideEffects, before: StateBefore,
             if not isinstance(error.__cause__, _NothingSavedError):
                 raise
         effects.walks_its_graph = True
-        effects.undo(before)
+        effects.write_back(before)
     return forward()
 
 
@@ -53,7 +53,7 @@ def recompute_span(span: Span, saved: SpanActivations,
     for leaf in saved.inputs.values():
         leaf._backward_hooks = None  # of the graph that was dropped; the layers register theirs again
     try:
-        with span.effects.restored(saved.before):
+        with span.effects.swapped_in(saved.before):
             return forward()[0]
     except RunError as error:
         error.what = f"recomputing for a backward, {error.what}"

@@ -1,10 +1,11 @@
 """Sum gradients over the replicas of a stage, overlapped with the last backward of an update.
 
-The gradients lie in buckets. As soon as the last backward of an update has made those of a bucket, each replica gets
-its share of them: of w replicas one w-th. REDUCE_GRAD sums the shares in the order of the replicas and sends the sum
-to the others; NORM or STEP puts the sums together. So every replica gets the same numbers in any order of arrival, and
-sends 2 (w-1)/w of the gradients' size, the least that is possible (Patarasuk and Yuan, Bandwidth Optimal All-reduce
-Algorithms, 2009, section 3; buckets in the order of backward: Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
+This is a reduce-scatter and an all-gather, bucket by bucket. As soon as the last backward of an update has made the
+gradients of a bucket, each of w replicas gets its share of them from the others: one w-th. REDUCE_GRAD sums the shares
+in the order of the replicas (the end of the reduce-scatter), and sends the sum to the others (the all-gather); NORM or
+STEP puts the sums together. So every replica gets the same numbers in any order of arrival, and sends 2 (w-1)/w of the
+gradients' size, the least that is possible (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms, 2009,
+section 3; buckets in the order of backward: Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
 from vpipe.runtime.weight_versions import WeightVersions
 
 BUCKET_BYTES = 4 << 20
-"""Size of a bucket: a message's fixed costs are small beside it (gloo: 70 us, as 0.2 MB take), and it starts early."""
+"""Size of a bucket: far more than a message's fixed cost is worth (gloo: 70 us, in which 0.2 MB are sent), but small
+enough that the first one is sent early in the backward."""
+
+_SHARE, _SUM = "D", "S"
+"""Kinds of transfer keys: one replica's share of a bucket (reduce-scatter), the sum of a share (all-gather)."""
 
 
 class _Bucket:
     """Some of a stage's gradients as the rows of a matrix, one per replica.
 
-    Behind the gradients stands a number for each: 1 if the replica has one, so that the sum counts them. It is NaN
-    where the replica has overflowed by something else than its gradients.
+    Behind the gradients stands a number for each: 1 if the replica has one, so that the sum counts them. One of
+    them is NaN if the replica's loss scaler has noted an overflow, which these gradients need not show.
     """
 
     def __init__(self, members: Sequence[int], leaves: Sequence[Tensor], width: int) -> None:
@@ -41,8 +46,8 @@ class _Bucket:
         self._sizes = [leaves[i].numel() for i in members]
         total, like = sum(self._sizes) + len(members), leaves[members[0]]
         self.rows = like.new_empty((width, -(-total // width)))
-        # Sums of this replica's row, two in turn: the sum of a stream's last round, to which few replicas contribute,
-        # may be made while the one before is still being sent.
+        # Sums of this replica's row, double-buffered: the sum of a stream's last round, to which few replicas
+        # contribute, may be made while the one before is still being sent.
         self._sums = like.new_empty((2, self.rows.shape[1]))
 
     @property
@@ -114,15 +119,17 @@ class Reducer:
         self._missing: list[int] = []  # gradients that each bucket waits for
         self._seen = False  # whether a backward has shown how often each gradient is added to
 
-    # -- the last backward of an update: shares go out
+    # -- the last backward of an update: shares are sent (reduce-scatter)
 
     @contextmanager
     def during_backward(self, update: int, contributors: Sequence[int], early: bool) -> Iterator[None]:
         """Send the gradients of the backward inside at its end, or ``early``: each bucket once it is complete."""
-        if self._transport.ordered or not early:
+        if self._transport.ordered:  # transfers have a fixed order: REDUCE_GRAD sends them
             yield
-            if not self._transport.ordered:  # else transfers have a fixed order: REDUCE_GRAD sends them
-                self.send(update, contributors)
+            return
+        if not early:
+            yield
+            self.send(update, contributors)
             return
         times: Counter[int] = Counter()
         self._missing = [len(bucket.members) for bucket in self._buckets]
@@ -135,7 +142,10 @@ class Reducer:
                 raise RunError(f"'{self._weights.names[i]}' got a second gradient in one backward of stage "
                                f"{self._stage}, which it never did before, when the first had been sent",
                                hint="use it in one part of the model that is recomputed, or in none")
-            self._missing[self._bucket_of[i]] -= 1 if times[i] == 1 else -1  # then it is sent at the end
+            if times[i] == 1:
+                self._missing[self._bucket_of[i]] -= 1
+            else:  # a leaf with several gradients keeps its bucket incomplete, so that it is sent at the end
+                self._missing[self._bucket_of[i]] += 1
             while self._sent < len(self._buckets) and not self._missing[self._sent]:
                 self._send_next(update, contributors)
 
@@ -160,7 +170,7 @@ class Reducer:
 
     def _send_next(self, update: int, contributors: Sequence[int]) -> None:
         number, self._sent = self._sent, self._sent + 1
-        bucket, key = self._buckets[number], self._key("D", update, number)
+        bucket, key = self._buckets[number], self._key(_SHARE, update, number)
         contributes = self._transport.rank in contributors
         if contributes:
             bucket.fill(self._weights.gradients, self._weights.names,
@@ -181,12 +191,12 @@ class Reducer:
             if peer in rows and self._transport.rank > peer:
                 self._transport.send(peer, key, [rows[peer]])
 
-    # -- REDUCE_GRAD: the shares are summed
+    # -- REDUCE_GRAD: the shares are summed, and the sums sent (all-gather)
 
     def shares_needed(self, update: int, contributors: Sequence[int]) -> Iterator[tuple[int, TransferKey]]:
         """Yield the transfers that :meth:`reduce` waits for, with the ranks that they come from."""
         for number in range(len(self._buckets)):
-            yield from ((rank, self._key("D", update, number)) for rank in self._others if rank in contributors)
+            yield from ((rank, self._key(_SHARE, update, number)) for rank in self._others if rank in contributors)
 
     def reduce(self, update: int, contributors: Sequence[int]) -> None:
         """Sum this replica's share of every gradient and send it to the others."""
@@ -194,13 +204,13 @@ class Reducer:
         if self._transport.ordered or self._transport.rank not in contributors:
             self.send(update, contributors)
         for number, bucket in enumerate(self._buckets):
-            key = self._key("D", update, number)
+            key = self._key(_SHARE, update, number)
             shares = [bucket.rows[self._me] if rank == self._transport.rank else self._transport.receive(rank, key)[0]
                       for rank in contributors]
             total = bucket.sum(update).copy_(shares[0])
             for share in shares[1:]:
                 total.add_(share)
-            self._exchange(self._key("S", update, number), dict.fromkeys(self._others, total), self._others,
+            self._exchange(self._key(_SUM, update, number), dict.fromkeys(self._others, total), self._others,
                            bucket.spec)
 
     # -- NORM or STEP: the sums are put together
@@ -208,7 +218,7 @@ class Reducer:
     def sums_needed(self, update: int) -> Iterator[tuple[int, TransferKey]]:
         """Yield the transfers that :meth:`gather` waits for, with the ranks that they come from."""
         for number in range(len(self._buckets)):
-            yield from ((rank, self._key("S", update, number)) for rank in self._others)
+            yield from ((rank, self._key(_SUM, update, number)) for rank in self._others)
 
     def gather(self, update: int) -> None:
         """Receive the sums, and make them the gradients of the stage."""
@@ -217,7 +227,7 @@ class Reducer:
             for row, rank in zip(bucket.rows, self._ranks, strict=True):
                 own = rank == self._transport.rank
                 row.copy_(bucket.sum(update) if own else
-                          self._transport.receive(rank, self._key("S", update, number))[0])
+                          self._transport.receive(rank, self._key(_SUM, update, number))[0])
         # One copy to the host for all buckets: a GPU is synchronized once.
         counts = torch.cat([bucket.present.float() for bucket in self._buckets]).tolist() if self._buckets else []
         present = iter(counts)

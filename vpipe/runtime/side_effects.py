@@ -3,9 +3,9 @@
 A layer that changes its input in place (``nn.ReLU(inplace=True)``) is given an alias where nobody else needs the input,
 and a copy where somebody does. A recomputed layer finds buffers and attributes as its first forward found them, and
 leaves them as it found them: statistics advance once, and a layer that reads what it changes computes the same again.
-A buffer that a layer changes in place, and that its graph keeps for the backward, is another tensor in each forward:
-several microbatches are in flight. Random numbers of other sources than torch's default generators, which are seeded,
-are drawn again, too.
+If autograd saves a buffer that the layer later changes in place, every forward gets its own copy of it, because several
+microbatches are in flight. The states of Python's, NumPy's and the modules' own generators are saved and restored;
+torch's default ones are seeded again before each layer.
 
 The first forwards show what changes: before them everything that could change is copied. Later ones copy only what
 changes. Changes inside of other objects that a layer keeps, such as a list, are not found.
@@ -27,10 +27,10 @@ from vpipe.errors import UserError
 from vpipe.runtime.weight_versions import WeightVersions
 
 WATCHED = 3
-"""Number of first forwards that show what a layer changes: statistics may begin with the second one."""
+"""Number of first forwards that show what a layer changes: a layer may begin its statistics in the second one."""
 
-_TORCHS = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of a module that are torch's own tables."""
+_MODULE_TABLES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has, such as ``_parameters``: torch's own tables."""
 
 _ABSENT = object()
 
@@ -38,7 +38,7 @@ _ABSENT = object()
 class _Slot(NamedTuple):
     """A place where a module keeps a value that a forward may change: a table, a key in it, its name in errors.
 
-    ``statistics``: of torch's own normalisations, whose backward does not read the value.
+    ``statistics``: whether the module is one of torch's own normalisations, whose backward does not read the value.
     """
 
     table: dict[str, Any]
@@ -56,7 +56,7 @@ class _Slot(NamedTuple):
         return self.table.get(self.key, _ABSENT)
 
     def put(self, value: Any) -> None:
-        """Set the value, or remove it if it is _ABSENT."""
+        """Put a value into the slot, or empty it if it is _ABSENT."""
         if value is _ABSENT:
             self.table.pop(self.key, None)
         else:
@@ -100,8 +100,11 @@ class StateBefore(NamedTuple):
     random: Sequence[tuple[_RandomSource, Any]] = ()
     constant: Sequence[tuple[Any, int]] = ()
 
-    def restore(self) -> None:
-        """Set the values, or their copies, and the random states."""
+    def swap_in(self) -> None:
+        """Put the values, or the copies of those that may have changed, into their slots; set the random states.
+
+        The tensors that stand in the slots are replaced, not written to.
+        """
         for old in self.values:
             old.slot.put(old.value if old.copy is None else old.copy)
         for source, state in self.random:
@@ -129,24 +132,24 @@ class SideEffects:
         weights: of the stage, and those that it borrows.
 
     Attributes:
-        inputs: those that are changed in place.
+        inputs: names of the inputs that the layers change in place.
         walks_its_graph: whether a layer takes gradients of its own within its forward.
         backwards_left: how many backwards are still to be watched.
-        none: whether nothing is to be done from now on: the layers are not recomputed, and their first forwards have
+        inert: whether nothing is to be done from now on: the layers are not recomputed, and their first forwards have
             changed nothing.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], recomputed: bool, weights: Iterable[WeightVersions]) -> None:
         self._layers, self._recomputed, self._weights = layers, recomputed, list(weights)
-        self._left = WATCHED
+        self._left = WATCHED  # first forwards that are still to come
         self.inputs: set[str] = set()
-        self._changing: dict[tuple[int, str], tuple[_Slot, bool]] = {}  # and whether in place
-        self._saved: dict[tuple[int, str], _Slot] = {}  # of these, those that graphs keep
-        self._constant: list[_Slot] = []
+        self._changing: dict[tuple[int, str], tuple[_Slot, bool]] = {}  # slots that forwards change; True: in place
+        self._saved: dict[tuple[int, str], _Slot] = {}  # of these, slots whose tensors autograd saves
+        self._constant: list[_Slot] = []  # slots of tensors that no forward has changed
         self._sources = list(_random_sources(part for module in layers.values() for part in module.modules()))
-        self._drawn: list[_RandomSource] = []  # those that forwards draw from
+        self._drawn: list[_RandomSource] = []  # of these, sources that forwards draw from
         self.backwards_left = WATCHED
-        self.walks_its_graph = self.none = False
+        self.walks_its_graph = self.inert = False
 
     # -- inputs
 
@@ -167,7 +170,7 @@ class SideEffects:
             changed: inputs with another version than before.
         """
         self.inputs.update(changed)
-        if self._left and self._recomputed:  # also those changed without a new version, as by .data
+        if self._left and self._recomputed:  # .data changes an input without a new version
             self.inputs.update(name for name, tensor in inputs.items()
                                if tensor is not given[name] and not _equal(tensor, given[name]))
 
@@ -182,14 +185,14 @@ class SideEffects:
         copies_of_inputs = {name: tensor.detach().clone() for name, tensor in inputs.items() if not _is_alone(tensor)}
         return FirstForward(inputs, copies_of_inputs, self.capture())
 
-    def restore_inputs(self, first: FirstForward) -> bool:
-        """Return whether a forward has changed an input that others need; if so, restore the state before it."""
+    def write_back_if_inputs_changed(self, first: FirstForward) -> bool:
+        """Return whether a forward has changed an input that others need; if so, write back all that was before it."""
         changed = [name for name, copy in first.copies.items() if not _equal(first.inputs[name].detach(), copy)]
         self.inputs.update(changed)
         for name in changed:
             first.inputs[name].data.copy_(first.copies[name])
         if changed:
-            self.undo(first.before)
+            self.write_back(first.before)
         return bool(changed)
 
     @contextmanager
@@ -216,7 +219,7 @@ class SideEffects:
         """Check the effect of one of the first forwards on parameters.
 
         Raises:
-            UserError: it changes them so that it cannot be undone, or would not be trained.
+            UserError: the change could not be undone for a recompute, or no optimizer would train the parameter.
         """
         if not self._left:
             yield
@@ -230,7 +233,7 @@ class SideEffects:
         self._left -= 1
         for weights, marks in zip(self._weights, before, strict=True):
             weights.check_forward(marks, self._recomputed)
-        self.none = not (self._left or self._recomputed or self.inputs or self._changing)
+        self.inert = not (self._left or self._recomputed or self.inputs or self._changing)
 
     def _sums_of_frozen(self) -> dict[str, int]:
         """Return checksums of the parameters that are not trained, for the first forward of recomputed layers."""
@@ -244,7 +247,7 @@ class SideEffects:
         """Return the state that the next forward may change."""
         if self._left:
             return self._everything()
-        copies: dict[int, Tensor] = {}  # a buffer that stands in two places stays one
+        copies: dict[int, Tensor] = {}  # by identity: a buffer in two slots gets one copy
         return StateBefore([_slot_value(slot, in_place, copies) for slot, in_place in self._changing.values()],
                            [(source, source.get()) for source in self._drawn],
                            [(value := slot.table.get(slot.key), _version(value)) for slot in self._constant])
@@ -255,7 +258,9 @@ class SideEffects:
                            [(source, source.get()) for source in self._sources])
 
     def record_changes(self, before: StateBefore) -> StateBefore:
-        """Return the part of :meth:`capture` that the forward has changed; one of the first shows what changes.
+        """Return the part of :meth:`capture` that the forward has changed.
+
+        After one of the first forwards, also note what it changed: that is what later ones copy.
 
         Raises:
             UserError: a buffer changed in place for the first time, but was not copied.
@@ -282,7 +287,7 @@ class SideEffects:
     def _record_later_changes(self, before: StateBefore) -> StateBefore:
         replaced = []
         for slot, (value, version) in zip(self._constant, before.constant, strict=True):
-            if slot.table.get(slot.key) is not value:  # such as a table that has grown
+            if slot.table.get(slot.key) is not value:  # replaced, as a layer does whose table grows
                 replaced.append(_SlotValue(slot, value))
             elif _version(value) != version:
                 raise UserError(f"'{slot.label}' was changed by a forward, which none of the first {WATCHED} forwards "
@@ -308,19 +313,19 @@ class SideEffects:
         return output.clone() if shares else output
 
     @contextmanager
-    def restored(self, before: StateBefore) -> Iterator[None]:
-        """Restore the state before a forward while it runs again, then the present state.
+    def swapped_in(self, before: StateBefore) -> Iterator[None]:
+        """Swap in the state before a forward while it runs again, then the present state.
 
         Raises:
             UserError: the forward changes a present value.
         """
         now = StateBefore([_SlotValue(old.slot, value := old.slot.get(), version=_version(value))
                            for old in before.values], [(source, source.get()) for source, _ in before.random])
-        before.restore()
+        before.swap_in()
         try:
             yield
         finally:
-            now.restore()
+            now.swap_in()
         for old in now.values:
             if _version(old.value) != old.version:
                 raise UserError(f"'{old.slot.label}' is changed by a recompute, which was given another tensor in its "
@@ -328,16 +333,16 @@ class SideEffects:
                                 hint="read the buffer from its module in every forward, as in self.mean")
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Restore the present state at the end."""
+    def preserve_state(self) -> Iterator[None]:
+        """Write the present state back at the end, also after an error."""
         before = self._everything()
         try:
             yield
         finally:
-            self.undo(before)
+            self.write_back(before)
 
-    def undo(self, before: StateBefore) -> None:
-        """Restore the state before a forward that failed."""
+    def write_back(self, before: StateBefore) -> None:
+        """Write the state before a forward back: into the slots, and into tensors that were changed in place."""
         for old in before.values:
             old.slot.put(old.value)
             if old.copy is not None:
@@ -357,7 +362,7 @@ class SideEffects:
                 statistics = isinstance(part, _NormBase) and type(part).__module__.startswith("torch.")
                 for table in (part._buffers, vars(part)):
                     for key, value in table.items():
-                        if (table is part._buffers or key not in _TORCHS) and _is_plain(value):
+                        if (table is part._buffers or key not in _MODULE_TABLES) and _is_plain(value):
                             yield _Slot(table, key, f"{path}.{key}", statistics)
 
 
@@ -378,7 +383,7 @@ def _version(value: Any) -> int:
 
 def _slot_value(slot: _Slot, in_place: bool, copies: dict[int, Tensor]) -> _SlotValue:
     value = slot.get()
-    if not isinstance(value, Tensor) or value.requires_grad:  # one of an earlier graph may be replaced, not changed
+    if not isinstance(value, Tensor) or value.requires_grad:  # an earlier graph's may be replaced, not changed
         return _SlotValue(slot, value)
     if in_place and id(value) not in copies:
         copies[id(value)] = value.detach().clone()
@@ -434,7 +439,7 @@ def _copy(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         return tensor
     copy = tensor.clone()
-    return copy if copy.stride() == tensor.stride() else tensor  # it overlaps itself
+    return copy if copy.stride() == tensor.stride() else tensor  # the tensor overlaps itself
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ class Stage(StageLayers):
     def _forward_span(self, span: Span, inputs: dict[str, Tensor],
                       record: Record) -> tuple[SpanActivations, dict[str, Tensor]]:
         effects = span.effects
-        if effects.none:
+        if effects.inert:
             graph, outputs = self._with_graph(span, inputs, record)
             saved = SpanActivations(inputs, graph)
         else:
@@ -155,10 +155,10 @@ class Stage(StageLayers):
     def _with_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
                     again: bool = False) -> tuple[SpanGraph, dict[str, Tensor]]:
         store = WeightGradStore() if record.split else None
-        first = None if again or span.effects.none else span.effects.begin_first_forward(inputs)
+        first = None if again or span.effects.inert else span.effects.begin_first_forward(inputs)
         outputs = self._run(span, inputs, record, store, again)
         if first is not None:
-            if span.effects.restore_inputs(first):
+            if span.effects.write_back_if_inputs_changed(first):
                 store = WeightGradStore() if record.split else None
                 outputs = self._run(span, inputs, record, store, again=True)
             span.effects.record_changes(first.before)
@@ -180,7 +180,7 @@ class Stage(StageLayers):
             RunError: a layer raised an error.
         """
         training = torch.is_grad_enabled()
-        effects = span.effects if training and not span.effects.none else None
+        effects = span.effects if training and not span.effects.inert else None
         given = inputs if effects is None else effects.prepare_inputs(inputs, again)
         tensors = {**record.fields, **given}
         before = [(name, t, t._version) for name, t in tensors.items() if training or name not in inputs]
@@ -335,7 +335,7 @@ class Stage(StageLayers):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first run has shown them
             try:
-                with span.effects.unchanged():
+                with span.effects.preserve_state():
                     graph = self._recompute_span(span, saved, record)
             except Exception:
                 return None  # another error: what the forward depends on has changed
