@@ -132,7 +132,7 @@ def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: 
     choice = Choice(schedule, 6, None, 3, equal_widths(schedule, 3, 1))
     least = free.cost_model(choice, None).leanest()
     assert least is not None
-    limit = int(least.greatest * (1 + room))
+    limit = int(least.bottleneck * (1 + room))
     candidate = SearchSpace(Request({6: made}, 3, limit, (schedule,))).solve(choice)
     model = Choice(schedule, 6, None, 3, choice.placement)
     tried = {partition: by_formula(made, model, partition, (1, 1, 1), limit) for partition in compositions(6, 3)}
@@ -153,7 +153,7 @@ def test_the_best_widths_are_the_best_of_all(schedule: str, seed: int, room: flo
     choice = Choice(schedule, 12, None, 4, None)
     least = space.cost_model(choice, None).leanest()
     assert least is not None
-    limit = int(least.greatest * (1 + room))
+    limit = int(least.bottleneck * (1 + room))
     candidate = SearchSpace(Request({12: made}, 4, limit, (schedule,))).solve(choice)
     model = Choice(schedule, 12, None, 4, None)
     best = min(by_formula(made, model, partition, widths, limit) for stages in range(1, 5)
@@ -223,7 +223,7 @@ def test_the_heuristic_of_the_paper_is_never_better(seed: int, schedule: str) ->
     choice = Choice(schedule, 6, None, 3, equal_widths(schedule, 3, 1))
     least = SearchSpace(Request({6: made}, 3)).cost_model(choice, None).leanest()
     assert least is not None
-    space = SearchSpace(Request({6: made}, 3, int(1.5 * least.greatest), (schedule,)))
+    space = SearchSpace(Request({6: made}, 3, int(1.5 * least.bottleneck), (schedule,)))
     exact, moved = space.solve(choice), space.solve_by_heuristic(choice)
     assert exact is not None
     if moved is not None:

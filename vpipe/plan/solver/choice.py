@@ -40,7 +40,8 @@ class ScheduleTraits:
     # every microbatch waits for its transfers, not only the first and the last. That is so where too few microbatches
     # are in flight to hide a transfer that takes as long as a forward.
     tight: bool = True
-    # what a stage holds depends only on the ranks in and behind it. Then stages may have unequal numbers of replicas.
+    # what a stage holds depends only on the number of ranks of it and of the later ones. Then stages may have
+    # unequal numbers of replicas.
     by_depth: bool = False
     problem: str = ""  # why it cannot run, where the checker refuses it on a small pipeline; else empty
 
@@ -169,30 +170,30 @@ class Choice:
     def _views(self) -> tuple[ReplicaView, ...]:
         return replica_views(self.recipe, self.groups, self.microbatches, self.update_every)
 
-    def demand(self, behind: int, width: int) -> StageDemand:
-        """Return what a replica of a stage with ``width`` of them holds at most, with ``behind`` ranks in its own stage
+    def demand(self, ranks_left: int, width: int) -> StageDemand:
+        """Return what each of a stage's ``width`` replicas holds at most, with ``ranks_left`` ranks in its own stage
         and all later ones."""
         if self.placement is not None:
-            return self._demands[behind]
-        depth = (behind - 1) // width + 1
+            return self._demands[ranks_left]
+        depth = (ranks_left - 1) // width + 1
         own = self.per_replica(width) if self.flush else sys.maxsize  # a stream goes on behind its batch
         size = Size(depth, own, 1, own if self.flush else self.every, False)
         return StageDemand(self.recipe.peak_activations(0, size), self.recipe.versions(0, size), 0)
 
     @cached_property
     def _demands(self) -> dict[int, StageDemand]:
-        """By ranks in and behind a stage."""
+        """By ranks of a stage and the later ones."""
         recipe, halves = self.recipe, [0] * self.ranks
         if self.traits.split:
             built = build(self.schedule, self.groups, self.microbatches)
             halves = [peaks.peak_weight_halves for peaks in rank_peaks(built)]
-        demands, behind = {}, self.ranks
+        demands, ranks_left = {}, self.ranks
         for group in self.groups:
             views = [self._views[rank] if self.flush else self._views[rank].endless() for rank in group]
-            demands[behind] = StageDemand(max(recipe.peak_activations(view.rank, view.size) for view in views),
+            demands[ranks_left] = StageDemand(max(recipe.peak_activations(view.rank, view.size) for view in views),
                                           max(recipe.versions(view.rank, view.size) for view in views),
                                           max(halves[rank] for rank in group))
-            behind -= len(group)
+            ranks_left -= len(group)
         return demands
 
 

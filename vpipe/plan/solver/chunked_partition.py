@@ -1,6 +1,6 @@
 """Partition a model for schedules with several stages on each rank, such as interleaved and zb_v, by a heuristic.
 
-There, what a rank holds depends on all of its stages at once, so dynamic programming over one cut after the other finds
+There, what a rank holds depends on all of its stages at once, so dynamic programming over one stage after another finds
 no best partition. The stages are cut to equal times. Each may use as large a part of its rank's memory as its part of
 the microbatches that the rank holds.
 """
@@ -13,7 +13,13 @@ from itertools import accumulate
 import numpy as np
 
 from vpipe.plan.solver.choice import Candidate, Choice
-from vpipe.plan.solver.partition_search import Cut, Floats, Integers, smallest_greatest, unreplicated_problem
+from vpipe.plan.solver.partition_search import (
+    Floats,
+    FoundPartition,
+    Integers,
+    smallest_bottleneck,
+    unreplicated_problem,
+)
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 from vpipe.plan.stage_costs import combined_memory, stage_memory
 from vpipe.schedules.build import build
@@ -37,18 +43,19 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
     plain = table.work_s(split)
     starts = None if partition is None else [0, *accumulate(partition)]
 
-    def cut(demand_of: list[StageDemand]) -> Cut | None:
-        def evaluate(behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
-            stage = stages - behind
+    def find(demand_of: list[StageDemand]) -> FoundPartition | None:
+        def evaluate(ranks_left: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
+            stage = stages - ranks_left
             work = plain[stop] - plain[first] + table.recompute_s(first, stop, demand_of[stage])
             if starts is not None:
                 work = np.where((first == starts[stage]) & (stop == starts[stage + 1]), work, np.inf)
             return work, work
 
-        return smallest_greatest(unreplicated_problem(stages, plain, evaluate), lambda: not _may_fit(table, demand_of))
+        return smallest_bottleneck(unreplicated_problem(stages, plain, evaluate),
+                                   lambda: not _may_fit(table, demand_of))
 
     for attempt in _attempts(demands, shares):
-        if (found := cut(attempt)) is None:
+        if (found := find(attempt)) is None:
             continue
         recomputed = tuple(table.recompute_set(each.first, each.stop, demand) or frozenset[int]()
                            for each, demand in zip(found.slices, attempt, strict=True))
@@ -66,20 +73,20 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
 
 
 def _may_fit(table: StageTable, demands: list[StageDemand]) -> bool:
-    """Tell whether there is a cut in which every stage has room for the least that it may hold.
+    """Return whether there is a partition in which every stage has room for the least that it may hold.
 
     That is known much sooner than what the stages would recompute.
     """
     if table.limit_bytes is None or np.isinf(demands[0].part):
         return True
 
-    def evaluate(behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
-        demand = demands[len(demands) - behind]
+    def evaluate(ranks_left: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
+        demand = demands[len(demands) - ranks_left]
         return np.zeros(first.shape), table.least_bytes(first, stop, demand) / demand.part
 
-    needed = smallest_greatest(unreplicated_problem(len(demands), table.floor_bytes, evaluate,
+    needed = smallest_bottleneck(unreplicated_problem(len(demands), table.floor_bytes, evaluate,
                                                     max(demand.part for demand in demands)))
-    return needed is not None and needed.greatest <= table.limit_bytes * (1 + 1e-9)
+    return needed is not None and needed.bottleneck <= table.limit_bytes * (1 + 1e-9)
 
 
 def _attempts(demands: list[StageDemand], shares: Sequence[float] | float | None) -> Iterator[list[StageDemand]]:
@@ -104,10 +111,10 @@ def _demands(choice: Choice) -> Iterator[StageDemand]:
                           part=parts[stage] / sum(parts.values()))
 
 
-def _estimate_s(table: StageTable, choice: Choice, found: Cut) -> float:
+def _estimate_s(table: StageTable, choice: Choice, found: FoundPartition) -> float:
     """Estimate a step: the fullest rank is idle only while the pipeline fills and drains, in steps of one chunk."""
     stages, width, groups = len(choice.groups), len(choice.groups[0]), len(set(choice.groups))
-    per_rank = found.greatest * stages / groups
+    per_rank = found.bottleneck * stages / groups
     filling = 0.0 if choice.traits.split else (groups - 1) * per_rank * groups / stages
     step = table.running("step")[-1] / groups
     return float(choice.per_replica(width) * per_rank + filling + step)

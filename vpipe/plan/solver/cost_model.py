@@ -1,4 +1,4 @@
-"""Estimate what a cut costs under a schedule: the figures that dynamic programming minimises."""
+"""Estimate what a partition costs under a schedule: the figures that dynamic programming minimises."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from vpipe.plan.solver.choice import Choice
 from vpipe.plan.solver.partition_search import (
-    BestCut,
-    Cut,
-    CutProblem,
+    BestPartition,
+    FoundPartition,
+    PartitionProblem,
     StageSlice,
+    smallest_bottleneck,
+    smallest_bottleneck_or_core_share,
     smallest_cost,
-    smallest_greatest,
-    smallest_greatest_or_share,
 )
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 
@@ -37,24 +37,24 @@ class CostModel:
         table: of the profile.
         choice: of schedule, microbatches and replicas.
         shares: for all stages or per stage, the share of its layers that must be recomputed; per stage only where the
-            ranks behind a stage determine its number.
+            number of ranks of a stage and the later ones determines which stage it is.
         partition: layers per stage, where they are fixed.
     """
 
     def __init__(self, table: StageTable, choice: Choice, shares: Sequence[float] | float | None = None,
                  partition: Sequence[int] | None = None) -> None:
         self.table, self.choice, self._shares, ranks = table, choice, shares, choice.ranks
-        self._widths: dict[int, Sequence[int]]  # by ranks in and behind a stage, the replicas that it may have
+        self._widths: dict[int, Sequence[int]]  # by ranks of a stage and the later ones, the replicas that it may have
         if choice.placement is None:
             # A replica with one microbatch pipelines nothing; a whole model on every rank is a choice of its own.
             most = max(1, choice.microbatches // 2) if choice.flush else ranks
-            self._widths = {behind: range(1, min(behind, most) + 1) for behind in range(1, ranks + 1)}
+            self._widths = {ranks_left: range(1, min(ranks_left, most) + 1) for ranks_left in range(1, ranks + 1)}
         else:
             sizes = list(map(len, choice.placement))
             self._widths = {ranks - end + width: (width,)
                             for end, width in zip(accumulate(sizes), sizes, strict=True)}
         self._order = list(chain.from_iterable(choice.placement or [range(ranks)]))  # of the ranks, by stage
-        self._stage_of = {behind: stage for stage, behind in enumerate(sorted(self._widths, reverse=True))}
+        self._stage_of = {ranks_left: stage for stage, ranks_left in enumerate(sorted(self._widths, reverse=True))}
         self._fixed_stop: Integers | None = None  # of the fixed stage that begins with a layer; 0 where none does
         if partition is not None:
             stops = np.cumsum(partition)
@@ -64,41 +64,41 @@ class CostModel:
         hosts = -(-ranks // max(1, profile.identity.ranks_per_host))
         self._cores = np.inf if profile.cores is None else min(ranks, profile.cores * hosts)
 
-    def demand(self, behind: int, width: int) -> StageDemand:
-        """Return what a replica of a stage with ``behind`` ranks in and behind it must hold."""
+    def demand(self, ranks_left: int, width: int) -> StageDemand:
+        """Return what a replica of a stage must hold that has ``ranks_left`` ranks together with the later ones."""
         share = self._shares
         if share is not None and not isinstance(share, (int, float)):
-            share = share[self._stage_of[behind]]
-        return self.choice.demand(behind, width)._replace(share=share)
+            share = share[self._stage_of[ranks_left]]
+        return self.choice.demand(ranks_left, width)._replace(share=share)
 
     def demands(self, slices: Iterable[StageSlice]) -> Iterator[tuple[StageSlice, StageDemand]]:
-        """Yield the stages of a cut with what a replica of each must hold."""
-        behind = self.choice.ranks
+        """Yield the stages of a partition with what a replica of each must hold."""
+        ranks_left = self.choice.ranks
         for each in slices:
-            yield each, self.demand(behind, each.width)
-            behind -= each.width
+            yield each, self.demand(ranks_left, each.width)
+            ranks_left -= each.width
 
     @cached_property
-    def by_time(self) -> CutProblem:
+    def by_time(self) -> PartitionProblem:
         """The problem of the least time."""
         choice, all_widths = self.choice, {width for several in self._widths.values() for width in several}
         if not choice.flush:
-            floor, room = self._plain + self.table.running("step") / choice.every, {w: float(w) for w in all_widths}
+            least, room = self._plain + self.table.running("step") / choice.every, {w: float(w) for w in all_widths}
         else:
             most = max(choice.per_replica(width) for width in all_widths) - 1
-            floor = self._plain + (self.table.running("step") / most if most else 0.0)
+            least = self._plain + (self.table.running("step") / most if most else 0.0)
             room = {w: 1 / (choice.per_replica(w) - 1) if choice.per_replica(w) > 1 else np.inf for w in all_widths}
-        return CutProblem(self.table.layers, self._widths, choice.ranks, floor, room, self._evaluate)
+        return PartitionProblem(self.table.layers, self._widths, choice.ranks, least, room, self._evaluate)
 
     @cached_property
-    def by_memory(self) -> CutProblem:
+    def by_memory(self) -> PartitionProblem:
         """The problem of the least memory of the fullest rank."""
-        def evaluate(behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
-            demand = self.demand(behind, width)
+        def evaluate(ranks_left: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
+            demand = self.demand(ranks_left, width)
             return np.zeros(first.shape), self._if_fixed(
                 first, stop, lambda first, stop: self.table.least_bytes(first, stop, demand))
 
-        return CutProblem(self.table.layers, self._widths, self.choice.ranks, self.table.floor_bytes,
+        return PartitionProblem(self.table.layers, self._widths, self.choice.ranks, self.table.floor_bytes,
                           {w: 1.0 for several in self._widths.values() for w in several}, evaluate)
 
     @cached_property
@@ -132,11 +132,11 @@ class CostModel:
             found[fixed] = figure(first[fixed], stop[fixed])
         return found
 
-    def _evaluate(self, behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
+    def _evaluate(self, ranks_left: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
         """Evaluate stages by time, see :data:`~vpipe.plan.solver.partition_search.Evaluate`."""
-        choice, demand = self.choice, self.demand(behind, width)
+        choice, demand = self.choice, self.demand(ranks_left, width)
         work, step = self._work_s(first, stop, demand), self._step_s(first, stop, demand)
-        transfer = self._transfers_s(behind - width)[stop]
+        transfer = self._transfers_s(ranks_left - width)[stop]
         summing = self._sum_s(first, stop, width)
         per_microbatch = work + transfer if choice.traits.tight else work
         if not choice.flush:
@@ -146,30 +146,30 @@ class CostModel:
         slowest = choice.per_replica(width) * per_microbatch + step + summing - np.where(np.isinf(work), 0.0, alone)
         return alone + transfer, slowest
 
-    def _evaluate_work(self, behind: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
+    def _evaluate_work(self, ranks_left: int, width: int, first: Integers, stop: Integers) -> tuple[Floats, Floats]:
         """Evaluate stages with all the work of a step as their sum."""
-        return self._step_work_s(width, first, stop, self.demand(behind, width)), \
-            self._evaluate(behind, width, first, stop)[1]
+        return self._step_work_s(width, first, stop, self.demand(ranks_left, width)), \
+            self._evaluate(ranks_left, width, first, stop)[1]
 
     def _step_work_s(self, width: int, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
         """Return the seconds of computation of stages in a step, over all replicas."""
         return (self.choice.microbatches * self._work_s(first, stop, demand)
                 + width * self._step_s(first, stop, demand))
 
-    def _cut(self, slices: tuple[StageSlice, ...]) -> Cut:
-        """Return a cut with its costs by time."""
-        behind, total, greatest = self.choice.ranks, 0.0, 0.0
+    def _with_costs(self, slices: tuple[StageSlice, ...]) -> FoundPartition:
+        """Return a partition with its costs by time."""
+        ranks_left, total, bottleneck = self.choice.ranks, 0.0, 0.0
         for first, stop, width in slices:
-            sums, costs = self._evaluate(behind, width, np.array([first]), np.array([stop]))
-            total, greatest = total + float(sums[0]), max(greatest, float(costs[0]))
-            behind -= width
-        return Cut(total, greatest, slices)
+            sums, costs = self._evaluate(ranks_left, width, np.array([first]), np.array([stop]))
+            total, bottleneck = total + float(sums[0]), max(bottleneck, float(costs[0]))
+            ranks_left -= width
+        return FoundPartition(total, bottleneck, slices)
 
-    def _transfers_s(self, behind: int) -> Floats:
-        """Return per cut the seconds of a microbatch to the next stage and of its gradient back."""
-        if not behind:
+    def _transfers_s(self, ranks_left: int) -> Floats:
+        """Return per boundary between layers the seconds of a microbatch to the next stage and of its gradient back."""
+        if not ranks_left:
             return np.zeros(self.table.layers + 1)
-        source, target = self._order[-behind - 1], self._order[-behind]
+        source, target = self._order[-ranks_left - 1], self._order[-ranks_left]
         profile = self.table.profile
         there, back = (profile.links.get(ends, profile.default_link) for ends in ((source, target), (target, source)))
         return (there.latency_s + self.table.forward_bytes / there.bytes_per_s
@@ -182,11 +182,11 @@ class CostModel:
         link = self.table.profile.default_link
         return 2 * (link.latency_s + (width - 1) / width * self.table.parameter_bytes(first, stop) / link.bytes_per_s)
 
-    def cost(self, cut: Cut) -> float:
+    def cost(self, found: FoundPartition) -> float:
         """Return the seconds of a step with a flush, of a microbatch without."""
         if not self.choice.flush:
-            return max(cut.greatest, cut.sum / self._cores)
-        return max(cut.sum + cut.greatest, self._shared_s(cut.slices))
+            return max(found.bottleneck, found.sum / self._cores)
+        return max(found.sum + found.bottleneck, self._shared_s(found.slices))
 
     def _shared_s(self, slices: Iterable[StageSlice]) -> float:
         """Return the seconds of all the work, divided by the cores."""
@@ -195,40 +195,40 @@ class CostModel:
         return float(sum(self._step_work_s(width, np.array([first]), np.array([stop]), demand)[0]
                          for (first, stop, width), demand in self.demands(slices)) / self._cores)
 
-    def best(self) -> BestCut | None:
-        """Return the cut that costs least; None when nothing fits."""
+    def best(self) -> BestPartition | None:
+        """Return the partition that costs least; None when nothing fits."""
         table, choice = self.table, self.choice
         limit = np.inf if table.limit_bytes is None else table.limit_bytes
-        if self.by_memory.least() > limit:
+        if self.by_memory.lower_bound() > limit:
             return None
-        start = smallest_greatest(self.by_time, lambda: np.isfinite(limit) and (
-            (needed := self.leanest()) is None or needed.greatest > limit))
+        start = smallest_bottleneck(self.by_time, lambda: np.isfinite(limit) and (
+            (needed := self.leanest()) is None or needed.bottleneck > limit))
         if start is None:
             return None
         if not choice.flush:
-            return smallest_greatest_or_share(self.by_time, start, self._cores)
+            return smallest_bottleneck_or_core_share(self.by_time, start, self._cores)
         least = max(0.0, float(self._plain[-1]) - choice.traits.filling_halves * float(table.running("weight")[-1]))
-        floor, widest = start.greatest, self.cost(start) - least
+        lower_bound, widest = start.bottleneck, self.cost(start) - least
         if np.isinf(self._cores):
-            return smallest_cost(self.by_time, start, self.cost, least, floor)
+            return smallest_cost(self.by_time, start, self.cost, least, lower_bound)
         least_work = replace(self.by_time, evaluate=self._evaluate_work).within(widest).smallest_sum(widest)
         assert least_work is not None, "the start is among them"
-        best = smallest_cost(self.by_time, start, self.cost, least, max(floor, least_work.sum / self._cores))
-        other = self._cut(least_work.slices)
+        best = smallest_cost(self.by_time, start, self.cost, least, max(lower_bound, least_work.sum / self._cores))
+        other = self._with_costs(least_work.slices)
         if self.cost(other) < best.cost:
-            best = BestCut(other, self.cost(other), best.bound, (best.cut, *best.others))
+            best = BestPartition(other, self.cost(other), best.lower_bound, (best.found, *best.others))
         return best
 
     def peak_bytes(self, slices: Iterable[StageSlice]) -> int:
-        """Return what the fullest rank of a cut holds when nothing is recomputed."""
+        """Return what the fullest rank of a partition holds when nothing is recomputed."""
         return max(self.table.peak_bytes(each.first, each.stop, demand, frozenset())
                    for each, demand in self.demands(slices))
 
-    def leanest(self) -> Cut | None:
-        """Return the cut whose fullest rank holds least; None when there are fewer layers than stages."""
-        return smallest_greatest(self.by_memory)
+    def leanest(self) -> FoundPartition | None:
+        """Return the partition whose fullest rank holds least; None when there are fewer layers than stages."""
+        return smallest_bottleneck(self.by_memory)
 
     def seconds_per_sample(self, cost: float) -> float:
-        """Return the seconds per sample of a cut that costs so much."""
+        """Return the seconds per sample of a partition that costs so much."""
         size = self.table.profile.identity.microbatch_size
         return cost / (size * self.choice.microbatches if self.choice.flush else size)

@@ -10,7 +10,7 @@ from vpipe.plan.recompute import ranges
 from vpipe.plan.solver.candidate_trials import Trials
 from vpipe.plan.solver.choice import Choice, equal_widths
 from vpipe.plan.solver.cost_model import CostModel
-from vpipe.plan.solver.partition_search import Cut
+from vpipe.plan.solver.partition_search import FoundPartition
 from vpipe.plan.solver.request import Request
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
 from vpipe.plan.stage_costs import StageMemory, combined_memory, stage_memory
@@ -61,22 +61,22 @@ def infeasible(space: SearchSpace, fits: Fits) -> UserError:
 
 def _leanest(space: SearchSpace) -> Iterator[_Leanest]:
     """Yield the leanest plan of all unchunked choices, and of each chunked choice where that takes no minutes."""
-    leanest: tuple[Choice, CostModel, Cut] | None = None
+    leanest: tuple[Choice, CostModel, FoundPartition] | None = None
     choices = list(space.choices())
     for choice in choices:
         if choice.chunked:
             continue
         costs = space.cost_model(choice, space.request.memory_bytes)
-        cut = costs.leanest()
-        if cut is None:
+        found = costs.leanest()
+        if found is None:
             continue
-        if (why := choice.with_widths(cut.widths).refusal) is not None:
+        if (why := choice.with_widths(found.widths).refusal) is not None:
             space.refusals[choice] = why
-        elif leanest is None or cut.greatest < leanest[2].greatest:
-            leanest = choice, costs, cut
+        elif leanest is None or found.bottleneck < leanest[2].bottleneck:
+            leanest = choice, costs, found
     if leanest is not None:
-        choice, costs, cut = leanest
-        stage, memory, layers = _fullest_stage(costs, cut)
+        choice, costs, found = leanest
+        stage, memory, layers = _fullest_stage(costs, found)
         yield _Leanest(choice, f"stage {stage} ({_layers(layers)})", memory, costs)
     if leanest is None or _small(space.request):
         for choice in choices:
@@ -100,15 +100,15 @@ def _layers(layers: range) -> str:
     return f"layers {layers.start} to {layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
 
 
-def _fullest_stage(costs: CostModel, cut: Cut) -> tuple[int, StageMemory, range]:
-    found = []
-    for stage, ((first, stop, _), demand) in enumerate(costs.demands(cut.slices)):
+def _fullest_stage(costs: CostModel, found: FoundPartition) -> tuple[int, StageMemory, range]:
+    stages = []
+    for stage, ((first, stop, _), demand) in enumerate(costs.demands(found.slices)):
         required, layers = costs.table.required(first, stop, demand), range(first, stop)
         sets = [required] if required is not None else [frozenset[int](), frozenset(layers)]
         memory = min((stage_memory(costs.table.profile, layers, recomputed, demand.in_flight, demand.versions,
                                    demand.weight_halves) for recomputed in sets), key=lambda memory: memory.peak)
-        found.append((stage, memory, layers))
-    return max(found, key=lambda entry: entry[1].peak)
+        stages.append((stage, memory, layers))
+    return max(stages, key=lambda entry: entry[1].peak)
 
 
 def _small(request: Request) -> bool:
@@ -152,7 +152,7 @@ def _enough_ranks(costs: CostModel, choice: Choice, limit: int) -> int | None:
         if wider.refusal is not None:
             return False
         found = CostModel(costs.table, wider).leanest()
-        return found is not None and found.greatest <= limit
+        return found is not None and found.bottleneck <= limit
 
     low, high, most = choice.ranks, 2 * choice.ranks, costs.table.layers
     while high < most and not fits(high):

@@ -10,7 +10,7 @@ from vpipe.plan.recompute import recomputed_layers
 from vpipe.plan.solver.choice import Candidate, Choice, Stages, equal_widths, traits_of
 from vpipe.plan.solver.chunked_partition import chunked_candidate
 from vpipe.plan.solver.cost_model import CostModel
-from vpipe.plan.solver.partition_search import Cut, StageSlice, slices_of
+from vpipe.plan.solver.partition_search import FoundPartition, StageSlice, slices_of
 from vpipe.plan.solver.request import Request
 from vpipe.plan.solver.stage_table import StageTable
 from vpipe.plan.solver.vpipe_heuristic import balanced
@@ -129,18 +129,18 @@ class SearchSpace:
         best = costs.best()
         if best is None:
             return None
-        cuts = [best.cut, *sorted(best.others, key=costs.cost)]
+        partitions = [best.found, *sorted(best.others, key=costs.cost)]
         if choice.placement is None:
-            refusals = {cut: choice.with_widths(cut.widths).refusal for cut in cuts}
-            cuts = [cut for cut in cuts if refusals[cut] is None]
-            if not cuts:
-                self.refusals[choice] = refusals[best.cut] or ""
+            refusals = {each: choice.with_widths(each.widths).refusal for each in partitions}
+            partitions = [each for each in partitions if refusals[each] is None]
+            if not partitions:
+                self.refusals[choice] = refusals[best.found] or ""
                 return None
-        chosen = cuts[0]
-        others = [cut for cut in cuts[1:] if cut.widths == chosen.widths]
+        chosen = partitions[0]
+        others = [each for each in partitions[1:] if each.widths == chosen.widths]
         return Candidate(choice.with_widths(chosen.widths), *_stages(costs, chosen),
-                         costs.seconds_per_sample(costs.cost(chosen)), costs.seconds_per_sample(best.bound),
-                         tuple(_stages(costs, cut) for cut in others[:MOST_OTHERS]))
+                         costs.seconds_per_sample(costs.cost(chosen)), costs.seconds_per_sample(best.lower_bound),
+                         tuple(_stages(costs, each) for each in others[:MOST_OTHERS]))
 
     def leanest_chunked(self, choice: Choice) -> Iterator[Candidate]:
         """Yield partitions of a chunked choice that hold as little as possible, whatever the limit."""
@@ -167,10 +167,10 @@ class SearchSpace:
         return None if sets is None else (tuple(partition), sets)
 
 
-def _stages(costs: CostModel, cut: Cut) -> Stages:
-    sets = _recompute_sets(costs, cut.slices)
+def _stages(costs: CostModel, found: FoundPartition) -> Stages:
+    sets = _recompute_sets(costs, found.slices)
     assert sets is not None, "the search found that it fits"
-    return tuple(each.stop - each.first for each in cut.slices), sets
+    return tuple(each.stop - each.first for each in found.slices), sets
 
 
 def _recompute_sets(costs: CostModel, slices: Sequence[StageSlice]) -> tuple[frozenset[int], ...] | None:

@@ -202,7 +202,7 @@ def _without_recompute(trials: Trials, chosen: Candidate) -> Compared:
         found = chosen.with_stages((candidate.partition, candidate.recomputed))
         return _best_with(trials, what, [found], "does not fit")
     needed = space.cost_model(chosen.choice, None, share=0.0).leanest()
-    why = "does not fit" if needed is None else f"needs {size_text(needed.greatest, up=True)} per rank"
+    why = "does not fit" if needed is None else f"needs {size_text(needed.bottleneck, up=True)} per rank"
     return Alternative(what, None, None, False, why), None
 
 
