@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import textwrap
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -409,7 +411,46 @@ def test_pauses_of_a_flush_change_nothing() -> None:
         == [step.loss for step in pipeline(stages=3, microbatches=4).train(batches(3))]
 
 
-@pytest.mark.parametrize("given", [0, -3, 2.5, True, "15", [0], [1.5], [None]])
+@pytest.mark.parametrize("given", [0, -3, 2.5, True, "15", [0], [1.5], [None], {3: 1}])
 def test_pauses_that_are_no_numbers_of_updates(given: Any) -> None:
     with pytest.raises(UserError, match=re.escape(f"pauses is {given!r}")):
         list(pipeline(stages=2).train(batches(1), pauses=given))
+
+
+def test_the_position_after_a_failure_is_that_of_the_steps_that_were_yielded() -> None:
+    class Failing(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Failing.calls += 1
+            if Failing.calls == 20:
+                raise ValueError("enough")
+            return super().forward(x)
+
+    failing = Model.sequential(nn.Sequential(nn.Linear(3, 3), Failing(3, 2)), nn.CrossEntropyLoss())
+    pipe, done = Pipeline(failing, stages=2, schedule="pipedream", microbatches=4, optimizer=sgd), []
+    with pytest.raises(RunError):
+        deque(map(done.append, pipe.train(batches(8))))
+    assert pipe.position.updates == len(done) > 10
+
+
+def test_a_pipeline_of_this_process_uses_no_group_that_the_program_makes_later(tmp_path: Path) -> None:
+    """Its other ranks know nothing of the pipeline, so to ask them would hang."""
+    program = tmp_path / "later.py"
+    program.write_text(textwrap.dedent("""
+        import sys, torch, torch.distributed as dist
+        from torch import nn
+        from vpipe import Model, Pipeline
+        torch.manual_seed(0)
+        model = Model.sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.MSELoss())
+        pipe = Pipeline(model, stages=2, replicas=2, microbatches=2, timeout_s=20,
+                        optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        dist.init_process_group("gloo", init_method=sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+        if sys.argv[1] == "0":
+            batch = {"input": torch.zeros(4, 3), "target": torch.ones(4, 3)}
+            print(len([step.loss for step in pipe.train([batch])]), len(pipe.state_dict()))
+        dist.barrier()
+        """))
+    processes = [subprocess.Popen([sys.executable, program, str(rank), f"file://{tmp_path}/store"], text=True,
+                                  stdout=subprocess.PIPE) for rank in range(2)]
+    assert [process.communicate(timeout=60)[0] for process in processes] == ["1 4\n", ""]

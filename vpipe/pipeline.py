@@ -153,7 +153,7 @@ class Pipeline:
         timeout_s = given.number("timeout_s", timeout_s, 60, most=1e9)
         given.name("precision", precision, *PRECISIONS)
         given.name("executor", executor, *EXECUTORS)
-        if not isinstance(compile, bool):
+        if not isinstance(compile, bool | None):
             given.name("compile", compile, "aot_eager")
         given.check()
         if plan is not None and sum(plan.partition) != len(model):
@@ -207,6 +207,7 @@ class Pipeline:
         self.schedule, self.microbatches, self.partition = name, settings.microbatches, tuple(partition)
         self.recomputed, self.executor = tuple(settings.recompute), settings.executor
         self.placement, self.update_every = schedule.placement, schedule.update_every
+        self._streams = schedule.stream
         self.engine = Engine(model, split(model, partition), schedule, optimizer, settings,
                              distributed=world.ranks > 1)
 
@@ -226,6 +227,8 @@ class Pipeline:
         """
         _check_batches(batches)
         next_pause = _pauses(pauses)
+        if self._streams:
+            self.engine.collectives.check_same("pauses", shown(pauses), "give every rank the same")
         if not self._trained:
             self.engine.collectives.check_trained()
             self._trained = True
@@ -354,9 +357,10 @@ def _pauses(given: object) -> Callable[[int], int | None]:
         return lambda done: None
     if (every := as_integer(given)) is not None and every > 0:
         return lambda done: (done // every + 1) * every
-    numbers = [as_integer(each) for each in given] if isinstance(given, Collection) else [None]
-    wanted = [number for number in numbers if number is not None and number > 0]
-    if len(wanted) < len(numbers):
+    wanted: list[int] = []
+    for each in given if isinstance(given, Collection) and not isinstance(given, Mapping | str) else [0]:
+        wanted.append(as_integer(each) or 0)
+    if min(wanted, default=1) < 1:
         raise UserError(f"pauses is {shown(given)}", hint="give the number of updates from one pause to the next, such "
                         "as pauses=100, or a list of updates, such as pauses=[100, 250]")
     return lambda done: min((number for number in wanted if number > done), default=None)

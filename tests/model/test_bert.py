@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
-from vpipe.model.bert import BertConfig, BertHead, bert, bert_from_settings
+from vpipe.model.bert import BertConfig, BertHead, bert, bert_from_settings, config_from_settings
 from vpipe.model.layer import Model
 from vpipe.model.registry import ModelSettings
 
@@ -307,3 +307,8 @@ def test_hugging_face_keys_are_taken_when_they_agree() -> None:
                                 "hint: set 'hidden_act' to 'gelu' or leave it out")
     with pytest.raises(UserError, match="did you mean 'intermediate_size'"):
         bert_from_settings(ModelSettings(vocab_size=50, overrides={"intermediat_size": 3}))
+
+
+def test_a_size_that_is_null_is_refused() -> None:
+    with pytest.raises(UserError, match="BERT's intermediate_size is None"):
+        config_from_settings(ModelSettings(50, overrides={"hidden_size": 64, "intermediate_size": None}))

@@ -205,3 +205,13 @@ def test_a_model_whose_content_cannot_be_read_is_not_kept(tmp_path: Path) -> Non
     profile_path(unknown.identity, tmp_path).parent.mkdir()
     unknown.save(profile_path(unknown.identity, tmp_path))
     assert cached(unknown.identity, tmp_path) is None
+
+
+@pytest.mark.parametrize("key", ["cores", "device_bytes", "links", "checked"])
+def test_a_file_without_a_field_that_has_a_default_is_damaged(tmp_path: Path, key: str) -> None:
+    """Without cores, say, the planner would take every rank to have a device of its own."""
+    content = MADE.as_json()
+    del content[key]
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"damaged: KeyError: '{key}'"):
+        Profile.load(tmp_path / "profile.json")

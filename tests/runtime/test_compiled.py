@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from vpipe import Layer, Model, Pipeline
-from vpipe.errors import UserError
-from vpipe.runtime.compiled import check_compiled
+from vpipe.errors import RunError, UserError
+from vpipe.runtime.compiled import check_compiled, compiled_model
 from vpipe.schedules.action import Op
 from vpipe.schedules.build import build
 from vpipe.schedules.registry import recipe_named
@@ -33,26 +32,8 @@ SPLIT = [name for name in FLUSH if any(action.op is Op.INPUT for program in buil
 WHOLE = [name for name in (*FLUSH, *STREAMS) if name not in SPLIT]
 
 
-@pytest.fixture(autouse=True)
-def room_for_shapes() -> Iterator[None]:
-    """The layers of the model have many shapes, and each its code."""
-    with torch._dynamo.config.patch(recompile_limit=64):
-        yield
-
-
-def compiled(model: Model, backend: str) -> Model:
-    """The same layers, each compiled as it is built."""
-    def build_compiled(layer: Layer) -> nn.Module:
-        module = layer.build()
-        module.compile(backend=backend)
-        return module
-
-    return Model([replace(layer, build=lambda layer=layer: build_compiled(layer)) for layer in model.layers],
-                 batch=model.batch)
-
-
 def oracle(name: str, pipe: Pipeline, backend: str, precision: str = "fp32") -> ReferenceRun:
-    model, batches = compiled(rich_model(), backend), rich_batches(2, MICROBATCHES)
+    model, batches = compiled_model(rich_model(), backend), rich_batches(2, MICROBATCHES)
     recipe = TrainingRecipe(AdamW().from_named, MICROBATCHES, 7, clip=0.5, precision=ReferencePrecision(precision))
     if recipe_named(name).flush:
         return flush_oracle(model, batches, recipe, pipe.partition)
@@ -116,8 +97,44 @@ class Mean(nn.Module):
         return h.mean()
 
 
+class Scaled(nn.Linear):
+    """A layer whose code has a number in it, so each number is a variant."""
+
+    def __init__(self, factor: str) -> None:
+        super().__init__(3, 3)
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * len(self.factor)
+
+
+def test_every_layer_is_compiled_however_many_variants_there_are() -> None:
+    """By default torch keeps 8 variants of a class's code, and runs its further layers without compiling, silently."""
+    with torch._dynamo.config.patch(recompile_limit=8):
+        layers = [Layer(f"scaled{i}", partial(Scaled, "x" * (i + 1)), ("x",) if i == 0 else ("h",)) for i in range(12)]
+        pipe = Pipeline(Model([*layers, Layer("loss", Mean, ("h",), ("loss",))], batch=("x",)), stages=2,
+                        microbatches=2, optimizer=AdamW(), compile="eager")
+        before = counters["stats"]["unique_graphs"]
+        pipe.evaluate([{"x": torch.randn(4, 3)}])
+        list(pipe.train([{"x": torch.randn(4, 3)}]))
+        assert counters["stats"]["unique_graphs"] - before >= 2 * len(layers)
+
+
+def test_a_layer_that_would_be_compiled_for_every_call_is_refused() -> None:
+    class Counting(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.factor += "x"
+            return super().forward(x)
+
+    with torch._dynamo.config.patch(recompile_limit=8):
+        pipe = Pipeline(Model([Layer("count", lambda: Counting("x"), ("x",)), Layer("loss", Mean, ("h",), ("loss",))],
+                              batch=("x",)), stages=1, optimizer=AdamW(), compile="eager")
+        with pytest.raises(RunError, match="a layer that is compiled again for every call"):
+            list(pipe.train([{"x": torch.randn(2, 3)}] * 60))
+
+
 @pytest.mark.parametrize(("given", "schedule", "what", "hint"), [
-    ("inducto", "1f1b", "torch.compile has no backend 'inducto'", "did you mean inductor?"),
+    ("inducto", "1f1b", "torch.compile has no backend 'inducto'", "did you mean 'inductor'?"),
     ("eager", "zb_h1", "'zb_h1' splits every backward: it intercepts the operations that take a weight, and a compiled "
      "layer shows none", "choose a schedule with whole backwards, such as 1f1b or interleaved, or do not compile"),
     (3, "1f1b", "compile is 3", "give a name, such as 'aot_eager'")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -183,6 +184,15 @@ class Lookahead(Optimizer):
         self.base.step()
 
 
+class LookaheadInAList(Lookahead):
+    """The other one is in a mapping of a class of its own."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters)
+        self.bases = UserDict({"all": [self.base]})
+        del self.base
+
+
 OTHERS = nn.Linear(2, 3)
 
 
@@ -191,6 +201,9 @@ OTHERS = nn.Linear(2, 3)
               "hint: return a torch.optim.Optimizer, or a list of them: [Muon(matrices), AdamW(others)]"),
     (Lookahead, "error: the optimizer Lookahead of stage 0 wraps SGD, whose state is not its own and would not be "
                 "saved\nhint: return a torch.optim.Optimizer, or a list of them: [Muon(matrices), AdamW(others)]"),
+    (LookaheadInAList, "error: the optimizer LookaheadInAList of stage 0 wraps SGD, whose state is not its own and "
+                       "would not be saved\nhint: return a torch.optim.Optimizer, or a list of them: "
+                       "[Muon(matrices), AdamW(others)]"),
     (torch.optim.LBFGS, "error: the optimizer LBFGS of stage 0 needs a closure that computes the loss again, which a "
                         "pipeline does not have\nhint: choose an optimizer whose step() takes no arguments"),
     (lambda own: [SGD(own[:2], 0.1), SGD(own[1:], 0.1)],

@@ -6,12 +6,14 @@ import errno
 import json
 import os
 import re
+import tempfile
 from itertools import islice
 from pathlib import Path
 from threading import Event, current_thread
 from threading import enumerate as enumerate_threads
 from time import perf_counter, sleep
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from attempts import begin, go_on
@@ -159,16 +161,16 @@ def test_a_folder_that_not_all_hosts_see(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("made", [True, False])
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bool,
+def test_a_folder_that_cannot_be_written_or_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bool,
                                          capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "runs"
     folder.mkdir()
     if made:
-        monkeypatch.setattr(os, "access", lambda *_: False)
+        monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
     else:
         (folder / "checkpoints").write_text("")
     config = load_config(write_config(tmp_path, training__max_steps=1, checkpoint__at_end=True))
-    with pytest.raises(UserError, match=r"checkpoints cannot be written to '.*': (Permission denied|File exists)"):
+    with pytest.raises(UserError, match=r"checkpoints cannot be written to '.*': (No space left|File exists)"):
         train(Job.from_config(config), folder)
     train(Job.from_config(config.model_copy(update={"checkpoint": None})), folder)
     assert "no checkpoints are made: checkpoints cannot be written to" in capsys.readouterr().err

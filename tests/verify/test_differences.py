@@ -62,6 +62,15 @@ def test_bert_in_every_precision_is_what_its_oracle_says(name: str, precision: s
                for difference in compare(ours, reference.trajectory))
 
 
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's
+def test_compiled_layers_are_those_of_the_oracle(tmp_path: Path) -> None:
+    """In bf16 aot_eager rounds at other places than layers that are not compiled."""
+    job = job_of(tmp_path, parallel__schedule="pipedream", training__precision="bf16", training__compile="aot_eager")
+    exact, = references(job, batches_for_steps(job, 2))
+    assert all(difference.within(0) for difference in compare(
+        run_in_process(job, batches_for_steps(job, 2)), exact.trajectory))
+
+
 @pytest.mark.usefixtures("forked")
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, parallel__schedule="zb_v", parallel__model_parallel_size=4)

@@ -52,8 +52,16 @@ def _scale(value: Any) -> Any:
     return float(value)
 
 
+def _compile(value: Any) -> Any:
+    if not isinstance(value, bool | str) or value == "":
+        raise MistakesError(Mistake((), f"must be true, false or the name of a backend, got {describe(value)}",
+                                    "compile: true for inductor, or a backend of torch.compile, such as aot_eager"))
+    return value
+
+
 Absolute = Annotated[FilePath, AfterValidator(lambda path: Path(os.path.abspath(path)))]
 LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_scale)]
+Compile = Annotated[bool | str, BeforeValidator(_compile)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -158,7 +166,7 @@ class TrainingSection(Section):
     seed: Seed = Field(0, description="seed of initial weights and dropout")
     evaluate_every: Steps | None = Field(None, description="steps between evaluations; the run always ends with one")
     evaluation_batches: Steps = Field(8, description="batches per evaluation")
-    compile: bool | str = Field(False, description=(
+    compile: Compile = Field(False, description=(
         "compile every layer with torch.compile: true for inductor, or the name of another backend, such as aot_eager; "
         "schedules that split the backward are refused"))
     profile_iteration: Steps | None = Field(None, description=(

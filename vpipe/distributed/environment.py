@@ -187,6 +187,10 @@ def _restarts(environment: Mapping[str, str], starter: str) -> int:
 def read_text(environment: Mapping[str, str], name: str, starter: str) -> str:
     """Return a variable. Raises UserError, naming the starter, if it is not set."""
     if not environment.get(name):
+        if starter == "the environment":
+            raise UserError(f"{starter} has RANK and WORLD_SIZE, but not {name}",
+                            hint="start with vpipe train, torchrun or srun, or set it: MASTER_ADDR and MASTER_PORT are "
+                            "the address and port of rank 0")
         raise UserError(f"{starter} did not set {name} for this process",
                         hint="start with vpipe train, torchrun or srun; unset RANK and WORLD_SIZE where none of them "
                         "set them")

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vpipe.errors import UserError
 from vpipe.model.layer import LOSS, Layer, Model
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
 from vpipe.model.transformer import Blocks, ConfigKeys, attention, block_weight_names, weight_names
@@ -203,6 +204,8 @@ def bert_from_settings(settings: ModelSettings) -> Model:
 def config_from_settings(settings: ModelSettings) -> BertConfig:
     """Merge the preset (default large), ``overrides`` (of a ``bert_config.json``) and the settings; the later wins."""
     KEYS.check_no_groups(settings)
+    if settings.overrides.get("intermediate_size", 0) is None:
+        raise UserError("BERT's intermediate_size is None", hint="it must be an integer, such as 4 times hidden_size")
     preset = "large" if settings.preset is None else settings.preset
     return BertConfig(**KEYS.merge(BertConfig, preset, settings.overrides, {
         "vocab_size": settings.vocab_size, "hidden_size": settings.hidden_size,

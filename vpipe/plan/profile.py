@@ -324,9 +324,17 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "Seconds": lambda values: parse_record(Seconds, values)}
 
 
+def _complete(kind: type[Any], content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the content if it has every field, also those with a default. Raises KeyError for one that is missing."""
+    for each in fields(kind):
+        content[each.name]
+    return content
+
+
 def _profile(content: Mapping[str, Any]) -> Profile:
     profile = parse_record(
-        Profile, {key: value for key, value in content.items() if key != "format"}, identity=_identity,
+        Profile, {key: value for key, value in _complete(Profile, content).items() if key != "format"},
+        identity=_identity,
         layers=lambda layers: tuple(_layer(layer, number) for number, layer in enumerate(layers)),
         fields=lambda sizes: {name: count_of(size) for name, size in sizes.items()}, default_link=_link,
         links=lambda links: {(count_of(source), count_of(target)): _link(link) for source, target, link in links})
@@ -351,7 +359,7 @@ def _identity(content: Mapping[str, Any]) -> Identity:
 
 
 def _layer(content: Mapping[str, Any], number: int) -> LayerProfile:
-    layer = parse_record(LayerProfile, content,
+    layer = parse_record(LayerProfile, _complete(LayerProfile, content),
                          writes=lambda tensors: tuple(parse_record(TensorBytes, tensor) for tensor in tensors),
                          tied=lambda sizes: {int(owner): count_of(size) for owner, size in sizes.items()})
     if not all(0 <= owner < number for owner in layer.tied) or not 0 <= layer.like <= number:

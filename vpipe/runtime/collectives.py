@@ -142,15 +142,19 @@ class Collectives:
         if not self._distributed:
             return decide([vote])
         votes = self._all_gather(vote)
-        decision: str = broadcast_value(decide(votes) if dist.get_rank() == 0 else "", 0, self._timeout_s)
+        decision: str = self._broadcast_value(decide(votes) if dist.get_rank() == 0 else "", 0)
         return decision
+
+    def _broadcast_value(self, value: Any, source: int) -> Any:
+        """Return the value of one rank; in one process its own, also where the program has a group for itself."""
+        return broadcast_value(value, source, self._timeout_s) if self._distributed else value
 
     def united(self, entries: Mapping[str, str]) -> dict[str, str]:
         """Return the entries of all ranks on every rank."""
         return {name: value for own in self._all_gather(dict(entries)) for name, value in own.items()}
 
     def _all_gather(self, value: Any) -> list[Any]:
-        return [broadcast_value(value, rank, self._timeout_s)
+        return [self._broadcast_value(value, rank)
                 for rank in range(dist.get_world_size() if self._distributed else 1)]
 
     def check_trained(self) -> None:
@@ -162,6 +166,15 @@ class Collectives:
         if self.united({name: "" for name, exists in mine.items() if exists}).keys() == {"parameters"}:
             raise UserError("the optimizer factory returned None for every stage, so nothing would be trained",
                             hint="let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")
+
+    def check_same(self, name: str, value: str, hint: str) -> None:
+        """Refuse an argument that differs between ranks, on every rank."""
+        def differing(values: list[str]) -> str:
+            other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
+            return "" if other is None else f"{values[0]} on rank 0 and {values[other]} on rank {other}"
+
+        if found := self.agree(value, differing):
+            raise UserError(f"{name} is {found}", hint=hint)
 
     def close(self) -> None:
         """Do nothing: every rank has received the decision."""
@@ -183,7 +196,7 @@ class Collectives:
         usages = []
         for stage, rank in ((stage, rank) for stage, ranks in enumerate(self._placement) for rank in ranks):
             mine = asdict(here[rank][stage]) if rank in here else None
-            usages.append(StageUsage(**broadcast_value(mine, rank, self._timeout_s)))
+            usages.append(StageUsage(**self._broadcast_value(mine, rank)))
         return usages
 
     def check_ties(self) -> None:
@@ -202,7 +215,7 @@ class Collectives:
         counts = []
         for stage, ranks in enumerate(self._placement):
             here = self._stage(stage, ranks[0])
-            counts.append(broadcast_value(len(here.weights.names) if here else 0, ranks[0], self._timeout_s))
+            counts.append(self._broadcast_value(len(here.weights.names) if here else 0, ranks[0]))
         everyone = {rank for ranks in self._placement for rank in ranks}
         for rank, worker in self._workers.items():
             worker.optimizer_steps.use_global_norms(
@@ -238,7 +251,7 @@ class Collectives:
             for rank in ranks:
                 here = self._stage(stage, rank)
                 own = {} if here is None else {name: _checksum(value) for name, value in tensors(here)}
-                sums.append(broadcast_value(own, rank, self._timeout_s))
+                sums.append(self._broadcast_value(own, rank))
             for rank, theirs in zip(ranks[1:], sums[1:], strict=True):
                 yield from ((stage, name, ranks[0], rank) for name in sums[0] if sums[0][name] != theirs[name])
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
-from difflib import get_close_matches
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import torch
 from torch import nn
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, nearest
+from vpipe.model.layer import Layer, Model
 from vpipe.schedules.action import Op
 from vpipe.schedules.schedule import Schedule
 
 DEFAULT_BACKEND = "inductor"
+USUAL_BACKENDS = (DEFAULT_BACKEND, "aot_eager", "eager", "cudagraphs")
+VARIANTS = 16
+"""Variants of a layer's code: two batch shapes (a smaller last batch), training, evaluation, recomputation, dtypes."""
 
 
 def compile_backend(given: bool | str) -> str:
@@ -32,11 +37,9 @@ def check_compiled(backend: str, schedule: Schedule, device: torch.device | None
     Raises:
         UserError: one of these.
     """
-    names = torch.compiler.list_backends(exclude_tags=())
-    if backend not in names:
-        near = get_close_matches(backend, names, n=1)
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
         raise UserError(f"torch.compile has no backend '{backend}'",
-                        hint=f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}")
+                        hint=nearest(backend, USUAL_BACKENDS))
     if any(action.op is Op.INPUT for program in schedule.programs for action in program):
         raise UserError(f"'{schedule.name}' splits every backward: it intercepts the operations that take a weight, "
                         "and a compiled layer shows none",
@@ -50,10 +53,28 @@ def check_compiled(backend: str, schedule: Schedule, device: torch.device | None
             raise UserError("compiling for a GPU needs the package triton", hint="install it, or do not compile")
 
 
-def compile_layers(layers: Iterable[nn.Module], backend: str) -> None:
+def compile_layers(layers: Sequence[nn.Module], backend: str) -> None:
     """Compile modules in place; their names, parameters and hooks stay.
 
-    Weights are inputs of the code, so another weight version is no reason to compile again.
+    Weights are inputs of the code, so another weight version is no reason to compile again. Layers of one class share
+    a list of variants: shapes, dtypes, training and evaluation, with and without gradients. By default torch keeps 8 of
+    them and runs further layers without compiling, so the numbers would depend on which layer came first. Here there is
+    room for all, and an error where it does not suffice.
     """
+    from torch._dynamo import config  # its import takes seconds
+
+    config.recompile_limit = max(config.recompile_limit, VARIANTS * len(layers))
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * config.recompile_limit)
+    config.fail_on_recompile_limit_hit = True
     for layer in layers:
         layer.compile(backend=backend)
+
+
+def compiled_model(model: Model, backend: str) -> Model:
+    """Return a model whose layers are compiled as they are built, for a program without a pipeline."""
+    def build(layer: Layer) -> nn.Module:
+        module = layer.build()
+        compile_layers([module], backend)
+        return module
+
+    return Model([replace(layer, build=partial(build, layer)) for layer in model.layers], batch=model.batch)

@@ -208,6 +208,7 @@ class Engine:
         try:
             yield from self._interpreter.run(segment, self._programs.for_stream(rounds))
         except (Exception, KeyboardInterrupt):
+            self.position = self.reached()
             self._stream = None
             raise
 
@@ -441,8 +442,8 @@ def build_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, 
     check_not_shared(stage for stages in built.values() for stage in stages.values())
     if settings.compile is not None:
         check_compiled(settings.compile, schedule, settings.device)
-        compile_layers((layer for stages in built.values() for stage in stages.values()
-                        for layer in stage.modules.values()), settings.compile)
+        compile_layers([layer for stages in built.values() for stage in stages.values()
+                        for layer in stage.modules.values()], settings.compile)
     mailbox: Mailbox = {}
     workers: dict[int, Worker] = {}
     for rank, stages in built.items():

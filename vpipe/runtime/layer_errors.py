@@ -27,6 +27,9 @@ def hint_of(error: Exception, otherwise: str = "fix what raised it") -> str:
     """Return the remedy for an error that is not vpipe's own."""
     if isinstance(error, torch.OutOfMemoryError):
         return "smaller microbatches, more recompute, or fewer layers in this stage take less memory"
+    if type(error).__module__.startswith("torch._dynamo"):
+        return ("choose another backend as compile, such as aot_eager, or do not compile; a layer that is compiled "
+                "again for every call, since a number that it reads changes, cannot be compiled")
     return otherwise
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from vpipe.errors import Problem, UserError, VpipeError, counted
 
@@ -204,6 +203,17 @@ def _failure_hint(error: Exception, parameters: Mapping[str, nn.Parameter]) -> s
             f"{counted(len(parameters), 'tensor')} of shape {shapes}")
 
 
+def _values_within(value: object, seen: set[int]) -> Iterator[object]:
+    """Yield the values in mappings, lists and tuples of any class, however deep."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
+    if items is None:
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for item in items:
+            yield from _values_within(item, seen)
+
+
 def _kind_problems(made: object, stage: int) -> Iterator[Problem]:
     """Yield the problems of an entry that is no optimizer, or one that vpipe cannot step or save."""
     kind = type(made).__name__
@@ -211,7 +221,7 @@ def _kind_problems(made: object, stage: int) -> Iterator[Problem]:
         yield Problem(f"the optimizer of stage {stage} is of the kind {kind}, which is no torch.optim.Optimizer",
                       _LIST_HINT)
         return
-    inner = next((found for found in tree_leaves(vars(made)) if isinstance(found, Optimizer)
+    inner = next((found for found in _values_within(vars(made), set()) if isinstance(found, Optimizer)
                   and found.state is not made.state), None)
     if inner is not None:
         yield Problem(f"the optimizer {kind} of stage {stage} wraps {type(inner).__name__}, whose state is not its own "

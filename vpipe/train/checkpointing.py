@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,12 +256,11 @@ def _make_writable(root: Path) -> None:
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        failed = "" if os.access(root, os.W_OK | os.X_OK) else "Permission denied"
+        with tempfile.TemporaryFile(dir=root, buffering=0) as probe:
+            probe.write(b"0")  # a full disk shows here
     except OSError as error:
-        failed = error.strerror or str(error)
-    if failed:
-        raise UserError(f"checkpoints cannot be written to '{root}': {failed}",
-                        hint="set checkpoint.directory to a folder that can be written")
+        raise UserError(f"checkpoints cannot be written to '{root}': {error.strerror or error}",
+                        hint="set checkpoint.directory to a folder that can be written") from None
 
 
 def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> None:

@@ -28,6 +28,7 @@ from vpipe.config.config import TrainingSection
 from vpipe.errors import RunError, UserError
 from vpipe.model.split import split, ties_between
 from vpipe.pipeline import Pipeline
+from vpipe.runtime.compiled import compile_backend, compiled_model
 from vpipe.runtime.executors.registry import THREADED
 from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.action import COMPLETES
@@ -104,6 +105,8 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
     """Yield the oracles of a job, the exact one first, computed on the job's device."""
     device = make_deterministic(job)
     config, model, schedule = job.config, job.model, job.schedule
+    if config.training.compile:
+        model = compiled_model(model, compile_backend(config.training.compile))
     parallel, training, partition = config.parallel.standing_in, config.training, job.partition
     widths = [len(ranks) for ranks in job.placement]
     data, microbatches = _batches(job, batches), batches * training.num_microbatches
