@@ -162,7 +162,7 @@ def test_a_run_too_short_to_be_measured_is_said_so() -> None:
 
 def test_the_largest_microbatch_that_fits_stands_beside_the_chosen_one() -> None:
     comparison = Comparison("one", None, [replace(FAST, contender=replace(FAST.contender, largest_size=8))], {})
-    assert "2 samples (the largest that fits: 8) per update" in comparison.as_text()
+    assert "2 samples (the largest that fits: 8) per update" in " ".join(comparison.as_text().split())
 
 
 def test_losses_that_are_no_numbers_are_null() -> None:
