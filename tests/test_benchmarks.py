@@ -1,0 +1,25 @@
+"""Benchmarks and examples import what vpipe has; they are run by hand, so a name that moved would be found too late."""
+
+from __future__ import annotations
+
+import ast
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted([*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_names_of_vpipe_exist(file: Path) -> None:
+    missing = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vpipe":
+            try:
+                module = import_module(node.module or "")
+                missing += [f"{node.module}.{alias.name}" for alias in node.names if not hasattr(module, alias.name)]
+            except ModuleNotFoundError as error:
+                missing.append(str(error))
+    assert not missing
