@@ -14,11 +14,10 @@ import torch
 from findings import Part
 from models import published_jobs
 from torch import Tensor, nn
-from vpipe.train.model_settings import model_flops
 
 from vpipe import Model, Pipeline
 from vpipe.profiling.peak_flops import known_tflops
-from vpipe.train.job import Job
+from vpipe.train.job import Job, model_flops
 
 ROUNDS, BATCHES, GOAL = 5, 3, 0.9
 
