@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vpipe.config.apply_plan import PLAN, apply_plan, drop_derived
 from vpipe.config.machines import machine_mistakes
-from vpipe.config.options import option_problems
+from vpipe.config.options import OPTIONS, option_problems
 from vpipe.config.parallel import SCHEDULE_OF_SCHEDULERS, SCHEDULERS, ParallelSection, used_codecs
 from vpipe.config.validation import (
     CHECKED,
@@ -337,7 +337,8 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
         UserError: all mistakes in the files and on the command line.
     """
     tree = config_tree(path, overrides, scheduler, resolved=resolved)
-    return validated(Config, tree, option_problems(tree))
+    given = isinstance(tree.get(OPTIONS), dict)
+    return validated(Config, tree, option_problems(tree) if given else ())
 
 
 def config_tree(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None, *,
