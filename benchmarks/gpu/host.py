@@ -1,11 +1,14 @@
 """Measure what vpipe costs beside the kernels: an action on the host, gaps between kernels, one executor or another.
 
-The host's cost is that of 4 stages of 8 x 8 linear layers in one process, 32 microbatches: kernels that take no time.
+The host's cost is that of ``benchmarks/host``: 4 stages of 8 x 8 linear layers in one process, 32 microbatches.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,11 +16,15 @@ from typing import Any
 import torch
 from findings import Part
 from models import published_jobs
-from torch import Tensor, nn
+from torch import Tensor
 
-from vpipe import Model, Pipeline
+from vpipe import Pipeline
 
-STAGES, MICROBATCHES, GOAL_US = 4, 32, 100.0
+sys.path.append(str(Path(__file__).parent.parent / "host"))
+
+from entrants import BATCH, MICROBATCHES, STAGES, pipelines
+
+GOAL_US = 100.0
 
 
 def seconds_per_batch(part: Part, pipes: dict[str, Pipeline], batch: dict[str, Tensor], batches: int,
@@ -38,12 +45,8 @@ def seconds_per_batch(part: Part, pipes: dict[str, Pipeline], batch: dict[str, T
 
 def cost_of_actions(part: Part) -> None:
     """Time batches of layers so small that only the host's work takes time."""
-    model = Model.sequential(nn.Sequential(*(nn.Linear(8, 8) for _ in range(STAGES))), loss=nn.MSELoss())
-    pipes = {schedule: Pipeline(model, partition=[1] * STAGES, schedule=schedule, microbatches=MICROBATCHES,
-                                device=part.device, optimizer=lambda params: torch.optim.SGD(params, lr=0.01))
-             for schedule in ("1f1b", "pipedream")}
-    batch = {"input": torch.randn(MICROBATCHES, 8), "target": torch.randn(MICROBATCHES, 8)}
-    for schedule, seconds in seconds_per_batch(part, pipes, batch, 4, 5).items():
+    pipes = pipelines(partial(torch.optim.SGD, lr=0.01), part.device)
+    for schedule, seconds in seconds_per_batch(part, pipes, BATCH, 4, 5).items():
         pairs, actions = STAGES * MICROBATCHES, STAGES * MICROBATCHES * (3 if schedule == "pipedream" else 2)
         each = 1e6 * seconds / actions
         part.add(f"host, {schedule}", f"{1e6 * seconds / pairs:.0f} us per microbatch and stage (F, B"
