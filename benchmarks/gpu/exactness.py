@@ -24,7 +24,7 @@ from vpipe.errors import PerformanceWarning
 from vpipe.schedules.registry import Recipe, recipes
 from vpipe.verify.reference import asynchronous_oracle, flush_oracle
 from vpipe.verify.reference_model import ReferencePrecision
-from vpipe.verify.reference_optimizer import TrainingRecipe
+from vpipe.verify.reference_optimizer import TrainingRecipe, version_rule
 
 RANKS, MICROBATCHES, STEPS, SAMPLES = 4, 8, 3, 16
 FP32, REDUCED = 1e-5, 1e-2
@@ -46,7 +46,7 @@ def expected(schedule: Recipe, pipe: Pipeline, device: torch.device, precision: 
     if schedule.flush:
         return flush_oracle(small_model(), batches, recipe, pipe.partition).losses
     return asynchronous_oracle(small_model(), batches, recipe, pipe.partition, pipe.update_every or 1,
-                               version_of=schedule.version_of).losses
+                               version_of=version_rule(schedule.name)).losses
 
 
 def add(part: Part, subject: str, ours: list[float], theirs: list[float], bound: float) -> None:

@@ -22,12 +22,12 @@ from vpipe.schedules.registry import (
     reversible_schedules,
 )
 from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
-from vpipe.schedules.size import Placement, Size
+from vpipe.schedules.size import Placement, Size, default_warmup
 
 
 def build(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
           ties: Mapping[int, tuple[int, ...]] | None = None, recompute: Collection[int] = (),
-          costs: Costs | None = None, limits: Limits = None) -> Schedule:
+          costs: Costs | None = None, limits: Limits = None, warmup: Sequence[int] | None = None) -> Schedule:
     """Return the schedule ``name`` over ``placement`` with compute actions and steps only.
 
     Args:
@@ -37,12 +37,13 @@ def build(name: str, placement: Placement, microbatches: int, update_every: int 
         recompute: stages that recompute activations.
         costs: the costs that a searched schedule is made for; equal ones when None.
         limits: the activations that each rank of a searched schedule may hold.
+        warmup: forwards of a replica of every stage before its first backward; those of 1F1B when None.
 
     Raises:
         UserError: the numbers do not fit the schedule.
     """
     recipe = recipe_named(name)
-    views = replica_views(recipe, placement, microbatches, update_every)
+    views = replica_views(recipe, placement, microbatches, update_every, warmup)
     if recipe.search is not None:
         searched = _searched(recipe, placement, views, microbatches, recompute, costs, limits)
         return replace(searched, name=name, ties=dict(ties or {}))
@@ -61,7 +62,8 @@ def build(name: str, placement: Placement, microbatches: int, update_every: int 
         name, placement, tuple(programs), microbatches, every, recipe.flush,
         tuple(recipe.peak_activations(view.rank, view.size) for view in views),
         tuple(max(recipe.versions(views[rank].rank, views[rank].size) for rank in ranks) for ranks in placement),
-        dict(ties or {}), stream=not recipe.flush)
+        dict(ties or {}), not recipe.flush,
+        () if recipe.flush else tuple(views[ranks[0]].warmup for ranks in placement))
 
 
 def build_evaluation(placement: Placement, microbatches: int) -> Schedule:
@@ -108,6 +110,11 @@ class ReplicaView:
     replica: int
     width: int
 
+    @property
+    def warmup(self) -> int:
+        """Return the forwards of this replica before its first backward."""
+        return self.size.warmup_of(self.rank)
+
     def endless(self) -> ReplicaView:
         """Return the same view of a stream whose length nobody knows."""
         return replace(self, size=replace(self.size, microbatches=sys.maxsize))
@@ -152,8 +159,10 @@ def _exists(action: Action, rounds: Rounds) -> bool:
 
 
 def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
-                  update_every: int | None) -> tuple[ReplicaView, ...]:
+                  update_every: int | None, warmup: Sequence[int] | None = None) -> tuple[ReplicaView, ...]:
     """Return the view of every rank of a schedule over ``placement``, which may name the ranks in any order.
+
+    ``warmup`` are the forwards of every stage before its first backward; those of 1F1B when None.
 
     Raises:
         UserError: the schedule cannot have this placement or these numbers.
@@ -170,22 +179,64 @@ def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
                         f"{counted(microbatches, 'microbatch')}: some would have nothing to do",
                         hint=f"use {widths[stage]} microbatches or more, or fewer replicas")
     # The replicas of the first stage may have the fewest ranks behind them: 2-1-1 is as deep as its second stage.
-    behind = [(sum(widths[position:]) - 1) // widths[position] for position in range(len(groups))]
+    behind = default_warmup(widths)
     depth = max(behind) + 1
-    every = _update_every(recipe, depth, microbatches, update_every)
+    if warmup is not None:
+        _check_warmup(recipe, behind, warmup)
+    ahead = behind if warmup is None else tuple(warmup)
+    every = _update_every(recipe, max(ahead) + 1, microbatches, update_every, ahead == behind)
     views: dict[int, ReplicaView] = {}
     for position, group in enumerate(groups):
         position_in_own = depth - 1 - behind[position]
         stages = {position_in_own: position} if chunks == 1 else {}
+        even = len(set(widths)) == 1
+        # A generator's pipeline has other stages only where all have equally many replicas.
+        own_ahead = ahead if even else tuple(ahead[position] if number == position_in_own else depth - 1 - number
+                                             for number in range(depth))
         for replica, rank in enumerate(group):
             own = len(range(replica, microbatches, len(group)))
-            size = Size(depth, own, chunks, own if recipe.flush else every, len(set(widths)) == 1)
+            size = Size(depth, own, chunks, own if recipe.flush else every, even, own_ahead)
             if (problem := recipe.requires(size)) is not None:
                 raise UserError.all_of([problem if len(group) == 1 or not size.even else Problem(
                     f"a replica of the pipeline takes {own} of {counted(microbatches, 'microbatch')}: {problem.what}",
                     f"for each of the {len(group)} replicas, {problem.hint}")])
             views[rank] = ReplicaView(position_in_own, size, stages, replica, len(group))
     return tuple(views[rank] for rank in sorted(views))
+
+
+def _check_warmup(recipe: Recipe, least: Sequence[int], warmup: Sequence[int]) -> None:
+    """Refuse forwards before the first backward that a recipe cannot have.
+
+    Args:
+        least: those of 1F1B, which every recipe may be given.
+    """
+    given = list(warmup)
+    if given == list(least):
+        return
+    if not recipe.any_warmup:
+        others = ", ".join(other.name for other in recipes() if other.any_warmup)
+        why = "has a flush" if recipe.flush else "has an order of its own"
+        raise UserError(f"warmup_depth is {given}, but '{recipe.name}' {why}",
+                        hint=f"leave warmup_depth out, or choose one of: {others}")
+    if len(given) != len(least):
+        raise UserError(f"warmup_depth has {counted(len(given), 'number')} for {counted(len(least), 'stage')}",
+                        hint="give the forwards of every stage before its first backward, or leave it out")
+    more = [0] * len(least)  # than the least, made to fall to 0 at the last stage
+    for stage in reversed(range(len(least) - 1)):
+        more[stage] = max(more[stage + 1], given[stage] - least[stage])
+    fitting = [low + extra for low, extra in zip(least, more, strict=True)]
+    for stage, (depth, low) in enumerate(zip(given, least, strict=True)):
+        if depth < low:
+            what = f"stage {stage} does {depth} before its first backward, but needs {low}"
+        elif stage == len(least) - 1 and depth > low:
+            what = f"the last stage does {depth} before its first backward, but nothing can delay that"
+        elif depth != fitting[stage]:
+            later = next(number for number in range(stage + 1, len(least)) if more[number] > depth - low)
+            what = (f"stage {stage} does {depth - low} more than its least, {low}, but stage {later}, behind it, does "
+                    f"{more[later]} more than its {least[later]}")
+        else:
+            continue
+        raise UserError(f"warmup_depth is {given}: {what}", hint=f"use {fitting}, the nearest depths that fit")
 
 
 def check_chunks(recipe: Recipe, chunks: int | None, key: str = "chunks") -> None:
@@ -232,8 +283,12 @@ def _chunks(recipe: Recipe, placement: Placement, groups: list[tuple[int, ...]])
     return chunks
 
 
-def _update_every(recipe: Recipe, depth: int, microbatches: int, update_every: int | None) -> int:
-    """Return the microbatches per update, and replica; the fewest that the recipe can have when None."""
+def _update_every(recipe: Recipe, depth: int, microbatches: int, update_every: int | None, default: bool) -> int:
+    """Return the microbatches per update, and replica; the fewest that the recipe can have when None.
+
+    Args:
+        depth: the most microbatches in flight at a stage: as many as ranks behind one another by ``default``.
+    """
     if recipe.flush:
         if update_every not in (None, 1, microbatches):
             raise UserError(f"update_every is {update_every}, but '{recipe.name}' updates once per batch of "
@@ -242,12 +297,14 @@ def _update_every(recipe: Recipe, depth: int, microbatches: int, update_every: i
         return microbatches
     least = recipe.update_every(depth)
     fitting = [n for n in range(1, microbatches + 1) if microbatches % n == 0 and n >= least]
+    where = f"on {counted(depth, 'rank')}" if default else f"with {counted(depth, 'microbatch')} in flight at a stage"
     if not fitting:
-        raise UserError(f"'{recipe.name}' on {counted(depth, 'rank')} updates every {least} microbatches or more, "
-                        f"but there are only {microbatches}", hint=f"use {least} microbatches or more, or fewer ranks")
+        raise UserError(f"'{recipe.name}' {where} updates every {least} microbatches or more, "
+                        f"but there are only {microbatches}", hint=f"use {least} microbatches or more, or "
+                        + ("fewer ranks" if default else "a lower warmup_depth"))
     every = fitting[0] if update_every is None else update_every
     if every not in fitting:
-        why = (f"is less than the {least} that '{recipe.name}' needs on {counted(depth, 'rank')}" if 0 < every < least
+        why = (f"is less than the {least} that '{recipe.name}' needs {where}" if 0 < every < least
                else f"does not divide {counted(microbatches, 'microbatch')}")
         raise UserError(f"update_every is {every}, which {why}", hint=f"choose one of {fitting}")
     return every
@@ -261,8 +318,11 @@ def _generated(recipe: Recipe, view: ReplicaView) -> Iterator[Action]:
     """
     rank, size = view.rank, view.size
     arguments = {"rank": rank, "ranks": size.ranks, "microbatches": size.microbatches}
-    options = ({"chunks": size.chunks} if recipe.any_chunks else {}) | (
-        {} if recipe.flush else {"update_every": size.update_every})
+    options: dict[str, object] = {"chunks": size.chunks} if recipe.any_chunks else {}
+    if not recipe.flush:
+        options["update_every"] = size.update_every
+    if recipe.any_warmup:
+        options["warmup"] = size.warmup
     try:
         inspect.signature(recipe.program).bind(*arguments.values(), **options)
     except TypeError as error:

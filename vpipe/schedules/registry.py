@@ -38,9 +38,10 @@ Bound = Callable[[int, Size], int]
 Constraint = Callable[[Size], Problem | None]
 """Return what is wrong with a size, with the numbers to change; None when it fits."""
 
-VersionRule = Callable[[int, int, Sequence[int], int], int]
-"""``rule(microbatch, stage, widths, update_every)``: the number of updates of the stage that made the weights which the
-microbatch uses. ``widths`` are the replicas of every stage."""
+VersionRule = Callable[[int, int, Sequence[int], int, Sequence[int]], int]
+"""``rule(microbatch, stage, widths, update_every, warmup)``: the number of updates of the stage that made the weights
+which the microbatch uses. ``widths`` are the replicas of every stage, ``warmup`` the forwards of a replica of every
+stage before its first backward."""
 
 Limits = Number | Sequence[Number | None] | None
 """The activations that a rank may hold, in the unit of ``StageCosts.activation_bytes`` (:mod:`vpipe.schedules.costs`):
@@ -75,7 +76,9 @@ class Recipe:
         reversible: its backwards may run in any order of the microbatches, because on every rank they follow all
             forwards. The executor async_threaded asks for that.
         version_of: the closed form of its weight versions, for ``vpipe verify``, which reads them off the actions where
-            it is None.
+            it is None. Only with ``any_warmup`` it takes the last argument of :data:`VersionRule`.
+        any_warmup: its generator and its ``version_of`` take ``warmup`` as well, so that a rank may do more forwards
+            before its first backward than 1F1B's.
     """
 
     name: str
@@ -91,7 +94,16 @@ class Recipe:
     search: Search | None
     planned: bool
     reversible: bool
-    version_of: VersionRule | None
+    version_of: Callable[..., int] | None
+    any_warmup: bool
+
+    @property
+    def version_rule(self) -> VersionRule | None:
+        """Return ``version_of`` as a rule that is given the warm-up, whether it takes it or not."""
+        rule = self.version_of
+        if rule is None or self.any_warmup:
+            return rule
+        return lambda microbatch, stage, widths, update_every, warmup: rule(microbatch, stage, widths, update_every)
 
 
 ENTRY_POINTS = "vpipe.schedules"
@@ -104,7 +116,8 @@ def register_schedule(name: str, *, flush: bool, layout: Layout = Layout.LOOP, c
                       peak_activations: Bound = lambda rank, size: size.microbatches * size.chunks,
                       versions: Bound = lambda rank, size: 1, update_every: Callable[[int], int] = lambda ranks: 1,
                       requires: Constraint = lambda size: None, search: Search | None = None, planned: bool = True,
-                      reversible: bool = False, version_of: VersionRule | None = None) -> Callable[[Program], Program]:
+                      reversible: bool = False, version_of: Callable[..., int] | None = None,
+                      any_warmup: bool = False) -> Callable[[Program], Program]:
     """Register the decorated generator as ``name``; see :class:`Recipe` for the arguments.
 
     Raises:
@@ -118,7 +131,7 @@ def register_schedule(name: str, *, flush: bool, layout: Layout = Layout.LOOP, c
             raise UserError(f"there is already a schedule called '{name}': {_definition(_RECIPES[name].program)}",
                             hint="choose another name")
         _RECIPES[name] = Recipe(name, program, flush, layout, chunks, any_chunks, peak_activations, versions,
-                                update_every, requires, search, planned, reversible, version_of)
+                                update_every, requires, search, planned, reversible, version_of, any_warmup)
         return program
 
     return register

@@ -105,6 +105,7 @@ class Schedule:
         versions: per stage, weight versions it may hold at once.
         ties: stages that borrow a stage's tied weights, by owning stage.
         stream: these programs are the beginning of a stream, which the generator registered as ``name`` continues.
+        warmup: of a stream, per stage, how many forwards of a replica precede its first backward; otherwise empty.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Schedule:
     versions: tuple[int, ...]
     ties: Mapping[int, tuple[int, ...]]
     stream: bool = False
+    warmup: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
@@ -28,6 +28,7 @@ class Size:
         chunks: v, stages per rank.
         update_every: microbatches per optimizer step.
         even: all stages have equally many replicas.
+        warmup: by rank, its forwards before its first backward; those of 1F1B where it is empty.
     """
 
     ranks: int
@@ -35,6 +36,11 @@ class Size:
     chunks: int
     update_every: int
     even: bool = True
+    warmup: tuple[int, ...] = ()
+
+    def warmup_of(self, rank: int) -> int:
+        """Return the forwards of a rank before its first backward."""
+        return self.warmup[rank] if self.warmup else self.ranks - 1 - rank
 
     @property
     def stages(self) -> int:
@@ -73,6 +79,15 @@ def widened(placement: Placement, replicas: int) -> Placement:
 def default_placement(stages: int) -> Placement:
     """Return the placement of stage s on rank s."""
     return Layout.LOOP.placement(stages)
+
+
+def default_warmup(widths: Sequence[int]) -> tuple[int, ...]:
+    """Return, per stage, how many forwards of a replica precede its first backward in 1F1B.
+
+    A replica of a stage with w of the R ranks of its own and later stages takes (R - 1) // w microbatches before its
+    first one comes back. ``widths`` are the replicas of every stage.
+    """
+    return tuple((sum(widths[stage:]) - 1) // width for stage, width in enumerate(widths))
 
 
 def first_missing(ranks: Iterable[int]) -> int:

@@ -35,14 +35,14 @@ from vpipe.schedules.action import COMPLETES
 from vpipe.schedules.build import build
 from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.prepare import is_file
-from vpipe.schedules.registry import VersionRule, recipe_named
+from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule
 from vpipe.train.job import Job, device_of, join
 from vpipe.train.loop import build_pipeline
 from vpipe.verify.compression import CutCompression
 from vpipe.verify.reference import asynchronous_oracle, flush_oracle
 from vpipe.verify.reference_model import ReferencePrecision
-from vpipe.verify.reference_optimizer import TrainingRecipe, uncompressed
+from vpipe.verify.reference_optimizer import TrainingRecipe, Versions, uncompressed, version_rule
 from vpipe.verify.trajectory import Trajectory
 
 _DEFECT = "this is a defect of vpipe: please report it"
@@ -228,11 +228,11 @@ def _microbatches_of_step(job: Job) -> int:
     return schedule.update_every * (1 if schedule.flush else math.lcm(*(len(ranks) for ranks in job.placement)))
 
 
-def _version_rule(name: str, schedule: Schedule, microbatches: int) -> VersionRule:
+def _version_rule(name: str, schedule: Schedule, microbatches: int) -> Versions:
     """Return the closed form of a schedule's versions; without one, or for a file, the versions in its actions."""
     recipe = None if is_file(name) else recipe_named(name)
     if recipe is not None and recipe.version_of is not None:
-        return recipe.version_of
+        return version_rule(name, schedule.warmup)
     if schedule.stream:
         schedule = build(name, schedule.placement, microbatches, schedule.update_every)
     used = Dependencies.from_schedule(schedule).version

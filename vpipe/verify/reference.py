@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vpipe.model.layer import LOSS, Model, seed_of
-from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, VersionRule
+from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS
 from vpipe.verify.reference_model import FP32, ReferenceModel, ReferencePrecision
 from vpipe.verify.reference_optimizer import (
     GradientSums,
@@ -34,6 +34,7 @@ from vpipe.verify.reference_optimizer import (
     ReferenceLossScale,
     StageVersions,
     TrainingRecipe,
+    Versions,
     optimizer_tensors,
     rescale_at_cut,
     rescaled,
@@ -118,7 +119,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
 
 def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe, partition: Sequence[int],
                         update_every: int = 1, drained_at: Sequence[int] = (),
-                        version_of: VersionRule | None = None, widths: Sequence[int] | None = None,
+                        version_of: Versions | None = None, widths: Sequence[int] | None = None,
                         start: InitialState = FROM_SCRATCH) -> ReferenceRun:
     """Train as an asynchronous pipeline does, in one sequential program.
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vpipe.schedules.registry import VersionRule, recipe_named
+from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.size import default_warmup
 from vpipe.verify.reference_model import FP32, ReferencePrecision
 from vpipe.verify.trajectory import Trajectory
 
@@ -266,11 +267,20 @@ class TrainingRecipe:
         return UpdateResult(norm, skipped)
 
 
-def version_rule(schedule: str) -> VersionRule:
-    """Return the closed form of the weight versions that an asynchronous schedule is registered with."""
-    rule = recipe_named(schedule).version_of
+Versions = Callable[[int, int, Sequence[int], int], int]
+"""A :data:`~vpipe.schedules.registry.VersionRule` with its ``warmup``."""
+
+
+def version_rule(schedule: str, warmup: Sequence[int] = ()) -> Versions:
+    """Return the closed form of the weight versions that an asynchronous schedule is registered with.
+
+    Args:
+        warmup: forwards of a replica of every stage before its first backward; those of 1F1B by default.
+    """
+    rule = recipe_named(schedule).version_rule
     assert rule is not None, f"'{schedule}' is registered without version_of"
-    return rule
+    return lambda microbatch, stage, widths, update_every: rule(microbatch, stage, widths, update_every,
+                                                                warmup or default_warmup(widths))
 
 
 class StageVersions:

@@ -23,11 +23,16 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     Source: Narayanan et al., PipeDream-Flush (arXiv:2006.09503), section 3.2; Megatron-LM
     (arXiv:2104.04473), section 2.2.
     """
-    warmup = min(ranks - 1 - rank, microbatches)
+    yield from one_forward_one_backward(rank, microbatches, ranks - 1 - rank)
+    yield step(rank, 0)
+
+
+def one_forward_one_backward(stage: int, microbatches: int, warmup: int) -> Iterator[Action]:
+    """Yield ``warmup`` forwards, then forwards and backwards in turn."""
+    warmup = min(warmup, microbatches)
     for microbatch in range(warmup):
-        yield forward(rank, microbatch)
+        yield forward(stage, microbatch)
     for microbatch in range(microbatches):
         if warmup + microbatch < microbatches:
-            yield forward(rank, warmup + microbatch)
-        yield backward(rank, microbatch)
-    yield step(rank, 0)
+            yield forward(stage, warmup + microbatch)
+        yield backward(stage, microbatch)

@@ -4,21 +4,26 @@ from collections.abc import Callable, Iterator, Sequence
 
 from vpipe.errors import Problem
 from vpipe.schedules.action import Action, Op, step, use
-from vpipe.schedules.generators.one_f_one_b import one_f_one_b
+from vpipe.schedules.generators.one_f_one_b import one_forward_one_backward
 from vpipe.schedules.registry import register_schedule
 from vpipe.schedules.size import Size
 
 
-def _stashed_version(microbatch: int, stage: int, widths: Sequence[int], update_every: int) -> int:
-    warmup = (sum(widths[stage:]) - 1) // widths[stage]  # forwards of a replica before its first backward
-    return max(0, (microbatch // widths[stage] - warmup) // update_every)
+def _stashed_version(microbatch: int, stage: int, widths: Sequence[int], update_every: int,
+                     warmup: Sequence[int]) -> int:
+    return max(0, (microbatch // widths[stage] - warmup[stage]) // update_every)
 
 
-@register_schedule("pipedream", flush=False,
-                   peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches),
-                   versions=lambda rank, size: 1 - (rank + 1 - size.ranks) // size.update_every,
-                   version_of=_stashed_version)
-def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1) -> Iterator[Action]:
+def in_flight(rank: int, size: Size) -> int:
+    """Return the most microbatches whose activations a rank holds."""
+    return min(size.warmup_of(rank) + 1, size.microbatches)
+
+
+@register_schedule("pipedream", flush=False, peak_activations=in_flight,
+                   versions=lambda rank, size: 1 - -size.warmup_of(rank) // size.update_every,
+                   version_of=_stashed_version, any_warmup=True)
+def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1,
+              warmup: Sequence[int] = ()) -> Iterator[Action]:
     """Yield the actions of one rank, one stage per rank; B takes twice as long as F and ends with the step S,
     which makes the next weight version.
 
@@ -33,19 +38,23 @@ def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1) -
     and in backward (weight stashing), and the gradients of k microbatches, averaged, go to the latest
     version; a stage holds at most 1 + (p-1-s)/k versions, rounded up, which is p-s for k = 1.
 
+    The forwards of a stage before its first backward, d = p-1-s, may be more (``warmup``, per rank), so that forwards
+    wait for no transfer: then a stage holds the activations of d+1 microbatches and the version is
+    max(0, (i - d) // k).
+
     ``microbatches`` counts those of the whole stream: warm-up and cooldown happen once.
 
     Source: Narayanan et al., PipeDream (SOSP 2019), sections 3.2 and 3.3.
     """
-    for action in one_f_one_b(rank, ranks, microbatches):
-        if action.op is not Op.STEP:  # that of the flush
-            yield action
+    for action in one_forward_one_backward(rank, microbatches, warmup[rank] if warmup else ranks - 1 - rank):
+        yield action
         if action.op is Op.BACKWARD and (action.microbatch + 1) % update_every == 0:
             yield step(rank, action.microbatch // update_every)
 
 
-def _synchronised_version(microbatch: int, stage: int, widths: Sequence[int], update_every: int) -> int:
-    return max(0, (microbatch // widths[stage] - (len(widths) - 1)) // update_every)
+def _synchronised_version(microbatch: int, stage: int, widths: Sequence[int], update_every: int,
+                          warmup: Sequence[int]) -> int:
+    return max(0, (microbatch // widths[stage] - warmup[0]) // update_every)
 
 
 def _even(size: Size) -> Problem | None:
@@ -54,11 +63,11 @@ def _even(size: Size) -> Problem | None:
         "make fewer updates", "give all stages equally many replicas, or use pipedream")
 
 
-@register_schedule("pipedream_vertical_sync", flush=False,
-                   peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches),
-                   versions=lambda rank, size: 1 - (1 - size.ranks) // size.update_every, requires=_even, planned=False,
-                   version_of=_synchronised_version)
-def pipedream_vertical_sync(rank: int, ranks: int, microbatches: int, update_every: int = 1) -> Iterator[Action]:
+@register_schedule("pipedream_vertical_sync", flush=False, peak_activations=in_flight,
+                   versions=lambda rank, size: 1 - -size.warmup_of(0) // size.update_every, requires=_even,
+                   planned=False, version_of=_synchronised_version, any_warmup=True)
+def pipedream_vertical_sync(rank: int, ranks: int, microbatches: int, update_every: int = 1,
+                            warmup: Sequence[int] = ()) -> Iterator[Action]:
     """Yield the actions of :func:`pipedream`, but with one version per microbatch on every stage; a bar stands where
     forwards change over to the next one.
 
@@ -70,14 +79,15 @@ def pipedream_vertical_sync(rank: int, ranks: int, microbatches: int, update_eve
 
     The version of microbatch i is that which stage 0 has by then, max(0, (i - (p-1)) // k), so stage 0 always takes its
     latest and the others hold all versions from there to their latest: at most 1 + (p-1)/k, rounded up, on every stage.
-    Everything else is as in PipeDream.
+    With a ``warmup`` its depth of stage 0 takes the place of p-1. Everything else is as in PipeDream.
 
     Source: Narayanan et al., PipeDream (SOSP 2019), section 3.3, "vertical sync".
     """
-    plain = pipedream(rank, ranks, microbatches, update_every)
+    plain = pipedream(rank, ranks, microbatches, update_every, warmup)
     if rank == 0:
         return plain
-    return with_versions(plain, rank, lambda microbatch: max(0, (microbatch - (ranks - 1)) // update_every))
+    ahead = warmup[0] if warmup else ranks - 1
+    return with_versions(plain, rank, lambda microbatch: max(0, (microbatch - ahead) // update_every))
 
 
 def with_versions(program: Iterator[Action], rank: int, version_of: Callable[[int], int]) -> Iterator[Action]:
