@@ -21,6 +21,7 @@ class Boxes:
     """Where messages of one direction lie until they are taken: per receiving stage one place per microbatch."""
 
     def __init__(self, context: ForkContext, stages: int, microbatches: int) -> None:
+        self.places = microbatches
         self._places = torch.zeros(stages, microbatches, 1, WIDTH).share_memory_()
         self._arrived: list[Semaphore] = [context.Semaphore(0) for _ in range(stages)]
 

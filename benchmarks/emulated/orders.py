@@ -12,7 +12,7 @@ from vpipe.schedules.costs import Costs
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.simulate import simulate
-from vpipe.schedules.size import Size
+from vpipe.schedules.size import Placement, Size
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,13 @@ class Order:
     peer: type[torchs._PipelineSchedule]
     chunks: int
 
+    def placement(self, ranks: int) -> Placement:
+        """The ranks of its stages."""
+        return recipe_named(self.name).layout.placement(ranks, self.chunks)
+
     def schedule(self, case: Case) -> Schedule:
         """Its compute actions."""
-        return build(self.name, recipe_named(self.name).layout.placement(case.ranks, self.chunks), case.microbatches)
+        return build(self.name, self.placement(case.ranks), case.microbatches)
 
     def formula_s(self, case: Case) -> float:
         """How long an update would take if messages and programs took no time."""

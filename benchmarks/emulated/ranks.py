@@ -1,15 +1,17 @@
-"""The ranks, one process each: all entrants live in the same processes and take turns."""
+"""The ranks, one process each: the entrants of a case live in the same processes and take turns."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.synchronize import Barrier
 from time import perf_counter, process_time
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,38 +25,44 @@ UPDATES = 2
 Span = tuple[float, float, float]
 """When a turn began and ended on one rank, on the clock that all processes of the machine share; processor seconds."""
 
+T = TypeVar("T")
 FORK = multiprocessing.get_context("fork")
 
 
-def measure(case: Case, field: Sequence[Entrant]) -> dict[str, list[tuple[float, float]]]:
-    """Let the entrants take turns; by name and turn, seconds per update and processor seconds of all ranks for one.
+def run_ranks(ranks: int, work: Callable[[int, Barrier], T]) -> list[T]:
+    """Call ``work(rank, barrier)`` in a process per rank, joined by gloo; return what each returned.
 
     Raises:
         SystemExit: a rank failed.
     """
-    barrier = FORK.Barrier(case.ranks)
+    barrier = FORK.Barrier(ranks)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pipes = [FORK.Pipe(duplex=False) for _ in range(case.ranks)]
-    processes = [FORK.Process(target=_work, args=(case, field, rank, port, barrier, pipes[rank][1]))
-                 for rank in range(case.ranks)]
+    pipes = [FORK.Pipe(duplex=False) for _ in range(ranks)]
+    processes = [FORK.Process(target=_run, args=(work, rank, ranks, port, barrier, pipes[rank][1]))
+                 for rank in range(ranks)]
     try:
         for process in processes:
             process.start()
         for _, writer in pipes:
             writer.close()
-        spans = _collect([reader for reader, _ in pipes])
+        return _collect([reader for reader, _ in pipes])
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+def measure(case: Case, field: Sequence[Entrant]) -> dict[str, list[tuple[float, float]]]:
+    """Let the entrants take turns; by name and turn, seconds per update and processor seconds of all ranks for one."""
+    spans = run_ranks(case.ranks, partial(_take_turns, case, field))
     return {entrant.name: [_figures(turn) for turn in zip(*(rank[entrant.name] for rank in spans), strict=True)]
             for entrant in field}
 
 
-def _collect(readers: list[Connection]) -> list[dict[str, list[Span]]]:
-    found: dict[int, dict[str, list[Span]]] = {}
+def _collect(readers: list[Connection]) -> list[T]:
+    found: dict[int, T] = {}
     while len(found) < len(readers):
         for ready in wait([reader for i, reader in enumerate(readers) if i not in found]):
             rank = readers.index(ready)
@@ -71,10 +79,17 @@ def _figures(turn: Sequence[Span]) -> tuple[float, float]:
     return (max(ends) - min(starts)) / UPDATES, sum(cpu) / UPDATES
 
 
-def _work(case: Case, field: Sequence[Entrant], rank: int, port: int, barrier: Barrier, out: Connection) -> None:
+def _run(work: Callable[[int, Barrier], T], rank: int, ranks: int, port: int, barrier: Barrier,
+         out: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=case.ranks,
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
                             timeout=timedelta(seconds=TIMEOUT_S))
+    out.send(work(rank, barrier))
+    barrier.wait(TIMEOUT_S)
+    os._exit(0)  # the entrants would go on: leaving them is the one way to stop them that costs nothing
+
+
+def _take_turns(case: Case, field: Sequence[Entrant], rank: int, barrier: Barrier) -> dict[str, list[Span]]:
     running = {entrant.name: entrant.start(case, rank) for entrant in field}
     spans: dict[str, list[Span]] = {entrant.name: [] for entrant in field}
     for turn in range(case.turns + 1):
@@ -86,6 +101,4 @@ def _work(case: Case, field: Sequence[Entrant], rank: int, port: int, barrier: B
                 next(updates)
             if turn:
                 spans[entrant.name].append((before, perf_counter(), process_time() - cpu))
-    out.send(spans)
-    barrier.wait(TIMEOUT_S)
-    os._exit(0)  # the entrants would go on: leaving them is the one way to stop them that costs nothing
+    return spans

@@ -9,9 +9,11 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent / "throughput"))
 
@@ -20,8 +22,9 @@ from case import CASES, Case
 from entrant import Entrant
 from machine import description
 from ranks import FORK, UPDATES, measure
-from table import rows, text
-from torch_entrants import torch_entrants
+from streams import PEERS, STREAMS, StreamRow, measure_stream
+from table import Row, rows, stream_text, text
+from torch_entrants import RIVALS, torch_entrants
 from vpipe_entrants import vpipe_entrants
 
 
@@ -36,23 +39,49 @@ def main() -> None:
     """Measure case after case, then print all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX",
-                        help="only what matches, such as 'P = 4.*20.*1f1b'; names are '<case>: <group> <schedule>'")
+                        help="only what matches, such as 'P = 4.*20.*1f1b'; names are '<case>: <group> <schedule>', "
+                             "and begin with async where asynchronous schedules are measured or compared")
     parser.add_argument("--turns", type=int, help=f"of every entrant, {UPDATES} updates each")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--json", type=Path, help="write the figures there, too; cases that are there already stay")
     options = parser.parse_args()
-    cases = [replace(case, turns=options.turns or case.turns) for case in CASES]
-    contest = [(case, entrants) for case in cases if (entrants := field(case, options.only))]
-    if not contest:
+    saved: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    saved = {"machine": description(), "command": sys.argv, "cases": {}, **saved}
+
+    def once(name: str, measured: Callable[[], list[Any]]) -> None:
+        if name in saved["cases"]:
+            return
+        print(name, flush=True)
+        saved["cases"][name] = [asdict(row) for row in measured()]
+        if options.json:
+            options.json.write_text(json.dumps(saved, indent=1) + "\n")
+
+    for case in (replace(case, turns=options.turns or case.turns) for case in CASES):
+        if entrants := field(case, options.only):
+            once(f"{case}: {', '.join(entrant.name for entrant in entrants)}",
+                 lambda case=case, entrants=entrants: rows(case, measure(case, entrants)))
+    for stream in STREAMS:
+        for entrant in ("vpipe", "bare") if stream.update_every == 1 else ("vpipe",):
+            if re.search(options.only, name := f"{stream}: {entrant} pipedream"):
+                once(name, lambda stream=stream, entrant=entrant: [measure_stream(stream, entrant)])
+    for case in PEERS:
+        rivals = [entrant for entrant in torch_entrants()
+                  if entrant.schedule in RIVALS and re.search(options.only, f"async {case}: {entrant.name}")]
+        if rivals:
+            once(f"async {case}: {', '.join(entrant.name for entrant in rivals)}",
+                 lambda case=case, rivals=rivals: rows(case, measure(case, rivals)))
+
+    if not saved["cases"]:
         raise SystemExit(f"nothing matches '{options.only}'")
-    table = []
-    for case, entrants in contest:
-        print(f"{case}: {len(entrants)} entrants, {case.turns} turns of {UPDATES} updates", flush=True)
-        table += rows(case, measure(case, entrants))
-    print(f"\nms per update: median (least); CPU ms of all ranks\n\n{text(table)}\n\n{description()}\n"
-          f"{' '.join(['python', *sys.argv])}")
-    if options.json:
-        options.json.write_text(json.dumps({"machine": description(), "command": sys.argv,
-                                            "rows": [asdict(row) for row in table]}, indent=1) + "\n")
+    synchronous = [Row(**row) for name, found in saved["cases"].items() if not name.startswith("async")
+                   for row in found]
+    streams = [StreamRow(**row) for found in saved["cases"].values() for row in found if "stream" in row]
+    rivals_of = [Row(**row) for name, found in saved["cases"].items() if name.startswith("async")
+                 for row in found if "stream" not in row]
+    if synchronous:
+        print(f"\nms per update: median (least); CPU ms of all ranks\n\n{text(synchronous)}")
+    if streams or rivals_of:
+        print(f"\n{stream_text(streams, rivals_of)}")
+    print(f"\n{description()}\n{' '.join(['python', *sys.argv])}")
 
 
 if __name__ == "__main__":

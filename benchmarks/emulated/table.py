@@ -8,6 +8,7 @@ from statistics import median
 
 from case import Case
 from orders import ORDERS
+from streams import StreamRow
 
 GROUPS = ("vpipe", "torch", "bare")
 
@@ -19,7 +20,7 @@ class Row:
     Attributes:
         case: which.
         schedule: vpipe's name.
-        formula_s: an update, if messages and programs took no time.
+        formula_s: an update, if messages and programs took no time; 0 beside torch alone.
         median_s: of an update, by group.
         least_s: likewise.
         cpu_s: processor seconds of all ranks for an update (median), by group.
@@ -42,7 +43,9 @@ def rows(case: Case, measured: Mapping[str, Sequence[tuple[float, float]]]) -> l
         own = {group: list(zip(*measured[name], strict=True)) for group in GROUPS
                if (name := f"{group} {order.name}") in measured}
         if own:
-            made.append(Row(str(case), order.name, order.formula_s(case),
+            # Alone torch may have fewer microbatches than the formula's schedule takes.
+            formula_s = 0.0 if own.keys() == {"torch"} else order.formula_s(case)
+            made.append(Row(str(case), order.name, formula_s,
                             {group: median(seconds) for group, (seconds, _) in own.items()},
                             {group: min(seconds) for group, (seconds, _) in own.items()},
                             {group: median(cpu) for group, (_, cpu) in own.items()}, case.turns))
@@ -68,3 +71,32 @@ def _ratio(row: Row, other: str) -> str:
     if "vpipe" not in row.median_s or other not in row.median_s:
         return "-"
     return f"{row.median_s['vpipe'] / row.median_s[other]:.3f}"
+
+
+def stream_text(streams: Sequence[StreamRow], rivals: Sequence[Row]) -> str:
+    """Two tables: periods of asynchronous schedules against the ideal, and their time against torch's best."""
+    bare = {(row.ranks, row.times): row for row in streams if row.entrant == "bare"}
+    lines = ["ms per update in the steady state: median (least) of windows; CPU ms of all ranks", "",
+             "| devices | ideal | bare loop | vpipe pipedream | vpipe/ideal | vpipe/bare | CPU |",
+             "|---|---:|---:|---:|---:|---:|---:|"]
+    own: dict[int, float] = {}  # per rank count, the best seconds of a microbatch, at the rivals' times
+    for row in (row for row in streams if row.entrant == "vpipe"):
+        took, loop = median(row.seconds), bare.get((row.ranks, row.times))
+        loop_s = loop and median(loop.seconds) / loop.update_every * row.update_every
+        lines.append(f"| {row.stream.removeprefix('async ')} | {row.ideal_s * 1e3:.0f} | "
+                     f"{f'{loop_s * 1e3:.1f}' if loop_s else '-'} | {took * 1e3:.1f} ({min(row.seconds) * 1e3:.1f}) | "
+                     f"{took / row.ideal_s:.3f} | {f'{took / loop_s:.3f}' if loop_s else '-'} | "
+                     f"{median(row.cpu_s) * 1e3:.1f} |")
+        if rivals and rivals[0].case.endswith(row.times) and row.update_every > 1:
+            own[row.ranks] = min(own.get(row.ranks, 1e9), took / row.update_every)
+    if own:
+        lines += ["", "ms per update of m microbatches: torch's best schedule, and pipedream (k = P) for as many "
+                  "microbatches", "", "| m | torch's best | ms | pipedream | faster by |", "|---|---|---:|---:|---:|"]
+    for case in dict.fromkeys(row.case for row in rivals if own):
+        best = min((row for row in rivals if row.case == case), key=lambda row: row.median_s["torch"])
+        ranks, microbatches = (int(part.split(" = ")[1]) for part in case.split(", ")[:2])
+        if ranks in own:
+            lines.append(f"| {case} | {best.schedule} | {best.median_s['torch'] * 1e3:.0f} | "
+                         f"{own[ranks] * microbatches * 1e3:.0f} | "
+                         f"{best.median_s['torch'] / (own[ranks] * microbatches):.2f} |")
+    return "\n".join(lines)

@@ -17,9 +17,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from vpipe.schedules.schedule import stages_of_rank
 
+RIVALS = ("zb_v", "zb_h1")
+"""One of these is torch's best at p/2, p and 2p microbatches: the others were tried."""
+
 
 def _updates(order: Order, case: Case, rank: int) -> Updates:
-    placement, m = order.schedule(case).placement, case.microbatches
+    placement, m = order.placement(case.ranks), case.microbatches
     stages, own = len(placement), stages_of_rank(placement, rank)
     times = case.times.share(order.chunks)
     # The last device's mean is the loss: torch wants the stage and its loss apart.

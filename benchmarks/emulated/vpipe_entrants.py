@@ -8,20 +8,25 @@ from itertools import repeat
 
 import torch
 from case import Case
-from device import WIDTH, Device
+from device import WIDTH, Device, Times
 from entrant import Entrant, Updates
 from orders import ORDERS, Order
 
 from vpipe import Layer, Model, Pipeline
 
 
+def emulated_model(stages: int, times: Times) -> Model:
+    """A device per stage."""
+    return Model([Layer(f"device{i}", partial(Device, times, first=i == 0, last=i == stages - 1),
+                        inputs=("h" if i else "input",), outputs=("h" if i < stages - 1 else "loss",))
+                  for i in range(stages)], batch=("input",))
+
+
 def _updates(order: Order, case: Case, rank: int) -> Updates:
-    stages, times = case.ranks * order.chunks, case.times.share(order.chunks)
-    layers = [Layer(f"device{i}", partial(Device, times, first=i == 0, last=i == stages - 1),
-                    inputs=("h" if i else "input",), outputs=("h" if i < stages - 1 else "loss",))
-              for i in range(stages)]
-    pipe = Pipeline(Model(layers, batch=("input",)), stages, order.name, case.microbatches, chunks=order.chunks,
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0), device="cpu")
+    stages = case.ranks * order.chunks
+    pipe = Pipeline(emulated_model(stages, case.times.share(order.chunks)), stages, order.name, case.microbatches,
+                    chunks=order.chunks, device="cpu",
+                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     for _ in pipe.train(repeat({"input": torch.ones(case.microbatches, WIDTH)})):
         yield
 

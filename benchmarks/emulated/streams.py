@@ -1,0 +1,152 @@
+"""Asynchronous schedules: the period of an update in the steady state, which no fill and no drain enters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, pairwise, repeat
+from multiprocessing.synchronize import Barrier
+from statistics import mean, median
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+from bare_entrants import Boxes
+from case import LONG, SHORT, Case
+from device import WIDTH, Times, pause
+from ranks import FORK, TIMEOUT_S, run_ranks
+from vpipe_entrants import emulated_model
+
+from vpipe import Pipeline
+
+UPDATES, WINDOWS = 40, 3
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream of microbatches under pipedream.
+
+    Attributes:
+        ranks: devices.
+        update_every: microbatches per update.
+        times: of a microbatch on a device.
+        extra: per rank, microbatches in flight beyond pipedream's own.
+    """
+
+    ranks: int
+    update_every: int
+    times: Times
+    extra: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        depths = "" if self.extra is None else f", warm-up {'-'.join(map(str, self.depths))}"
+        return f"async P = {self.ranks}, k = {self.update_every}, {self.times}{depths}"
+
+    @property
+    def depths(self) -> list[int]:
+        """Per rank the forwards before its first backward."""
+        return [self.ranks - 1 - rank + extra for rank, extra in enumerate(self.extra or (0,) * self.ranks)]
+
+    @property
+    def ideal_s(self) -> float:
+        """Seconds of an update without a bubble, if messages and programs took no time."""
+        return self.update_every * float(self.times.forward_s + self.times.backward_s)
+
+
+STREAMS = tuple(Stream(ranks, k, times) for ranks in (4, 8) for times in (LONG, SHORT) for k in (1, ranks))
+PEERS = tuple(Case(ranks, m, LONG, 3) for ranks in (4, 8) for m in (ranks // 2, ranks, 2 * ranks))
+"""What torch.distributed.pipelining is given: as many microbatches per update."""
+
+
+@dataclass(frozen=True)
+class Period:
+    """What an update takes in the steady state, by window.
+
+    Attributes:
+        seconds: mean over ranks.
+        cpu_s: processor seconds of all ranks.
+    """
+
+    seconds: Sequence[float]
+    cpu_s: Sequence[float]
+
+
+@dataclass(frozen=True)
+class StreamRow:
+    """A stream's figures; ``entrant`` is ``vpipe`` or ``bare``."""
+
+    stream: str
+    entrant: str
+    ranks: int
+    update_every: int
+    times: str
+    ideal_s: float
+    seconds: Sequence[float]
+    cpu_s: Sequence[float]
+
+    @property
+    def over_ideal(self) -> float:
+        """How much more than the ideal, as a share."""
+        return median(self.seconds) / self.ideal_s - 1
+
+
+def measure_stream(stream: Stream, entrant: str) -> StreamRow:
+    """Let a stream flow in processes of its own; measure it when the pipeline is full."""
+    if entrant == "bare":
+        depth = max(stream.depths) + 2
+        work: Any = partial(_bare, stream, *(Boxes(FORK, stream.ranks, depth) for _ in range(2)))
+    else:
+        work = partial(_vpipe, stream)
+    ranks = run_ranks(stream.ranks, partial(_windows, stream, work))
+    return StreamRow(str(stream), entrant, stream.ranks, stream.update_every, str(stream.times), stream.ideal_s,
+                     [mean(column) for column in zip(*(seconds for seconds, _ in ranks), strict=True)],
+                     [sum(column) for column in zip(*(cpu for _, cpu in ranks), strict=True)])
+
+
+def _windows(stream: Stream, work: Any, rank: int, barrier: Barrier) -> tuple[list[float], list[float]]:
+    """Return, of one rank, the period of an update in each window, and its processor seconds."""
+    settling = -(-3 * stream.ranks // stream.update_every) + 2  # updates before the first window, and after the last
+    updates = work(rank)
+    barrier.wait(TIMEOUT_S)
+    for _ in range(settling):
+        next(updates)
+    stamps = [(perf_counter(), process_time())]
+    for _ in range(WINDOWS):
+        for _ in range(UPDATES):
+            next(updates)
+        stamps.append((perf_counter(), process_time()))
+    for _ in range(settling):  # for the ranks that have not come so far
+        next(updates)
+    return tuple([(after[i] - before[i]) / UPDATES for before, after in pairwise(stamps)]
+                 for i in (0, 1))  # type: ignore[return-value]
+
+
+def _vpipe(stream: Stream, rank: int) -> Iterator[object]:
+    model = emulated_model(stream.ranks, stream.times)
+    options = {} if stream.extra is None else {"warmup_depth": stream.depths}
+    pipe = Pipeline(model, stream.ranks, "pipedream", stream.ranks, update_every=stream.update_every, device="cpu",
+                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0), **options)
+    return pipe.train(repeat({"input": torch.ones(stream.ranks, WIDTH)}))
+
+
+def _bare(stream: Stream, forth: Boxes, back: Boxes, rank: int) -> Iterator[None]:
+    """The same order of forwards and backwards, with messages in shared memory and no framework."""
+    last, depth = stream.ranks - 1, stream.depths[rank]
+    forward_s, backward_s, places = float(stream.times.forward_s), float(stream.times.backward_s), forth.places
+    message = torch.zeros(1, WIDTH)
+    for microbatch in count():
+        if rank > 0:
+            message = forth.take(rank, microbatch % places)
+        pause(forward_s)
+        if rank < last:
+            forth.put(rank + 1, microbatch % places, message)
+        if (returned := microbatch - depth) < 0:
+            continue
+        if rank < last:
+            message = back.take(rank, returned % places)
+        pause(backward_s)
+        if rank > 0:
+            back.put(rank - 1, returned % places, message)
+        if (returned + 1) % stream.update_every == 0:
+            yield
