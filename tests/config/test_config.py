@@ -163,6 +163,15 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (["parallel.schedule=pipedream", "parallel.update_every=3"],
      "parallel.update_every is 3, which does not divide the 4 microbatches of a batch",
      "use one of 1, 2, 4, or make training.num_microbatches a multiple of 3"),
+    (["training.num_microbatches=null", "parallel.schedule=pipedream", "dataset.batch_size=17"],
+     "dataset.batch_size is 17, which cannot be cut evenly into 4 to 8 microbatches, as pipedream has them where "
+     "training.num_microbatches is not given", "the nearest batch sizes are 16 and 20; or give "
+     "training.num_microbatches"),
+    (["training.num_microbatches=null", "parallel.schedule=pipedream", "dataset.batch_size=3",
+      "parallel.data_parallel_size=2"],
+     "dataset.batch_size is 3, which cannot be cut evenly into 8 to 16 microbatches, a multiple of 2, as pipedream has "
+     "them where training.num_microbatches is not given", "the nearest batch size is 8; or give "
+     "training.num_microbatches"),
     (["parallel.schedule=gpip"], "parallel.schedule is 'gpip', which is no schedule of this version",
      "did you mean 'gpipe'? Your own are added by importing their file (--import FILE.py) or by a package"),
     (["parallel.partition=[3, 2]"], "parallel.partition has 2 entries for 4 stages", "give one entry per stage"),
@@ -315,6 +324,23 @@ def test_updates_of_an_asynchronous_schedule(at: Path) -> None:
     config = load(at, GOOD, "parallel.schedule=pipedream", "parallel.update_every=2")
     assert config.parallel.asynchronous
     assert config.microbatch_size == 4
+    config = load(at, GOOD, "parallel.schedule=pipedream")  # a number that is given keeps its meaning
+    assert (config.training.num_microbatches, config.parallel.update_every) == (4, None)
+
+
+@pytest.mark.parametrize(("batch", "parallel", "expected"), [
+    (16, "schedule=1f1b", (1, None)), (16, "schedule=auto", (1, None)),  # with a flush as ever
+    (16, "schedule=pipedream", (4, 4)), (14, "schedule=pipedream", (7, 7)), (3, "schedule=pipedream", (3, 3)),
+    (16, "schedule=2bw", (4, 4)), (1, "schedule=pipedream", (1, 1)),
+    (16, "schedule=pipedream update_every=1", (4, 1)), (16, "schedule=pipedream update_every=8", (8, 8)),
+    (16, "schedule=pipedream data_parallel_size=2", (8, 4)), (6, "schedule=pipedream data_parallel_size=2", (6, 3)),
+    (24, "schedule=pipedream stage_to_rank_map={0:[0],1:[1,2,3],2:[4],3:[5]}", (24, 8))])
+def test_microbatches_by_default(at: Path, batch: int, parallel: str, expected: tuple[int, int | None]) -> None:
+    settings = [f"parallel.{setting.replace(':', ': ')}" for setting in parallel.split()]
+    text = GOOD.replace(", num_microbatches: 4", "").replace("batch_size: 16", f"batch_size: {batch}")
+    config = load(at, text, *settings)
+    assert (config.training.num_microbatches, config.parallel.update_every) == expected
+    assert load(at, config.resolved_yaml()) == config
 
 
 @pytest.mark.parametrize(("setting", "updates"), [("0", 0), ("0.25", 25), ("1", 1), ("40", 40)])

@@ -108,7 +108,7 @@ def microbatch_choices(config: Config) -> list[int]:
 
     Without a flush an update keeps its samples, so they must be whole microbatches.
     """
-    own, samples = config.training.num_microbatches, config.dataset.batch_size
+    own, samples = config.microbatches, config.dataset.batch_size
     every = (config.parallel.update_every or 1) if config.parallel.asynchronous else own
     return [count for count in (own // 2, own, 2 * own, 4 * own)
             if count and samples % count == 0 and every * count % own == 0]
@@ -118,7 +118,7 @@ def updates_every(config: Config, counts: Iterable[int]) -> dict[int, int | None
     """Return microbatches per update and replica by number of microbatches, for equal samples; none with a flush."""
     if not config.parallel.asynchronous:
         return {}
-    every, own = config.parallel.update_every or 1, config.training.num_microbatches
+    every, own = config.parallel.update_every or 1, config.microbatches
     return {count: every * count // own for count in counts}
 
 
@@ -138,7 +138,7 @@ def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | No
     if parallel.to_plan or is_file(parallel.schedule) or isinstance(parallel.recompute, str):
         return None
     layers = tuple(tuple(sorted(own)) for own in recomputed_layers(parallel.recompute, job.partition))
-    count = job.config.training.num_microbatches
+    count = job.config.microbatches
     plan = Plan(job.partition, stage_to_rank_map=job.placement, schedule=parallel.schedule, recompute_layers=layers,
                 microbatches=count, update_every=parallel.update_every)
     plan = replace(plan, predictions=predict(profiles[count], plan).prediction)

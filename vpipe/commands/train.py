@@ -95,7 +95,7 @@ def _note_scheduler(options: argparse.Namespace, config: Config) -> None:
     with suppress(UserError):  # in a file that is wrong without it
         written = configs.load_config(options.config, options.settings).parallel
         if written.asynchronous:
-            few, stages = config.training.num_microbatches, config.parallel.model_parallel_size
+            few, stages = config.microbatches, config.parallel.model_parallel_size
             print(f"note: --scheduler {options.scheduler} takes {config.parallel.schedule} instead of "
                   f"{written.schedule}: {counted(few, 'microbatch')} per flush"
                   + (f", so most of the {stages} stages wait; set training.num_microbatches" if few < stages else ""),

@@ -95,7 +95,7 @@ def plan_contenders(jobs: Mapping[str, Job], request: ComparisonRequest, world: 
 
 def _measure(job: Job, request: ComparisonRequest, log: Log) -> Mapping[int, Profile]:
     """Measure a job, if its plans need that; returns profiles by microbatches per batch."""
-    batch, counts = job.config.dataset.batch_size, [job.config.training.num_microbatches]
+    batch, counts = job.config.dataset.batch_size, [job.config.microbatches]
     if request.systems:
         counts = microbatch_counts(batch)
     elif AUTO not in request.schedules and (request.schedules or not job.config.parallel.to_plan):
@@ -150,7 +150,7 @@ def _schedule_contender(label: str, model: str, name: str, job: Job, profiles: M
     if not name:
         return Contender(label, model, "as its config says")
     recipe, parallel = recipe_named(name), job.config.parallel
-    ranks, microbatches = job.schedule.ranks, job.config.training.num_microbatches
+    ranks, microbatches = job.schedule.ranks, job.config.microbatches
     every = None if recipe.flush else parallel.update_every or _microbatches_per_replica(job)
     chunks = parallel.chunks if recipe.any_chunks and parallel.chunks else None
     if recipe.chunks == 1 and chunks is None and sum(map(len, job.placement)) == ranks:  # a stage, or replica, on each
@@ -173,7 +173,7 @@ def _schedule_contender(label: str, model: str, name: str, job: Job, profiles: M
 
 def _microbatches_per_replica(job: Job) -> int:
     """Return the microbatches of an update on each replica, so that a step takes one batch."""
-    microbatches, replicas = job.config.training.num_microbatches, lcm(*map(len, job.placement))
+    microbatches, replicas = job.config.microbatches, lcm(*map(len, job.placement))
     if microbatches % replicas:
         raise UserError(f"{counted(microbatches, 'microbatch')} of a batch cannot be divided among {replicas} replicas",
                         hint=f"make training.num_microbatches a multiple of {replicas}, or set parallel.update_every")

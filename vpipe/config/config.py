@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import inf
+from math import inf, lcm
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,6 +36,7 @@ from vpipe.errors import UserError
 from vpipe.model import LARGEST_SIZE, MOST_BLOCKS
 from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED
 from vpipe.runtime.precision import Precision, PrecisionName
+from vpipe.schedules.prepare import is_file, microbatches_of
 from vpipe.schedules.registry import recipe_if_any
 from vpipe.schedules.size import MOST_MICROBATCHES
 
@@ -142,8 +143,9 @@ class TrainingSection(Section):
         "stop after this many passes over the data; 1 when neither max_steps nor max_minutes is given"))
     max_steps: Steps | None = Field(None, description="stop after this many steps")
     max_minutes: float | None = Field(None, gt=0, le=MOST_STEPS, description="stop after this many minutes of training")
-    num_microbatches: int = Field(1, ge=1, le=MOST_MICROBATCHES, description=(
-        "microbatches per batch; must divide dataset.batch_size"))
+    num_microbatches: int | None = Field(None, ge=1, le=MOST_MICROBATCHES, description=(
+        "microbatches per batch; must divide dataset.batch_size; null takes 1 with a flush, without one as many as "
+        "stages, times replicas, and then an update takes the whole batch"))
     optimizer: Literal["sgd", "adam", "adamw", "lamb"] = Field("adamw", description="optimizer")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     lr_policy: Literal["constant", "step", "polynomial", "cosine"] = Field("constant", description=(
@@ -286,14 +288,60 @@ class Config(Section):
         return self.checkpoint or CheckpointSection.model_validate({})
 
     @property
+    def microbatches(self) -> int:
+        """Microbatches per batch: ``training.num_microbatches``, or what null means."""
+        microbatches = self.training.num_microbatches or self._default_microbatches()
+        assert microbatches is not None, "mistakes() refuses it"
+        return microbatches
+
+    @property
     def microbatch_size(self) -> int:
         """Samples per microbatch."""
-        return self.dataset.batch_size // self.training.num_microbatches
+        return self.dataset.batch_size // self.microbatches
+
+    def _default_microbatches(self) -> int | None:
+        """Return what ``training.num_microbatches: null`` means; None if nothing fits the batch.
+
+        Without a flush a batch is an update, and every replica takes at least as many microbatches of it as it starts
+        before its first backward ends; so the mean delay is less than one update. Up to twice as many are taken where
+        fewer do not divide the batch. A smaller batch is cut into single samples.
+        """
+        parallel, samples = self.parallel, self.dataset.batch_size
+        if is_file(parallel.schedule):
+            return microbatches_of(parallel.schedule)
+        if not parallel.asynchronous:
+            return 1
+        fewest, unit = parallel.microbatches_of_update, parallel.microbatch_unit
+        fitting = [count for count in range(fewest, 2 * fewest + 1, unit) if samples % count == 0]
+        return fitting[0] if fitting else samples if samples < fewest and samples % unit == 0 else None
+
+    @model_validator(mode="after")
+    def _microbatches_and_updates(self) -> Config:
+        """Replace ``num_microbatches: null`` by a number; a batch is then an update of a schedule without a flush."""
+        if self.training.num_microbatches is not None:
+            return self
+        training = self.training.model_copy(update={"num_microbatches": self.microbatches})
+        config = self.model_copy(update={"training": training})
+        parallel = config.parallel
+        if parallel.update_every is not None or is_file(parallel.schedule) or not parallel.asynchronous:
+            return config
+        return config.with_parallel(update_every=config.microbatches // lcm(*parallel.widths))
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.machines is not None:
             yield from machine_mistakes(self.machines)
         samples, microbatches = self.dataset.batch_size, self.training.num_microbatches
+        microbatches = microbatches or self._default_microbatches()
+        if microbatches is None:
+            fewest, unit = self.parallel.microbatches_of_update, self.parallel.microbatch_unit
+            low, high = neighbours(samples, fewest)
+            yield Mistake(("dataset", "batch_size"),
+                          f"is {samples}, which cannot be cut evenly into {fewest} to {2 * fewest} microbatches"
+                          + (f", a multiple of {unit}" if unit > 1 else "")
+                          + f", as {self.parallel.schedule} has them where training.num_microbatches is not given",
+                          (f"the nearest batch sizes are {low} and {high}" if low else
+                           f"the nearest batch size is {high}") + "; or give training.num_microbatches")
+            return
         if samples % microbatches:
             low, high = neighbours(samples, microbatches)
             yield Mistake(("dataset", "batch_size"),

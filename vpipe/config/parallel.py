@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from math import lcm
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -25,7 +26,7 @@ from vpipe.errors import UserError, nearest_registered
 from vpipe.plan.recompute import MOST_LAYERS, ranges
 from vpipe.runtime.executors.registry import THREADED, Executor, threads_refused
 from vpipe.schedules.prepare import has_flush, is_file
-from vpipe.schedules.registry import DEFAULT_SCHEDULE, recipe_if_any, schedule_names
+from vpipe.schedules.registry import DEFAULT_SCHEDULE, recipe_if_any, recipe_named, schedule_names
 from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES, Placement, first_missing
 from vpipe.units import parse_size
 
@@ -136,8 +137,8 @@ class ParallelSection(Section):
         "plan file of vpipe plan, relative to the current folder; it gives partition, recompute, stage_to_rank_map, "
         "schedule, update_every and training.num_microbatches"))
     update_every: int | None = Field(None, ge=1, le=MOST_MICROBATCHES, description=(
-        "microbatches per update of an asynchronous schedule, and per rank of a stage; null takes the smallest "
-        "possible number"))
+        "microbatches per update of an asynchronous schedule, and per rank of a stage; null takes all of a batch where "
+        "training.num_microbatches is null, else the smallest possible number"))
     stage_to_rank_map: dict[str, Ints] | None = Field(None, description=(
         'ranks of each stage, such as {"0": [0, 1], "1": [2]}: with several, microbatch i goes to replica i mod their '
         "number; null takes the schedule's placement"))
@@ -192,6 +193,29 @@ class ParallelSection(Section):
     def asynchronous(self) -> bool:
         """Return whether the schedule has no flush."""
         return not has_flush(self.schedule)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Return the number of replicas of every stage; a stage without one in a wrong map counts as if not named."""
+        named = self.stage_to_rank_map or {}
+        return tuple(len(named.get(str(stage), ())) or self.data_parallel_size
+                     for stage in range(self.model_parallel_size))
+
+    @property
+    def microbatch_unit(self) -> int:
+        """Return what divides the microbatches of an update without a flush on all stages: replicas, update_every."""
+        return lcm(*self.widths) * (self.update_every or 1)
+
+    @property
+    def microbatches_of_update(self) -> int:
+        """Return the fewest microbatches, on all replicas, with which no gradient is a whole update late on average.
+
+        Every replica takes one more than it starts before its first backward: as many as stages, without replicas.
+        """
+        widths, recipe = self.widths, recipe_named(self.schedule)
+        deepest = 1 + max((sum(widths[stage:]) - 1) // width for stage, width in enumerate(widths))
+        fewest = max(deepest, recipe.update_every(deepest)) * lcm(*widths)
+        return -(-fewest // self.microbatch_unit) * self.microbatch_unit
 
     @property
     def placement(self) -> Placement | None:
@@ -249,8 +273,7 @@ class ParallelSection(Section):
         yield from self._schedule()
         if self.executor == THREADED and (refused := threads_refused(self.schedule)):
             yield Mistake(("executor",), f"is {refused[0]}", refused[1])
-        named = self.stage_to_rank_map or {}
-        widths = [len(named.get(str(stage), ())) or self.data_parallel_size for stage in range(stages)]
+        widths = self.widths
         depths = tuple((sum(widths[stage:]) - 1) // width for stage, width in enumerate(widths))
         if self.warmup_depth and len(self.warmup_depth) == stages and self.warmup_depth != depths:
             yield unavailable("warmup_depth", f"the depths {list(self.warmup_depth)} where these stages have "

@@ -25,7 +25,7 @@ from vpipe.schedules.prepare import ScheduleSpec
 def ranks_of(config: Config) -> int:
     """Return the number of ranks of the schedule. Raises UserError if there is no such schedule."""
     parallel = config.parallel.standing_in
-    return ScheduleSpec(parallel.schedule, parallel.model_parallel_size, config.training.num_microbatches,
+    return ScheduleSpec(parallel.schedule, parallel.model_parallel_size, config.microbatches,
                         parallel.update_every, parallel.placement, parallel.chunks,
                         replicas=1 if parallel.placement else parallel.data_parallel_size).prepare(proved=True).ranks
 

@@ -315,7 +315,7 @@ def fitted(config: Config, ranks: int) -> Config:
     every = parallel.update_every
     if even and every is not None:
         same = Fraction(every * parallel.data_parallel_size, replicas)
-        if same.denominator == 1 and config.training.num_microbatches % same.numerator == 0:
+        if same.denominator == 1 and config.microbatches % same.numerator == 0:
             every = same.numerator
     fit = config.with_parallel(
         model_parallel_size=per_rank * (ranks // replicas), data_parallel_size=replicas, stage_to_rank_map=None,

@@ -47,6 +47,11 @@ def has_flush(schedule: str) -> bool:
     return _read(schedule).flush if is_file(schedule) else recipe_named(schedule).flush
 
 
+def microbatches_of(path: str) -> int:
+    """Return the microbatches of a batch in a schedule that is given as a file."""
+    return _read(path).microbatches
+
+
 def _read(path: str) -> Schedule:
     try:
         state = os.stat(path)

@@ -131,7 +131,7 @@ class Job:
         recomputed = recomputed_layers(parallel.recompute, partition) if parallel.recompute else \
             (frozenset[int](),) * len(partition)
         schedule = ScheduleSpec(
-            parallel.schedule, len(partition), training.num_microbatches, parallel.update_every, parallel.placement,
+            parallel.schedule, len(partition), config.microbatches, parallel.update_every, parallel.placement,
             parallel.chunks, None, 1 if parallel.placement else parallel.data_parallel_size,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, layers in enumerate(recomputed) if layers], training.needs_norms,
@@ -160,7 +160,7 @@ class Job:
         if placement != self.placement:
             changes |= {"stage_to_rank_map": {str(stage): ranks for stage, ranks in enumerate(placement)},
                         "data_parallel_size": 1, "chunks": None}
-        microbatches = plan.microbatches or training.num_microbatches
+        microbatches = plan.microbatches or self.config.microbatches
         if self.config.dataset.batch_size % microbatches:
             raise UserError(f"the plan cuts a batch into {microbatches} microbatches, which do not divide its "
                             f"{self.config.dataset.batch_size} samples",
@@ -281,7 +281,7 @@ def _updates(config: Config, dataset: Dataset, schedule: Schedule, steps_done: i
         limits.append(-(-max(0, training.max_steps - steps_done) // batch_steps) * batch_steps)
     if training.epochs is not None:
         batches = dataset.samples("train") // config.dataset.batch_size
-        microbatches = training.epochs * batches * training.num_microbatches
+        microbatches = training.epochs * batches * config.microbatches
         limits.append(-(-max(0, microbatches - microbatches_done) // per_step))
     return steps_done + min(limits) if limits else None
 
@@ -397,7 +397,7 @@ def size_lines(job: Job) -> str:
     """Describe the size of the model and of an epoch in two lines, which follow a run's first."""
     config, samples, tokens = job.config, job.dataset.samples("train"), "input_ids" in job.model.batch
     length, size = config.model.sequence_length, config.dataset.batch_size
-    steps, rest = divmod(samples // size * config.training.num_microbatches, job.schedule.rounds.per_step)
+    steps, rest = divmod(samples // size * config.microbatches, job.schedule.rounds.per_step)
     epoch = [counted_with_commas(samples, "sample"),
              *([counted_with_commas(samples * length, "token")] if tokens else []),
              "about " * (rest > 0) + counted_with_commas(steps, job.step_name)]

@@ -234,7 +234,7 @@ def _advice(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *,
     from vpipe.plan.solver import Request, better_partition  # few runs need it
     from vpipe.train.planning import memory_limit
 
-    memory, microbatches = memory_limit(job.config, profile), job.config.training.num_microbatches
+    memory, microbatches = memory_limit(job.config, profile), job.config.microbatches
     replan = any(job.recomputed) and not isinstance(parallel.recompute, float)
     request = Request({microbatches: profile}, job.schedule.ranks, memory, (parallel.schedule,),
                       {microbatches: parallel.update_every}, job.placement,

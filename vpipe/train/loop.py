@@ -309,7 +309,7 @@ def build_pipeline(job: Job) -> Pipeline:
     """Create the pipeline of a job on this rank's device; the ranks of the run have been joined."""
     config, parallel, training = job.config, job.config.parallel, job.config.training
     world = join_world(None, parallel.timeout_s, device_of(config))
-    settings = Settings(training.num_microbatches, job.recomputed, job.lr_policy(), training.grad_clip, training.seed,
+    settings = Settings(config.microbatches, job.recomputed, job.lr_policy(), training.grad_clip, training.seed,
                         world.own, parallel.timeout_s,
                         None if parallel.compress == "none" else Compression.parse(
                             parallel.compress, parallel.compress_rounding, len(job.partition), training.seed),

@@ -50,7 +50,7 @@ def plan_job(job: Job, folder: Path) -> Job:
     if first:
         try:
             with message_if_slow("planning"):
-                solution = solve(request_of(job, {job.config.training.num_microbatches: profile}))
+                solution = solve(request_of(job, {job.config.microbatches: profile}))
                 planned = job.with_plan(solution.plan)
         except UserError as error:
             outcome = {"problems": [[problem.what, problem.hint] for problem in error.problems]}
@@ -99,7 +99,7 @@ def request_of(job: Job, profiles: Mapping[int, Profile]) -> Request:
     Args:
         profiles: by microbatches per batch.
     """
-    parallel, microbatches = job.config.parallel, job.config.training.num_microbatches
+    parallel, microbatches = job.config.parallel, job.config.microbatches
     return Request(
         profiles, job.schedule.ranks, memory_limit(job.config, profiles[microbatches]),
         planned_schedules(flush=True) if parallel.schedule == AUTO else (parallel.schedule,),

@@ -16,14 +16,24 @@ from typing import TYPE_CHECKING, Any
 from vpipe.checkpoint.directory import Checkpoints, find_checkpoint, step_of
 from vpipe.checkpoint.integrity import newest_intact_before, older_intact_hint
 from vpipe.checkpoint.manifest import Manifest, no_longer_used
-from vpipe.config.config import CheckpointSection, Config, ModelSection, config_row, drop_removed, flatten, load_config
+from vpipe.config.config import (
+    CheckpointSection,
+    Config,
+    ModelSection,
+    config_row,
+    config_tree,
+    drop_removed,
+    flatten,
+    load_config,
+)
 from vpipe.config.parallel import AUTO
 from vpipe.config.validation import validated
-from vpipe.config.yaml_tree import describe, parse
+from vpipe.config.yaml_tree import Tree, describe, parse
 from vpipe.data.dataset import Tokenized
 from vpipe.errors import Problem, UserError, counted
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import recomputed_layers
+from vpipe.schedules.prepare import is_file
 from vpipe.train.run_folder import (
     CONFIG,
     EARLIER,
@@ -50,6 +60,9 @@ _BINDING = {"training.seed": "the initial weights, dropout and the order of the 
             "dataset.batch_size": "which samples are done follows from it",
             "training.optimizer": "the state in the checkpoint is the other optimizer's"}
 """Keys that a resumed run may not change, and why."""
+
+_UPDATES = (("training", "num_microbatches"), ("parallel", "update_every"))
+"""Keys of the samples of an update."""
 
 _CHANGE_NUMBERS = {"training.num_microbatches", "training.precision", "training.loss_scale", "parallel.compress",
                    "parallel.compress_rounding"}
@@ -147,6 +160,10 @@ def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str
     """
     if path is not None:
         config = load_config(path, settings, scheduler)
+        if start.manifest is not None and (numbers := _numbers_of_updates(
+                config, start.manifest, config_tree(path, settings, scheduler))):
+            settings = [*settings, *numbers]
+            config = load_config(path, settings, scheduler)
         plan = None if start.folder is None else start.folder / PLAN
         if plan is not None and plan.exists() and _still_holds(Plan.load(plan), config, settings):
             config = load_config(path, [*settings, f"parallel.plan={json.dumps(str(plan))}"], scheduler)
@@ -158,6 +175,21 @@ def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str
     if start.manifest is not None:
         check_config(config, start.manifest)
     return config
+
+
+def _numbers_of_updates(config: Config, manifest: Manifest, written: Tree) -> list[str]:
+    """Return settings that keep a run's numbers where its config leaves them to the defaults.
+
+    An older version had other defaults without a flush. With other stages or replicas the defaults are taken anew.
+    """
+    parallel = config.parallel.model_dump(mode="json")
+    before = parse(manifest.config, "", "the checkpoint's config")
+    if not config.parallel.asynchronous or is_file(config.parallel.schedule) or any(
+            written.get(key) is not None or before.get(key) is None for key in _UPDATES) or any(
+            before.get(("parallel", key)) != parallel[key]
+            for key in ("schedule", "model_parallel_size", "data_parallel_size", "stage_to_rank_map")):
+        return []
+    return [f"{'.'.join(key)}={before.get(key)}" for key in _UPDATES]
 
 
 def _still_holds(plan: Plan, config: Config, settings: Sequence[str]) -> bool:
@@ -173,7 +205,7 @@ def _still_holds(plan: Plan, config: Config, settings: Sequence[str]) -> bool:
         return False
     return (len(plan.partition) == parallel.model_parallel_size and parallel.partition in (AUTO, plan.partition)
             and (parallel.schedule == AUTO or plan.schedule in (None, parallel.schedule)) and recomputed
-            and plan.microbatches in (None, config.training.num_microbatches))
+            and plan.microbatches in (None, config.microbatches))
 
 
 def check_config(config: Config, manifest: Manifest) -> None:
@@ -422,7 +454,7 @@ def check_fits_job(manifest: Manifest, job: Job) -> None:
     check_compatible(manifest, job.model)
     if problems := list(_differences(manifest, job)):
         raise UserError.all_of(problems)
-    Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, job.config.training.num_microbatches)
+    Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, job.config.microbatches)
 
 
 def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:

@@ -93,12 +93,12 @@ class Difference:
 def batches_for_steps(job: Job, steps: int) -> int:
     """Return how many batches make at least ``steps`` steps; without a flush, enough to see every weight version."""
     least = 1 if job.schedule.flush else 2 * len(job.placement)
-    return -(-max(steps, least) * _microbatches_of_step(job) // job.config.training.num_microbatches)
+    return -(-max(steps, least) * _microbatches_of_step(job) // job.config.microbatches)
 
 
 def steps_in_batches(job: Job, batches: int) -> int:
     """Return how many steps ``batches`` batches make; without a flush the last may have fewer microbatches."""
-    return -(-batches * job.config.training.num_microbatches // _microbatches_of_step(job))
+    return -(-batches * job.config.microbatches // _microbatches_of_step(job))
 
 
 def references(job: Job, batches: int) -> Iterator[Reference]:
@@ -109,9 +109,9 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
         model = compiled_model(model, compile_backend(config.training.compile))
     parallel, training, partition = config.parallel.standing_in, config.training, job.partition
     widths = [len(ranks) for ranks in job.placement]
-    data, microbatches = _batches(job, batches), batches * training.num_microbatches
+    data, microbatches = _batches(job, batches), batches * job.config.microbatches
     precision = reference_precision(training)
-    rounding = _rounding(precision, training.num_microbatches) * steps_in_batches(job, batches)
+    rounding = _rounding(precision, job.config.microbatches) * steps_in_batches(job, batches)
     # async_threaded reverses the backwards of gpipe, but keeps gradients apart and adds them in order.
     bound = 0.0 if _in_order(schedule) or parallel.executor == THREADED else rounding
     compression = Compression.parse(parallel.compress, parallel.compress_rounding, len(partition), training.seed)
@@ -121,7 +121,7 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
     compress = uncompressed if compression is None else CutCompression(model, partition, job.placement, compression)
 
     def recipe(trajectory: Trajectory) -> TrainingRecipe:
-        return TrainingRecipe(job.optimizer().from_named, training.num_microbatches, training.seed, job.lr_policy(),
+        return TrainingRecipe(job.optimizer().from_named, job.config.microbatches, training.seed, job.lr_policy(),
                         training.grad_clip, trajectory, compress, training.on_nan == "skip", precision, device)
 
     trajectory = Trajectory()
