@@ -294,6 +294,8 @@ def _add_checkpoint(commands: Any) -> None:
                         help="a safetensors file; a state dict for torch.load; a folder for transformers")
     export.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="file to write, or folder for "
                         "huggingface; must not exist")
+    export.add_argument("--uncorrected", action="store_true", help="leave out what training.delay_correction has added "
+                        "to the weights")
     _add_import(export)
 
     load = _add(commands, "import", "checkpoint_convert.run_import",

@@ -16,12 +16,13 @@ from vpipe.arguments import Arguments, as_integer, as_number, check_path, shown
 from vpipe.distributed import excepthook
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import join_world
-from vpipe.errors import PerformanceWarning, Problem, UserError, counted
+from vpipe.errors import PerformanceWarning, Problem, UserError, counted, nearest
 from vpipe.model.layer import Model
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
 from vpipe.runtime.compiled import compile_backend
+from vpipe.runtime.delay_correction import DELAY_CORRECTIONS
 from vpipe.runtime.engine import Engine, Settings
 from vpipe.runtime.executors.registry import EXECUTORS, THREADED, check_executor
 from vpipe.runtime.microbatches import Batch
@@ -96,6 +97,9 @@ class Pipeline:
             ``gpipe``, ``async_threaded``. The numbers are the same; see docs/executors.md.
         compile: compile every layer with torch.compile: True for its default backend, or the name of another one.
             Schedules that split the backward are refused.
+        delay_correction: without a flush, ``none`` or ``extrapolate``: every step of an optimizer is extrapolated over
+            the mean delay of its stage, in updates; see docs/optimizers.md.
+        delay_correction_strength: share of that delay, or a multiple of it.
 
     Raises:
         UserError: the numbers do not fit the model, the schedule or the processes.
@@ -115,7 +119,8 @@ class Pipeline:
                  device: torch.device | str | None = None, backend: str | None = None, timeout_s: float = 60.0,
                  compress: str | Sequence[str] = "none", compress_rounding: str = "nearest",
                  precision: str = "fp32", loss_scale: float | None = None, executor: str = "overlapped",
-                 compile: bool | str = False) -> None:  # noqa: A002 - torch's word
+                 compile: bool | str = False,  # noqa: A002 - torch's word
+                 delay_correction: str = "none", delay_correction_strength: float = 1.0) -> None:
         excepthook.install()
         given = Arguments()
         _check_model(given, model)
@@ -155,6 +160,13 @@ class Pipeline:
         given.name("executor", executor, *EXECUTORS)
         if not isinstance(compile, bool | None):
             given.name("compile", compile, "aot_eager")
+        if delay_correction not in DELAY_CORRECTIONS:
+            given.refuse(f"delay_correction is {shown(delay_correction)}",
+                         nearest(str(delay_correction), DELAY_CORRECTIONS))
+        strength = given.number("delay_correction_strength", delay_correction_strength, 1.0)
+        if delay_correction == "none" and strength != 1:
+            given.refuse(f"delay_correction_strength is {shown(delay_correction_strength)}, but nothing is corrected",
+                         "leave it out, or give delay_correction='extrapolate'")
         given.check()
         if plan is not None and sum(plan.partition) != len(model):
             raise UserError(f"the plan is for a model of {counted(sum(plan.partition), 'layer')}, but this one has "
@@ -178,9 +190,13 @@ class Pipeline:
         if refused := [Problem(f"{name} {what}", hint) for name, what, hint in parsed.refused(
                 compression.codecs if compression is not None else ())]:
             raise UserError.all_of(refused)
+        if lowered.flush and delay_correction != "none":
+            raise UserError(f"delay_correction is '{delay_correction}', but '{schedule}' has a flush: no gradient is "
+                            "late", hint="leave it out, or choose a schedule without a flush, such as pipedream")
         settings = Settings(microbatches, recomputed, _finite_factor(learning_rate_factor), grad_clip, seed,
                             world.own, timeout_s, compression, skip_not_finite, parsed, checked,
-                            compile_backend(compile) if compile else None)
+                            compile_backend(compile) if compile else None,
+                            None if delay_correction == "none" else strength)
         self._set_up(model, partition, schedule, lowered, settings, _from_named(optimizer), world)
         if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
             warnings.warn(slow, PerformanceWarning, stacklevel=2)
@@ -252,12 +268,16 @@ class Pipeline:
         _check_batches(batches)
         return self.engine.evaluate(batches)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, *, corrected: bool = True) -> dict[str, Tensor]:
         """Return the whole model on every rank: ``"<layer>.<parameter>"``; a tied parameter under its owner's name.
 
         Every rank must call it, after the same step; an asynchronous pipeline drains first.
+
+        Args:
+            corrected: False takes back what ``delay_correction`` has added: the weights are then the sum of what the
+                optimizer's steps changed, without the extrapolation over the delay.
         """
-        return self.engine.state()
+        return self.engine.state(corrected)
 
     def save(self, folder: str | Path) -> None:
         """Save a checkpoint at ``folder``, from which training resumes exactly.

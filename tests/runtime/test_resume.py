@@ -27,6 +27,7 @@ MICROBATCHES = 4
 SGD = OptimizerSettings("sgd", 0.05, momentum=0.9)
 LAMB = OptimizerSettings("lamb", 0.02, weight_decay=0.1)
 REPLICATED = {"partition": [3, 5], "placement": [[0, 1], [2]]}
+EXTRAPOLATED = {"delay_correction": "extrapolate"}
 CODED = {"compress": ["int8", "none", "bf16"], "compress_rounding": "stochastic"}
 
 
@@ -80,12 +81,12 @@ def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
     (norm_model, {"schedule": "1f1b", "partition": [2, 4], "placement": [[0, 1, 2], [3]]}, 2),
     (rich_model, {"schedule": "pipedream"}, 6),
     (thrice_tied_model, {"schedule": "pipedream", "update_every": 2, "partition": [2, 1, 2, 1], "optimizer": SGD,
-                         "recompute": [0.0, 1.0, 1.0, 0.5]}, 3),
+                         "recompute": [0.0, 1.0, 1.0, 0.5], **EXTRAPOLATED}, 3),
     (rich_model, {"schedule": "pipedream", "optimizer": LAMB, **CODED}, 5),
     (rich_model, {"schedule": "pipedream", **REPLICATED}, 3),
     (norm_model, {"schedule": "pipedream", "partition": [2, 4], "placement": [[0], [1, 2]]}, 3),
-    (rich_model, {"schedule": "2bw", "update_every": 4}, 2),
-    (rich_model, {"schedule": "pipedream_vertical_sync"}, 7),
+    (rich_model, {"schedule": "2bw", "update_every": 4, **EXTRAPOLATED}, 2),
+    (rich_model, {"schedule": "pipedream_vertical_sync", **EXTRAPOLATED}, 7),
     (rich_model, {"schedule": "pipedream", "optimizer": partial(torch.optim.NAdam, lr=1e-2)}, 9),
     (rich_model, {"schedule": "1f1b", "optimizer": partial(torch.optim.Adagrad, lr=1e-2)}, 3)])
 def test_what_goes_on_is_what_was_never_interrupted(model: Callable[[], Model], arguments: dict[str, Any],
@@ -164,7 +165,8 @@ def test_without_a_flush_any_cut_goes_on_as_its_oracle_from_there(data: st.DataO
     for _ in range(2):
         arguments = data.draw(st.sampled_from(ASYNCHRONOUS))
         cadence, pauses = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-        pipe = pipeline(model, **arguments)
+        extrapolated = data.draw(st.booleans())
+        pipe = pipeline(model, **arguments, **EXTRAPOLATED if extrapolated else {})
         span = cadence * pipe.engine._schedule.rounds.per_step
         if start.tensors:
             pipe.engine.restore(Position(start.steps, start.microbatches), start.tensors)
@@ -178,8 +180,8 @@ def test_without_a_flush_any_cut_goes_on_as_its_oracle_from_there(data: st.DataO
         position, tensors = saved(pipe)
         assert position.microbatches == min(start.microbatches + pauses * span, len(alone))
         oracle = asynchronous_oracle(
-            model, alone[start.microbatches:position.microbatches], TrainingRecipe(AdamW().from_named, 1, 2, decay,
-                                                                                   0.5),
+            model, alone[start.microbatches:position.microbatches], TrainingRecipe(
+                AdamW().from_named, 1, 2, decay, 0.5, extrapolation=1.0 if extrapolated else None),
             pipe.partition, pipe.update_every, range(start.microbatches, position.microbatches, span),
             version_rule(arguments["schedule"]), list(map(len, pipe.placement)), start)
         assert losses == oracle.losses

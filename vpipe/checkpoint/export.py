@@ -18,7 +18,7 @@ from vpipe.checkpoint.directory import check_free, sync_folder
 from vpipe.checkpoint.import_weights import CONFIG, WEIGHTS
 from vpipe.checkpoint.integrity import Progress, sha256_of
 from vpipe.checkpoint.load import check_compatible, load_tensors, tensor_kinds
-from vpipe.checkpoint.manifest import CheckpointInfo, FileEntry, Manifest, TensorEntry
+from vpipe.checkpoint.manifest import CheckpointInfo, FileEntry, Manifest, TensorEntry, factor_of, last_change_of
 from vpipe.checkpoint.shards import dtype_name, write_shards
 from vpipe.errors import UserError
 from vpipe.model.layer import Model
@@ -29,11 +29,27 @@ PREFIX = "model."
 """Of the names of parameters and buffers in a checkpoint."""
 
 
-def weights_of(folder: Path, manifest: Manifest, progress: Progress | None = None) -> dict[str, Tensor]:
-    """Return the parameters and buffers of the model: ``<layer>.<parameter>``, tied ones under their owner's name."""
-    names = [name for name in manifest.tensors if name.startswith(PREFIX)]
-    found = load_tensors(folder, manifest, names, progress=progress)
-    return {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
+def weights_of(folder: Path, manifest: Manifest, progress: Progress | None = None,
+               corrected: bool = True) -> dict[str, Tensor]:
+    """Return the parameters and buffers of the model: ``<layer>.<parameter>``, tied ones under their owner's name.
+
+    Args:
+        corrected: False: without what the correction of late gradients has added.
+
+    Raises:
+        UserError: a file is damaged; or nothing was corrected, but ``corrected`` is False.
+    """
+    names = [name.removeprefix(PREFIX) for name in manifest.tensors if name.startswith(PREFIX)]
+    added = [] if corrected else [name for name in names if last_change_of(name) in manifest.tensors]
+    if not corrected and not added:
+        raise UserError(f"the checkpoint '{folder}' has no last changes of its weights: no late gradients were "
+                        "corrected", hint="leave out --uncorrected: the weights are what the optimizer made")
+    found = load_tensors(folder, manifest, [*(PREFIX + name for name in names),
+                                            *(of(name) for name in added for of in (last_change_of, factor_of))],
+                         progress=progress)
+    for name in added:
+        found[PREFIX + name].sub_(found[last_change_of(name)], alpha=found[factor_of(name)].item())
+    return {name: found[PREFIX + name] for name in names}
 
 
 def export_safetensors(weights: Mapping[str, Tensor], step: int, out: Path) -> None:

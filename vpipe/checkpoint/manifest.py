@@ -152,6 +152,33 @@ def no_longer_used(manifest: Manifest) -> str | None:
     return None
 
 
+_CORRECTION = "delay_correction."
+"""Begins the names of what the correction of late gradients keeps."""
+
+
+def last_change_of(parameter: str) -> str:
+    """Return the name of what the latest step added to a parameter, where late gradients are corrected."""
+    return f"{_CORRECTION}{parameter}.last_change"
+
+
+def factor_of(parameter: str) -> str:
+    """Return the name of what the correction multiplies by: strength times mean delay."""
+    return f"{_CORRECTION}{parameter}.factor"
+
+
+def correction_changed(manifest: Manifest, corrects: bool) -> str | None:
+    """Return a warning where a run corrects late gradients, but the one that made the checkpoint did not, or reversed.
+    """
+    saved = any(name.startswith(_CORRECTION) for name in manifest.tensors)
+    if saved and not corrects:
+        return ("the checkpoint has the last changes of the weights, for delay_correction: without it they are left "
+                "out, and the weights go on from where they are")
+    if corrects and not saved and manifest.step:
+        return ("the checkpoint has no last changes of the weights, from which delay_correction extrapolates: they "
+                "begin with zeros")
+    return None
+
+
 _OTHER = "resume from an older checkpoint: vpipe checkpoint ls RUN lists them"
 
 

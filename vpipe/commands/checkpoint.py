@@ -19,7 +19,8 @@ from vpipe.train.run_folder import CONFIG, check_not_running
 from vpipe.units import size_text
 from vpipe.visualize.table import PIPE_COLUMNS, Column, columns, terminal_columns
 
-KINDS = {"model": "model", "optim": "optimizer", "buffers": "buffers of replicas", "feedback": "error feedback"}
+KINDS = {"model": "model", "optim": "optimizer", "buffers": "buffers of replicas", "feedback": "error feedback",
+         "delay_correction": "last changes"}
 """First word of a tensor's name -> what it is."""
 
 

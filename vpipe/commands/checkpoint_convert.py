@@ -39,7 +39,7 @@ def run_export(options: argparse.Namespace) -> None:
         options.format == "torch" and has_model(manifest)) else None
     huggingface = None if options.format != "huggingface" or found is None else _names_of(found.name)
     with byte_progress(f"reading {folder.name}") as progress:
-        weights = weights_of(folder, manifest, progress)
+        weights = weights_of(folder, manifest, progress, corrected=not options.uncorrected)
     size = sum(tensor.nbytes for tensor in weights.values())
     if size >= SLOW_BYTES:
         print(f"writing {size_text(size)}", file=sys.stderr, flush=True)

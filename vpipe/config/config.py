@@ -160,6 +160,11 @@ class TrainingSection(Section):
     on_nan: Literal["stop", "skip"] = Field("stop", description=(
         "reaction to a loss or gradient that is not finite: stop ends the run; skip leaves the update out, with a "
         "flush on all stages, without one on the stage concerned"))
+    delay_correction: Literal["none", "extrapolate"] = Field("none", description=(
+        "correction of late gradients without a flush; extrapolate continues every step of the optimizer over the mean "
+        "delay of its stage, in updates"))
+    delay_correction_strength: float = Field(1.0, gt=0, description=(
+        "share of that delay, or a multiple of it, over which extrapolate continues"))
     precision: PrecisionName = Field("fp32", description=(
         "arithmetic of the layers; bf16 and fp16 use autocast, bf16_pure also rounds the weights and keeps fp32 "
         "master weights"))
@@ -187,6 +192,11 @@ class TrainingSection(Section):
     def computed(self) -> Precision:
         """The precision that layers compute in."""
         return Precision(self.precision, None if self.loss_scale == "dynamic" else self.loss_scale)
+
+    @property
+    def extrapolation(self) -> float | None:
+        """Return the strength of the correction of late gradients; None where they are not corrected."""
+        return None if self.delay_correction == "none" else self.delay_correction_strength
 
     def warmup_updates(self, total: int) -> int:
         """Return the updates of the warm-up in a run of ``total`` updates."""
@@ -217,6 +227,9 @@ class TrainingSection(Section):
         if self.momentum != 0.9 and self.optimizer != "sgd":
             yield Mistake(("momentum",), f"is {self.momentum}, but the optimizer is {self.optimizer}",
                           "momentum belongs to sgd: leave it out, or set optimizer: sgd")
+        if self.delay_correction_strength != 1 and self.delay_correction == "none":
+            yield Mistake(("delay_correction_strength",), f"is {self.delay_correction_strength:g}, but nothing is "
+                          "corrected", "leave it out, or set delay_correction: extrapolate")
         if self.exit_after_profile and self.profile_iteration is None:
             yield Mistake(("exit_after_profile",), "is true, but no profile_iteration says which update is profiled",
                           "set profile_iteration, or leave it out")
@@ -354,6 +367,10 @@ class Config(Section):
             yield Mistake(("parallel", "update_every"),
                           f"is {every}, which does not divide the {microbatches} microbatches of a batch",
                           f"use one of {divisors}, or make training.num_microbatches a multiple of {every}")
+        if self.training.extrapolation is not None and not self.parallel.asynchronous:
+            yield Mistake(("training", "delay_correction"), f"is {self.training.delay_correction}, but under the "
+                          f"schedule {self.parallel.schedule} no gradient is late: it has a flush",
+                          "leave it out, or choose a schedule without a flush, such as pipedream")
 
         for key, what, hint in self.training.computed.refused(used_codecs(self.parallel.compress)):
             yield Mistake(("parallel", key), what, hint)

@@ -125,12 +125,17 @@ class Collectives:
         self._workers, self._specs, self._placement = workers, specs, placement
         self._distributed, self._timeout_s = distributed, timeout_s
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self, corrected: bool = True) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, of first replicas, in the order of the layers."""
         whole: dict[str, Tensor] = {}
         for stage, ranks in enumerate(self._placement):
             here = self._stage(stage, ranks[0])
-            shared = self._broadcast(ranks[0], here.state() if here else {})
+            own = here.state() if here else {}
+            if here is not None and not corrected:
+                steps = self._workers[ranks[0]].optimizer_steps
+                if (extrapolation := steps.extrapolations.get(stage)) is not None:
+                    own |= extrapolation.uncorrected(own)
+            shared = self._broadcast(ranks[0], own)
             whole.update(shared if self._distributed else {name: t.clone() for name, t in shared.items()})
         return whole
 

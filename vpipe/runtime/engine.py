@@ -20,6 +20,7 @@ from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
 from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.compiled import check_compiled, compile_layers
+from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.executors.async_threaded import ThreadedWorker
 from vpipe.runtime.executors.naive import NaiveWorker
 from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED, Executor
@@ -39,6 +40,7 @@ from vpipe.runtime.transport.compression import CompressedTransport, Compression
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
 from vpipe.runtime.worker import Worker
+from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.schedule import Rounds, Schedule, describe_rank
 from vpipe.schedules.size import Placement
 
@@ -66,6 +68,7 @@ class Settings:
         precision: of the layers' computation.
         executor: of the actions.
         compile: backend of torch.compile for the layers; None: they are not compiled.
+        extrapolation: strength of the correction of late gradients; None: they are not corrected.
     """
 
     microbatches: int
@@ -80,6 +83,7 @@ class Settings:
     precision: Precision = FP32
     executor: Executor = "overlapped"
     compile: str | None = None
+    extrapolation: float | None = None
 
     @property
     def needs_norms(self) -> bool:
@@ -357,13 +361,22 @@ class Engine:
         """Return the stages of this process."""
         return [stage for worker in self.workers.values() for stage in worker.stages.values()]
 
-    def state(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of the whole model, on every rank, in the order of the layers."""
+    @property
+    def corrects(self) -> bool:
+        """Return whether late gradients are corrected."""
+        return self._settings.extrapolation is not None
+
+    def state(self, corrected: bool = True) -> dict[str, Tensor]:
+        """Return parameters and buffers of the whole model, on every rank, in the order of the layers.
+
+        Args:
+            corrected: False: without what the correction of late gradients has added.
+        """
         self._interpreter.check_usable()
         self._compare_replicas()
         self.drain()
         self.collectives.check_replicas()
-        return self.collectives.state()
+        return self.collectives.state(corrected)
 
     # -- save and restore ------------------------------------------------------------------------------
 
@@ -462,8 +475,11 @@ def build_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, 
         scaler = LossScaler.build(settings.precision, stages, schedule) if settings.precision.scaled else None
         tied = TiedWeights(ties, placement, stages, transport,
                            scaler if scaler is not None and scaler.per_stage else None)
+        factors = {} if settings.extrapolation is None else {
+            s: settings.extrapolation * mean_delay(schedule, s) for s in stages}
         steps = OptimizerSteps(placement, stages, optimizers, tied, transport, settings.factor, settings.clip,
-                               settings.skip, scaler)
+                               settings.skip, scaler, {s: Extrapolation(stages[s].weights, optimizers[s], factor)
+                                                       for s, factor in factors.items() if factor})
         workers[rank] = worker_of[settings.executor](
             rank, placement, stages, steps, tied, transport,
             BatchComparison(transport, placement, model.batch) if distributed else None)

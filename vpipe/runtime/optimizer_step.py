@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vpipe.distributed.watchdog import activity
+from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.reducer import Reducer
@@ -49,6 +50,7 @@ class OptimizerSteps:
         clip: greatest norm of the gradients, or None.
         skip: whether an update with a norm that is not finite is skipped; with a scaler it always is.
         scaler: of the losses; None: they are not scaled.
+        extrapolations: of the stages whose late gradients are corrected.
 
     Attributes:
         reducers: of the stages with replicas.
@@ -58,8 +60,10 @@ class OptimizerSteps:
 
     def __init__(self, placement: Placement, stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer],
                  tied: TiedWeights, transport: Transport, factor: Callable[[int], float], clip: float | None = None,
-                 skip: bool = False, scaler: LossScaler | None = None) -> None:
+                 skip: bool = False, scaler: LossScaler | None = None,
+                 extrapolations: Mapping[int, Extrapolation] | None = None) -> None:
         self.optimizers, self.skip, self.scaler = optimizers, skip, scaler
+        self.extrapolations = extrapolations or {}
         self._stages, self._tied, self._transport = stages, tied, transport
         self._factor, self._clip = factor, clip
         self.reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, self.stage_scaler)
@@ -211,7 +215,7 @@ class OptimizerSteps:
                 weights.step(None)
                 return False
         with self.optimizers[stage].at_rate(rate):
-            weights.step(self.optimizers[stage])
+            weights.step(self.extrapolations.get(stage) or self.optimizers[stage])
         return True
 
     def _clip_gradients(self, weights: WeightVersions, norms: Tensor, clip: float) -> None:

@@ -9,6 +9,7 @@ this process needs. So a checkpoint is one flat table, and loads into any other 
     buffers.<replica>.<layer>.<buffer>                  of replicas from 1 on; those of replica 0 are the model's
     loss.<replica>.<layer>.<buffer>                     of the loss of a sequential model, which is not in its state
     loss_scale.<first layer of the stage>.value, .good  of fp16; with a flush one for all, layer 0's
+    delay_correction.<layer>.<parameter>.last_change, .factor  where late gradients are corrected
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from vpipe.checkpoint.manifest import factor_of, last_change_of
 from vpipe.errors import UserError, counted
 from vpipe.model.sequential import WithLoss, loss_buffers
 from vpipe.runtime.loss_scaler import LossScaleState
@@ -129,7 +131,8 @@ def state_parts(workers: Mapping[int, Worker], placement: Placement) -> list[Sta
     stages = [LocalStage(worker, stage, placement[number].index(rank))
             for rank, worker in workers.items() for number, stage in worker.stages.items()]
     return [ModelState(stages), OptimizerState(stages), NamedBuffers(partial(_replica_buffers, stages)),
-            NamedBuffers(partial(_loss_buffers, stages)), LossScales(stages)]
+            NamedBuffers(partial(_loss_buffers, stages)), LossScales(stages),
+            LastChanges(stages)]
 
 
 class ModelState:
@@ -269,6 +272,42 @@ class LossScales:
             if scaler is not None and scaler[spec.index].dynamic:
                 saves = each.replica == 0 and (scaler.per_stage or spec.index == 0)
                 yield spec.layers.start if scaler.per_stage else 0, saves, scaler[spec.index]
+
+
+class LastChanges:
+    """What the latest steps added to parameters whose late gradients are corrected; the first replica saves it.
+
+    The factor is there for an export without the correction: in another partition a parameter has that of its stage.
+    """
+
+    def __init__(self, stages: Sequence[LocalStage]) -> None:
+        self._corrected = [(each, found) for each in stages if (
+            found := each.worker.optimizer_steps.extrapolations.get(each.stage.spec.index)) is not None]
+
+    def state(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = {}
+        for each, extrapolation in self._corrected:
+            changes = extrapolation.changes_of(each.stage.state()) if each.replica == 0 else {}
+            for name, change in changes.items():
+                named[last_change_of(name)] = change
+                named[factor_of(name)] = torch.tensor(extrapolation.factor, dtype=torch.float64)
+        return named
+
+    def wants(self, name: str) -> bool:
+        return name in self._names
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for _, extrapolation in self._corrected:
+            for name, change in extrapolation.last_changes.items():
+                if (saved := tensors.get(last_change_of(name))) is None:
+                    change.zero_()
+                else:
+                    change.copy_(saved)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(last_change_of(name) for _, extrapolation in self._corrected
+                         for name in extrapolation.last_changes)
 
 
 def _readings(name: str) -> Iterator[tuple[str, str]]:

@@ -366,6 +366,12 @@ class WeightVersions:
         if optimizer is not None:
             self._apply(optimizer)
 
+    @property
+    def version_before(self) -> list[Tensor] | None:
+        """Return, while an optimizer steps, the version before; None where the step overwrites it."""
+        before = None if self._unrounded is not None else self._leaves.get(self.latest - 1)
+        return None if before is None else [leaf.data for leaf in before]
+
     def _apply(self, optimizer: Steps) -> None:
         for master, gradient in zip(self.masters.values(), self.pop_gradients(), strict=True):
             master.grad = gradient

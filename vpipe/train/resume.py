@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vpipe.checkpoint.directory import Checkpoints, find_checkpoint, step_of
 from vpipe.checkpoint.integrity import newest_intact_before, older_intact_hint
-from vpipe.checkpoint.manifest import Manifest, no_longer_used
+from vpipe.checkpoint.manifest import Manifest, correction_changed, no_longer_used
 from vpipe.config.config import (
     CheckpointSection,
     Config,
@@ -65,7 +65,7 @@ _UPDATES = (("training", "num_microbatches"), ("parallel", "update_every"))
 """Keys of the samples of an update."""
 
 _CHANGE_NUMBERS = {"training.num_microbatches", "training.precision", "training.loss_scale", "parallel.compress",
-                   "parallel.compress_rounding"}
+                   "parallel.compress_rounding", "training.delay_correction", "training.delay_correction_strength"}
 """Keys of how a run is arranged that change its numbers under every schedule."""
 
 _CHANGE_NUMBERS_WITHOUT_FLUSH = {
@@ -383,8 +383,10 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     if manifest is not None:
         check_fits_job(manifest, job)
         steps = manifest.step
-        if lost := no_longer_used(manifest):
-            print(f"warning: {lost}", file=sys.stderr, flush=True)
+        for warning in (no_longer_used(manifest),
+                        correction_changed(manifest, job.config.training.extrapolation is not None)):
+            if warning is not None:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
     if (folder := start.folder) is None:
         folder = new_run(job)
         if manifest is not None:

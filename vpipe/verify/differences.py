@@ -122,7 +122,8 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
 
     def recipe(trajectory: Trajectory) -> TrainingRecipe:
         return TrainingRecipe(job.optimizer().from_named, job.config.microbatches, training.seed, job.lr_policy(),
-                        training.grad_clip, trajectory, compress, training.on_nan == "skip", precision, device)
+                        training.grad_clip, trajectory, compress, training.on_nan == "skip", precision, device,
+                        training.extrapolation)
 
     trajectory = Trajectory()
     if schedule.flush:
@@ -139,8 +140,9 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
             yield Reference(plain, trajectory, rounding)
         return
     drained = range(0, microbatches, schedule.microbatches) if is_file(parallel.schedule) else ()
+    known = None if _closed_form(parallel.schedule) else min(microbatches, schedule.microbatches)
     asynchronous_oracle(model, data, recipe(trajectory), partition, schedule.update_every, drained,
-                        _version_rule(parallel.schedule, schedule, microbatches), widths)
+                        _version_rule(parallel.schedule, schedule, microbatches), widths, known=known)
     yield Reference(f"the sequential oracle{precision.description}", trajectory, bound)
 
 
@@ -230,13 +232,17 @@ def _microbatches_of_step(job: Job) -> int:
 
 def _version_rule(name: str, schedule: Schedule, microbatches: int) -> Versions:
     """Return the closed form of a schedule's versions; without one, or for a file, the versions in its actions."""
-    recipe = None if is_file(name) else recipe_named(name)
-    if recipe is not None and recipe.version_of is not None:
+    if _closed_form(name):
         return version_rule(name, schedule.warmup)
     if schedule.stream:
         schedule = build(name, schedule.placement, microbatches, schedule.update_every)
     used = Dependencies.from_schedule(schedule).version
     return lambda microbatch, stage, widths, every: used[stage, microbatch]
+
+
+def _closed_form(name: str) -> bool:
+    """Return whether a schedule is registered with a closed form of its versions."""
+    return not is_file(name) and recipe_named(name).version_of is not None
 
 
 def _in_order(schedule: Schedule) -> bool:

@@ -35,6 +35,7 @@ from vpipe.verify.reference_optimizer import (
     StageVersions,
     TrainingRecipe,
     Versions,
+    mean_delay,
     optimizer_tensors,
     rescale_at_cut,
     rescaled,
@@ -120,7 +121,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
 def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe, partition: Sequence[int],
                         update_every: int = 1, drained_at: Sequence[int] = (),
                         version_of: Versions | None = None, widths: Sequence[int] | None = None,
-                        start: InitialState = FROM_SCRATCH) -> ReferenceRun:
+                        start: InitialState = FROM_SCRATCH, known: int | None = None) -> ReferenceRun:
     """Train as an asynchronous pipeline does, in one sequential program.
 
     An update of a stage applies the mean gradient of ``update_every`` microbatches on each of its replicas. A step,
@@ -139,6 +140,7 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
         version_of: the version of every microbatch; that of PipeDream by default.
         widths: replicas per stage, one by default.
         start: the state to begin with.
+        known: microbatches of which ``version_of`` knows the version; None: it knows that of all.
     """
     version_of = version_of or version_rule(DEFAULT_ASYNCHRONOUS)
     precision = recipe.precision
@@ -148,7 +150,8 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
     sums, layers = GradientSums(reference.stage_of, reference.owners, reference.widths), _CallInside(reference.layers)
     first = [0, *accumulate(partition)]  # layers
     stages = [StageVersions(reference.stage_parameters(s), recipe, update_every, width, width / reference.widths[0],
-                            start, first[s])
+                            start, first[s], 0.0 if recipe.extrapolation is None else
+                            mean_delay(version_of, s, reference.widths, update_every, known))
               for s, width in enumerate(reference.widths)]
     cuts = {first[s]: (stages[s - 1], stages[s]) for s in range(1, len(stages))} if precision.dynamic else {}
     round_of_all = update_every * math.lcm(*reference.widths)
@@ -208,6 +211,8 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
     run.tensors = reference.checkpoint_tensors() | _scale_tensors(stage.scale for stage in stages)
     for stage in stages:
         run.tensors |= optimizer_tensors(stage.optimizers, stage.parameters)
+        if stage.extrapolation is not None:
+            run.tensors |= stage.extrapolation.checkpoint_tensors()
     return run
 
 

@@ -182,6 +182,58 @@ def _added(parts: Iterable[Tensor | None]) -> Tensor | None:
     return total
 
 
+class ReferenceExtrapolation:
+    """Extrapolation of every step over the delay of a stage: p <- p + factor (change - previous change).
+
+    Args:
+        factor: strength times mean delay.
+        parameters: those that an optimizer steps, by name.
+        tensors: of a checkpoint.
+    """
+
+    def __init__(self, factor: float, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+        self._factor, self._parameters = factor, parameters
+        self._previous = {name: tensors.get(f"delay_correction.{name}.last_change", torch.zeros_like(p)).clone()
+                          for name, p in parameters.items()}
+        self._before: dict[str, Tensor] = {}
+
+    def before_step(self) -> None:
+        """Remember the parameters."""
+        self._before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Extrapolate what the step changed."""
+        for name, parameter in self._parameters.items():
+            change = parameter - self._before[name]
+            parameter.add_(change - self._previous[name], alpha=self._factor)
+            self._previous[name] = change
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Return changes and factors by their names in a checkpoint."""
+        changes = {f"delay_correction.{name}.last_change": change for name, change in self._previous.items()}
+        return changes | {f"delay_correction.{name}.factor": torch.tensor(self._factor, dtype=torch.float64)
+                          for name in self._previous}
+
+
+def mean_delay(version_of: Versions, stage: int, widths: Sequence[int], update_every: int,
+               known: int | None = None) -> float:
+    """Return by how many updates of a stage a gradient is late, on average over microbatches in the steady state.
+
+    A microbatch's gradient is in the update with as many updates before it as the microbatches before it fill. The
+    delay is that number less the updates that made the weights which it used.
+
+    Args:
+        known: microbatches of which ``version_of`` knows the version: the last complete step of them counts. None: it
+            knows that of all.
+    """
+    span = update_every * widths[stage]
+    period = update_every * math.lcm(*widths)
+    first = 1000 * period if known is None else max(0, known // period - 1) * period
+    late = sum(i // span - version_of(i, stage, widths, update_every) for i in range(first, first + period))
+    return late / period
+
+
 class UpdateResult(NamedTuple):
     """The norm of an update's gradients before clipping, if they are clipped, and whether the update was skipped."""
 
@@ -199,6 +251,7 @@ class TrainingRecipe:
         trajectory: records every update.
         skip: whether to skip an update whose loss or gradient norms are not all finite.
         device: of the layers; batches are moved there.
+        extrapolation: strength of the extrapolation over the delay of a stage; None without one.
     """
 
     optimizer: MakeOptimizer
@@ -211,6 +264,7 @@ class TrainingRecipe:
     skip: bool = False
     precision: ReferencePrecision = FP32
     device: torch.device | str = "cpu"
+    extrapolation: float | None = None
 
     def optimizers(self, parameters: Mapping[str, nn.Parameter], start: InitialState) -> list[torch.optim.Optimizer]:
         """Create the optimizers of some parameters, in their initial state."""
@@ -231,7 +285,8 @@ class TrainingRecipe:
 
     def apply(self, gradients: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter],
               optimizers: Sequence[torch.optim.Optimizer], update: int, factor: float,
-              scale: ReferenceLossScale | None = None, overflow: bool = False) -> UpdateResult:
+              scale: ReferenceLossScale | None = None, overflow: bool = False,
+              extrapolation: ReferenceExtrapolation | None = None) -> UpdateResult:
         """Update these parameters, or skip the update.
 
         Args:
@@ -254,10 +309,14 @@ class TrainingRecipe:
                                        for gradient in gradients.values() if gradient is not None)
         skipped = overflow and (self.skip or scale is not None)
         norm = None if self.clip is None else float(nn.utils.clip_grad_norm_(parameters.values(), self.clip))
+        if extrapolation is not None and not skipped:
+            extrapolation.before_step()
         for optimizer in () if skipped else optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
             optimizer.step()
+        if extrapolation is not None and not skipped:
+            extrapolation.after_step()
         for parameter in parameters.values():
             parameter.grad = None
         if self.trajectory is not None:
@@ -292,6 +351,7 @@ class StageVersions:
         width: replicas.
         rate: learning rate relative to that of the first stage.
         layer: first layer of the stage.
+        delay: mean delay of its gradients, in updates.
 
     Attributes:
         span: microbatches of an update, over all replicas.
@@ -302,12 +362,16 @@ class StageVersions:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], recipe: TrainingRecipe, every: int, width: int,
-                 rate: float, start: InitialState, layer: int = 0) -> None:
+                 rate: float, start: InitialState, layer: int = 0, delay: float = 0.0) -> None:
         self.parameters, self.span, self.seen, self.first = parameters, every * width, 0, 0
         self._recipe, self._every, self._rate = recipe, every, rate
         self.optimizers = recipe.optimizers(parameters, start)
         self.scale, self.overflow = ReferenceLossScale.create(recipe.precision, layer, start.tensors), False
         self._versions = [self._copy()]
+        trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        self.extrapolation = None if recipe.extrapolation is None or not delay else ReferenceExtrapolation(
+            recipe.extrapolation * delay, {name: p for name, p in parameters.items() if id(p) in trained},
+            start.tensors)
 
     @property
     def latest(self) -> int:
@@ -333,7 +397,8 @@ class StageVersions:
             gradients = {name: None if each is None else each.to(self.parameters[name].dtype) * share
                          for name, each in gradients.items()}
         made = self._recipe.apply(gradients, self.parameters, self.optimizers, self.latest,
-                                  self._recipe.factor(step) * self._rate, self.scale, self.overflow)
+                                  self._recipe.factor(step) * self._rate, self.scale, self.overflow,
+                                  self.extrapolation)
         self._versions.append(self._copy())
         self.seen, self.overflow = 0, False
         return not made.skipped

@@ -1,0 +1,188 @@
+"""Late gradients corrected by extrapolation: bit for bit what the oracle computes, and what the property says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from models import WIDTH, rich_batches, rich_model
+from test_exact import AdamW, Momentum
+from test_exact_in_every_precision import assert_same, oracle, pipeline, recipe
+from test_resume import resumed, same_bits, saved, train
+from torch import Tensor, nn
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.errors import UserError
+from vpipe.runtime.delay_correction import Extrapolation
+from vpipe.train.optimizers import OptimizerSettings
+from vpipe.verify.reference import asynchronous_oracle
+from vpipe.verify.reference_optimizer import InitialState
+
+EXTRAPOLATE: dict[str, Any] = {"delay_correction": "extrapolate"}
+CUT: dict[str, Any] = {"schedule": "pipedream", "partition": [3, 3, 2]}
+
+
+class FrozenHead:
+    """AdamW in two groups; the head's bias and the first matrix are of no optimizer."""
+
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+        own = [p for name, p in named.items() if name not in ("head.decoder.bias", "raw0.w")]
+        return torch.optim.AdamW([{"params": own[:1], "lr": 1e-2}, {"params": own[1:]}], lr=3e-3) if own else None
+
+
+def extrapolations(pipe: Pipeline) -> dict[int, Extrapolation]:
+    return {s: each for worker in pipe.engine.workers.values()
+            for s, each in worker.optimizer_steps.extrapolations.items()}
+
+
+def factors(pipe: Pipeline) -> list[float]:
+    """Per stage; 0 where nothing is kept."""
+    return [extrapolations(pipe)[s].factor if s in extrapolations(pipe) else 0.0 for s in range(len(pipe.placement))]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ({"partition": [2, 2, 2, 2]}, [3, 2, 1, 0]),
+    ({"partition": [2, 2, 2, 2], "update_every": 4, "recompute": 0.5}, [.75, .5, .25, 0]),
+    ({"partition": [2, 2, 2, 2], "update_every": 8, "microbatches": 8}, [3 / 8, 2 / 8, 1 / 8, 0]),
+    ({"update_every": 2, "optimizer": jobs.MuonAndAdamW()}, [1, .5, 0]),
+    ({"update_every": 2, "executor": "naive", "optimizer": FrozenHead(), "delay_correction_strength": .7},
+     [.7, .35, 0]),
+    ({"schedule": "2bw", "update_every": 4}, [1, 1, 1]),
+    ({"schedule": "2bw", "update_every": 4, "precision": "bf16_pure", "optimizer": Momentum()}, [1, 1, 1]),
+    ({"schedule": "pipedream_vertical_sync"}, [2, 2, 2]),
+    ({"schedule": "pipedream_vertical_sync", "update_every": 4, "recompute": 1.0}, [.5, .5, .5]),
+    ({"schedule": "pipedream_vertical_sync", "partition": [4, 4], "placement": [[0, 1], [2, 3]]}, [1, 1]),
+    ({"partition": [2, 4, 2], "placement": [[0, 1], [2], [3, 4, 5]], "precision": "fp16"}, [2, 3, 0]),
+    ({"partition": [5, 3], "placement": [[0, 1], [2]], "update_every": 2, "compress": "bf16"}, [.5, 0]),
+    ({"precision": "bf16_pure", "optimizer": OptimizerSettings("lamb", 0.02, weight_decay=0.1)}, [2, 1, 0]),
+    ({"precision": "bf16", "recompute": 0.5}, [2, 1, 0])])
+def test_every_schedule_equals_its_oracle(arguments: dict[str, Any], expected: list[float]) -> None:
+    """Losses, norms, weights, optimizer state and last changes; ties, clipping, an incomplete update at the end."""
+    batches = rich_batches(3, 24)
+    pipe = pipeline(rich_model(), arguments.pop("precision", "fp32"), **CUT | EXTRAPOLATE | arguments)
+    assert factors(pipe) == pytest.approx(expected, rel=1e-15)
+    steps = list(pipe.train(batches))
+    if "compress" in arguments:
+        return  # the oracle's own coding is tested with vpipe verify
+    how = recipe(pipe.engine.local_stages[0].precision.name,
+                 extrapolation=arguments.get("delay_correction_strength", 1.0), microbatches=pipe.microbatches,
+                 **({"optimizer": arguments["optimizer"].from_named} if "optimizer" in arguments else {}))
+    assert_same(pipe, steps, oracle(rich_model(), batches, how, pipe))
+
+
+def test_weights_are_the_sum_of_plain_changes_and_the_look_ahead() -> None:
+    """p = Z + strength * delay * previous, up to 3 roundings per update; Z is what state_dict gives uncorrected."""
+    pipe = pipeline(rich_model(), "fp32", **CUT | EXTRAPOLATE, delay_correction_strength=0.5, grad_clip=None)
+    begins, sums = pipe.state_dict(), {name: each.double() for name, each in pipe.state_dict().items()}
+    for count, _ in enumerate(pipe.train(rich_batches(3, 8), pauses=1), 1):  # the pipeline is empty after every update
+        for each in extrapolations(pipe).values():
+            for name, change in each.last_changes.items():
+                sums[name] += change.double()
+        plain, state = pipe.state_dict(corrected=False), pipe.state_dict()
+        for each in extrapolations(pipe).values():
+            for name, change in each.last_changes.items():
+                bound = 3 * count * torch.finfo(torch.float32).eps * float(state[name].abs().max())
+                assert (plain[name] - sums[name]).abs().max() <= bound
+                assert (state[name] - sums[name] - each.factor * change).abs().max() <= bound
+                assert not torch.equal(state[name], plain[name])
+    kept = {name for each in extrapolations(pipe).values() for name in each.last_changes}
+    assert kept == {name for name in begins if name.split(".")[0] not in ("mix2", "head")}
+    assert all(torch.equal(plain[name], state[name]) for name in begins if name not in kept)
+
+
+def test_without_a_delay_nothing_is_done_and_nothing_kept() -> None:
+    runs = []
+    for how in ({}, EXTRAPOLATE):
+        pipe = pipeline(rich_model(), "fp32", schedule="pipedream", partition=[8], **how)
+        runs.append(([step.loss for step in pipe.train(rich_batches(2, 8))], saved(pipe)[1]))
+    assert runs[0][0] == runs[1][0]
+    same_bits(runs[0][1], runs[1][1])
+
+
+def test_updates_are_left_out_with_their_last_change() -> None:
+    """fp16 at a scale at which the first updates overflow; then the scale is low enough."""
+    batches = rich_batches(6, 8)
+    pipe = pipeline(rich_model(), "fp16", **CUT, **EXTRAPOLATE, optimizer=Momentum())
+    for stage in pipe.engine.local_stages:
+        for scales in pipe.engine.workers.values():
+            if stage.spec.index in scales.stages:
+                assert scales.optimizer_steps.scaler is not None
+                scales.optimizer_steps.scaler[stage.spec.index].value = 2.0**24
+    start = InitialState(tensors={f"loss_scale.{layer}.{key}": value for layer in (0, 3, 6)
+                                  for key, value in (("value", torch.tensor(2.0**24)), ("good", torch.tensor(0)))})
+    steps = list(pipe.train(batches))
+    how = recipe("fp16", extrapolation=1.0, optimizer=Momentum().from_named)
+    assert {step.skipped for step in steps} == {True, False}
+    assert_same(pipe, steps, oracle(rich_model(), batches, how, pipe, start))
+
+
+class Either(nn.Module):
+    """One of two matrices, by the length of the sequence: the other one has no gradient in that update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long = (nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5) for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(hidden @ (self.short if hidden.shape[1] == 6 else self.long))
+
+
+def test_a_parameter_without_a_gradient_has_changed_by_nothing() -> None:
+    layers = list(rich_model().layers)
+    layers[1] = Layer("raw0", Either)
+    model, batches = Model(layers, ("ids", "labels")), rich_batches(5, 8, lengths=(6, 9))
+    pipe = pipeline(model, "fp32", **CUT, **EXTRAPOLATE, update_every=4)
+    steps = []
+    for step in pipe.train(batches, pauses=1):
+        steps.append(step)
+        changes = extrapolations(pipe)[0].last_changes
+        assert [bool(changes[f"raw0.{name}"].any()) for name in ("short", "long")] == [
+            step.index % 2 == 0, step.index % 2 == 1]
+    run = asynchronous_oracle(model, batches, recipe("fp32", extrapolation=1.0), pipe.partition, 4,
+                              drained_at=range(4, 20, 4))
+    assert_same(pipe, steps, run)
+
+
+def test_draining_changes_no_delay() -> None:
+    batches = rich_batches(6, 8)
+    pipe = pipeline(rich_model(), "fp32", **CUT, **EXTRAPOLATE, update_every=2)
+    steps = []
+    for step in pipe.train(batches, pauses=5):
+        steps.append(step)
+        if step.index == 4:
+            pipe.evaluate(rich_batches(1, 8, seed=9))
+    assert factors(pipe) == [1, .5, 0]
+    run = asynchronous_oracle(rich_model(), batches, recipe("fp32", extrapolation=1.0), pipe.partition, 2,
+                              drained_at=(10, 20))
+    assert_same(pipe, steps, run)
+
+
+@pytest.mark.parametrize("then", [
+    {**CUT, **EXTRAPOLATE}, {"schedule": "pipedream", "partition": [1, 2, 4, 1], **EXTRAPOLATE},
+    {"schedule": "2bw", "partition": [4, 4], "update_every": 2, **EXTRAPOLATE},
+    {"schedule": "pipedream", "partition": [3, 3, 2]}, {"schedule": "1f1b", "partition": [3, 5]}])
+def test_resumed_in_another_cut_the_delays_follow_it(then: dict[str, Any]) -> None:
+    batches = rich_batches(4, 8)
+    first = pipeline(rich_model(), "fp32", **CUT, **EXTRAPOLATE)
+    train(first, batches[:2], 4)
+    position, tensors = saved(first)
+    second = pipeline(rich_model(), "fp32", **then)
+    steps = resumed(second, (position, tensors), batches, 100)
+    how = recipe("fp32", extrapolation=1.0 if "delay_correction" in then else None)
+    begin = InitialState(position.steps, position.microbatches, 0, tensors)
+    assert_same(second, steps, oracle(rich_model(), batches[2:], how, second, begin))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    def refused(match: str, **arguments: Any) -> None:
+        with pytest.raises(UserError, match=match):
+            Pipeline(rich_model(), partition=[3, 3, 2], optimizer=AdamW(), **arguments)
+
+    refused("delay_correction is 'extrapolate', but '1f1b' has a flush", schedule="1f1b", **EXTRAPOLATE)
+    refused("delay_correction is 'predict'", schedule="pipedream", delay_correction="predict")
+    refused("delay_correction_strength is 0", schedule="pipedream", **EXTRAPOLATE, delay_correction_strength=0)
+    refused("delay_correction_strength is 0.5, but nothing is corrected", schedule="pipedream",
+            delay_correction_strength=0.5)

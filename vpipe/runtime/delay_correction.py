@@ -1,0 +1,83 @@
+"""Correct late gradients: extrapolate every step of an optimizer over the mean delay of its stage.
+
+Without a flush a gradient is applied some updates after the version that it was computed with. With tau, the mean of
+that delay at the stage (:mod:`vpipe.schedules.delays`), every trained parameter p is stepped like this::
+
+    before = p.clone(); optimizer.step(); change = p - before
+    p += strength * tau * (change - previous); previous = change
+
+``previous`` begins with zeros. At all times p = Z + strength * tau * previous, where Z is the sum of the plain changes:
+the weights look tau updates ahead, at the pace of the latest one, so that late gradients are computed near the weights
+that they will be applied to. Where tau is 0 nothing is done, and nothing is kept.
+
+Source: error feedback on whole steps (arXiv:2606.30634). It is the same iteration as predicting the weights tau updates
+ahead (SpecTrain, arXiv:1809.02839; XPipe, arXiv:1911.04610), with the optimizer's latest change as the prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from vpipe.runtime.stage_optimizer import StageOptimizer
+from vpipe.runtime.weight_versions import WeightVersions
+
+DELAY_CORRECTIONS = ("none", "extrapolate")
+
+
+class Extrapolation:
+    """Step the optimizers of a stage, then extrapolate. A parameter that no optimizer steps stays as it is.
+
+    It needs memory for one more copy of the parameters, and for another one during a step.
+
+    Args:
+        factor: strength times the mean delay of the stage; not 0.
+
+    Attributes:
+        last_changes: of the parameters that optimizers step, by name: what the latest step added to them.
+    """
+
+    def __init__(self, weights: WeightVersions, optimizer: StageOptimizer, factor: float) -> None:
+        self._weights, self._optimizer, self.factor = weights, optimizer, factor
+        self._positions = [i for i, name in enumerate(weights.names) if name in optimizer.of_parameter]
+        self.last_changes = {name: torch.zeros_like(master.data) for name, master in weights.masters.items()
+                             if name in optimizer.of_parameter}
+
+    def step(self) -> None:
+        """Step the optimizers, and extrapolate what they changed."""
+        if not self.last_changes:
+            self._optimizer.step()
+            return
+        masters = self._own(list(self._weights.masters.values()))
+        before, previous = self._weights.version_before, list(self.last_changes.values())
+        if before is None:  # the step writes over it
+            changes = torch._foreach_neg(masters)
+            self._optimizer.step()
+            torch._foreach_add_(changes, masters)
+        else:
+            self._optimizer.step()
+            changes = torch._foreach_sub(masters, self._own(before))
+        torch._foreach_sub_(previous, changes)  # all signs are turned, which changes no number
+        torch._foreach_add_(masters, previous, alpha=-self.factor)
+        self.last_changes = dict(zip(self.last_changes, changes, strict=True))
+
+    def _own(self, of_stage: Sequence[Tensor]) -> list[Tensor]:
+        return [of_stage[i] for i in self._positions]
+
+    def changes_of(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the last changes by the names in the state of the stage, where a parameter may have several."""
+        weights = self._weights
+        by_memory: dict[tuple[int, torch.Size], Tensor] = {}
+        for name, leaf, master in zip(weights.names, weights.leaves(), weights.masters.values(), strict=True):
+            if name in self.last_changes:
+                by_memory |= dict.fromkeys(((leaf.data_ptr(), leaf.shape), (master.data_ptr(), master.shape)),
+                                           self.last_changes[name])
+        found = ((name, by_memory.get((value.data_ptr(), value.shape))) for name, value in state.items())
+        return {name: change for name, change in found if change is not None}
+
+    def uncorrected(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameters in the state of the stage without what extrapolation has added to them."""
+        return {name: torch.sub(state[name], change, alpha=self.factor)
+                for name, change in self.changes_of(state).items()}
