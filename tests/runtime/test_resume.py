@@ -18,13 +18,14 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
-from vpipe.train.optimizers import OptimizerSettings
+from vpipe.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
 from vpipe.verify.reference_optimizer import InitialState, version_rule
 
 Saved = tuple[Position, Mapping[str, Tensor]]
 MICROBATCHES = 4
 SGD = OptimizerSettings("sgd", 0.05, momentum=0.9)
+MUON = OptimizerSettings("muon", 0.02, weight_decay=0.1, matrices=hidden_matrices(rich_model()))
 LAMB = OptimizerSettings("lamb", 0.02, weight_decay=0.1)
 REPLICATED = {"partition": [3, 5], "placement": [[0, 1], [2]]}
 EXTRAPOLATED = {"delay_correction": "extrapolate"}
@@ -87,7 +88,8 @@ def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
     (norm_model, {"schedule": "pipedream", "partition": [2, 4], "placement": [[0], [1, 2]]}, 3),
     (rich_model, {"schedule": "2bw", "update_every": 4, **EXTRAPOLATED}, 2),
     (rich_model, {"schedule": "pipedream_vertical_sync", **EXTRAPOLATED}, 7),
-    (rich_model, {"schedule": "pipedream", "optimizer": partial(torch.optim.NAdam, lr=1e-2)}, 9),
+    (rich_model, {"schedule": "pipedream", "optimizer": OptimizerSettings("nadam", 1e-2)}, 9),
+    (rich_model, {"schedule": "pipedream", "optimizer": MUON, **REPLICATED, **EXTRAPOLATED}, 3),
     (rich_model, {"schedule": "1f1b", "optimizer": partial(torch.optim.Adagrad, lr=1e-2)}, 3)])
 def test_what_goes_on_is_what_was_never_interrupted(model: Callable[[], Model], arguments: dict[str, Any],
                                                     cadence: int) -> None:
@@ -112,13 +114,14 @@ OTHER_CUTS: list[dict[str, Any]] = [
     {"schedule": "hanayo", "partition": [2, 2, 2, 2]}]
 
 
-def test_with_a_flush_any_cut_and_schedule_goes_on_alike() -> None:
+@pytest.mark.parametrize("optimizer", [AdamW(), MUON])
+def test_with_a_flush_any_cut_and_schedule_goes_on_alike(optimizer: Any) -> None:
     """From each to the next, one batch each; untied weights, so that all orders of sums are those of plain PyTorch."""
     model, batches = rich_model(tied=False), rich_batches(6, 8)
-    plain = flush_oracle(model, batches, TrainingRecipe(AdamW().from_named, MICROBATCHES, 2, decay, 0.5))
+    plain = flush_oracle(model, batches, TrainingRecipe(optimizer.from_named, MICROBATCHES, 2, decay, 0.5))
     place, losses = None, []
     for arguments, batch in zip([*OTHER_CUTS, OTHER_CUTS[0]], batches, strict=True):
-        pipe = pipeline(model, **arguments)
+        pipe = pipeline(model, optimizer=optimizer, **arguments)
         if place is not None:
             pipe.engine.restore(*place)
         losses += [step.loss for step in pipe.train([batch])]

@@ -20,6 +20,7 @@ from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model
 from vpipe.model.registry import ModelSettings
 from vpipe.train.job import Job, model_flops
+from vpipe.train.optimizers import hidden_matrices
 from vpipe.train.resume import IMPORTED, other_tokens
 
 
@@ -39,6 +40,12 @@ def test_what_is_filled_in(tmp_path: Path) -> None:
     path = tmp_path / "resolved.yaml"
     path.write_text(job.config.resolved_yaml())
     assert load_config(path) == job.config
+
+
+def test_an_optimizer_of_matrices_knows_them_for_every_partition(tmp_path: Path) -> None:
+    job = job_of(tmp_path, training__optimizer="muon")
+    assert job.optimizer().matrices == hidden_matrices(job.model)
+    assert job_of(tmp_path).optimizer().matrices is None
 
 
 @pytest.mark.parametrize(("limits", "updates"), [

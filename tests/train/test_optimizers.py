@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from vpipe import Layer, Model
 from vpipe.errors import UserError
-from vpipe.train.optimizers import Lamb, LearningRatePolicy, OptimizerSettings, decays
+from vpipe.model.registry import ModelSettings, family_named
+from vpipe.train.optimizers import Lamb, LearningRatePolicy, OptimizerSettings, decays, hidden_matrices
 
-OPTIMIZERS = ("sgd", "adam", "adamw", "lamb")
+OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "lamb")
 POLICIES = ("constant", "step", "polynomial", "cosine")
 
 
@@ -125,6 +128,119 @@ def test_a_first_gradient_may_come_late(name: str) -> None:
     late.grad = torch.ones(3)
     optimizer.step()
     assert torch.equal(late, after_one), "its first step is like the other's first"
+
+
+# -- hidden matrices
+
+
+def sizes(family: str, **changes: Any) -> Model:
+    return family_named(family).factory(ModelSettings(50, hidden_size=32, num_layers=2, num_heads=2, **changes))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("family", "attention", "mlp"), [
+    ("bert", ("query", "key", "value", "output"), ("expand", "contract")),
+    ("gpt", ("qkv", "output"), ("expand", "contract")),
+    ("llama", ("query", "key", "value", "output"), ("gate", "up", "down"))])
+def test_hidden_matrices_of_the_families(family: str, attention: tuple[str, ...], mlp: tuple[str, ...],
+                                         tied: bool) -> None:
+    assert hidden_matrices(sizes(family, tie_weights=tied)) == {
+        f"block{block}.{layer}{'.attention' * (layer == 'attention' and block == 0)}.{name}.weight" for block in (0, 1)
+        for layer, names in (("attention", attention), ("mlp", mlp)) for name in names}
+
+
+class Raw(nn.Module):
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.ones(shape)))
+
+
+def test_hidden_matrices_of_other_models() -> None:
+    repeated = nn.Linear(8, 8)
+    net = nn.Sequential(nn.Linear(4, 8), repeated, nn.LSTM(8, 8), nn.Conv1d(8, 8, 3), nn.LayerNorm((8, 8)), repeated,
+                        nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 1),
+                        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), nn.Flatten(0))
+    assert hidden_matrices(Model.sequential(net, nn.functional.mse_loss)) == {
+        "0.weight", "1.weight", "2.weight_ih_l0", "2.weight_hh_l0", "6.parametrizations.weight.original1"}
+    model = Model([
+        Layer("tokens", lambda: nn.EmbeddingBag(4, 8), ("x",)),
+        Layer("positions", lambda: Raw(weight=(4, 8))),
+        Layer("raw", lambda: Raw(weight=(4, 8), norm=(4, 8), tall=(4,))),
+        Layer("reads", lambda: Raw(x=(4, 8)), ties={"x": "tokens.weight"}),
+        Layer("shared", lambda: nn.Linear(8, 4, bias=False)),
+        Layer("head", lambda: Raw(decoder=(4, 8)), ties={"decoder": "shared.weight"}),
+        Layer("loss", nn.MSELoss, ("h", "y"), ("loss",))], batch=("x", "y"))
+    assert hidden_matrices(model) == {"raw.weight"}
+
+
+def test_muon_has_the_hidden_matrices_and_adamw_the_others() -> None:
+    named = named_parameters()
+    settings = OptimizerSettings("muon", 0.1, weight_decay=0.01, matrices={"a.weight", "elsewhere.weight"})
+    made = settings.from_named(named)
+    assert isinstance(made, list)
+    muon, adamw = made
+    assert isinstance(muon, torch.optim.Muon)
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert [[id(p) for p in group["params"]] for each in made for group in each.param_groups] == [
+        [id(named[name]) for name in names] for names in (("a.weight",), ("b.word",), (
+            "a.bias", "a.norm.weight", "b.LayerNorm.weight"))]
+    assert [(group["weight_decay"], group["lr"]) for each in made for group in each.param_groups] == [
+        (0.01, 0.1), (0.01, 0.1), (0.0, 0.1)]
+    assert [type(each) for each in settings.from_named({"a.weight": named["a.weight"]})] == [torch.optim.Muon]
+    assert [type(each) for each in settings.from_named({"a.bias": named["a.bias"]})] == [torch.optim.AdamW]
+    assert settings.from_named({}) == []
+
+
+def test_muon_is_its_formula() -> None:
+    """Momentum, Nesterov, 5 Newton-Schulz steps in bf16, the size of AdamW's updates, decay apart: arXiv:2502.16982."""
+    parameter = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(1)))
+    x, m = parameter.detach().clone(), torch.zeros(6, 4)
+    [optimizer] = OptimizerSettings("muon", 0.1, weight_decay=0.2, matrices={"w"}).from_named({"w": parameter})
+    for seed in range(3):
+        set_gradients({"w": parameter}, seed)
+        m = 0.95 * m + 0.05 * parameter.grad
+        u = (0.05 * parameter.grad + 0.95 * m).T.bfloat16()
+        u /= u.norm()
+        for _ in range(5):
+            gram = u @ u.T
+            u = 3.4445 * u + (-4.7750 * gram + 2.0315 * gram @ gram) @ u
+        x = x * (1 - 0.1 * 0.2) - 0.1 * 0.2 * 6**0.5 * u.T
+        optimizer.step()
+        # bf16: a few roundings of 2^-8 of numbers below 1, times 0.1 * 0.2 * 6^0.5, in three steps.
+        torch.testing.assert_close(parameter.detach(), x, rtol=0, atol=3 * 0.05 * 8 * 2**-8)
+
+
+def test_nadam_is_its_formula() -> None:
+    """Dozat's momentum schedule, with beta1 = 0.99 and the decay apart from the gradient."""
+    parameter = nn.Parameter(torch.randn(5, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    x, m, v, product = parameter.detach().clone(), torch.zeros(5), torch.zeros(5), 1.0
+    optimizer = built(OptimizerSettings("nadam", 0.1, weight_decay=0.2), {"w": parameter})
+    for t in range(1, 5):
+        set_gradients({"w": parameter}, t)
+        g = parameter.grad
+        now, later = (0.99 * (1 - 0.5 * 0.96 ** (step * 0.004)) for step in (t, t + 1))
+        product *= now
+        m, v = 0.99 * m + 0.01 * g, 0.999 * v + 0.001 * g * g
+        mean = (1 - now) * g / (1 - product) + later * m / (1 - product * later)
+        x = x * (1 - 0.1 * 0.2) - 0.1 * mean / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+        optimizer.step()
+        # fp64, but torch keeps the product of the factors in fp32.
+        torch.testing.assert_close(parameter.detach(), x, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("matrices", "message"), [
+    (None, "error: muon is not told which parameters are hidden matrices\n"
+           "hint: give it matrices=hidden_matrices(model)"),
+    ((), "error: muon is an optimizer of hidden matrices, but the model has none: its parameters with two dimensions "
+         "are embeddings, or in the head\nhint: choose adamw")])
+def test_muon_without_matrices(matrices: tuple[str, ...] | None, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        OptimizerSettings("muon", 0.1, matrices=matrices)
+    assert str(error.value) == message
+
+
+# -- LAMB
 
 
 def naive_lamb(x: list[float], gradients: list[list[float]], rate: float, decay: float, eps: float,

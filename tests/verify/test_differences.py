@@ -45,6 +45,17 @@ def test_bert_under_every_schedule_is_what_its_oracle_says(name: str, tmp_path: 
                    for difference in compare(run_in_process(job, batches), reference.trajectory))
 
 
+@pytest.mark.parametrize("optimizer", ["nadam", "muon"])
+@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+def test_optimizers_are_what_the_oracles_say(name: str, optimizer: str, tmp_path: Path) -> None:
+    """Plain PyTorch adds tied gradients in another order, which Muon may round to the next number of bf16."""
+    job = job_of(tmp_path, parallel__schedule=name, training__optimizer=optimizer, training__weight_decay=0.1)
+    batches = batches_for_steps(job, 3)
+    for reference in references(job, batches):
+        assert all(difference.within(reference.bound)
+                   for difference in compare(run_in_process(job, batches), reference.trajectory))
+
+
 @pytest.mark.parametrize(("name", "precision", "words"), [
     ("1f1b", "bf16", " under torch.autocast(bfloat16)"),
     ("pipedream", "bf16_pure", " with bfloat16 layers and float32 master weights"),

@@ -146,7 +146,9 @@ class TrainingSection(Section):
     num_microbatches: int | None = Field(None, ge=1, le=MOST_MICROBATCHES, description=(
         "microbatches per batch; must divide dataset.batch_size; null takes 1 with a flush, without one as many as "
         "stages, times replicas, and then an update takes the whole batch"))
-    optimizer: Literal["sgd", "adam", "adamw", "lamb"] = Field("adamw", description="optimizer")
+    optimizer: Literal["sgd", "adam", "adamw", "nadam", "lamb", "muon"] = Field("adamw", description=(
+        "optimizer; muon steps the matrices of hidden layers, and AdamW the other parameters at the same learning "
+        "rate"))
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     lr_policy: Literal["constant", "step", "polynomial", "cosine"] = Field("constant", description=(
         "learning rate after the warm-up: constant; step divides it by 10 after each third of the updates; polynomial "
@@ -154,8 +156,7 @@ class TrainingSection(Section):
     warmup_steps: float = Field(0, ge=0, le=MOST_STEPS, description=(
         "steps over which the learning rate rises from 0; a value below 1 is a share of all steps of the run"))
     weight_decay: float = Field(0.0, ge=0, description=(
-        "decoupled weight decay (adamw, lamb), or L2 term in the gradient (sgd, adam); not applied to biases and "
-        "norms"))
+        "decoupled weight decay, or an L2 term in the gradient (sgd, adam); not applied to biases and norms"))
     grad_clip: float | None = Field(None, gt=0, description="largest norm of the gradient over all stages")
     on_nan: Literal["stop", "skip"] = Field("stop", description=(
         "reaction to a loss or gradient that is not finite: stop ends the run; skip leaves the update out, with a "

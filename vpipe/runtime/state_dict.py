@@ -359,5 +359,5 @@ def _as_value(key: str, tensor: Tensor, parameter: nn.Parameter, group: Mapping[
     name, _, kind = key.partition("#")
     if kind:
         return name, tensor.item()
-    on_host = name == "step" and not (group.get("capturable") or group.get("fused"))
+    on_host = name in ("step", "mu_product") and not (group.get("capturable") or group.get("fused"))
     return name, tensor.to("cpu" if on_host else parameter.device, copy=True)

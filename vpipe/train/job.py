@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from inspect import signature
 from itertools import count, islice
 from math import isfinite
@@ -36,7 +37,12 @@ from vpipe.runtime.executors.registry import THREADED
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.schedule import Schedule, describe_rank
 from vpipe.schedules.size import Placement
-from vpipe.train.optimizers import LearningRatePolicy, OptimizerSettings
+from vpipe.train.optimizers import (
+    MATRIX_OPTIMIZERS,
+    LearningRatePolicy,
+    OptimizerSettings,
+    hidden_matrices,
+)
 from vpipe.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
 from vpipe.train.tensorboard import check_tensorboard
 
@@ -107,7 +113,7 @@ class Job:
         return job
 
     def _check(self) -> None:
-        """Check what else could fail in a rank: plan, profiled step, FLOPs, learning rate, evaluation, first batch."""
+        """Check what else could fail in a rank: plan, profiled step, FLOPs, optimizer, evaluation, first batch."""
         check_plan(self)
         profiled, last = self.config.training.profile_iteration, self.updates
         if profiled is not None and last is not None and profiled > last:
@@ -115,6 +121,7 @@ class Job:
                             hint=f"profile one of the {self.step_name}s 1 to {last}, or let the run be longer")
         model_flops(self.config.model, len(self.model))
         self.lr_policy()
+        self.optimizer()
         self.evaluation_batches(())
         next(self.dataset.batches("train", self.config.dataset.batch_size, seed=0, fields=()))
 
@@ -233,7 +240,12 @@ class Job:
         """Return the settings from which a stage makes its optimizer."""
         training = self.config.training
         return OptimizerSettings(training.optimizer, training.learning_rate, weight_decay=training.weight_decay,
-                                 momentum=training.momentum)
+                                 momentum=training.momentum, matrices=self._hidden_matrices)
+
+    @cached_property
+    def _hidden_matrices(self) -> frozenset[str] | None:
+        """Return the parameters that an optimizer of matrices steps; None where the config has none."""
+        return hidden_matrices(self.model) if self.config.training.optimizer in MATRIX_OPTIMIZERS else None
 
     def training_batches(self, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
         """Yield the batches of all epochs, each epoch in its own order; other fields are on the meta device.

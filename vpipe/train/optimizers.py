@@ -1,9 +1,9 @@
-"""Make optimizers by name, with two parameter groups (with and without weight decay), and learning-rate policies."""
+"""Make optimizers by name, with parameter groups with and without weight decay, and learning-rate policies."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -12,44 +12,71 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from vpipe.errors import UserError
+from vpipe.model.layer import Model, without_values
+from vpipe.model.split import resolve_tie
 
 _FUSED_DEVICES = ("cpu", "cuda")
+
+MATRIX_OPTIMIZERS = ("muon",)
+"""Optimizers of hidden matrices only; AdamW steps the other parameters."""
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """An optimizer's name (sgd, adam, adamw or lamb) and hyperparameters, as the config has checked them.
+    """An optimizer's name (sgd, adam, adamw, nadam, lamb or muon) and hyperparameters, as the config has checked them.
 
-    ``weight_decay`` is an L2 term in the gradient for ``sgd`` and ``adam``, and decoupled from it for ``adamw``
-    and ``lamb``. Only ``sgd`` reads ``momentum``.
+    ``weight_decay`` is an L2 term in the gradient for ``sgd`` and ``adam``, and decoupled from it for all others. Only
+    ``sgd`` reads ``momentum``. ``muon`` needs the names of the model's :func:`hidden_matrices`.
+
+    Raises:
+        UserError: an optimizer of hidden matrices is given none.
     """
 
     name: str
     learning_rate: float
     weight_decay: float = 0.0
     momentum: float = 0.9
+    matrices: Collection[str] | None = None
 
-    def from_named(self, named: Mapping[str, nn.Parameter]) -> Optimizer | None:
+    def __post_init__(self) -> None:
+        if self.name in MATRIX_OPTIMIZERS and not self.matrices:
+            if self.matrices is None:
+                raise UserError(f"{self.name} is not told which parameters are hidden matrices",
+                                hint="give it matrices=hidden_matrices(model)")
+            raise UserError(f"{self.name} is an optimizer of hidden matrices, but the model has none: its parameters "
+                            "with two dimensions are embeddings, or in the head", hint="choose adamw")
+
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> Optimizer | list[Optimizer] | None:
         """Create the optimizer of these parameters; None without any, as for a stage without weights.
 
         Two parameter groups, in this order and left out when empty: the parameters that decay (see
         :func:`decays`), and those that do not; LAMB scales the second by no trust ratio, as its authors' code. A
         parameter under two names (tied) counts once, under the first. torch's fused kernels are used where they
         exist (floating tensors on CPU or CUDA).
+
+        Muon comes in a list, with AdamW of the other parameters after it; each is left out where it has none.
         """
         first_names: dict[nn.Parameter, str] = {}
         for name, parameter in named.items():
             first_names.setdefault(parameter, name)
+        if self.name not in MATRIX_OPTIMIZERS:
+            return self._made(self.name, first_names)
+        matrices = {p: name for p, name in first_names.items() if name in (self.matrices or ())}
+        others = {p: name for p, name in first_names.items() if p not in matrices}
+        return [made for made in (self._made(self.name, matrices), self._made("adamw", others)) if made is not None]
+
+    def _made(self, kind: str, first_names: Mapping[nn.Parameter, str]) -> Optimizer | None:
+        """Create an optimizer of this kind for parameters with their names."""
         if not first_names:
             return None
-        plain = {"weight_decay": 0.0} | ({"trust_ratio": False} if self.name == "lamb" else {})
+        plain = {"weight_decay": 0.0} | ({"trust_ratio": False} if kind == "lamb" else {})
         groups: list[dict[str, Any]] = [
             {"params": [p for p, name in first_names.items() if decays(name)], "weight_decay": self.weight_decay},
             {"params": [p for p, name in first_names.items() if not decays(name)]} | plain]
         groups = [group for group in groups if group["params"]]
         # None, not False: torch then still picks its foreach kernels.
         fused = all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in first_names) or None
-        match self.name:
+        match kind:
             case "sgd":
                 sgd = torch.optim.SGD(groups, lr=self.learning_rate, momentum=self.momentum, fused=fused)
                 if self.momentum:
@@ -62,6 +89,14 @@ class OptimizerSettings:
                 return torch.optim.Adam(groups, lr=self.learning_rate, fused=fused)
             case "adamw":
                 return torch.optim.AdamW(groups, lr=self.learning_rate, fused=fused)
+            case "nadam":
+                # beta1 as for asynchronous pipelines in Ajanthan et al. 2025, arXiv:2505.01099.
+                return torch.optim.NAdam(groups, lr=self.learning_rate, betas=(0.99, 0.999),
+                                         decoupled_weight_decay=True)
+            case "muon":
+                # The learning rate of AdamW fits: updates are scaled to its size (Liu et al. 2025, arXiv:2502.16982).
+                return torch.optim.Muon(groups, lr=self.learning_rate, momentum=0.95, nesterov=True, ns_steps=5,
+                                        adjust_lr_fn="match_rms_adamw")
             case _:
                 return Lamb(groups, lr=self.learning_rate)
 
@@ -73,6 +108,39 @@ def decays(name: str) -> bool:
     "LayerNorm"). Source: Devlin et al. 2019 (BERT's own code).
     """
     return not name.endswith("bias") and "norm" not in name.lower()
+
+
+def hidden_matrices(model: Model) -> frozenset[str]:
+    """Return the names, ``"<layer>.<parameter>"``, of the weights that an optimizer of matrices steps.
+
+    A matrix is a parameter with two dimensions, both above 1. It is hidden unless
+
+    - it belongs to an ``nn.Embedding`` or ``nn.EmbeddingBag``, or is tied to a parameter that does;
+    - the head uses it: the last layer that has a matrix, its own or a tied one;
+    - it belongs to another module than ``nn.Linear``, and its name, or that module's class, contains "embed",
+      "position" or "norm".
+
+    The rule knows no stages: it is the same for every partition. Layers are built without memory.
+    """
+    users: dict[str, set[int]] = {}  # matrix -> numbers of the layers that use it
+    tables: set[str] = set()
+    for number, layer in enumerate(model.layers):
+        with without_values():
+            module = layer.make()
+        first_names = {parameter: name for name, parameter in module.named_parameters()}
+        for path, part in module.named_modules(remove_duplicate=False):
+            for own, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+                if parameter.ndim != 2 or min(parameter.shape) == 1:
+                    continue
+                tied = layer.ties.get(f"{path}.{own}" if path else own) or layer.ties.get(first_names[parameter])
+                name = f"{layer.name}.{first_names[parameter]}" if tied is None else resolve_tie(model, tied)
+                users.setdefault(name, set()).add(number)
+                words = f"{type(part).__name__} {name}".lower()
+                if isinstance(part, nn.Embedding | nn.EmbeddingBag) or (not isinstance(part, nn.Linear) and any(
+                        word in words for word in ("embed", "position", "norm"))):
+                    tables.add(name)
+    head = max((number for numbers in users.values() for number in numbers), default=None)
+    return frozenset(name for name, numbers in users.items() if name not in tables and head not in numbers)
 
 
 @dataclass(frozen=True)

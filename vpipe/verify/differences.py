@@ -111,7 +111,7 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
     widths = [len(ranks) for ranks in job.placement]
     data, microbatches = _batches(job, batches), batches * job.config.microbatches
     precision = reference_precision(training)
-    rounding = _rounding(precision, job.config.microbatches) * steps_in_batches(job, batches)
+    rounding = _rounding(precision, job.config.microbatches, training.optimizer) * steps_in_batches(job, batches)
     # async_threaded reverses the backwards of gpipe, but keeps gradients apart and adds them in order.
     bound = 0.0 if _in_order(schedule) or parallel.executor == THREADED else rounding
     compression = Compression.parse(parallel.compress, parallel.compress_rounding, len(partition), training.seed)
@@ -209,15 +209,17 @@ def reference_precision(training: TrainingSection) -> ReferencePrecision:
     return ReferencePrecision(training.precision, None if training.loss_scale == "dynamic" else training.loss_scale)
 
 
-def _rounding(precision: ReferencePrecision, microbatches: int) -> float:
+def _rounding(precision: ReferencePrecision, microbatches: int, optimizer: str) -> float:
     """Return a bound on the relative difference of a step whose gradients are added in another order.
 
-    A sum of 2m numbers has as many roundings. Where layers round weights, one that differs in its last bit may become
-    the next number of the reduced precision; that such steps do not add up to more is measured, not derived.
+    A sum of 2m numbers has as many roundings. Where layers round weights, or Muon its momentum to bf16, one that
+    differs in its last bit may become the next number of the reduced precision; that such steps do not add up to more
+    is measured, not derived.
     """
     added = precision.dtype if precision.pure else None
     sums = 2 * microbatches * torch.finfo(added or torch.float32).eps
-    return sums if precision.dtype is None else max(sums, torch.finfo(precision.dtype).eps)
+    reduced = (precision.dtype, torch.bfloat16 if optimizer == "muon" else None)
+    return max(sums, *(torch.finfo(dtype or torch.float32).eps for dtype in reduced))
 
 
 def _batches(job: Job, batches: int) -> list[Mapping[str, Tensor]]:

@@ -1,0 +1,62 @@
+"""Every optimizer of a config, under every method of training, computes what the oracle says, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from models import rich_batches, rich_model
+from test_exact_in_every_precision import assert_same, oracle, pipeline, pushed, pushed_model, recipe
+
+from vpipe.model.layer import Model
+from vpipe.train.optimizers import MATRIX_OPTIMIZERS, OptimizerSettings, hidden_matrices
+
+NAMES = ("nadam", "muon")
+
+
+def settings(name: str, model: Model) -> OptimizerSettings:
+    return OptimizerSettings(name, 0.01, weight_decay=0.1,
+                             matrices=hidden_matrices(model) if name in MATRIX_OPTIMIZERS else None)
+
+
+REPLICAS = {"partition": [2, 4, 2], "placement": [[0, 1], [2], [3, 4, 5]]}
+
+
+@pytest.mark.parametrize(("precision", "arguments"), [
+    ("fp32", {"schedule": "1f1b", "recompute": 0.5, **REPLICAS}),
+    ("fp32", {"schedule": "pipedream", "recompute": 0.5, **REPLICAS}),
+    ("fp32", {"schedule": "pipedream", "partition": [2, 2, 2, 2], "update_every": 2}),
+    ("bf16", {"schedule": "pipedream_vertical_sync", "partition": [1, 5, 2]}),
+    ("bf16", {"schedule": "zb_v", "partition": [2, 2, 2, 2], "executor": "naive"}),
+    ("bf16_pure", {"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4}),
+    ("bf16_pure", {"schedule": "gpipe", "partition": [3, 5], "executor": "async_threaded"}),
+    ("fp16", {"schedule": "pipedream", "recompute": 1.0, **REPLICAS})])
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_its_oracle(name: str, precision: str, arguments: dict[str, Any]) -> None:
+    """Ties, clipping, a learning rate that falls; the last update of a stage may be incomplete."""
+    optimizer = settings(name, rich_model())
+    pipe = pipeline(rich_model(), precision, optimizer=optimizer, **arguments)
+    steps = list(pipe.train(rich_batches(3, 8)))
+    how = recipe(precision, optimizer=optimizer.from_named)
+    assert_same(pipe, steps, oracle(rich_model(), rich_batches(3, 8), how, pipe))
+
+
+@pytest.mark.parametrize(("schedule", "placement"), [("zb_h1", None), ("pipedream", [[0, 1], [2]])])
+@pytest.mark.parametrize("name", NAMES)
+def test_updates_that_overflow(name: str, schedule: str, placement: list[list[int]] | None) -> None:
+    model, batches = pushed_model(), pushed([20.0, 1.0, 4000.0, 1.0])
+    optimizer = settings(name, model)
+    pipe = pipeline(model, "fp16", optimizer=optimizer, schedule=schedule, partition=[2, 4], placement=placement)
+    steps = list(pipe.train(batches))
+    run = oracle(model, batches, recipe("fp16", optimizer=optimizer.from_named), pipe)
+    assert run.skipped
+    assert_same(pipe, steps, run)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_partition_with_a_flush_changes_nothing(name: str) -> None:
+    optimizer, runs = settings(name, rich_model(tied=False)), []
+    for partition in ([8], [1, 1, 6], [3, 3, 2]):
+        pipe = pipeline(rich_model(tied=False), "fp32", optimizer=optimizer, schedule="1f1b", partition=partition)
+        runs.append([step.loss for step in pipe.train(rich_batches(3, 8))])
+    assert runs[0] == runs[1] == runs[2]
