@@ -103,7 +103,7 @@ class LastingError(RunError):
 
 
 class PerformanceWarning(UserWarning):
-    """A request that is valid but slow: the text has the reason, with numbers, and a faster way."""
+    """A request that is valid but slow, or learns slowly: the text has the reason, with numbers, and a better way."""
 
 
 def shortened(text: str) -> str:

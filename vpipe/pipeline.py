@@ -32,6 +32,7 @@ from vpipe.runtime.stage_optimizer import MakeOptimizer, Optimizers
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.transport.compression import Compression
+from vpipe.schedules.delays import fewer_updates, warn_of_delay
 from vpipe.schedules.prepare import ScheduleSpec, few_microbatches
 from vpipe.schedules.registry import DEFAULT_SCHEDULE
 from vpipe.schedules.schedule import Schedule
@@ -105,7 +106,8 @@ class Pipeline:
         UserError: the numbers do not fit the model, the schedule or the processes.
 
     Warns:
-        PerformanceWarning: a schedule with a flush has fewer microbatches than ranks, so some ranks always wait.
+        PerformanceWarning: a schedule with a flush has fewer microbatches than ranks, so some ranks always wait; or
+            under one without, gradients are more than two updates late on average.
     """
 
     def __init__(self, model: Model, stages: int | None = None, schedule: str | os.PathLike[str] | None = None,
@@ -200,6 +202,11 @@ class Pipeline:
         self._set_up(model, partition, schedule, lowered, settings, _from_named(optimizer), world)
         if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
             warnings.warn(slow, PerformanceWarning, stacklevel=2)
+        remedies = [better] if (better := fewer_updates(lowered, microbatches)) else []
+        remedies += ["an optimizer such as torch.optim.Muon"]
+        remedies += ["delay_correction='extrapolate'"] if delay_correction == "none" else []
+        if self.rank == 0 and (late := warn_of_delay(lowered, remedies)) is not None:
+            warnings.warn(late, PerformanceWarning, stacklevel=2)
 
     @classmethod
     def from_schedule(cls, model: Model, partition: Sequence[int], name: str, schedule: Schedule, settings: Settings,

@@ -121,6 +121,8 @@ def test_staleness_is_counted(tmp_path: Path) -> None:
     run = made(tmp_path, "pipedream", updates=12)
     figures = Figures.from_recording(run, Producers.from_recording(run))
     assert [stage.staleness for stage in figures.stages] == [3, 2, 1, 0]
+    means = [stage.mean_delay for stage in figures.stages]
+    assert means == [late - late * (late + 1) / 2 / 12 for late in (3, 2, 1, 0)]  # less while it fills
 
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream", "zb_h1"])

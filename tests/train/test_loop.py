@@ -137,6 +137,20 @@ def test_too_few_microbatches_are_said_once_in_the_configs_words(tmp_path: Path,
         "training.num_microbatches 8 would leave 11 %")
 
 
+def test_the_delay_of_gradients_is_said_and_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, parallel__schedule="pipedream", training__num_microbatches=1, training__max_steps=1,
+        parallel__model_parallel_size=4)
+    said = capsys.readouterr()
+    assert said.out.splitlines()[3] == (
+        "delay of gradients in updates, by stage: mean 3 2 1 0, greatest 3 2 1 0; less with training.num_microbatches "
+        "4 and parallel.update_every 4 (0.75 updates late; an update is then 8 samples)")
+    assert said.err.splitlines()[0] == (
+        "warning: the gradients of stage 0 are 3 updates late on average, which raises the loss; better are: "
+        "training.num_microbatches 4 and parallel.update_every 4 (0.75 updates late; an update is then 8 samples); "
+        "training.optimizer muon; training.delay_correction extrapolate; fewer stages; a schedule with a flush, which "
+        "has no delay")
+
+
 @pytest.mark.parametrize(("clip", "shown"), [(None, False), (0.5, True)])
 def test_the_gradient_norm_is_shown_where_it_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                       clip: float | None, shown: bool) -> None:

@@ -76,6 +76,11 @@ def test_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "  process; sent: by all, per update)",
         "(without the first 2 updates; MFU, HFU: of 2 x 0.01 TFLOP/s fp32, measured)",
         *TABLE]
+    job = job_of(tmp_path, parallel__schedule="pipedream", training__num_microbatches=None)
+    lines = summary(job, metrics, RunFigures.from_metrics(metrics, USAGES, PLACEMENT)).splitlines()
+    [table] = [lines[number:number + 3] for number, line in enumerate(lines) if "mean delay" in line][:1]
+    end = table[0].index("mean delay") + len("mean delay")
+    assert [line[:end].split()[-1] for line in table[1:]] == ["0.5", "0"]
 
 
 @pytest.mark.usefixtures("_a_quarter_each")

@@ -161,9 +161,9 @@ class Outcome:
             "step_p95_s": self.p95_s, "mfu": used and used.model, "hfu": used and used.hardware,
             "bubble": self.bubble, "held_bytes": self.peak_bytes, "sent_bytes": self.sent_bytes,
             "versions": max(rank.versions for rank in self.usage),
-            "staleness": max(rank.staleness for rank in self.usage), "evaluation_loss": finite(self.evaluation_loss),
-            "doubt": self.doubt, "peak_tflops": peak and peak.tflops, "devices": peak and peak.devices,
-            "peak_is": peak and str(peak)}
+            "staleness": max(rank.staleness for rank in self.usage), "mean_delay": self.job.mean_delay,
+            "evaluation_loss": finite(self.evaluation_loss), "doubt": self.doubt,
+            "peak_tflops": peak and peak.tflops, "devices": peak and peak.devices, "peak_is": peak and str(peak)}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 from vpipe.metric_formulas import bubble
 from vpipe.report.idle_causes import Cause, Producers, medians, time_slices
@@ -162,6 +162,7 @@ class StageFigures:
         idle_s: per step, all other idle time.
         kept_bytes: the most tensors that one of its ranks kept, see :func:`memory_curves`; None where it is unknown.
         staleness: the most versions that a backward's weights were behind.
+        mean_delay: the mean of that, over all backwards that were recorded from forward on.
     """
 
     forward_s: float
@@ -173,6 +174,7 @@ class StageFigures:
     idle_s: float
     kept_bytes: float | None
     staleness: int
+    mean_delay: float
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,8 @@ class Figures:
                 Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE, Op.STEP))
             kept = max((held for rank in ranks for _, held in memory.get(rank, ())), default=None)
             stages.append(StageFigures(forward, split or backward, weight, recompute, update,
-                                       (handing + waiting) / per, idle / per, kept, staleness[stage]))
+                                       (handing + waiting) / per, idle / per, kept, max(staleness[stage], default=0),
+                                       fmean(staleness[stage] or [0])))
         samples, span_s = window.steps * recording.samples_per_step, sum(time.span for time in times) / len(times)
         return cls(window, median(took) if took else window.step_s, samples / span_s if span_s else 0.0,
                    bubble(_waiting(recording, window)), times, stages, memory)
@@ -233,13 +236,13 @@ def _waiting(recording: Recording, window: Window) -> Iterator[tuple[float, floa
         yield waited, sum(done.end_s - done.start_s for done in inside) - waited
 
 
-def _staleness(recording: Recording) -> list[int]:
-    """Return, per stage, the most versions that a backward's weights were behind the latest.
+def _staleness(recording: Recording) -> list[list[int]]:
+    """Return, per stage, how many versions the weights of every backward were behind the latest.
 
     The first version is the one before any update. A forward uses the version that was chosen last (``USE``; a schedule
     that chooses does so from its first forward on), else the latest on its rank.
     """
-    most = [0] * len(recording.placement)
+    behind: list[list[int]] = [[] for _ in recording.placement]
     for track in recording.tracks:
         made: dict[int, int] = defaultdict(int)  # the latest version; at first that before the first recorded step
         for op, stage, index, *_ in track.actions:
@@ -255,8 +258,8 @@ def _staleness(recording: Recording) -> list[int]:
             elif op is Op.FORWARD:
                 used[stage, index] = chosen.get(stage, made[stage])
             elif op in RETURNS and (stage, index) in used:
-                most[stage] = max(most[stage], made[stage] - used.pop((stage, index)))
-    return most
+                behind[stage].append(made[stage] - used.pop((stage, index)))
+    return behind
 
 
 def memory_curves(recording: Recording) -> dict[int, Points]:

@@ -121,7 +121,8 @@ def _stage_rows(data: ReportData, unit: str) -> Iterator[str]:
                 below = _beside(getattr(expected.figures.stages[stage], time), seconds)
             yield f"<td{' class=hot' * (time == 'idle_s')}>{milliseconds(seconds)}{below}</td>"
         yield f"<td>{_memory(measured.kept_bytes, prediction, recording.placement, stage)}</td>"
-        yield f"<td>{measured.staleness}</td></tr>"
+        mean = f"<small>mean {measured.mean_delay:.3g}</small>" * bool(measured.staleness)
+        yield f"<td>{measured.staleness}{mean}</td></tr>"
     yield "</tbody>"
 
 

@@ -110,8 +110,10 @@ class _Page:
                f"HFU {share_text(totals.hfu)}" + ("" if totals.peak is None else f", of {totals.peak}"))
         stale = [stage.staleness for stage in figures.stages]
         low, high = min(stale), max(stale)
+        mean = max(stage.mean_delay for stage in figures.stages)
         yield ("staleness", f"{low}–{high}" if low != high else str(high),
-               "weight versions, by stage" if high else "every backward uses the latest weights")
+               f"updates that a gradient was late, by stage; mean up to {mean:.3g}" if high else
+               "every backward uses the latest weights")
         if totals.memory_bytes is not None:
             yield "memory", size_text(totals.memory_bytes), "peak of the fullest rank's process, or of its GPU"
         peaks = figures.kept_bytes

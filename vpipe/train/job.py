@@ -34,6 +34,7 @@ from vpipe.profiling.cache import load_by_digest, to_stderr
 from vpipe.profiling.fingerprint import digest, structure
 from vpipe.runtime.compiled import check_compiled, compile_backend
 from vpipe.runtime.executors.registry import THREADED
+from vpipe.schedules.delays import describe_delays, fewer_updates, mean_delay, warn_of_delay
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.schedule import Schedule, describe_rank
 from vpipe.schedules.size import Placement
@@ -214,6 +215,11 @@ class Job:
     def samples_per_update(self) -> int:
         """Samples of a step of training."""
         return self.config.microbatch_size * self.schedule.rounds.per_step
+
+    @property
+    def mean_delay(self) -> float:
+        """Largest mean delay of the gradients of a stage, in updates."""
+        return max(mean_delay(self.schedule, stage) for stage in range(self.schedule.stages))
 
     @property
     def tokens_per_update(self) -> int:
@@ -416,6 +422,28 @@ def size_lines(job: Job) -> str:
     parameters = _parameter_count(job.model)
     return (("parameters unknown" if parameters is None else counted_with_commas(parameters, "parameter"))
             + f", vocabulary of {config.model.vocab_size:,}" * tokens + f"\nan epoch: {', '.join(epoch)}")
+
+
+def delay_line(job: Job) -> str | None:
+    """Describe the delay of gradients without a flush, and what would lower it; None where there is none."""
+    said, better = describe_delays(job.schedule), _fewer_updates(job)
+    return said if said is None or better is None else f"{said}; less with {better}"
+
+
+def delay_warning(job: Job) -> str | None:
+    """Return a warning with its remedies where late gradients cost much; None elsewhere."""
+    training, better = job.config.training, _fewer_updates(job)
+    remedies = [] if better is None else [better]
+    if training.optimizer not in ("muon", "soap"):
+        remedies.append("training.optimizer muon")
+    if training.delay_correction == "none":
+        remedies.append("training.delay_correction extrapolate")
+    return warn_of_delay(job.schedule, remedies)
+
+
+def _fewer_updates(job: Job) -> str | None:
+    return fewer_updates(job.schedule, job.config.microbatches, job.config.dataset.batch_size,
+                         ("training.num_microbatches", "parallel.update_every"))
 
 
 def _parameter_count(model: Model) -> int | None:

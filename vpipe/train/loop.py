@@ -36,7 +36,7 @@ from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.prepare import few_microbatches
 from vpipe.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.train.csv_rows import csv_text
-from vpipe.train.job import Job, device_of, join, size_lines
+from vpipe.train.job import Job, delay_line, delay_warning, device_of, join, size_lines
 from vpipe.train.load_balance import MEASURED, BalanceCheck
 from vpipe.train.load_balance import WARM_UP as BALANCE_WARM_UP
 from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, ProgressBar, StepSize
@@ -88,6 +88,8 @@ def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest |
 
             with activity.during("planning"):
                 job = plan_job(job, folder)
+        if first and (line := delay_line(job)) is not None:
+            print(line, flush=True)
         pipe = build_pipeline(job)
         if checkpoint is not None and manifest is not None:
             with message_if_slow(f"reading {checkpoint.name}", first):
@@ -134,7 +136,7 @@ class _TrainingRun:
             usages = pipe.engine.collectives.usage(before)
             if show:
                 self._summarize(RunFigures.from_metrics(self._metrics, usages, job.placement,
-                                                        None if before is None else counted_steps))
+                                                        None if before is None else counted_steps, job.mean_delay))
         if show:
             self._saving.check_end()
             self._metrics.check_end()
@@ -161,8 +163,9 @@ class _TrainingRun:
         if config.parallel.executor == THREADED and on_cpu:
             note(NO_GAIN)
         slow = few_microbatches(job.schedule, "training.num_microbatches", config.dataset.batch_size)
-        if pipe.rank == 0 and slow is not None:
-            note(f"warning: {slow}")
+        for warning in (slow, delay_warning(job)) if pipe.rank == 0 else ():
+            if warning is not None:
+                note(f"warning: {warning}")
         self._divergence = DivergenceCheck(job, self._saving, note)
         # On a GPU, no process knows how long its actions compute.
         long_enough = job.updates is None or job.updates - job.steps_done >= BALANCE_WARM_UP + MEASURED

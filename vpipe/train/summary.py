@@ -13,6 +13,7 @@ from vpipe.errors import counted
 from vpipe.metric_formulas import averaged_losses, bubble, counted_updates, p95, share_text
 from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.stage_usage import StageUsage
+from vpipe.schedules.delays import describe_delays, mean_delay
 from vpipe.schedules.size import Placement
 from vpipe.train.job import Job, on_processors
 from vpipe.train.metrics import Metrics, finite
@@ -23,7 +24,7 @@ _HUGE_LOSS = 100.0
 """Its perplexity says nothing, and soon is no float."""
 
 _COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "idle", "sent", "versions", "staleness",
-            "in flight", "memory")
+            "mean delay", "in flight", "memory")
 
 
 def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Sequence[str] = ()) -> str:
@@ -80,6 +81,8 @@ def _figures(job: Job, figures: RunFigures) -> list[str]:
 
 def _stages(job: Job, figures: RunFigures) -> list[str]:
     partition, steps, width = job.partition, figures.usage_steps, terminal_columns()
+    late = describe_delays(job.schedule) is not None
+    columns = [name for name in _COLUMNS if late or name != "mean delay"]
     ends = list(accumulate(partition))
     homes = [(stage, rank) for stage, ranks in enumerate(job.placement) for rank in ranks]
     rows = []
@@ -88,11 +91,13 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
         first, end = ends[stage] - partition[stage], ends[stage]
         rows.append([str(stage), str(rank), f"{first}-{end - 1}" if first < end - 1 else str(first),
                      *(ms_text(seconds / steps) for seconds in times), size_text(usage.bytes_sent / steps),
-                     str(usage.versions), str(usage.staleness), str(usage.peak_activations),
+                     str(usage.versions), str(usage.staleness),
+                     *([f"{mean_delay(job.schedule, stage):.3g}"] if late else []), str(usage.peak_activations),
                      size_text(usage.peak_memory_bytes)])
-    return [*fitted(_COLUMNS, rows, width, names=2),
+    return [*fitted(columns, rows, width, names=2),
             *filled(f"(forward to idle: milliseconds per {job.step_name}; idle: waiting for other ranks; sent: per "
-                    f"{job.step_name}; in flight: microbatches)", width)]
+                    f"{job.step_name}; " + "staleness: most updates that a gradient was late; mean delay: of the "
+                    "schedule, in updates; " * late + "in flight: microbatches)", width)]
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ class RunFigures:
     sent_bytes: float  # by all ranks, per step
     versions: int  # largest of any stage
     staleness: int  # largest of any stage
+    mean_delay: float | None  # largest of any stage of the schedule, in updates; None where the caller gives none
     first_loss: float | None  # mean of the first finite losses of all attempts, at most ten
     last_loss: float | None  # mean of the last ones
     evaluation_loss: float | None  # of the latest evaluation
@@ -127,12 +133,13 @@ class RunFigures:
 
     @classmethod
     def from_metrics(cls, metrics: Metrics, usages: Sequence[StageUsage], placement: Placement,
-                     usage_steps: int | None = None) -> RunFigures | None:
+                     usage_steps: int | None = None, mean_delay: float | None = None) -> RunFigures | None:
         """Compute the figures from rank 0's metrics and the usage of all ranks; None for an attempt without a step.
 
         Args:
             usages: of each replica of each stage.
             usage_steps: number of last steps that ``usages`` count; None for all of the attempt.
+            mean_delay: largest of any stage of the schedule, in updates.
         """
         steps, size = len(metrics.losses), metrics.size
         if not steps:
@@ -158,6 +165,7 @@ class RunFigures:
             memory_bytes=max(usage.peak_memory_bytes for usage in usages),
             sent_bytes=sum(rank.bytes_sent for rank in ranks) / usage_steps,
             versions=max(usage.versions for usage in usages), staleness=max(usage.staleness for usage in usages),
+            mean_delay=mean_delay,
             first_loss=fmean(losses[:few]) if losses else None, last_loss=fmean(losses[-few:]) if losses else None,
             evaluation_loss=evaluated[0] if evaluated and isfinite(evaluated[0]) else None,
             doubt=None if efficiency is None or used is None else efficiency.warning(used), stages=tuple(usages),
