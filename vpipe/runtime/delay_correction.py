@@ -16,7 +16,7 @@ ahead (SpecTrain, arXiv:1809.02839; XPipe, arXiv:1911.04610), with the optimizer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,11 +26,17 @@ from vpipe.runtime.weight_versions import WeightVersions
 
 DELAY_CORRECTIONS = ("none", "extrapolate")
 
+_GROUP = {"cpu": 1 << 18}
+"""Numbers that are extrapolated at once, by device: on a processor what its cache holds."""
+
+_GROUP_ELSEWHERE = 1 << 26
+
 
 class Extrapolation:
     """Step the optimizers of a stage, then extrapolate. A parameter that no optimizer steps stays as it is.
 
-    It needs memory for one more copy of the parameters, and for another one during a step.
+    It keeps one more copy of the parameters. During a step it needs another one where that writes over the version
+    before: where no microbatch uses it, or versions are rounded.
 
     Args:
         factor: strength times the mean delay of the stage; not 0.
@@ -50,18 +56,15 @@ class Extrapolation:
         if not self.last_changes:
             self._optimizer.step()
             return
-        masters = self._own(list(self._weights.masters.values()))
-        before, previous = self._weights.version_before, list(self.last_changes.values())
-        if before is None:  # the step writes over it
-            changes = torch._foreach_neg(masters)
-            self._optimizer.step()
-            torch._foreach_add_(changes, masters)
-        else:
-            self._optimizer.step()
-            changes = torch._foreach_sub(masters, self._own(before))
-        torch._foreach_sub_(previous, changes)  # all signs are turned, which changes no number
-        torch._foreach_add_(masters, previous, alpha=-self.factor)
-        self.last_changes = dict(zip(self.last_changes, changes, strict=True))
+        masters, before = self._own(list(self._weights.masters.values())), self._weights.version_before
+        # A version that microbatches still use is there after the step; without one the step writes over it.
+        before = [master.clone() for master in masters] if before is None else self._own(before)
+        self._optimizer.step()
+        for after, earlier, last in _groups(masters, before, list(self.last_changes.values())):
+            changes = torch._foreach_sub(after, earlier)
+            torch._foreach_sub_(last, changes)  # with all signs turned, which changes no number
+            torch._foreach_add_(after, last, alpha=-self.factor)
+            torch._foreach_copy_(last, changes)
 
     def _own(self, of_stage: Sequence[Tensor]) -> list[Tensor]:
         return [of_stage[i] for i in self._positions]
@@ -81,3 +84,23 @@ class Extrapolation:
         """Return the parameters in the state of the stage without what extrapolation has added to them."""
         return {name: torch.sub(state[name], change, alpha=self.factor)
                 for name, change in self.changes_of(state).items()}
+
+
+def _groups(*of_each: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """Yield groups of the tensors of several lists, the same of each; large tensors are cut into views."""
+    if sum(tensor.numel() for tensor in of_each[0]) <= _GROUP["cpu"]:
+        yield list(map(list, of_each))
+        return
+    groups: list[list[Tensor]] = [[] for _ in of_each]
+    size = 0
+    for tensors in zip(*of_each, strict=True):
+        most = _GROUP.get(tensors[0].device.type, _GROUP_ELSEWHERE)
+        whole = tensors[0].numel() <= most or not all(tensor.is_contiguous() for tensor in tensors)
+        for pieces in [tensors] if whole else zip(*(tensor.view(-1).split(most) for tensor in tensors), strict=True):
+            if size and size + pieces[0].numel() > most:
+                yield groups
+                groups, size = [[] for _ in of_each], 0
+            size += pieces[0].numel()
+            for group, piece in zip(groups, pieces, strict=True):
+                group.append(piece)
+    yield groups
