@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
 
@@ -60,4 +61,7 @@ def any_profile(seed: int, layers: int, **options: object) -> Profile:
         made.append(layer(f"l{number}", reads=reads, writes=name, saves=saves, out=dice.choice([1, 2, 6]) * KIB,
                           tied={0: 2 * KIB} if number and dice.random() < 0.1 else None, **dice.choice(kinds)))
         written.append(name)
-    return profile(made, **options)  # type: ignore[arg-type]
+    any_layers = profile(made, **options)  # type: ignore[arg-type]
+    precision = "bf16_pure" if dice.random() < 0.3 else "fp32"
+    return replace(any_layers, extrapolates=dice.random() < 0.5,
+                   identity=replace(any_layers.identity, precision=precision))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -29,11 +30,15 @@ def test_a_pipeline_holds_what_was_predicted(precision: str) -> None:
                     identities=[identity], budget_s=0.0)
     cut = (2, 2, len(model) - 4)
     plans = [("1f1b", ((), (), ())), ("1f1b", ((1,), (2, 3), ())), ("zb_h1", ((), (3,), ())),
-             ("pipedream", ((0, 1), (), (4,)))]
-    for name, dropped in plans if precision == "fp32" else plans[-1:]:
+             ("pipedream", ((0, 1), (), (4,))), ("2bw", ((), (2,), ()))]
+    for name, dropped in plans if precision == "fp32" else plans[-2:]:
+        corrects = name == "2bw" or (name, precision) == ("pipedream", "bf16")
         plan = Plan(cut, recompute_layers=dropped, schedule=name, microbatches=8)
-        prediction = predict(made, plan).prediction
-        pipe = Pipeline(model, plan=plan, microbatches=8, optimizer=adamw, precision=precision)
+        prediction = predict(replace(made, extrapolates=corrects), plan, update_every=4 if name == "2bw" else None
+                             ).prediction
+        pipe = Pipeline(model, plan=plan, microbatches=8, optimizer=adamw, precision=precision,
+                        update_every=4 if name == "2bw" else None,
+                        delay_correction="extrapolate" if corrects else "none")
         recorders = pipe.engine.record(limit=10_000)
         for _ in pipe.train(batches):
             pass

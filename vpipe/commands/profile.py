@@ -84,7 +84,7 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
     if on_processors(config) and not again:  # of a GPU only its ranks know the name
         for size, identity in zip(sizes, identities_of(job, sizes, ranks), strict=True):
             if (profile := cached(identity, config.dataset.cache_directory)) is not None:
-                found[size] = profile
+                found[size] = job.with_correction(profile)
     missing = [size for size in sizes if size not in found]
     if not missing:
         return found

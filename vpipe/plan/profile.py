@@ -147,6 +147,16 @@ class Profile:
     # the largest difference found between a layer and the equal one measured in its place, relative
     checked: float = 0.0
     took_s: float = 0.0  # how long measuring took
+    extrapolates: bool = False  # training.delay_correction extrapolates the steps of stages with several versions
+
+    def extrapolated_bytes(self, weights: int, versions: int) -> int:
+        """Return the bytes of the last changes that a stage keeps, which are as wide as master weights.
+
+        Args:
+            weights: bytes of the stage's trained weights.
+            versions: of them that it holds. With one, no gradient is late.
+        """
+        return (weights * (2 if self.identity.pure else 1)) if self.extrapolates and versions > 1 else 0
 
     @cached_property
     def activations(self) -> ActivationMemory:
@@ -174,7 +184,7 @@ class Profile:
             found = content.get("format") if isinstance(content, dict) else None
             raise UserError(f"the profile has format {found!r}, this version reads {FORMAT}", where=where, hint=_MAKE)
         try:
-            return _profile(content)
+            return _profile({"extrapolates": False, **content})  # older ones lack it
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"the profile is damaged: {type(error).__name__}: {error}", where=where,
                             hint=_MAKE) from None

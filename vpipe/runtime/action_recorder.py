@@ -128,9 +128,11 @@ class Recorder:
 
     def static_bytes(self) -> dict[int, int]:
         """Return the bytes of each stage besides versions: gradients, the optimizer's present state, masters of rounded
-        weights, parameters that are not trained."""
-        optimizers = self.worker.optimizer_steps.optimizers
-        return {index: size + sum(tensor.nbytes for tensor in optimizers[index].state_tensors())
+        weights, last changes where late gradients are corrected, parameters that are not trained."""
+        steps = self.worker.optimizer_steps
+        changes = {index: each.last_changes.values() for index, each in steps.extrapolations.items()}
+        return {index: size + sum(tensor.nbytes for tensor in (*steps.optimizers[index].state_tensors(),
+                                                               *changes.get(index, ())))
                 + _untrained_bytes(self.worker.stages[index]) for index, size in self.weight_bytes().items()}
 
     def _counter_for(self, op: Op, stage: int, microbatch: int) -> ActivationCounter | None:

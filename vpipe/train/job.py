@@ -29,6 +29,7 @@ from vpipe.model.layer import Model, seed_of
 from vpipe.model.registry import ModelSettings, family_named, model_named
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
+from vpipe.plan.profile import Profile
 from vpipe.plan.recompute import recomputed_layers
 from vpipe.profiling.cache import load_by_digest, to_stderr
 from vpipe.profiling.fingerprint import digest, structure
@@ -194,7 +195,11 @@ class Job:
         if self.plan.profile is not None:
             profile = load_by_digest(self.plan.profile, self.config.dataset.cache_directory)
             if profile is not None and profile.identity.model == model_digest(self):
-                profile.save(folder / PROFILE)
+                self.with_correction(profile).save(folder / PROFILE)
+
+    def with_correction(self, profile: Profile) -> Profile:
+        """Return a profile that says whether this job extrapolates its steps, which is not measured."""
+        return replace(profile, extrapolates=self.config.training.extrapolation is not None)
 
     @property
     def placement(self) -> Placement:

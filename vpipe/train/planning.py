@@ -194,7 +194,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
             except UserError as error:  # the profile is used all the same
                 report(f"{error.problems[0].what}; {error.problems[0].hint}")
                 break
-    return {size: found[size] for size in wanted}
+    return {size: job.with_correction(found[size]) for size in wanted}
 
 
 def identity_of(job: Job, size: int, ranks_per_host: int, ranks: int | None = None, hosts: int = 1,

@@ -21,6 +21,7 @@ from vpipe.plan.solver.partition_search import (
     smallest_cost,
 )
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
+from vpipe.plan.stage_costs import versions_s
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -119,9 +120,8 @@ class CostModel:
     def _step_s(self, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
         """Return the seconds of an optimizer step of stages."""
         profile, steps = self.table.profile, self.table.running("step")
-        copies = demand.versions > 1 and profile.copy_bytes_per_s
-        copying_s = self.table.parameter_bytes(first, stop) / profile.copy_bytes_per_s if copies else 0.0
-        return steps[stop] - steps[first] + profile.dispatch_s + copying_s
+        later_s: Floats = versions_s(profile, self.table.parameter_bytes(first, stop), demand.versions)
+        return steps[stop] - steps[first] + profile.dispatch_s + later_s
 
     def _if_fixed(self, first: Integers, stop: Integers, figure: Callable[[Integers, Integers], Floats]) -> Floats:
         """Return a figure of stages; infinite for those that are not stages of a fixed partition."""

@@ -50,7 +50,7 @@ class _Node:
     borrowed: dict[int, int] = field(default_factory=dict)
     keeping: tuple[PrefixState, int] = (START, 0)  # nothing recomputed: its state, and bytes of a microbatch
     dropping: tuple[PrefixState, int, int] = (START, 0, 0)  # everything: bytes kept, bytes once recomputed
-    figures: tuple[int, ...] = (0,) * 6
+    figures: tuple[int, ...] = (0,) * 7
     sets: SetsByState | None = None
     traced: SetsByState | None = None
 
@@ -81,7 +81,7 @@ class StageTable:
         self._ids = np.zeros((self.layers, self.layers + 1), np.int64)  # by first layer and number of layers
         self._reach = np.zeros(self.layers, int)
         self._seconds: dict[StageDemand, Floats] = {}  # of recomputation, by node
-        self._known = np.empty((0, 6))
+        self._known = np.empty((0, 7))
         sums = {"forward": "forward", "backward": "backward", "input": "input_half", "weight": "weight_half",
                 "step": "step"}
         self._sums = {name: _running([getattr(layer, key).median for layer in profile.layers])
@@ -158,7 +158,7 @@ class StageTable:
             return frozenset()
         if node.traced is None:
             node.traced = traced_sets(self._tensors[first:stop])
-        room = self._limit(demand) - _fixed(node.figures[:4], demand)
+        room = self._limit(demand) - _fixed(node.figures[:5], demand)
         seconds, bits = fastest_set(node.traced, demand.in_flight, room)
         return None if seconds == math.inf else frozenset(
             first + number for number in range(stop - first) if bits >> number & 1)
@@ -191,7 +191,7 @@ class StageTable:
             layers, fields = range(node.first, node.first + node.layers), node.figures[3]
             kept = self.profile.activations.kept_bytes(layers, recomputed) - fields
             full = self.profile.activations.full_bytes(layers, recomputed) - fields
-        return int(_fixed(node.figures[:4], demand) + full + (demand.in_flight - 1) * kept)
+        return int(_fixed(node.figures[:5], demand) + full + (demand.in_flight - 1) * kept)
 
     def _least_s(self, numbers: Integers, demand: StageDemand) -> Floats:
         """Return the least seconds of recomputation of some nodes."""
@@ -213,8 +213,8 @@ class StageTable:
         return sum(self._tensors[layer].recompute_s for layer in sorted(required))
 
     def _figures(self) -> Floats:
-        """Return per node the bytes: fixed, of a weight version, of halves, of fields, of a microbatch that keeps all,
-        and of one that drops all."""
+        """Return per node the bytes: fixed, of a weight version, of halves, of fields, of what versions add once,
+        of a microbatch that keeps all, and of one that drops all."""
         if (done := len(self._known)) < len(self._nodes):
             self._known = np.concatenate([self._known, np.array([node.figures for node in self._nodes[done:]], float)])
         return self._known
@@ -264,17 +264,20 @@ class StageTable:
         weights, optimizer = before.weights + layer.parameter_bytes, before.optimizer + layer.optimizer_bytes
         working, halves = max(before.working, layer.working_bytes), before.halves + layer.weight_half_bytes
         fields = before.fields.union(layer.reads).intersection(self.profile.fields)
-        figures = (optimizer + max(working, step_working(self.profile, weights)), weights + sum(borrowed.values()),
-                   halves, sum(self.profile.fields[name] for name in fields), before.keeping[1] + added,
-                   before.dropping[1] + kept)
+        stepping, correcting = (max(working, step_working(self.profile, weights, versions)) for versions in (1, 2))
+        figures = (optimizer + stepping, weights + sum(borrowed.values()), halves,
+                   sum(self.profile.fields[name] for name in fields),
+                   self.profile.extrapolated_bytes(weights, 2) + correcting - stepping,
+                   before.keeping[1] + added, before.dropping[1] + kept)
         return _Node(start, layers, parent, weights, optimizer, working, halves, fields, borrowed,
-                     (keeping, figures[4]), (dropping, figures[5], before.dropping[2] + full), figures)
+                     (keeping, figures[5]), (dropping, figures[6], before.dropping[2] + full), figures)
 
 
 def _fixed(figures: Sequence[Any], demand: StageDemand) -> Any:
     """Return the bytes that are there whatever is recomputed, from the first :meth:`StageTable._figures`."""
-    fixed, weights, halves, fields = figures
-    return fixed + (demand.versions + 1) * weights + demand.weight_halves * halves + demand.in_flight * fields
+    fixed, weights, halves, fields, later = figures
+    return (fixed + (demand.versions + 1) * weights + (demand.versions > 1) * later + demand.weight_halves * halves
+            + demand.in_flight * fields)
 
 
 def _running(numbers: Sequence[float]) -> Floats:
