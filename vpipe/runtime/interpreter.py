@@ -19,6 +19,9 @@ from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order
 
+_STEP = Op.STEP
+"""To name a member of an enumeration takes longer than to compare with it."""
+
 
 class RankProgram(NamedTuple):
     """A rank's lowered actions, the versions of borrowed weights they use, and which backwards are split."""
@@ -120,11 +123,10 @@ class Interpreter:
         made: Counter[int] = Counter()  # stages that have made all their updates of a step
         done = 0
         self.broken = True  # until the end is reached
-        last_forwards = self._results.last_forwards
         self._stepped = False
         try:
             for rank, action in self._execute_all(programs, segment):
-                if action.op is Op.STEP:
+                if action.op is _STEP:
                     step, left = divmod((action.microbatch + 1) * rounds.per_update(action.stage), rounds.per_step)
                     made[step - 1] += not left
                     # A step of fewer microbatches ends with the programs.
@@ -134,7 +136,7 @@ class Interpreter:
                         self.broken = True
                         del made[done]
                         done += 1
-                elif action is last_forwards.get(rank):
+                else:
                     self._results.send(segment, 0, rank)
             for worker in self._workers.values():
                 worker.end()
@@ -147,31 +149,31 @@ class Interpreter:
 
     def _execute_all(self, programs: Mapping[int, Iterator[Action]],
                      segment: Segment) -> Iterator[tuple[int, Action]]:
-        """Execute each rank's actions as soon as their inputs are there; yield them afterwards.
+        """Execute each rank's actions as soon as their inputs are there; yield steps and last forwards afterwards.
 
         With a flush the ranks of one process step when all can: an error before that leaves the weights unchanged.
         """
         executors: Mapping[int, Worker | Recorder] = {
             **self._workers, **(self.recorders if segment.training else {})}
-        step_together = segment.rounds.flush and not self._distributed
-        heads = {rank: action for rank, program in programs.items() if (action := next(program, None)) is not None}
+        step_together, last_forwards = segment.rounds.flush and not self._distributed, self._results.last_forwards
+        heads = {rank: first for rank, program in programs.items() if (first := next(program, None)) is not None}
         while heads:
             moved = False
             for rank in list(heads):
-                worker, execute = self._workers[rank], executors[rank].execute
-                while rank in heads and (self._distributed or worker.missing(heads[rank]) is None):
-                    if heads[rank].op is Op.STEP:
+                missing, execute, program = self._workers[rank].missing, executors[rank].execute, programs[rank]
+                action: Action | None = heads.pop(rank)
+                while action is not None and (self._distributed or missing(action) is None):
+                    if action.op is _STEP:
                         if step_together:
                             break
                         self._stepped = True
-                    execute(heads[rank])
+                    execute(action)
                     moved = True
-                    yield rank, heads[rank]
-                    following = next(programs[rank], None)
-                    if following is None:
-                        del heads[rank]
-                    else:
-                        heads[rank] = following
+                    if action.op is _STEP or action is last_forwards.get(rank):
+                        yield rank, action
+                    action = next(program, None)
+                if action is not None:
+                    heads[rank] = action
             if step_together and not moved:
                 step_together = False
             elif not moved:

@@ -14,7 +14,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.layer import Layer, Model, seed_of
@@ -36,6 +36,8 @@ from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage_layers import StageLayers
 from vpipe.runtime.weight_grad_store import WeightGradStore
 from vpipe.runtime.weight_versions import WeightVersions
+
+NOTHING = nullcontext()
 
 
 class Stage(StageLayers):
@@ -59,6 +61,7 @@ class Stage(StageLayers):
         self._splittable = {i for i, module in self.modules.items()
                             if any(p.requires_grad for p in module.parameters())
                             and not any(map(_sees_its_operation, module.modules()))}
+        self._weights_by_owner = {spec.index: self.weights, **self.borrowed}
         self._observed: list[LayerOutputs] | None = None  # outputs of each layer, while a failure is repeated
         self._spans = list(self._cut_into_spans(model, recomputed))
         self.recomputes = bool(recomputed)
@@ -126,11 +129,11 @@ class Stage(StageLayers):
                 tensors = self._run(span, {name: tensors[name] for name in span.inputs}, record)
         return [_contiguous(tensors[name]) for name in self.spec.outputs]
 
-    def _read_fields(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the fields that the stage reads, in the precision of its weights."""
+    def _read_fields(self, fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the fields in the precision of the stage's weights."""
         if self._weight_rounding is not None:
             return {name: self._weight_rounding.rounded(fields[name]) for name in self.spec.fields}
-        return {name: fields[name] for name in self.spec.fields}
+        return fields
 
     def _forward_span(self, span: Span, inputs: dict[str, Tensor],
                       record: Record) -> tuple[SpanActivations, dict[str, Tensor]]:
@@ -189,9 +192,12 @@ class Stage(StageLayers):
                 seed = seed_of(self.seed, *record.key, i)
                 for generator in self.generators:
                     generator.manual_seed(seed)
-                with (nullcontext() if store is None or i not in self._splittable
-                      else SplitBackwardMode(store, self._autocast is not None)):
-                    result = self._call(layer, module, [tensors[name] for name in layer.inputs])
+                arguments = [tensors[name] for name in layer.inputs]
+                if store is None or i not in self._splittable:
+                    result = self._call(layer, module, arguments)
+                else:
+                    with SplitBackwardMode(store, self._autocast is not None):
+                        result = self._call(layer, module, arguments)
                 if self._observed is not None:
                     self._observed.append(LayerOutputs(i, layer, result))
                 tensors.update(zip(layer.outputs, result, strict=True))
@@ -212,8 +218,11 @@ class Stage(StageLayers):
     def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor]) -> tuple[Tensor, ...]:
         """Call a layer; in reduced precision under an autocast of its own, so that no cast depends on the partition."""
         try:
-            with self._autocast or nullcontext():
+            if self._autocast is None:
                 result = module(*arguments)
+            else:
+                with self._autocast:
+                    result = module(*arguments)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise self._in_place_error(layer.name) from error
@@ -249,7 +258,7 @@ class Stage(StageLayers):
             returned = self.backward_input(record, gradients)
             self.backward_weight(record)
             return returned
-        with self._added_at_once() if self._shared else nullcontext():
+        with self._added_at_once() if self._shared else NOTHING:
             for span in reversed(self._spans):
                 gradients, _ = self._backward_span(span, record, gradients)
         return self._input_gradients(gradients)
@@ -291,7 +300,8 @@ class Stage(StageLayers):
         """Recompute dropped activations ahead of the backward, which does it otherwise."""
         if not self.recomputes:
             return
-        self._use(record.pins)
+        for owner, version in record.pins.items():
+            self._weights_by_owner[owner].use(version)
         for span, saved in zip(self._spans, record.spans, strict=True):
             if saved.graph is None:
                 saved.graph = self._recompute_span(span, saved, record)
@@ -317,8 +327,11 @@ class Stage(StageLayers):
                 graph.weight_grads.begin()
             try:
                 with (span.effects.watched_backward(self.weights.pinned)
-                      if span.effects.backwards_left and self.weights.pinned > 1 else nullcontext()):
-                    torch.autograd.backward([graph.edges[name] for name in names], [gradients[name] for name in names])
+                      if span.effects.backwards_left and self.weights.pinned > 1 else NOTHING):
+                    # torch.autograd.backward, without its checks of each shape and dtype
+                    _engine_run_backward(tuple([graph.edges[name] for name in names]),
+                                         tuple([gradients[name] for name in names]), False, False, (),
+                                         allow_unreachable=True, accumulate_grad=True)
             except VpipeError:
                 raise
             except Exception as error:
@@ -357,20 +370,14 @@ class Stage(StageLayers):
     def prepare_backward(self, pins: Mapping[int, int]) -> None:
         """Prepare the pinned versions for a backward: gradients accumulate there, and recompute runs with them."""
         for owner, version in pins.items():
-            self._weights_of(owner).begin_backward(version)
-        self._use(pins)
+            weights = self._weights_by_owner[owner]
+            weights.begin_backward(version)
+            weights.use(version)
 
     def unpin(self, pins: Mapping[int, int]) -> None:
         """Release the pinned versions."""
         for owner, version in pins.items():
-            self._weights_of(owner).unpin(version)
-
-    def _use(self, pins: Mapping[int, int]) -> None:
-        for owner, version in pins.items():
-            self._weights_of(owner).use(version)
-
-    def _weights_of(self, owner: int) -> WeightVersions:
-        return self.weights if owner == self.spec.index else self.borrowed[owner]
+            self._weights_by_owner[owner].unpin(version)
 
 
 class _PreserveRandomState:

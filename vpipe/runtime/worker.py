@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.p2p import SCALE, P2PTransfers
-from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage import NOTHING, Stage
 from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.transport import TransferKey, Transport
@@ -33,6 +33,10 @@ VersionOf = Callable[[int, int], int]
 
 IsSplit = Callable[[int, int], bool]
 """(stage, microbatch) -> whether its backward comes in two halves."""
+
+_NEVER_WAIT = SENDS | RECEIVES | {Op.WEIGHT, Op.RECOMPUTE, Op.USE}
+_FORWARD, _STEP = Op.FORWARD, Op.STEP
+"""To name a member of an enumeration takes longer than to compare with it."""
 
 
 class ForwardInputs(NamedTuple):
@@ -120,10 +124,12 @@ class Worker:
 
     def missing(self, action: Action) -> str | None:
         """Return the name of a transfer that an action waits for; None when it can be executed at once."""
+        if action.op in _NEVER_WAIT:
+            return None
         for peer, key in self._receives_of(action):
             if not (self.tied if key.kind in "WG" else self._p2p).is_ready(peer, key):
                 return f"{key} from rank {peer}"
-        return self.optimizer_steps.missing_norms(action.stage, action.microbatch) if action.op is Op.STEP else None
+        return self.optimizer_steps.missing_norms(action.stage, action.microbatch) if action.op is _STEP else None
 
     def end(self) -> None:
         """End a segment: receive the last tied weights, and check that no transfer, record or pin is left over."""
@@ -295,8 +301,8 @@ class Worker:
     def _completing(self, stage_index: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:
         """Return the context that computes weight gradients; ``whole``: by a backward that is not in two halves."""
         if stage_index not in self.optimizer_steps.reducers:
-            return nullcontext()
-        return self.optimizer_steps.completing(stage_index, microbatch, whole) or nullcontext()
+            return NOTHING
+        return self.optimizer_steps.completing(stage_index, microbatch, whole) or NOTHING
 
     def _reduce(self, stage_index: int, update: int) -> None:
         if self.comparison is not None and stage_index == self._last:
@@ -339,7 +345,7 @@ class Worker:
     def _receives_of(self, action: Action) -> Iterator[tuple[int, TransferKey]]:
         """Yield the transfers that an action receives, with the ranks that send them."""
         stage, index = action.stage, action.microbatch
-        if action.op is Op.FORWARD:
+        if action.op is _FORWARD:
             if stage > 0:
                 yield self._p2p.activation_source(stage, index)
             if self.segment.training:
