@@ -81,7 +81,8 @@ class MicrobatchLoader:
 
     def has(self, microbatch: int) -> bool:
         """Return whether this microbatch exists and lies before the pause."""
-        if any(end is not None and microbatch >= end for end in (self.end, self._limit)):
+        if (self.end is not None and microbatch >= self.end) or (
+                self._limit is not None and microbatch >= self._limit):
             return False
         while microbatch >= self.batches_read * self._microbatches and not self._exhausted:
             self._read_batch()

@@ -397,9 +397,10 @@ class WeightVersions:
             if before._backward_hooks is not None or before._post_accumulate_grad_hooks is not None:
                 share_hooks(leaf, before)
         if latest and self._unrounded is None:
-            torch._foreach_copy_([leaf.data for leaf in fresh], [leaf.data for leaf in latest])
-            for master, leaf in zip(self.masters.values(), fresh, strict=True):
-                master.data = leaf.data
+            memory = [leaf.data for leaf in fresh]
+            torch._foreach_copy_(memory, tuple(latest))
+            for master, data in zip(self.masters.values(), memory, strict=True):
+                master.data = data
         self._add(self.latest + 1, fresh)
 
     def _add(self, version: int, leaves: list[nn.Parameter]) -> None:

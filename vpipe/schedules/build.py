@@ -24,6 +24,9 @@ from vpipe.schedules.registry import (
 from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
 from vpipe.schedules.size import Placement, Size, default_warmup
 
+_STEP, _USE = Op.STEP, Op.USE
+"""To name a member of an enumeration takes longer than to compare with it, and streams are generated as they run."""
+
 
 def build(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
           ties: Mapping[int, tuple[int, ...]] | None = None, recompute: Collection[int] = (),
@@ -139,21 +142,23 @@ def stream_program(recipe: Recipe, view: ReplicaView, rounds: Rounds, stages: li
         stages: of the rank.
         recompute: stages that recompute activations.
     """
-    completed, stepped = Counter(dict.fromkeys(stages, 0)), Counter(dict.fromkeys(stages, 0))
+    completed, stepped = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     for action in with_recompute(view.translated(_generated(recipe, view.endless())), recompute):
         if _exists(action, rounds):
             yield action
-            completed[action.stage] += action.op in COMPLETES
-            stepped[action.stage] += action.op is Op.STEP
+            if action.op is _STEP:
+                stepped[action.stage] += 1
+            elif action.op in COMPLETES:
+                completed[action.stage] += 1
         elif not any(rounds.exists(completed[stage] * view.width + view.replica)
                      or rounds.has_update(stage, stepped[stage]) for stage in stages):
             return
 
 
 def _exists(action: Action, rounds: Rounds) -> bool:
-    if action.op is Op.STEP:
+    if action.op is _STEP:
         return rounds.has_update(action.stage, action.microbatch)
-    if action.op is Op.USE:
+    if action.op is _USE:
         return action.microbatch == 0 or rounds.has_update(action.stage, action.microbatch - 1)
     return rounds.exists(action.microbatch)
 
@@ -373,6 +378,9 @@ def with_recompute(program: Iterable[Action], stages: Collection[int]) -> Iterat
     A backward waits for its gradient where a rank has to wait. An R before it needs no gradient and fills that time.
     Any earlier place would hold the activations of one more microbatch. Backwards that have an R keep it.
     """
+    if not stages:
+        yield from program
+        return
     recomputed: set[tuple[int, int]] = set()
     for action in program:
         key = action.stage, action.microbatch

@@ -30,7 +30,8 @@ step each sums its share of them (REDUCE_GRAD) and sends the sum to the others; 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from vpipe.schedules.action import COMPLETES, COMPUTE, RETURNS, Action, Op
 from vpipe.schedules.dependencies import borrowing_ranks
@@ -39,6 +40,10 @@ from vpipe.schedules.transfer_order import post_in_time
 
 Compute = Callable[[int], Iterator[Action]]
 """Returns the compute program of a rank, from its beginning."""
+
+_FORWARD, _STEP, _SEND_F, _SEND_B, _RECV_F, _RECV_B = (
+    Op.FORWARD, Op.STEP, Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B)
+"""To name a member of an enumeration takes longer than to compare with it, and a stream is lowered while it runs."""
 
 _LONG = COMPUTE - {Op.RECOMPUTE}
 """Operations that take long enough to transfer something meanwhile."""
@@ -97,6 +102,8 @@ class Lowering:
         # Where a step waits for other replicas, other ranks must be able to send past it.
         self._ahead = 2 if not rounds.flush and any(rounds.width(stage) > 1 for stage in self._stages) else 1
         self._steps: list[Action] = []  # that wait for the rank's other stages
+        self._steps_alone = not (norm or self._borrowers or self._ties
+                                 or any(rounds.width(stage) > 1 for stage in self._stages))
         self._versions = {(owner, replica): VersionsUsed(owner, compute(rank)) for owner in self._borrowers
                           for replica, rank in enumerate(placement[owner])}
 
@@ -115,11 +122,12 @@ class Lowering:
         for action in self._compute(self._rank):
             if action.op in RETURNS:
                 # The shapes of a gradient are known once its forward has run, not earlier.
-                while Action(Op.FORWARD, action.stage, action.microbatch) in delayed:
+                while any(one.microbatch == action.microbatch and one.stage == action.stage and one.op is _FORWARD
+                          for one in delayed):
                     yield from self._with_sends(delayed.popleft())
             yield from self._before(action)
             # Inputs of the action behind a step arrive during the compute before it, which is longer; so with an R.
-            if action.op not in (Op.STEP, Op.USE, Op.RECOMPUTE):
+            if action.op in _LONG:
                 while delayed and (self._ahead == 1 or delayed[0].op not in _LONG
                                    or sum(one.op in _LONG for one in delayed) >= self._ahead):
                     yield from self._with_sends(delayed.popleft())
@@ -131,34 +139,46 @@ class Lowering:
         yield from self._take_steps()
 
     def _elsewhere(self, stage: int, microbatch: int) -> bool:
-        return (0 <= stage < len(self._rounds.placement)
-                and self._rounds.rank_of(stage, microbatch) != self._rank)
+        placement = self._rounds.placement
+        if not 0 <= stage < len(placement):
+            return False
+        ranks = placement[stage]
+        return ranks[microbatch % len(ranks)] != self._rank
 
-    def _before(self, action: Action) -> Iterator[Action]:
-        """Yield the receives that ``action`` needs."""
+    def _before(self, action: Action) -> tuple[Action, ...]:
+        """Return the receives that ``action`` needs."""
         op, stage, index = action.op, action.stage, action.microbatch
-        if op is Op.FORWARD and self._elsewhere(stage - 1, index):
-            yield Action(Op.RECV_F, stage, index)
-        elif op in RETURNS and self._elsewhere(stage + 1, index):
-            yield Action(Op.RECV_B, stage, index)
-        elif op is Op.STEP and stage in self._ties and self._rounds.flush:
-            yield Action(Op.RECV_G, stage, index)
+        if op is _FORWARD:
+            return (Action(_RECV_F, stage, index),) if self._elsewhere(stage - 1, index) else ()
+        if op in RETURNS:
+            return (Action(_RECV_B, stage, index),) if self._elsewhere(stage + 1, index) else ()
+        return (Action(Op.RECV_G, stage, index),) if op is _STEP and stage in self._ties and self._rounds.flush else ()
 
-    def _with_sends(self, action: Action) -> Iterator[Action]:
+    def _with_sends(self, action: Action) -> Iterable[Action]:
+        """Return an action, when it may be executed, and what is sent behind it."""
         op, stage, index = action.op, action.stage, action.microbatch
-        if op is Op.STEP:
+        if op is _STEP:
+            if self._steps_alone:
+                return (action,)
             self._steps.append(action)
-            yield from self._take_steps()
-            return
-        yield action
-        if op is Op.FORWARD and self._elsewhere(stage + 1, index):
-            yield Action(Op.SEND_F, stage, index)
-        if op in RETURNS and self._elsewhere(stage - 1, index):
-            yield Action(Op.SEND_B, stage, index)
-        if op in COMPLETES and (owners := [owner for owner, here in self._borrowers.items() if stage in here]):
-            for owner in owners:
-                self._completed[owner, index // self._rounds.per_update(owner), stage] += 1
-                yield from self._close(owner)
+            return self._take_steps()
+        actions = [action]
+        if op is _FORWARD:
+            if self._elsewhere(stage + 1, index):
+                actions.append(Action(_SEND_F, stage, index))
+        elif op in RETURNS and self._elsewhere(stage - 1, index):
+            actions.append(Action(_SEND_B, stage, index))
+        if self._borrowers and op in COMPLETES:
+            return chain(actions, self._complete(action))
+        return actions
+
+    def _complete(self, action: Action) -> Iterator[Action]:
+        """Note the gradients of a microbatch for the weights that its stage borrows."""
+        owners = [owner for owner, here in self._borrowers.items() if action.stage in here]
+        for owner in owners:
+            self._completed[owner, action.microbatch // self._rounds.per_update(owner), action.stage] += 1
+            yield from self._close(owner)
+        if owners:
             yield from self._take_steps()
 
     def _close(self, owner: int, ended: bool = False) -> Iterator[Action]:

@@ -8,6 +8,8 @@ from vpipe.schedules.generators.one_f_one_b import one_forward_one_backward
 from vpipe.schedules.registry import register_schedule
 from vpipe.schedules.size import Size
 
+_BACKWARD = Op.BACKWARD
+
 
 def _stashed_version(microbatch: int, stage: int, widths: Sequence[int], update_every: int,
                      warmup: Sequence[int]) -> int:
@@ -48,7 +50,7 @@ def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1,
     """
     for action in one_forward_one_backward(rank, microbatches, warmup[rank] if warmup else ranks - 1 - rank):
         yield action
-        if action.op is Op.BACKWARD and (action.microbatch + 1) % update_every == 0:
+        if action.op is _BACKWARD and (action.microbatch + 1) % update_every == 0:
             yield step(rank, action.microbatch // update_every)
 
 
