@@ -4,7 +4,7 @@ from pathlib import Path
 from task import *
 from training import Run, train
 from arms import *
-FILE=Path(__file__).parent/'results.jsonl'
+FILE=Path("/tmp/wt/learn/benchmarks/learning/results.jsonl")
 def read():
     return {Run(**(row:=json.loads(l))['run']):row['loss'] for l in FILE.read_text().splitlines()} if FILE.exists() else {}
 def go(cs):
@@ -16,4 +16,4 @@ def go(cs):
             row=train(run)
             with FILE.open('a') as f: f.write(json.dumps(row)+'\n')
             print(run,row['loss'],row['cpu_s'],row['wall_s'],flush=True)
-go([Course('flush',0,b,'adamw','none') for b in (16,8,4,2)])
+go([Course("flush",0,b,o,"none") for o in ("muon","adamw") for b in (16,8,4,2)])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch import nn
 from task import SEQUENCES, batches, gpt, partition, text_id, validation
 
 from vpipe import Pipeline
@@ -21,6 +22,7 @@ sys.path.append(str(Path(__file__).parent.parent / "throughput"))
 from machine import commit
 
 WEIGHT_DECAY, WARMUP = 0.1, 0.08
+COMMIT = commit()
 POINTS = 50
 """Of the curve of the training loss."""
 FLUSH, TWO_BW, PIPEDREAM, VERTICAL_SYNC = "flush", "2bw", "pipedream", "pipedream_vertical_sync"
@@ -72,7 +74,7 @@ def train(run: Run) -> dict[str, Any]:
     loss = pipe.evaluate(validation())
     edges = [point * run.updates // POINTS for point in range(POINTS + 1)]
     curve = [round(fmean(losses[low:high]), 4) for low, high in zip(edges, edges[1:], strict=False)]
-    return {"run": asdict(run), "loss": loss, "curve": curve, "commit": commit(), "text": text_id(),
+    return {"run": asdict(run), "loss": loss, "curve": curve, "commit": COMMIT, "text": text_id(),
             "torch": torch.__version__, "cpu_s": round(time.process_time() - cpu, 1),
             "wall_s": round(time.perf_counter() - began, 1)}
 
@@ -93,5 +95,29 @@ def pipeline(run: Run) -> Pipeline:
         asynchronous["delay_correction"] = run.correction
     return Pipeline(gpt(), partition=partition(stages), schedule="1f1b" if run.semantics == FLUSH else run.semantics,
                     microbatches=run.batch, seed=run.seed, device="cpu",
-                    optimizer=OptimizerSettings(run.optimizer, run.learning_rate, WEIGHT_DECAY),
+                    optimizer=_optimizer(run),
                     learning_rate_factor=LearningRatePolicy("polynomial", run.updates, warmup), **asynchronous)
+
+
+def _optimizer(run: Run) -> Any:
+    if run.optimizer == "muon":
+        return _Muon(run.learning_rate)
+    return OptimizerSettings(run.optimizer, run.learning_rate, WEIGHT_DECAY)
+
+
+@dataclass(frozen=True)
+class _Muon:
+    """As ``OptimizerSettings("muon")``."""
+
+    learning_rate: float
+
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+        hidden = {name: p for name, p in named.items() if p.ndim == 2 and "embeddings" not in name
+                  and not name.startswith("head")}
+        others = {name: p for name, p in named.items() if name not in hidden}
+        groups = [{"params": [p for name, p in others.items() if "norm" not in name], "weight_decay": WEIGHT_DECAY},
+                  {"params": [p for name, p in others.items() if "norm" in name], "weight_decay": 0.0}]
+        return [torch.optim.Muon([{"params": list(hidden.values()), "weight_decay": WEIGHT_DECAY}],
+                                 lr=self.learning_rate, momentum=0.95, nesterov=True, ns_steps=5,
+                                 adjust_lr_fn="match_rms_adamw"),
+                torch.optim.AdamW([group for group in groups if group["params"]], lr=self.learning_rate, fused=True)]
