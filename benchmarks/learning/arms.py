@@ -126,8 +126,3 @@ def best_synchronous(losses: Losses, depth: int, seeds: int = SEEDS) -> float | 
     return min(means, default=None)
 
 
-def plan() -> None:
-    """Placeholder."""
-
-
-__all__ = ["Arm", "Course", "Iterator", "replace"]

@@ -95,14 +95,15 @@ def pipeline(run: Run) -> Pipeline:
         asynchronous["delay_correction"] = run.correction
     return Pipeline(gpt(), partition=partition(stages), schedule="1f1b" if run.semantics == FLUSH else run.semantics,
                     microbatches=run.batch, seed=run.seed, device="cpu",
-                    optimizer=_optimizer(run),
+                    optimizer=optimizer(run.optimizer, run.learning_rate),
                     learning_rate_factor=LearningRatePolicy("polynomial", run.updates, warmup), **asynchronous)
 
 
-def _optimizer(run: Run) -> Any:
-    if run.optimizer == "muon":
-        return _Muon(run.learning_rate)
-    return OptimizerSettings(run.optimizer, run.learning_rate, WEIGHT_DECAY)
+def optimizer(name: str, learning_rate: float) -> Any:
+    """Make the optimizers of a stage."""
+    if name == "muon":
+        return _Muon(learning_rate)
+    return OptimizerSettings(name, learning_rate, WEIGHT_DECAY)
 
 
 @dataclass(frozen=True)
