@@ -1,13 +1,15 @@
 """The arms, and which runs they need, given the results so far.
 
-An arm is a way to train: a schedule on p devices with an optimizer. Several arms share runs, since all synchronous
-schedules with the same batch have the same losses, and those of ``2bw`` do not depend on p.
+An arm is a way to train: a schedule on p devices with an optimizer. Several arms share runs: all synchronous schedules
+with the same batch have the same losses to the bit, and those of ``2bw`` do not depend on p.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import ceil
+from statistics import fmean
 
 from task import SEQUENCES
 from training import FLUSH, PIPEDREAM, TWO_BW, VERTICAL_SYNC, Run
@@ -17,14 +19,66 @@ Losses = Mapping[Run, float]
 DEPTHS = (8, 4)
 SYNCHRONOUS = ("1f1b", "zb_v", "auto")
 SEEDS = 11
-CENTRE = {"adamw": 4e-3, "muon": 1e-2}
-"""Of the grid of learning rates, which is a power of 2 apart; for a batch below 8 it is half of that."""
+CENTRE = {"adamw": 8e-3, "muon": 2e-2}
+"""Of the grid of three learning rates, each twice the one before; half of that for a batch below 8."""
 WIDEST = 5
-"""Learning rates of a grid of 3 that is extended because the best one is at its edge."""
-LENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 1.8, 2.0)
-"""Of runs, in N."""
-NEAR = 1.04
-"""An arm whose loss at N, of seed 0, is within this factor of the best synchronous one is tried at other lengths."""
+"""Learning rates of a grid that is extended, for arms that decide, while the best one is at its edge."""
+STEP, SHORTEST, LONGEST = 0.05, 0.5, 1.6
+"""Of the lengths of runs, in N."""
+FEW = 3
+"""Seeds with which the length is found that all seeds are then run with."""
+EXPONENT = 0.12
+"""The loss falls about as the length to the power of this, with the sign changed: for guesses only."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """Runs that differ in learning rate, length and seed only; see :class:`Run`."""
+
+    semantics: str
+    stages: int
+    batch: int
+    optimizer: str
+    correction: str = "none"
+
+    def run(self, learning_rate: float, length: float = 1.0, seed: int = 0) -> Run:
+        """One of them."""
+        return Run(self.semantics, self.stages, self.batch, self.optimizer, self.correction, learning_rate,
+                   round(length * SEQUENCES), seed)
+
+    @property
+    def core(self) -> bool:
+        """Whether it can decide a gate, so that it gets all seeds and is run until it reaches L*."""
+        return self.optimizer == "muon" and self.batch > 1 and (
+            self.semantics == FLUSH or (self.semantics == PIPEDREAM and self.correction == "extrapolate"))
+
+    def grid(self, losses: Losses) -> list[Run]:
+        """Return the runs that choose the learning rate: three; more as long as the best one is at the edge."""
+        centre = CENTRE[self.optimizer] * (1 if self.batch >= 8 else 0.5)
+        rates = [centre / 2, centre, 2 * centre]
+        while self.core and len(rates) < WIDEST and all(self.run(rate) in losses for rate in rates):
+            best = min(rates, key=lambda rate: losses[self.run(rate)])
+            if best not in (rates[0], rates[-1]):
+                break
+            rates = [best / 2, *rates] if best == rates[0] else [*rates, 2 * best]
+        return [self.run(rate) for rate in rates]
+
+    def rate(self, losses: Losses) -> float | None:
+        """Return the chosen learning rate; None before it is chosen."""
+        runs = self.grid(losses)
+        if any(run not in losses for run in runs):
+            return None
+        return min(runs, key=lambda run: losses[run]).learning_rate
+
+    def seeds(self, losses: Losses, length: float = 1.0, count: int = SEEDS) -> list[Run]:
+        """Return the runs of all seeds with the chosen learning rate; none before it is chosen."""
+        rate = self.rate(losses)
+        return [] if rate is None else [self.run(rate, length, seed) for seed in range(count)]
+
+    def mean(self, losses: Losses, length: float = 1.0, least: int = 1, count: int = SEEDS) -> float | None:
+        """Return the mean loss over those seeds that are done; None if they are fewer than ``least``."""
+        done = [losses[run] for run in self.seeds(losses, length, count) if run in losses]
+        return fmean(done) if len(done) >= least else None
 
 
 @dataclass(frozen=True)
@@ -55,74 +109,99 @@ class Arm:
         return Course(semantics, 0 if semantics in (FLUSH, TWO_BW) else self.depth, self.batch, self.optimizer,
                       self.correction)
 
-    def __str__(self) -> str:
-        word = "m" if self.synchronous else "k"
-        return (f"{self.schedule}, {word} = {self.batch}, {self.optimizer}"
-                f"{' + extrapolation' if self.correction != 'none' else ''}")
-
-
-@dataclass(frozen=True)
-class Course:
-    """Runs that differ in learning rate, length and seed only."""
-
-    semantics: str
-    stages: int
-    batch: int
-    optimizer: str
-    correction: str
-
-    def run(self, learning_rate: float, length: float = 1.0, seed: int = 0) -> Run:
-        """One of them."""
-        return Run(self.semantics, self.stages, self.batch, self.optimizer, self.correction, learning_rate,
-                   round(length * SEQUENCES), seed)
-
-    def grid(self, losses: Losses) -> tuple[list[Run], float | None]:
-        """Return the runs that choose the learning rate, and the chosen one when all are done."""
-        centre = CENTRE[self.optimizer] * (1 if self.batch >= 8 else 0.5)
-        rates = [centre / 2, centre, 2 * centre]
-        while True:
-            runs = [self.run(rate) for rate in rates]
-            if any(run not in losses for run in runs):
-                return runs, None
-            best = min(rates, key=lambda rate: losses[self.run(rate)])
-            if len(rates) == WIDEST or best not in (rates[0], rates[-1]):
-                return runs, best
-            rates = [best / 2, *rates] if best == rates[0] else [*rates, 2 * best]
-
 
 def arms() -> list[Arm]:
     """All of them; those that decide the gates first."""
     found = []
-    for depth in DEPTHS:
-        batches = (2 * depth, depth, depth // 2)
-        for optimizer in ("muon", "adamw"):
-            for batch in batches:
+    for optimizer in ("muon", "adamw"):
+        for depth in DEPTHS:
+            for batch in (2 * depth, depth, depth // 2):
                 found += [Arm(schedule, depth, batch, optimizer) for schedule in SYNCHRONOUS]
                 for correction in ("extrapolate", "none"):
                     found.append(Arm(PIPEDREAM, depth, batch, optimizer, correction))
                     if batch >= depth:
                         found.append(Arm(TWO_BW, depth, batch, optimizer, correction))
                     found.append(Arm(VERTICAL_SYNC, depth, batch, optimizer, correction))
-    # Today's default without a flush, an update per microbatch.
+    # The former default without a flush, an update per microbatch.
     found += [Arm(PIPEDREAM, 8, 1, optimizer, correction) for optimizer in ("adamw", "muon")
               for correction in ("none", "extrapolate")]
     return found
 
 
-def courses(among: list[Arm]) -> list[Course]:
-    """Without repetition, in the order of the arms: the synchronous ones first."""
-    ordered = sorted(among, key=lambda arm: (not arm.synchronous, arm.schedule != PIPEDREAM, arm.batch < 2))
-    return list(dict.fromkeys(arm.course for arm in ordered))
+def courses(chosen: list[Arm]) -> list[Course]:
+    """Without repetition, in the order of the arms, the synchronous ones first."""
+    return list(dict.fromkeys(arm.course for arm in sorted(chosen, key=lambda arm: not arm.synchronous)))
 
 
-def best_synchronous(losses: Losses, depth: int, seeds: int = SEEDS) -> float | None:
-    """Return L* for ``depth`` devices: the lowest mean loss at N of a synchronous arm; None before there is one."""
-    means = []
-    for course in courses([arm for arm in arms() if arm.synchronous and arm.depth == depth]):
-        rate = course.grid(losses)[1]
-        if rate is not None:
-            values = [losses[run] for seed in range(seeds) if (run := course.run(rate, 1.0, seed)) in losses]
-            means.append(sum(values) / len(values))
-    return min(means, default=None)
+def best_synchronous(losses: Losses, depth: int) -> float | None:
+    """Return L*: the lowest mean loss at N of a synchronous arm on ``depth`` devices, so far; None before the first."""
+    means = [course.mean(losses) for course in courses([arm for arm in arms() if arm.synchronous
+                                                        and arm.depth == depth])]
+    return min((mean for mean in means if mean is not None), default=None)
 
 
+def reaching(losses: Losses, course: Course, target: float) -> tuple[float | None, list[Run]]:
+    """Find the shortest length of which the mean loss of all seeds is at most ``target``.
+
+    A few seeds find it, all seeds confirm it, else the next longer one is tried.
+
+    Returns:
+        The length, None if it is not known or above :data:`LONGEST`; and the runs to do next, none when it is known.
+    """
+    at_n = course.mean(losses, 1.0, FEW, FEW)
+    if at_n is None:
+        return None, course.seeds(losses, 1.0, FEW)
+    low, high = SHORTEST - STEP, LONGEST + STEP  # too short, long enough
+    guess = (at_n / target) ** (1 / EXPONENT)
+    while True:
+        if _round(high - low) <= STEP:
+            if high > LONGEST:
+                return None, []
+            if (mean := course.mean(losses, high, SEEDS)) is None:
+                return None, course.seeds(losses, high)
+            if mean <= target:
+                return high, []
+            low, high = high, high + STEP
+            continue
+        length = min(max(_round(guess), _round(low + STEP)), _round(high - STEP))
+        if (mean := course.mean(losses, length, FEW, FEW)) is None:
+            return None, course.seeds(losses, length, FEW)
+        if mean <= target:
+            high = length
+        else:
+            low = length
+        guess = length * (mean / target) ** (1 / EXPONENT)
+
+
+def _round(length: float) -> float:
+    return round(ceil(length / STEP - 1e-6) * STEP, 2)
+
+
+def plan(losses: Losses) -> Iterator[Run]:
+    """Yield the runs that are still to do, the most important first, as far as the results so far tell."""
+    core = courses([arm for arm in arms() if arm.course.core])
+    others = [course for course in courses(arms()) if course not in core]
+    for course in core:
+        yield from (run for run in course.grid(losses) if run not in losses)
+    for seed in range(SEEDS):  # all arms with the same seeds: pairs
+        for course in core:
+            yield from (run for run in course.seeds(losses)[seed:seed + 1] if run not in losses)
+    if all(course.mean(losses, 1.0, SEEDS) is not None for course in core):
+        for depth in DEPTHS:
+            for arm in (arm for arm in arms() if arm.course.core and arm.depth == depth):
+                target = best_synchronous(losses, depth)
+                assert target is not None
+                yield from (run for run in reaching(losses, arm.course, target)[1] if run not in losses)
+    for course in others:
+        yield from (run for run in course.grid(losses) if run not in losses)
+
+
+def quick() -> list[Run]:
+    """A quarter of N, the middle learning rates: the direction, in ten minutes."""
+    return [Course(semantics, stages, batch, optimizer, correction).run(CENTRE[optimizer] / (2 if batch < 8 else 1),
+                                                                        0.25, seed)
+            for seed in range(2) for semantics, stages, batch, optimizer, correction in (
+                (FLUSH, 0, 16, "muon", "none"), (PIPEDREAM, 8, 16, "muon", "extrapolate"),
+                (PIPEDREAM, 8, 8, "muon", "extrapolate"), (PIPEDREAM, 8, 16, "muon", "none"),
+                (FLUSH, 0, 16, "adamw", "none"), (PIPEDREAM, 8, 16, "adamw", "none"),
+                (PIPEDREAM, 8, 1, "adamw", "none"))]

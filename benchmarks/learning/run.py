@@ -1,19 +1,86 @@
-"""first"""
-import json, os, sys
+"""What is learned per second by synchronous and asynchronous schedules. See README.md.
+
+python benchmarks/learning/run.py [--quick] [--processes 2] [--minutes 60]
+
+Appends a row per run to results.jsonl as soon as it is done; runs that stand there are not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
-from task import *
+from typing import Any
+
+from arms import plan, quick
+from task import text_facts, text_id
 from training import Run, train
-from arms import *
-FILE=Path("/tmp/wt/learn/benchmarks/learning/results.jsonl")
-def read():
-    return {Run(**(row:=json.loads(l))['run']):row['loss'] for l in FILE.read_text().splitlines()} if FILE.exists() else {}
-def go(cs):
-    for c in cs:
+
+RESULTS = Path(__file__).parent / "results.jsonl"
+
+
+def read(path: Path) -> dict[Run, dict[str, Any]]:
+    """Return the rows by run; those of another text are refused, since they cannot be compared."""
+    rows = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        row = json.loads(line)
+        rows[Run(**row["run"])] = row
+    return rows
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Write a row in one piece."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, (json.dumps(row) + "\n").encode())
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def main() -> None:
+    """Do the runs that are left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a quarter of the length, few arms: ten minutes")
+    parser.add_argument("--processes", type=int, default=1, help="runs at once, each on a core")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so many")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of rows")
+    options = parser.parse_args()
+    if texts := {row["text"] for row in read(options.results).values()} - {text_id()}:
+        raise SystemExit(f"{options.results} has rows of another text, {', '.join(texts)}; here it is {text_facts()}. "
+                         "Name another file with --results.")
+    print(text_facts(), file=sys.stderr)
+    ends = time.monotonic() + 60 * options.minutes
+    doing: dict[Future[dict[str, Any]], Run] = {}
+    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
         while True:
-            losses=read(); runs,best=c.grid(losses)
-            if best is not None: print(c,best,flush=True); break
-            run=next(r for r in runs if r not in losses)
-            row=train(run)
-            with FILE.open('a') as f: f.write(json.dumps(row)+'\n')
-            print(run,row['loss'],row['cpu_s'],row['wall_s'],flush=True)
-go([Course("flush",0,b,o,"none") for o in ("muon","adamw") for b in (16,8,4,2)])
+            for run in _left(options) if time.monotonic() < ends else ():
+                if len(doing) == options.processes:
+                    break
+                if run not in doing.values():
+                    doing[pool.submit(train, run)] = run
+            if not doing:
+                break
+            done, _ = wait(doing, return_when=FIRST_COMPLETED)
+            for future in done:
+                run, row = doing.pop(future), future.result()
+                append(options.results, row)
+                print(f"{time.strftime('%H:%M')} {run}: {row['loss']:.4f}, {row['cpu_s']:.0f} s of a core, "
+                      f"{row['wall_s']:.0f} s", flush=True)
+
+
+def _left(options: argparse.Namespace) -> Iterator[Run]:
+    rows = read(options.results)
+    if options.quick:
+        return (run for run in quick() if run not in rows)
+    return plan({run: row["loss"] for run, row in rows.items()})
+
+
+if __name__ == "__main__":
+    main()

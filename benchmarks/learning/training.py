@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
 from task import SEQUENCES, batches, gpt, partition, text_id, validation
+from torch import nn
 
 from vpipe import Pipeline
 from vpipe.train.optimizers import LearningRatePolicy, OptimizerSettings
@@ -73,7 +74,7 @@ def train(run: Run) -> dict[str, Any]:
     assert len(losses) == run.updates, f"{len(losses)} updates of {run}"
     loss = pipe.evaluate(validation())
     edges = [point * run.updates // POINTS for point in range(POINTS + 1)]
-    curve = [round(fmean(losses[low:high]), 4) for low, high in zip(edges, edges[1:], strict=False)]
+    curve = [round(fmean(losses[low:high]), 4) for low, high in pairwise(edges)]
     return {"run": asdict(run), "loss": loss, "curve": curve, "commit": COMMIT, "text": text_id(),
             "torch": torch.__version__, "cpu_s": round(time.process_time() - cpu, 1),
             "wall_s": round(time.perf_counter() - began, 1)}
