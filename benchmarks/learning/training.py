@@ -23,7 +23,8 @@ sys.path.append(str(Path(__file__).parent.parent / "throughput"))
 from machine import commit
 
 WEIGHT_DECAY, WARMUP = 0.1, 0.08
-COMMIT = commit()
+COMMIT = commit("vpipe")
+"""That last changed vpipe itself: the rows of two commits with the same one may be compared."""
 POINTS = 50
 """Of the curve of the training loss."""
 FLUSH, TWO_BW, PIPEDREAM, VERTICAL_SYNC = "flush", "2bw", "pipedream", "pipedream_vertical_sync"

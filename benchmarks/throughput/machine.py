@@ -29,11 +29,12 @@ def description() -> str:
             f"({torch.backends.cpu.get_cpu_capability()}), vpipe {commit()}")
 
 
-def commit() -> str:
-    """The commit of the vpipe that was measured; "+" when its files differ from the commit."""
+def commit(*paths: str) -> str:
+    """The commit of the vpipe that was measured, the last that changed ``paths``; "+" when its files differ from it."""
     root = Path(vpipe.__file__).parent.parent
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True).stdout.strip()
 
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain", "vpipe") else "")
+    found = git("log", "-1", "--format=%h", "--", *paths) or "unknown"
+    return found + ("+" if git("status", "--porcelain", "vpipe") else "")

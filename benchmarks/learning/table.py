@@ -1,0 +1,157 @@
+"""Tables and verdicts from results.jsonl and costs.json.
+
+python benchmarks/learning/table.py [--results FILE] [--picture learning.svg]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from arms import DEPTHS, LONGEST, SEEDS, Arm, arms, best_synchronous, reaching
+from picture import draw
+from run import RESULTS, read
+from times import block_costs, update_s
+from training import Run
+
+TIME_1F1B, TIME_BEST, GAP, ERROR = 0.75, 0.85, 0.005, 0.0035
+"""The gates."""
+
+
+class Results:
+    """What the rows say about the arms."""
+
+    def __init__(self, rows: Mapping[Run, Mapping[str, Any]]) -> None:
+        self.rows = rows
+        self.losses = {run: row["loss"] for run, row in rows.items()}
+        self.targets = {depth: best_synchronous(self.losses, depth) for depth in DEPTHS}
+
+    def seeds(self, arm: Arm) -> int:
+        """How many are done at N."""
+        return sum(run in self.losses for run in arm.course.seeds(self.losses))
+
+    def time_s(self, arm: Arm, length: float = 1.0, step: bool = True) -> float:
+        """Simulated seconds of a run."""
+        return arm.course.run(0.0, length).updates * update_s(arm, step)
+
+    def length(self, arm: Arm) -> float | None:
+        """The shortest run that reaches L*, in N, when all seeds are done."""
+        target = self.targets[arm.depth]
+        if target is None or not arm.course.core:
+            return None
+        length, left = reaching(self.losses, arm.course, target)
+        return None if left else length
+
+    def to_target_s(self, arm: Arm, step: bool = True) -> float | None:
+        """Simulated seconds of that run."""
+        length = self.length(arm)
+        return None if length is None else self.time_s(arm, length, step)
+
+    def gaps(self, arm: Arm) -> list[float]:
+        """Relative differences to the synchronous arm with the same batch and optimizer at N, by seed."""
+        own = arm.course.seeds(self.losses)
+        other = replace(arm, schedule="1f1b", correction="none").course.seeds(self.losses)
+        return [self.losses[mine] / self.losses[its] - 1 for mine, its in zip(own, other, strict=False)
+                if mine in self.losses and its in self.losses]
+
+
+def arm_table(results: Results, depth: int) -> Iterator[str]:
+    """Yield a Markdown table of all arms on ``depth`` devices, those with the lowest loss at N first."""
+    costs = block_costs()
+    unit = (costs.forward_s + costs.backward_s) * 8 / depth
+    target = results.targets[depth]
+    yield "| arm | rate | loss at N | seeds | gap to synchronous | update | run of N | reaches L* at | time to L* |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    found = [(mean, arm) for arm in arms() if arm.depth == depth
+             and (mean := arm.course.mean(results.losses)) is not None]
+    base = min((results.time_s(arm) for mean, arm in found if arm.synchronous and mean == target), default=1.0)
+    for mean, arm in sorted(found, key=lambda pair: (pair[0], results.time_s(pair[1]))):
+        runs = arm.course.grid(results.losses)
+        rate = arm.course.rate(results.losses)
+        edge = "*" if rate in (runs[0].learning_rate, runs[-1].learning_rate) else ""
+        gaps, reached = results.gaps(arm), results.to_target_s(arm)
+        gap = "" if arm.synchronous or not gaps else f"{100 * fmean(gaps):+.1f} %"
+        length = results.length(arm)
+        at = f"{length:.2f} N" if length else ("" if not arm.course.core or _open(results, arm) else f"> {LONGEST} N")
+        yield (f"| {label(arm)} | {rate:g}{edge} | {mean:.4f} | {results.seeds(arm)} | {gap} | "
+               f"{update_s(arm) / unit:.1f} | {results.time_s(arm) / base:.2f} | {at} | "
+               f"{'' if reached is None else f'{reached / base:.2f}'} |")
+    if missing := sum(arm.depth == depth for arm in arms()) - len(found):
+        yield f"\n{missing} arms have no rows yet."
+
+
+def _open(results: Results, arm: Arm) -> bool:
+    target = results.targets[arm.depth]
+    return target is None or bool(reaching(results.losses, arm.course, target)[1])
+
+
+def label(arm: Arm) -> str:
+    """The name of an arm in a table."""
+    word, plus = "m" if arm.synchronous else "k", " + extrapolation" if arm.correction != "none" else ""
+    return f"{arm.schedule}, {word} = {arm.batch}, {arm.optimizer}{plus}"
+
+
+def verdicts(results: Results) -> Iterator[str]:
+    """Yield a line for each gate and depth."""
+    for depth in DEPTHS:
+        core = [arm for arm in arms() if arm.depth == depth and arm.course.core]
+        target, waiting = results.targets[depth], [arm for arm in core if _open(results, arm)]
+        yield f"\np = {depth}: L* = {'not known' if target is None else f'{target:.4f}'}\n"
+        for name, limit, others in (("best 1F1B", TIME_1F1B, ["1f1b"]), ("best synchronous", TIME_BEST, None)):
+            mine = _fastest(results, [arm for arm in core if not arm.synchronous])
+            its = _fastest(results, [arm for arm in core if arm.synchronous
+                                     and (others is None or arm.schedule in others)])
+            if mine is None or its is None:
+                yield f"- time, at most {limit} x the {name} arm's: **open**, runs are missing"
+                continue
+            ratio, plain = mine[0] / its[0], mine[1] / its[1]
+            verdict = "open" if waiting else "passed" if ratio <= limit else "failed"
+            yield (f"- time, at most {limit} x the {name} arm's: **{verdict}**, {ratio:.3f} ({label(mine[2])} against "
+                   f"{label(its[2])}); without optimizer steps {plain:.3f}"
+                   + (f"; {len(waiting)} arms are not at L* yet" if waiting else ""))
+        for arm in core:
+            gaps = [] if arm.synchronous else results.gaps(arm)
+            if not gaps:
+                continue
+            mean = fmean(gaps)
+            error = stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
+            passed = mean <= GAP and error <= ERROR
+            verdict = "open" if len(gaps) < SEEDS else "passed" if passed else "failed"
+            yield (f"- gap of {label(arm)}, at most {100 * GAP} %, error at most {100 * ERROR} %: **{verdict}**, "
+                   f"{100 * mean:+.2f} %, error {100 * error:.2f} %, {len(gaps)} of {SEEDS} seeds")
+
+
+def _fastest(results: Results, among: list[Arm]) -> tuple[float, float, Arm] | None:
+    times = [(time, results.to_target_s(arm, False) or 0.0, arm) for arm in among
+             if (time := results.to_target_s(arm)) is not None]
+    return min(times, key=lambda each: each[0], default=None)
+
+
+def main() -> None:
+    """Print everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of rows")
+    parser.add_argument("--picture", type=Path, help="write the picture there")
+    options = parser.parse_args()
+    results = Results(read(options.results))
+    costs = block_costs()
+    print(f"{len(results.rows)} rows, of vpipe {', '.join(sorted({row['commit'] for row in results.rows.values()}))}; "
+          f"{sum(row['cpu_s'] for row in results.rows.values()) / 3600:.1f} hours of a core\n")
+    print(f"A block and a sequence: F {1e3 * costs.forward_s:.2f} ms, B {1e3 * costs.backward_s:.2f}, I "
+          f"{1e3 * costs.input_s:.2f}, W {1e3 * costs.weight_s:.2f}; a step of "
+          + ", ".join(f"{name} {1e3 * step:.2f}" for name, step in costs.step_s.items()) + f" ({costs.machine})")
+    for depth in DEPTHS:
+        print(f"\n### p = {depth}\n")
+        print("\n".join(arm_table(results, depth)))
+    print("\n### Gates")
+    print("\n".join(verdicts(results)))
+    if options.picture:
+        options.picture.write_text(draw(results))
+
+
+if __name__ == "__main__":
+    main()
