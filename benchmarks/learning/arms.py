@@ -129,8 +129,8 @@ def arms() -> list[Arm]:
 
 
 def courses(chosen: list[Arm]) -> list[Course]:
-    """Without repetition, in the order of the arms, the synchronous ones first."""
-    return list(dict.fromkeys(arm.course for arm in sorted(chosen, key=lambda arm: not arm.synchronous)))
+    """Without repetition, in the order of the arms: the synchronous course before those with the same batch."""
+    return list(dict.fromkeys(arm.course for arm in chosen))
 
 
 def best_synchronous(losses: Losses, depth: int) -> float | None:
@@ -181,8 +181,10 @@ def plan(losses: Losses) -> Iterator[Run]:
     """Yield the runs that are still to do, the most important first, as far as the results so far tell."""
     core = courses([arm for arm in arms() if arm.course.core])
     others = [course for course in courses(arms()) if course not in core]
-    for course in core:
-        yield from (run for run in course.grid(losses) if run not in losses)
+    for middle in (True, False):
+        for course in core:
+            yield from (run for number, run in enumerate(course.grid(losses))
+                        if run not in losses and (number == 1 or not middle))
     for seed in range(SEEDS):  # all arms with the same seeds: pairs
         for course in core:
             yield from (run for run in course.seeds(losses)[seed:seed + 1] if run not in losses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from task import SEQUENCES, batches, gpt, partition, text_id, validation
-from torch import nn
 
 from vpipe import Pipeline
-from vpipe.train.optimizers import LearningRatePolicy, OptimizerSettings
+from vpipe.train.optimizers import LearningRatePolicy, OptimizerSettings, hidden_matrices
 
 sys.path.append(str(Path(__file__).parent.parent / "throughput"))
 
@@ -101,26 +100,6 @@ def pipeline(run: Run) -> Pipeline:
                     learning_rate_factor=LearningRatePolicy("polynomial", run.updates, warmup), **asynchronous)
 
 
-def optimizer(name: str, learning_rate: float) -> Any:
-    """Make the optimizers of a stage."""
-    if name == "muon":
-        return _Muon(learning_rate)
-    return OptimizerSettings(name, learning_rate, WEIGHT_DECAY)
-
-
-@dataclass(frozen=True)
-class _Muon:
-    """As ``OptimizerSettings("muon")``."""
-
-    learning_rate: float
-
-    def from_named(self, named: Mapping[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
-        hidden = {name: p for name, p in named.items() if p.ndim == 2 and "embeddings" not in name
-                  and not name.startswith("head")}
-        others = {name: p for name, p in named.items() if name not in hidden}
-        groups = [{"params": [p for name, p in others.items() if "norm" not in name], "weight_decay": WEIGHT_DECAY},
-                  {"params": [p for name, p in others.items() if "norm" in name], "weight_decay": 0.0}]
-        return [torch.optim.Muon([{"params": list(hidden.values()), "weight_decay": WEIGHT_DECAY}],
-                                 lr=self.learning_rate, momentum=0.95, nesterov=True, ns_steps=5,
-                                 adjust_lr_fn="match_rms_adamw"),
-                torch.optim.AdamW([group for group in groups if group["params"]], lr=self.learning_rate, fused=True)]
+def optimizer(name: str, learning_rate: float) -> OptimizerSettings:
+    """Return what makes the optimizers of a stage."""
+    return OptimizerSettings(name, learning_rate, WEIGHT_DECAY, matrices=hidden_matrices(gpt()))
