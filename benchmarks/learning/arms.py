@@ -19,7 +19,7 @@ Losses = Mapping[Run, float]
 DEPTHS = (8, 4)
 SYNCHRONOUS = ("1f1b", "zb_v", "auto")
 SEEDS = 11
-CENTRE = {"adamw": 8e-3, "muon": 2e-2}
+CENTRE = {"adamw": 4e-3, "muon": 1e-2}
 """Of the grid of three learning rates, each twice the one before; half of that for a batch below 8."""
 WIDEST = 5
 """Learning rates of a grid that is extended, for arms that decide, while the best one is at its edge."""
