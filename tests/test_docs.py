@@ -30,6 +30,7 @@ from vpipe.errors import UserError
 from vpipe.schedules import registry
 from vpipe.schedules.action import Op
 from vpipe.schedules.build import build
+from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.size import default_placement
 from vpipe.visualize.summary import RankCosts, Summary
@@ -213,6 +214,56 @@ def test_formulas_are_exact_where_they_hold(name: str) -> None:
     assert held > 5
 
 
+# -- docs/asynchronous.md ------------------------------------------------------------------------------
+
+DELAYS = ROOT / "docs" / "delays.svg"
+PANELS = [("pipedream", 1), ("pipedream", 8), ("pipedream_vertical_sync", 8), ("2bw", 8)]
+"""Schedules and microbatches per update."""
+
+
+def drawn_delays(stages: int = 8) -> str:
+    """A bar per stage and schedule: the mean delay of its gradients, all on one scale."""
+    unit, width, bottom = 22, 150, 216
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{50 + 4 * width + 30}" height="270" font-size="11">',
+             "<title>mean delay of the gradients of 8 stages, in updates</title><style>",
+             "text{font-family:system-ui,sans-serif;fill:#1f2328;text-anchor:middle}.soft{fill:#59636e}",
+             ".bg{fill:#fff}.line{stroke:#d1d9e0}.bar{fill:#6ea8fe}",
+             "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.soft{fill:#9198a1}.bg{fill:#0d1117}"
+             ".line{stroke:#3d444d}}</style>", '<rect class="bg" width="100%" height="100%"/>',
+             '<text x="340" y="20" font-size="13">mean delay of the gradients of 8 stages, in updates</text>']
+    for panel, (name, every) in enumerate(PANELS):
+        left = 40 + panel * (width + 5)
+        schedule = build(name, default_placement(stages), every, every)
+        lines += [f'<line class="line" x1="{left}" x2="{left + width - 12}" y1="{bottom}" y2="{bottom}"/>',
+                  f'<text x="{left + 68}" y="{bottom + 30}">{name}</text>',
+                  f'<text x="{left + 68}" y="{bottom + 44}">k = {every}</text>']
+        for stage in range(stages):
+            delay, x = mean_delay(schedule, stage), left + 4 + 17 * stage
+            top = round(bottom - unit * delay, 1)
+            lines += [f'<rect class="bar" x="{x}" y="{top}" width="14" height="{round(bottom - top, 1)}"/>',
+                      f'<text x="{x + 7}" y="{top - 4}" font-size="8">{f"{delay:.2g}".lstrip("0") or "0"}</text>',
+                      f'<text class="soft" x="{x + 7}" y="{bottom + 13}" font-size="9">{stage}</text>']
+    lines += [f'<text class="soft" x="24" y="{bottom + 13}" font-size="9">stage</text>', "</svg>\n"]
+    return "\n".join(lines)
+
+
+def test_the_bubbles_and_delays_beside_one_another_are_those_of_the_code() -> None:
+    page, p = (ROOT / "docs" / "asynchronous.md").read_text(), 8
+    found = re.findall(r"^\| (\d+) \| (\d+) % \| (\d+) % \| 0 \| ([\d.]+) updates \|$", page, re.MULTILINE)
+    assert [int(m) for m, *_ in found] == [p // 2, p, 2 * p, 4 * p]
+    for m, *said, delay in found:
+        for name, percent in zip(("1f1b", "zb_v"), said, strict=True):
+            recipe = recipe_named(name)
+            made = build(name, recipe.layout.placement(p, recipe.chunks), int(m))
+            assert round(100 * Summary.of(made, RankCosts(1, 1, 1)).timeline.bubble_share) == int(percent)
+        stream = build("pipedream", default_placement(p), int(m), int(m))
+        assert f"{mean_delay(stream, 0):.3g}" == delay
+
+
+def test_the_picture_of_delays_is_of_today() -> None:
+    assert DELAYS.read_text() == drawn_delays(), "python tests/test_docs.py draws it anew"
+
+
 def test_the_page_that_adds_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code runs as it stands, one block after the other, and shows what it says."""
     schedule_names()
@@ -313,6 +364,7 @@ if __name__ == "__main__":
         print("\n".join(f"| {' | '.join(row)} |" for row in rows(keys)))
     for schedule in [*schedule_names(), "replicas"]:
         (ROOT / "docs" / "schedules" / f"{schedule}.svg").write_text(printed(drawing(schedule)))
+    DELAYS.write_text(drawn_delays())
     compared = printed(COMPARED)
     SCHEDULES_PAGE.write_text(re.sub(r"(## Compared\n.*?```\n).*?```", lambda found: f"{found[1]}{compared}```",
                                      SCHEDULES_PAGE.read_text(), count=1, flags=re.DOTALL))

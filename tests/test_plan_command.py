@@ -84,6 +84,7 @@ def test_without_a_flush_it_plans_without_one_and_keeps_the_samples_of_an_update
     assert status == 0
     plan = Plan.load("plan.json")
     assert plan.schedule in ("pipedream", "2bw")
+    assert "delay of gradients in updates, by stage: mean " in out
     assert plan.microbatches is not None
     assert plan.update_every == plan.microbatches // 2
     assert " (its device)\n" in out

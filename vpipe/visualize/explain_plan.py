@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vpipe.errors import counted
@@ -10,7 +10,10 @@ from vpipe.plan.plan import Plan, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver.request import Alternative
 from vpipe.plan.stage_costs import StageMemory, combined_memory
+from vpipe.schedules.build import build
+from vpipe.schedules.delays import describe_delays, fewer_updates, warn_of_delay
 from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.size import default_placement
 from vpipe.units import size_text
 from vpipe.visualize.table import Column, columns, compact, filled, listed, ms_text
 
@@ -58,7 +61,7 @@ class PlanExplanation:
                   *filled("in ms: forward, backward and recompute of one microbatch; step of the optimizer; comm "
                           f"(transfers, mostly while it computes) and idle of a rank per {self._step_name}", width)],
                  memory_table(self.plan, self.limit_bytes, width),
-                 [line for text in (self._bottleneck(), self._memory(), self._recompute(),
+                 [line for text in (self._bottleneck(), self._memory(), self._recompute(), *self._delay(),
                                         f"solver: {self.solver}") for line in filled(text, width)],
                  alternatives_table(self.plan, self.others, width)]
         return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
@@ -130,6 +133,22 @@ class PlanExplanation:
         return (f"memory: {_numbered('stage', groups[most])} hold{'s' * (len(groups[most]) == 1)} most, "
                 f"{size_text(peak)}{limit} on a rank, {100 * getattr(held[most], kind) / peak:.0f} % of it "
                 f"{_KINDS[kind]}")
+
+    def _delay(self) -> Iterator[str]:
+        """Yield the delay of gradients without a flush, and a warning where it costs much."""
+        name, microbatches = self.plan.schedule or "", self._microbatches
+        if recipe_named(name).flush:
+            return
+        placement = self.plan.stage_to_rank_map or default_placement(len(self.plan.partition))
+        schedule = build(name, placement, microbatches, self.plan.update_every)
+        if (delays := describe_delays(schedule)) is None:
+            return
+        batch = (self.plan.microbatches or microbatches) * self.profile.identity.microbatch_size
+        better = fewer_updates(schedule, self.plan.microbatches or microbatches, batch,
+                               ("training.num_microbatches", "parallel.update_every"))
+        yield f"{delays}; less with {better}" if better else delays
+        if warning := warn_of_delay(schedule, [better] if better else []):
+            yield f"warning: {warning}"
 
     def _recompute(self) -> str:
         count, found = sum(map(len, self.plan.recomputed)), self.plan.predicted
