@@ -96,7 +96,8 @@ def oracle(job: Job, updates: int, drained_at: tuple[int, ...] = ()) -> Referenc
     count = -(-updates * per_step // config.training.num_microbatches)
     batches = list(islice(job.training_batches(fields), count))
     recipe = TrainingRecipe(job.optimizer().from_named, config.training.num_microbatches, seed=config.training.seed,
-                    factor=job.lr_policy(), clip=config.training.grad_clip)
+                    factor=job.lr_policy(), clip=config.training.grad_clip,
+                    extrapolation=config.training.extrapolation)
     partition = job.partition
     if not config.parallel.asynchronous:
         return flush_oracle(job.model, batches, recipe, partition=partition)

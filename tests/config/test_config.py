@@ -230,7 +230,7 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      "momentum belongs to sgd: leave it out, or set optimizer: sgd"),
     (["training.delay_correction=extrapolate", "parallel.schedule=1f1b"],
      "training.delay_correction is extrapolate, but under the schedule 1f1b no gradient is late: it has a flush",
-     "leave it out, or choose a schedule without a flush, such as pipedream"),
+     "set it to none, or choose a schedule without a flush, such as pipedream"),
     (["training.delay_correction_strength=0.5"],
      "training.delay_correction_strength is 0.5, but nothing is corrected",
      "leave it out, or set delay_correction: extrapolate"),

@@ -163,6 +163,37 @@ def test_draining_changes_no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(pipe, steps, run)
 
 
+def test_schedulers_and_hooks_of_optimizers_work_as_without_it() -> None:
+    """A scheduler of torch's between two calls of train is a factor of the rate; a hook sees the plain step."""
+    kept: list[torch.optim.lr_scheduler.LambdaLR] = []
+    seen: list[list[float]] = []
+
+    def scheduled(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        kept.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step))
+        optimizer.register_step_post_hook(lambda made, *_: seen.append(
+            [float(p.detach().sum()) for group in made.param_groups for p in group["params"]]))
+        return optimizer
+
+    runs = []
+    for optimizer, factor in ((scheduled, lambda step: 1.0), (
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1), lambda step: 0.5 ** (step // 4))):
+        pipe = Pipeline(rich_model(), **CUT, **EXTRAPOLATE, microbatches=4, optimizer=optimizer, seed=2,
+                        learning_rate_factor=factor)
+        losses = []
+        for batch in rich_batches(3, 8):
+            losses += [step.loss for step in pipe.train([batch])]
+            for scheduler in kept:
+                scheduler.step()
+        runs.append((losses, jobs.fingerprint(pipe.state_dict())))
+    assert runs[0] == runs[1]
+    assert len(seen) == 3 * 12
+    last = {each: [float(p.detach().sum()) for p in pipe.engine.local_stages[each].weights.masters.values()]
+            for each in (0, 2)}
+    assert last[2] in seen  # no delay: what the optimizer made
+    assert last[0] not in seen
+
+
 @pytest.mark.parametrize("then", [
     {**CUT, **EXTRAPOLATE}, {"schedule": "pipedream", "partition": [1, 2, 4, 1], **EXTRAPOLATE},
     {"schedule": "2bw", "partition": [4, 4], "update_every": 2, **EXTRAPOLATE},

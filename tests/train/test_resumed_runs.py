@@ -76,7 +76,8 @@ def check_equal(one: Path, other: Path, step: int, only: str = "") -> None:
 @pytest.mark.parametrize("changes", [
     {"training__grad_clip": 0.5, "training__lr_policy": "cosine", "training__warmup_steps": 2,
      "training__evaluate_every": 2, "parallel__recompute": 1.0},
-    {**STREAM, "training__optimizer": "lamb", "training__evaluate_every": 4, "parallel__model_parallel_size": 3},
+    {**STREAM, "training__optimizer": "lamb", "training__delay_correction": "extrapolate",
+     "training__evaluate_every": 4, "parallel__model_parallel_size": 3},
     {**STREAM, "parallel__stage_to_rank_map": {"0": [0, 1], "1": [2]}, "parallel__compress": "int8",
      "parallel__update_every": 1, "training__epochs": 1, "training__max_steps": None},
 ], ids=["flush", "stream", "stream-wide-compressed"])

@@ -371,7 +371,7 @@ class Config(Section):
         if self.training.extrapolation is not None and not self.parallel.asynchronous:
             yield Mistake(("training", "delay_correction"), f"is {self.training.delay_correction}, but under the "
                           f"schedule {self.parallel.schedule} no gradient is late: it has a flush",
-                          "leave it out, or choose a schedule without a flush, such as pipedream")
+                          "set it to none, or choose a schedule without a flush, such as pipedream")
 
         for key, what, hint in self.training.computed.refused(used_codecs(self.parallel.compress)):
             yield Mistake(("parallel", key), what, hint)

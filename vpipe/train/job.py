@@ -36,7 +36,7 @@ from vpipe.profiling.fingerprint import digest, structure
 from vpipe.runtime.compiled import check_compiled, compile_backend
 from vpipe.runtime.executors.registry import THREADED
 from vpipe.schedules.delays import describe_delays, fewer_updates, mean_delay, warn_of_delay
-from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.prepare import ScheduleSpec, has_flush
 from vpipe.schedules.schedule import Schedule, describe_rank
 from vpipe.schedules.size import Placement
 from vpipe.train.optimizers import (
@@ -164,7 +164,7 @@ class Job:
         changes: dict[str, Any] = {
             "partition": plan.partition, "model_parallel_size": len(plan.partition), "plan": None,
             "recompute": tuple(tuple(sorted(own)) for own in plan.recomputed) if any(plan.recomputed) else 0.0,
-            "schedule": plan.schedule or parallel.standing_in.schedule,
+            "schedule": (schedule := plan.schedule or parallel.standing_in.schedule),
             "update_every": plan.update_every}
         if placement != self.placement:
             changes |= {"stage_to_rank_map": {str(stage): ranks for stage, ranks in enumerate(placement)},
@@ -174,8 +174,9 @@ class Job:
             raise UserError(f"the plan cuts a batch into {microbatches} microbatches, which do not divide its "
                             f"{self.config.dataset.batch_size} samples",
                             hint="change dataset.batch_size, or plan again")
+        late = {"delay_correction": "none", "delay_correction_strength": 1.0} if has_flush(schedule) else {}
         config = self.config.with_parallel(**changes).model_copy(update={
-            "training": training.model_copy(update={"num_microbatches": microbatches})})
+            "training": training.model_copy(update={"num_microbatches": microbatches, **late})})
         return self._prepare(config, self.dataset, self.model, plan, proved=proved).resumed(
             self.steps_done, self.samples_done)
 
