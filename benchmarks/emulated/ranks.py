@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from case import Case
+from device import exact_pauses
 from entrant import Entrant
 
 TIMEOUT_S = 60
@@ -82,6 +83,7 @@ def _figures(turn: Sequence[Span]) -> tuple[float, float]:
 def _run(work: Callable[[int, Barrier], T], rank: int, ranks: int, port: int, barrier: Barrier,
          out: Connection) -> None:
     torch.set_num_threads(1)
+    exact_pauses()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
                             timeout=timedelta(seconds=TIMEOUT_S))
     out.send(work(rank, barrier))
