@@ -27,6 +27,7 @@ from vpipe.profiling.layer_runner import (
 from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.precision import Precision
 from vpipe.runtime.stage import Stage
+from vpipe.train.optimizers import OptimizerSettings
 
 CPU = torch.device("cpu")
 H = 4 * 6 * WIDTH * 4
@@ -184,15 +185,16 @@ WIDE = 64
 PARAMETERS = WIDE * WIDE
 
 
-def profile_of(precision: str) -> Profile:
-    """Of one linear layer, with AdamW; its times are 0."""
+def profile_of(precision: str, optimizer: str = "adamw") -> Profile:
+    """Of one linear layer; its times are 0."""
     model = Model([Layer("words", lambda: nn.Embedding(2, WIDE), ("ids",)),
                    Layer("it", lambda: nn.Linear(WIDE, WIDE, bias=False)),
                    Layer("end", nn.Identity, outputs=("loss",))], batch=("ids",))
     computed = Precision.parse(precision)
     hidden = torch.randn(1, WIDE, dtype=computed.dtype, requires_grad=True)
     counts = count_layer(LayerRunner(model, 1, torch.device("cpu"), 0, computed),
-                   LayerInputs({"h": hidden}, {}, {"h": torch.ones(1, WIDE, dtype=computed.dtype)}), ADAMW)
+                   LayerInputs({"h": hidden}, {}, {"h": torch.ones(1, WIDE, dtype=computed.dtype)}),
+                   OptimizerSettings(optimizer, 1e-3, matrices={"it.weight"}).from_named)
     none = Seconds(0.0)
     layer = LayerProfile("it", none, none, none, none, none, none, counts.parameter_bytes, counts.optimizer_bytes,
                          (), (), counts.saved_bytes, (), 0, counts.working_bytes, {}, 0, 0)
@@ -213,3 +215,11 @@ def test_bytes_per_parameter(precision: str, weights: int, gradients: int, optim
     assert stage_memory(profile, range(1), (), in_flight=3, versions=3) == replace(
         alone, stashed=2 * version * PARAMETERS, activations=3 * in_flight * PARAMETERS)
     assert alone.working >= step * PARAMETERS
+
+
+@pytest.mark.parametrize(("optimizer", "each", "once"), [
+    ("sgd", 4, 0), ("nadam", 8, 2 * 4), ("lamb", 8, 4), ("muon", 4, 0), ("soap", 8 + 4 * 4, 4)])
+def test_bytes_that_optimizers_keep_per_parameter(optimizer: str, each: int, once: int) -> None:
+    """Muon its momentum, SOAP two square matrices for each side besides the moments of Adam."""
+    memory = stage_memory(profile_of("fp32", optimizer), range(1), (), in_flight=0, versions=1)
+    assert memory.optimizer == each * PARAMETERS + once

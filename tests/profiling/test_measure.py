@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from time import perf_counter
 
 import pytest
 import torch
 from measured import ADAMW, measured
-from models import WIDTH, dtype_model, frozen_front, norm_model, recurrent_model, rich_batches, thrice_tied_model
+from models import (
+    WIDTH,
+    dtype_model,
+    frozen_front,
+    norm_model,
+    plain_sequential,
+    recurrent_model,
+    rich_batches,
+    sequential_batches,
+    thrice_tied_model,
+)
 from torch import Tensor, nn
 
 from vpipe import Layer, Model
@@ -21,6 +32,7 @@ from vpipe.profiling.layer_timer import LayerTimer, summary
 from vpipe.profiling.links import _rounds
 from vpipe.profiling.measure import Survey, _Measurement, survey
 from vpipe.profiling.rank_group import RankGroup
+from vpipe.train.optimizers import OptimizerSettings, hidden_matrices
 
 CPU = torch.device("cpu")
 
@@ -81,6 +93,18 @@ def test_equal_layers_of_any_model_are_found(model: Model, like: list[int]) -> N
     walk.steps(ADAMW, times=1)
     assert [sorted(samples) for samples in walk.samples] == [
         ["backward", "forward", "input_half", "recompute", "step", "weight_half"]] * len(seen.sampled)
+
+
+@pytest.mark.parametrize(("name", "samples"), [("adamw", 5), ("muon", 5), ("soap", 2)])
+def test_step_times_are_means_over_the_period_of_an_optimizer(name: str, samples: int) -> None:
+    model = plain_sequential()
+    seen = surveyed(model, next(sequential_batches(1, 4)))
+    ticks = count()
+    timer = LayerTimer([LayerRunner(model, number, CPU, 0) for number in seen.sampled],
+                       [seen.given[number] for number in seen.sampled], lambda: float(next(ticks)), shifted=False)
+    timer.warm_up()
+    timer.steps(OptimizerSettings(name, 1e-3, matrices=hidden_matrices(model)).from_named)
+    assert [own["step"] for own in timer.samples] == [[1.0] * samples] * len(seen.sampled)
 
 
 class Scaled(nn.Module):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vpipe import Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Batch
+from vpipe.train.optimizers import OptimizerSettings, hidden_matrices
 
 MODELS = {"rich": rich_model, "untied": lambda: rich_model(tied=False), "dtypes": dtype_model,
           "norm": norm_model, "frozen": frozen_front}
@@ -40,7 +41,8 @@ class MuonAndAdamW:
             [AdamW().from_named(others)] if others else [])
 
 
-OPTIMIZERS = {"adamw": AdamW, "muon": MuonAndAdamW, "none": lambda: lambda parameters: None}
+OPTIMIZERS = {"adamw": AdamW, "muon": MuonAndAdamW, "none": lambda: lambda parameters: None,
+              "soap": lambda: OptimizerSettings("soap", 0.01, 0.1, matrices=hidden_matrices(rich_model()))}
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from test_exact_in_every_precision import assert_same, oracle, pipeline, pushed,
 from vpipe.model.layer import Model
 from vpipe.train.optimizers import MATRIX_OPTIMIZERS, OptimizerSettings, hidden_matrices
 
-NAMES = ("nadam", "muon")
+NAMES = ("nadam", "muon", "soap")
 
 
 def settings(name: str, model: Model) -> OptimizerSettings:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
-import torch
 from models import rich_batches, rich_model
 
 from vpipe import Pipeline
@@ -15,29 +13,31 @@ from vpipe.plan.predict import predict
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 from vpipe.schedules.action_record import RecordedAction
+from vpipe.train.optimizers import OptimizerSettings, hidden_matrices
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
-def test_a_pipeline_holds_what_was_predicted(precision: str) -> None:
+@pytest.mark.parametrize(("precision", "name"), [
+    ("fp32", "adamw"), ("bf16", "adamw"), ("bf16_pure", "adamw"), ("bf16", "muon"), ("bf16_pure", "soap")])
+def test_a_pipeline_holds_what_was_predicted(precision: str, name: str) -> None:
     """Every byte: activations of all microbatches in flight and versions of weights, as counted while it runs; and
     gradients, master weights and the optimizer's state."""
-    model, adamw = rich_model(), partial(torch.optim.AdamW, lr=1e-3)
+    model = rich_model()
+    optimizer = OptimizerSettings(name, 1e-3, matrices=hidden_matrices(model))
     batches = rich_batches(2, 32)
     microbatch = {name: field[:4] for name, field in batches[0].items()}
     identity = identify(model, microbatch, model_name="rich", optimizer="adamw", device="cpu", ranks_per_host=1,
                         backend="gloo", precision=precision)
-    made, = measure(model, [microbatch], lambda named: adamw(list(named.values())) if named else None,
-                    identities=[identity], budget_s=0.0)
+    made, = measure(model, [microbatch], optimizer.from_named, identities=[identity], budget_s=0.0)
     cut = (2, 2, len(model) - 4)
     plans = [("1f1b", ((), (), ())), ("1f1b", ((1,), (2, 3), ())), ("zb_h1", ((), (3,), ())),
              ("pipedream", ((0, 1), (), (4,))), ("2bw", ((), (2,), ()))]
-    for name, dropped in plans if precision == "fp32" else plans[-2:]:
-        corrects = name == "2bw" or (name, precision) == ("pipedream", "bf16")
-        plan = Plan(cut, recompute_layers=dropped, schedule=name, microbatches=8)
-        prediction = predict(replace(made, extrapolates=corrects), plan, update_every=4 if name == "2bw" else None
+    for schedule, dropped in plans if precision == "fp32" else plans[-2:]:
+        corrects = schedule == "2bw" or (schedule, precision) == ("pipedream", "bf16")
+        plan = Plan(cut, recompute_layers=dropped, schedule=schedule, microbatches=8)
+        prediction = predict(replace(made, extrapolates=corrects), plan, update_every=4 if schedule == "2bw" else None
                              ).prediction
-        pipe = Pipeline(model, plan=plan, microbatches=8, optimizer=adamw, precision=precision,
-                        update_every=4 if name == "2bw" else None,
+        pipe = Pipeline(model, plan=plan, microbatches=8, optimizer=optimizer, precision=precision,
+                        update_every=4 if schedule == "2bw" else None,
                         delay_correction="extrapolate" if corrects else "none")
         recorders = pipe.engine.record(limit=10_000)
         for _ in pipe.train(batches):
@@ -50,4 +50,4 @@ def test_a_pipeline_holds_what_was_predicted(precision: str) -> None:
             expected = memory.activations + memory.weights + memory.stashed
             assert recorder.static_bytes()[stage] == memory.gradients + memory.optimizer
             # Between halves the recorder counts the whole batch's field of which a microbatch has a part.
-            assert expected == (pytest.approx(held, rel=0.15) if name == "zb_h1" else held), f"{plan}, stage {stage}"
+            assert expected == (pytest.approx(held, rel=0.15) if schedule == "zb_h1" else held), (plan, stage)

@@ -25,6 +25,7 @@ from vpipe.verify.reference_optimizer import InitialState, version_rule
 Saved = tuple[Position, Mapping[str, Tensor]]
 MICROBATCHES = 4
 SGD = OptimizerSettings("sgd", 0.05, momentum=0.9)
+SOAP = OptimizerSettings("soap", 0.02, weight_decay=0.1, matrices=hidden_matrices(rich_model()))
 MUON = OptimizerSettings("muon", 0.02, weight_decay=0.1, matrices=hidden_matrices(rich_model()))
 LAMB = OptimizerSettings("lamb", 0.02, weight_decay=0.1)
 REPLICATED = {"partition": [3, 5], "placement": [[0, 1], [2]]}
@@ -89,6 +90,7 @@ def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
     (rich_model, {"schedule": "2bw", "update_every": 4, **EXTRAPOLATED}, 2),
     (rich_model, {"schedule": "pipedream_vertical_sync", **EXTRAPOLATED}, 7),
     (rich_model, {"schedule": "pipedream", "optimizer": OptimizerSettings("nadam", 1e-2)}, 9),
+    (rich_model, {"schedule": "pipedream", "optimizer": SOAP, "update_every": 2, **EXTRAPOLATED}, 5),
     (rich_model, {"schedule": "pipedream", "optimizer": MUON, **REPLICATED, **EXTRAPOLATED}, 3),
     (rich_model, {"schedule": "1f1b", "optimizer": partial(torch.optim.Adagrad, lr=1e-2)}, 3)])
 def test_what_goes_on_is_what_was_never_interrupted(model: Callable[[], Model], arguments: dict[str, Any],
@@ -114,7 +116,7 @@ OTHER_CUTS: list[dict[str, Any]] = [
     {"schedule": "hanayo", "partition": [2, 2, 2, 2]}]
 
 
-@pytest.mark.parametrize("optimizer", [AdamW(), MUON])
+@pytest.mark.parametrize("optimizer", [AdamW(), MUON, SOAP])
 def test_with_a_flush_any_cut_and_schedule_goes_on_alike(optimizer: Any) -> None:
     """From each to the next, one batch each; untied weights, so that all orders of sums are those of plain PyTorch."""
     model, batches = rich_model(tied=False), rich_batches(6, 8)

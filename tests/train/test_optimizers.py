@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,11 +13,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from vpipe import Layer, Model
+from vpipe.config.config import TrainingSection
 from vpipe.errors import UserError
 from vpipe.model.registry import ModelSettings, family_named
-from vpipe.train.optimizers import Lamb, LearningRatePolicy, OptimizerSettings, decays, hidden_matrices
+from vpipe.train.optimizers import (
+    OPTIMIZERS,
+    Lamb,
+    LearningRatePolicy,
+    OptimizerSettings,
+    Soap,
+    decays,
+    hidden_matrices,
+)
 
-OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "lamb")
+ONE_FOR_ALL = ("sgd", "adam", "adamw", "nadam", "lamb")
 POLICIES = ("constant", "step", "polynomial", "cosine")
 
 
@@ -47,7 +56,7 @@ def test_decay_by_name(name: str, expected: bool) -> None:
     assert decays(name) is expected
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ONE_FOR_ALL)
 def test_two_groups_in_order(name: str) -> None:
     named = named_parameters()
     optimizer = built(OptimizerSettings(name, 0.1, weight_decay=0.01), named)
@@ -99,7 +108,7 @@ def test_no_fused_kernel_off_cpu_and_cuda() -> None:
     assert optimizer.param_groups[0]["fused"] is None
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ONE_FOR_ALL)
 def test_parameters_may_move_to_other_storage_between_steps(name: str) -> None:
     moving, still = named_parameters(), named_parameters()
     settings = OptimizerSettings(name, 0.1, weight_decay=0.01)
@@ -117,7 +126,7 @@ def test_parameters_may_move_to_other_storage_between_steps(name: str) -> None:
     assert all(torch.equal(old, copy) for old, copy in kept), "a step wrote to storage the parameter had left"
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ONE_FOR_ALL)
 def test_a_first_gradient_may_come_late(name: str) -> None:
     early, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = built(OptimizerSettings(name, 0.1), {"early": early, "late": late})
@@ -229,6 +238,62 @@ def test_nadam_is_its_formula() -> None:
         torch.testing.assert_close(parameter.detach(), x, rtol=1e-6, atol=1e-6)
 
 
+def orthonormal(columns: torch.Tensor) -> torch.Tensor:
+    """Gram and Schmidt's, column after column."""
+    made: list[torch.Tensor] = []
+    for column in columns.T:
+        rest = column.clone()
+        for before in made:
+            rest -= (before @ rest) * before
+        made.append(rest / rest.norm())
+    return torch.stack(made, dim=1)
+
+
+@pytest.mark.parametrize(("shape", "longest"), [((4, 4), 4), ((6, 4), 4), ((4, 6), 5), ((6, 6), 4)])
+def test_soap_is_algorithm_3(shape: tuple[int, int], longest: int) -> None:
+    """arXiv:2409.11321, with the mean kept outside of the bases, which a step of power iteration renews."""
+    parameter = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    x, m, v = parameter.detach().clone(), torch.zeros(shape), torch.zeros(shape)
+    bases = [torch.eye(side, dtype=torch.float64) for side in shape]
+    factors = [torch.zeros(side, side, dtype=torch.float64) for side in shape]
+    optimizer = Soap([parameter], lr=0.1, weight_decay=0.2, precondition_frequency=3, max_precond_dim=longest)
+    for t in range(10):
+        set_gradients({"w": parameter}, t)
+        g = parameter.grad
+        if t > 0:
+            m, v = 0.95 * m + 0.05 * g, 0.95 * v + 0.05 * (bases[0].T @ g @ bases[1]) ** 2
+            scaled = (bases[0].T @ m @ bases[1]) / (1 - 0.95**t) / ((v / (1 - 0.95**t)).sqrt()
+                                                                    + 1e-8 / (1 - 0.95**t) ** 0.5)
+            x = (x - 0.1 * bases[0] @ scaled @ bases[1].T) * (1 - 0.1 * 0.2)
+        for i, product in enumerate((g @ g.T, g.T @ g)):
+            factors[i] = 0.95 * factors[i] + 0.05 * product
+            if shape[i] > longest:
+                continue
+            if t == 0:
+                bases[i] = torch.linalg.eigh(factors[i])[1].flip(1)
+            elif t % 3 == 0:
+                order = (bases[i].T @ factors[i] @ bases[i]).diagonal().argsort(descending=True)
+                v = v.index_select(i, order)
+                bases[i] = orthonormal(factors[i] @ bases[i][:, order])
+        optimizer.step()
+        # fp64; ten steps of some ten roundings, which the division by small second moments makes larger.
+        torch.testing.assert_close(parameter.detach(), x, rtol=1e-10, atol=1e-10)
+    assert {key for key in optimizer.state[parameter] if "_" in key} == {"exp_avg", "exp_avg_sq"} | {
+        f"{kind}_{side}" for kind in ("factor", "basis")
+        for side, length in zip(("left", "right"), shape, strict=True) if length <= longest}
+
+
+def test_soap_begins_with_a_gradient_of_rank_one_and_survives_one_that_is_not_finite() -> None:
+    fine, broken = nn.Parameter(torch.ones(8, 5)), nn.Parameter(torch.ones(8, 5))
+    optimizer = Soap([fine, broken], lr=0.1)
+    for step in range(3):
+        fine.grad, broken.grad = torch.ones(8, 5), torch.full((8, 5), math.inf)
+        optimizer.step()
+        assert bool((fine == 1).all()) is (step == 0), "the first gradient only makes the bases"
+    assert fine.isfinite().all()
+    assert broken.isnan().any()
+
+
 @pytest.mark.parametrize(("matrices", "message"), [
     (None, "error: muon is not told which parameters are hidden matrices\n"
            "hint: give it matrices=hidden_matrices(model)"),
@@ -238,6 +303,12 @@ def test_muon_without_matrices(matrices: tuple[str, ...] | None, message: str) -
     with pytest.raises(UserError) as error:
         OptimizerSettings("muon", 0.1, matrices=matrices)
     assert str(error.value) == message
+
+
+def test_a_name_that_no_optimizer_has_is_refused() -> None:
+    assert get_args(TrainingSection.model_fields["optimizer"].annotation) == OPTIMIZERS
+    with pytest.raises(UserError, match="no optimizer is called 'muno'\nhint: did you mean 'muon'"):
+        OptimizerSettings("muno", 0.1)
 
 
 # -- LAMB

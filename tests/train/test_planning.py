@@ -140,9 +140,11 @@ def test_a_plan_for_another_model_is_refused_and_one_for_another_microbatch_rema
 
 
 @pytest.mark.parametrize("changes", [
-    {"training__momentum": 0.0}, {"training__weight_decay": 0.1}, {"model__dropout": 0.0}])
+    {"training__momentum": 0.0}, {"training__weight_decay": 0.1}, {"model__dropout": 0.0},
+    {"training__optimizer": "muon"}])
 def test_what_changes_costs_changes_the_digest(tmp_path: Path, changes: dict[str, Any]) -> None:
-    plain, changed = job_of(tmp_path, training__optimizer="sgd"), job_of(tmp_path, training__optimizer="sgd", **changes)
+    plain = job_of(tmp_path, training__optimizer="sgd")
+    changed = job_of(tmp_path, **{"training__optimizer": "sgd", **changes})
     assert identity_of(plain, 2, 2).digest != identity_of(changed, 2, 2).digest
     assert identity_of(plain, 2, 2).digest == identity_of(job_of(tmp_path, training__optimizer="sgd"), 2, 2).digest
     assert identity_of(plain, 2, 2, 4, 2).digest != identity_of(plain, 2, 2, 4, 1).digest

@@ -11,25 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, nearest
 from vpipe.model.layer import Model, without_values
 from vpipe.model.split import resolve_tie
 
 _FUSED_DEVICES = ("cpu", "cuda")
 
-MATRIX_OPTIMIZERS = ("muon",)
+OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "lamb", "muon", "soap")
+
+MATRIX_OPTIMIZERS = ("muon", "soap")
 """Optimizers of hidden matrices only; AdamW steps the other parameters."""
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """An optimizer's name (sgd, adam, adamw, nadam, lamb or muon) and hyperparameters, as the config has checked them.
+    """The name of an optimizer, as in ``training.optimizer`` of a config, and its hyperparameters.
 
     ``weight_decay`` is an L2 term in the gradient for ``sgd`` and ``adam``, and decoupled from it for all others. Only
-    ``sgd`` reads ``momentum``. ``muon`` needs the names of the model's :func:`hidden_matrices`.
+    ``sgd`` reads ``momentum``. ``muon`` and ``soap`` need the names of the model's :func:`hidden_matrices`.
 
     Raises:
-        UserError: an optimizer of hidden matrices is given none.
+        UserError: there is no such optimizer, or one of hidden matrices is given none.
     """
 
     name: str
@@ -39,6 +41,8 @@ class OptimizerSettings:
     matrices: Collection[str] | None = None
 
     def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise UserError(f"no optimizer is called '{self.name}'", hint=nearest(self.name, OPTIMIZERS))
         if self.name in MATRIX_OPTIMIZERS and not self.matrices:
             if self.matrices is None:
                 raise UserError(f"{self.name} is not told which parameters are hidden matrices",
@@ -54,7 +58,7 @@ class OptimizerSettings:
         parameter under two names (tied) counts once, under the first. torch's fused kernels are used where they
         exist (floating tensors on CPU or CUDA).
 
-        Muon comes in a list, with AdamW of the other parameters after it; each is left out where it has none.
+        Muon or SOAP comes in a list, with AdamW of the other parameters after it; each is left out where it has none.
         """
         first_names: dict[nn.Parameter, str] = {}
         for name, parameter in named.items():
@@ -97,6 +101,8 @@ class OptimizerSettings:
                 # The learning rate of AdamW fits: updates are scaled to its size (Liu et al. 2025, arXiv:2502.16982).
                 return torch.optim.Muon(groups, lr=self.learning_rate, momentum=0.95, nesterov=True, ns_steps=5,
                                         adjust_lr_fn="match_rms_adamw")
+            case "soap":
+                return Soap(groups, lr=self.learning_rate)
             case _:
                 return Lamb(groups, lr=self.learning_rate)
 
@@ -267,3 +273,116 @@ def _trust_ratios(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
     weights = torch.stack(torch._foreach_norm(params))
     sizes = torch.stack(torch._foreach_norm(updates))
     return list(torch.where((weights > 0) & (sizes > 0), weights / sizes, 1.0).unbind())
+
+
+class Soap(Optimizer):
+    """SOAP: Adam in the eigenbasis of the Kronecker factors of a matrix's gradient ("basis rotation").
+
+    For a matrix X of shape m x n with gradient G, at step t (from 1), all products in the order written::
+
+        G' = QL^T G QR             M = beta1 M + (1 - beta1) G'         V = beta2 V + (1 - beta2) G'^2
+        N = M / (sqrt(V) + eps) * sqrt(1 - beta2^t) / (1 - beta1^t)     X = (1 - lr weight_decay) (X - lr QL N QR^T)
+        L = beta2 L + (1 - beta2) G G^T                                 R = beta2 R + (1 - beta2) G^T G
+
+    and, if t is a multiple of ``precondition_frequency``, one step of power iteration for each side: the columns of QL
+    (with them the rows of V) are sorted by the diagonal of QL^T L QL, the largest first, and QL becomes the orthogonal
+    factor of L QL; M is rotated from the old basis to the new one. The first gradient changes no weight: L and R begin
+    with it, and QL and QR are their eigenvectors. A side longer than ``max_precond_dim`` is not rotated.
+
+    Source: Vyas et al. 2024, arXiv:2409.11321, algorithm 3, with the settings and the order of the authors' code; for
+    late gradients arXiv:2602.03515.
+
+    State per parameter: ``step`` (scalar on the CPU), ``exp_avg`` and ``exp_avg_sq`` (M and V), and of each side that
+    is rotated ``factor_left`` and ``basis_left`` (m x m), ``factor_right`` and ``basis_right`` (n x n).
+    """
+
+    def __init__(self, params: ParamsT, lr: float = 3e-3, betas: tuple[float, float] = (0.95, 0.95),
+                 eps: float = 1e-8, weight_decay: float = 0.0, precondition_frequency: int = 10,
+                 max_precond_dim: int = 4096) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+                                  "precondition_frequency": precondition_frequency,
+                                  "max_precond_dim": max_precond_dim})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; return what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state: dict[str, Tensor] = self.state[parameter]
+        beta1, beta2 = group["betas"]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            for side, factor in _kronecker_factors(gradient, group["max_precond_dim"]).items():
+                state[f"factor_{side}"] = factor * (1 - beta2)
+                state[f"basis_{side}"] = _eigenvectors(state[f"factor_{side}"])
+            return
+        state["step"] += 1
+        t = int(state["step"].item())
+        rotated = _rotate(gradient, state)
+        mean = state["exp_avg"].lerp_(rotated, 1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
+        update = _rotate(mean / square.sqrt().add_(group["eps"]), state, back=True)
+        parameter.add_(update, alpha=-group["lr"] * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        for side, factor in _kronecker_factors(gradient, group["max_precond_dim"]).items():
+            state[f"factor_{side}"].lerp_(factor, 1 - beta2)
+        if t % group["precondition_frequency"] == 0:
+            _renew_bases(state)
+
+
+def _kronecker_factors(gradient: Tensor, longest: int) -> dict[str, Tensor]:
+    """Return the products of a gradient with itself, of the sides that are at most so long."""
+    rows, columns = gradient.shape
+    return ({"left": gradient @ gradient.T} if rows <= longest else {}) | (
+        {"right": gradient.T @ gradient} if columns <= longest else {})
+
+
+def _eigenvectors(factor: Tensor) -> Tensor:
+    """Return the eigenvectors of a factor, that of the largest eigenvalue first; NaN of one that is not finite."""
+    if not factor.isfinite().all():
+        return torch.full_like(factor, math.nan)
+    vectors: Tensor
+    try:
+        _, vectors = torch.linalg.eigh(factor)
+    except RuntimeError:  # torch.linalg.LinAlgError: in fp32, where eigenvalues are nearly equal
+        _, vectors = torch.linalg.eigh(factor.double())
+    return vectors.flip(1).to(factor.dtype).contiguous()
+
+
+def _rotate(matrix: Tensor, state: Mapping[str, Tensor], back: bool = False) -> Tensor:
+    """Return a matrix of the shape of the parameter in its bases, or back from them."""
+    if (left := state.get("basis_left")) is not None:
+        matrix = (left if back else left.T) @ matrix
+    if (right := state.get("basis_right")) is not None:
+        matrix = matrix @ (right.T if back else right)
+    return matrix
+
+
+def _renew_bases(state: dict[str, Tensor]) -> None:
+    """Make a step of power iteration for the bases of both sides, and rotate the mean into the new ones."""
+    mean = _rotate(state["exp_avg"], state, back=True)
+    for dim, side in enumerate(("left", "right")):
+        if (basis := state.get(f"basis_{side}")) is not None:
+            product = state[f"factor_{side}"] @ basis
+            order = (basis * product).sum(0).argsort(descending=True, stable=True)
+            state["exp_avg_sq"] = state["exp_avg_sq"].index_select(dim, order)
+            state[f"basis_{side}"] = torch.linalg.qr(product[:, order]).Q.contiguous()
+    state["exp_avg"] = _rotate(mean, state)

@@ -134,7 +134,7 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
                      widths if regrouped else None)
         plain = f"plain PyTorch{precision.description} on one device"
         yield Reference(", ".join([plain, *regrouped]), trajectory, bound)
-        if regrouped and compression is None:
+        if regrouped and compression is None and training.optimizer != "soap":  # it normalizes rounding errors too
             trajectory = Trajectory()
             flush_oracle(model, data, recipe(trajectory))
             yield Reference(plain, trajectory, rounding)
