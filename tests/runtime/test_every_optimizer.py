@@ -19,16 +19,17 @@ def settings(name: str, model: Model) -> OptimizerSettings:
                              matrices=hidden_matrices(model) if name in MATRIX_OPTIMIZERS else None)
 
 
+EXTRAPOLATED = {"delay_correction": "extrapolate"}
 REPLICAS = {"partition": [2, 4, 2], "placement": [[0, 1], [2], [3, 4, 5]]}
 
 
 @pytest.mark.parametrize(("precision", "arguments"), [
     ("fp32", {"schedule": "1f1b", "recompute": 0.5, **REPLICAS}),
     ("fp32", {"schedule": "pipedream", "recompute": 0.5, **REPLICAS}),
-    ("fp32", {"schedule": "pipedream", "partition": [2, 2, 2, 2], "update_every": 2}),
+    ("fp32", {"schedule": "pipedream", "partition": [2, 2, 2, 2], "update_every": 2, **EXTRAPOLATED}),
     ("bf16", {"schedule": "pipedream_vertical_sync", "partition": [1, 5, 2]}),
     ("bf16", {"schedule": "zb_v", "partition": [2, 2, 2, 2], "executor": "naive"}),
-    ("bf16_pure", {"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4}),
+    ("bf16_pure", {"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4, **EXTRAPOLATED}),
     ("bf16_pure", {"schedule": "gpipe", "partition": [3, 5], "executor": "async_threaded"}),
     ("fp16", {"schedule": "pipedream", "recompute": 1.0, **REPLICAS})])
 @pytest.mark.parametrize("name", NAMES)
@@ -37,7 +38,8 @@ def test_equals_its_oracle(name: str, precision: str, arguments: dict[str, Any])
     optimizer = settings(name, rich_model())
     pipe = pipeline(rich_model(), precision, optimizer=optimizer, **arguments)
     steps = list(pipe.train(rich_batches(3, 8)))
-    how = recipe(precision, optimizer=optimizer.from_named)
+    how = recipe(precision, optimizer=optimizer.from_named,
+                 extrapolation=1.0 if "delay_correction" in arguments else None)
     assert_same(pipe, steps, oracle(rich_model(), rich_batches(3, 8), how, pipe))
 
 
