@@ -187,7 +187,7 @@ def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
     behind = default_warmup(widths)
     depth = max(behind) + 1
     if warmup is not None:
-        _check_warmup(recipe, behind, warmup)
+        _check_warmup(recipe, widths, warmup)
     ahead = behind if warmup is None else tuple(warmup)
     every = _update_every(recipe, max(ahead) + 1, microbatches, update_every, ahead == behind)
     views: dict[int, ReplicaView] = {}
@@ -209,13 +209,16 @@ def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
     return tuple(views[rank] for rank in sorted(views))
 
 
-def _check_warmup(recipe: Recipe, least: Sequence[int], warmup: Sequence[int]) -> None:
-    """Refuse forwards before the first backward that a recipe cannot have.
+def _check_warmup(recipe: Recipe, widths: Sequence[int], warmup: Sequence[int]) -> None:
+    """Refuse forwards before the first backward that a recipe over stages with ``widths`` replicas cannot have.
 
-    Args:
-        least: those of 1F1B, which every recipe may be given.
+    The microbatches that a stage has in flight beyond those of 1F1B must not become more from stage to stage: a stage
+    can take no more of them than the one before lets in.
     """
-    given = list(warmup)
+    given, least = list(warmup), default_warmup(widths)
+    if len(given) != len(least):
+        raise UserError(f"warmup_depth has {counted(len(given), 'number')} for {counted(len(least), 'stage')}",
+                        hint="give the forwards of every stage before its first backward, or leave it out")
     if given == list(least):
         return
     if not recipe.any_warmup:
@@ -223,24 +226,20 @@ def _check_warmup(recipe: Recipe, least: Sequence[int], warmup: Sequence[int]) -
         why = "has a flush" if recipe.flush else "has an order of its own"
         raise UserError(f"warmup_depth is {given}, but '{recipe.name}' {why}",
                         hint=f"leave warmup_depth out, or choose one of: {others}")
-    if len(given) != len(least):
-        raise UserError(f"warmup_depth has {counted(len(given), 'number')} for {counted(len(least), 'stage')}",
-                        hint="give the forwards of every stage before its first backward, or leave it out")
-    more = [0] * len(least)  # than the least, made to fall to 0 at the last stage
+    fitting, more = list(least), 0  # of the stage behind, in microbatches
     for stage in reversed(range(len(least) - 1)):
-        more[stage] = max(more[stage + 1], given[stage] - least[stage])
-    fitting = [low + extra for low, extra in zip(least, more, strict=True)]
+        fitting[stage] += -(-max(more, (given[stage] - least[stage]) * widths[stage]) // widths[stage])
+        more = (fitting[stage] - least[stage]) * widths[stage]
     for stage, (depth, low) in enumerate(zip(given, least, strict=True)):
-        if depth < low:
-            what = f"stage {stage} does {depth} before its first backward, but needs {low}"
-        elif stage == len(least) - 1 and depth > low:
-            what = f"the last stage does {depth} before its first backward, but nothing can delay that"
-        elif depth != fitting[stage]:
-            later = next(number for number in range(stage + 1, len(least)) if more[number] > depth - low)
-            what = (f"stage {stage} does {depth - low} more than its least, {low}, but stage {later}, behind it, does "
-                    f"{more[later]} more than its {least[later]}")
-        else:
+        if depth == fitting[stage]:
             continue
+        what = f"stage {stage} does {depth} before its first backward"
+        if depth < low:
+            what += f", but needs {low}"
+        elif stage == len(least) - 1:
+            what += ", but the last stage has nothing to wait for"
+        else:
+            what += f", {depth - low} more than it needs, but a stage behind it does more in addition"
         raise UserError(f"warmup_depth is {given}: {what}", hint=f"use {fitting}, the nearest depths that fit")
 
 

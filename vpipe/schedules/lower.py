@@ -31,11 +31,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from vpipe.schedules.action import COMPLETES, COMPUTE, RETURNS, Action, Op
 from vpipe.schedules.dependencies import borrowing_ranks
 from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
+from vpipe.schedules.size import default_warmup
 from vpipe.schedules.transfer_order import post_in_time
 
 Compute = Callable[[int], Iterator[Action]]
@@ -85,11 +86,13 @@ class Lowering:
         compute: the compute programs, of this rank and of the owners of weights that it borrows.
         ties: borrowing stages by owning stage.
         norm: add the exchange of gradient norms before every step.
+        warmup: forwards of a replica of every stage before its first backward, where it is a stream.
     """
 
     def __init__(self, rounds: Rounds, rank: int, compute: Compute, ties: Mapping[int, Sequence[int]],
-                 norm: bool = False) -> None:
+                 norm: bool = False, warmup: Sequence[int] = ()) -> None:
         self._rounds, self._rank, self._compute, self._norm = rounds, rank, compute, norm
+        self._warmup = warmup
         placement = rounds.placement
         self._stages = stages_of_rank(placement, rank)
         self._ties = {owner: borrowers for owner, borrowers in ties.items() if owner in self._stages and borrowers}
@@ -101,6 +104,10 @@ class Lowering:
         self._closed = dict.fromkeys(self._borrowers, 0)  # updates of the owner that got all of this rank's gradients
         # Where a step waits for other replicas, other ranks must be able to send past it.
         self._ahead = 2 if not rounds.flush and any(rounds.width(stage) > 1 for stage in self._stages) else 1
+        # Receives of activations that are posted earlier still, and the forwards that they are for.
+        self._early_receives = self._surplus() if warmup else 0
+        self._forwards = (action for action in compute(rank) if action.op is Op.FORWARD)
+        self._forwards_met = self._receives_met = 0
         self._steps: list[Action] = []  # that wait for the rank's other stages
         self._steps_alone = not (norm or self._borrowers or self._ties
                                  or any(rounds.width(stage) > 1 for stage in self._stages))
@@ -138,6 +145,13 @@ class Lowering:
             yield from self._close(owner, ended=True)
         yield from self._take_steps()
 
+    def _surplus(self) -> int:
+        """Return how many more microbatches than in 1F1B the previous stage sends before it waits for a gradient."""
+        widths = list(map(len, self._rounds.placement))
+        more = [depth - least for depth, least in zip(self._warmup, default_warmup(widths), strict=True)]
+        return max((-(-more[stage - 1] * widths[stage - 1] // widths[stage]) - more[stage] for stage in self._stages
+                    if stage), default=0)
+
     def _elsewhere(self, stage: int, microbatch: int) -> bool:
         placement = self._rounds.placement
         if not 0 <= stage < len(placement):
@@ -148,11 +162,21 @@ class Lowering:
     def _before(self, action: Action) -> tuple[Action, ...]:
         """Return the receives that ``action`` needs."""
         op, stage, index = action.op, action.stage, action.microbatch
+        if op is _FORWARD and self._early_receives:
+            return tuple(self._receive_early())
         if op is _FORWARD:
             return (Action(_RECV_F, stage, index),) if self._elsewhere(stage - 1, index) else ()
         if op in RETURNS:
             return (Action(_RECV_B, stage, index),) if self._elsewhere(stage + 1, index) else ()
         return (Action(Op.RECV_G, stage, index),) if op is _STEP and stage in self._ties and self._rounds.flush else ()
+
+    def _receive_early(self) -> Iterator[Action]:
+        """Yield the receives of the activations for the next forward and the ones behind it, so far as none is yet."""
+        self._forwards_met += 1
+        for forward in islice(self._forwards, self._forwards_met + self._early_receives - self._receives_met):
+            self._receives_met += 1
+            if self._elsewhere(forward.stage - 1, forward.microbatch):
+                yield Action(_RECV_F, forward.stage, forward.microbatch)
 
     def _with_sends(self, action: Action) -> Iterable[Action]:
         """Return an action, when it may be executed, and what is sent behind it."""
@@ -201,11 +225,9 @@ class Lowering:
         Where a replica waits for others, a rank that sends to it may be as many updates ahead as the replica has
         microbatches in flight. Otherwise that rank would wait for the replica while the replica waits for it.
         """
-        placement = self._rounds.placement
-        if all(len(ranks) == 1 for ranks in placement):
+        if all(len(ranks) == 1 for ranks in self._rounds.placement):
             return 1
-        depth = (sum(map(len, dict.fromkeys(placement[owner:]))) - 1) // self._rounds.width(owner)
-        return depth // self._rounds.update_every + 1
+        return self._warmup[owner] // self._rounds.update_every + 1
 
     def _await_gradients(self, owner: int, update: int) -> Iterator[Action]:
         """Post, without a flush, the receive of the borrowers' gradients of an update before they can send them."""
@@ -255,5 +277,6 @@ def add_transfers(schedule: Schedule, norm: bool = False) -> Schedule:
     def compute(rank: int) -> Iterator[Action]:
         return iter(schedule.programs[rank])
 
-    return schedule.with_programs([list(Lowering(schedule.rounds, rank, compute, schedule.ties, norm).program())
-                                   for rank in range(schedule.ranks)])
+    return schedule.with_programs([
+        list(Lowering(schedule.rounds, rank, compute, schedule.ties, norm, schedule.warmup).program())
+        for rank in range(schedule.ranks)])
