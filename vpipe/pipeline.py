@@ -101,6 +101,8 @@ class Pipeline:
         delay_correction: without a flush, ``none`` or ``extrapolate``: every step of an optimizer is extrapolated over
             the mean delay of its stage, in updates; see docs/optimizers.md.
         delay_correction_strength: share of that delay, or a multiple of it.
+        warmup_depth: forwards of every stage before its first backward, under ``pipedream``,
+            ``pipedream_vertical_sync`` and ``2bw``; those of 1F1B when not given. See docs/schedules.md.
 
     Raises:
         UserError: the numbers do not fit the model, the schedule or the processes.
@@ -122,7 +124,8 @@ class Pipeline:
                  compress: str | Sequence[str] = "none", compress_rounding: str = "nearest",
                  precision: str = "fp32", loss_scale: float | None = None, executor: str = "overlapped",
                  compile: bool | str = False,  # noqa: A002 - torch's word
-                 delay_correction: str = "none", delay_correction_strength: float = 1.0) -> None:
+                 delay_correction: str = "none", delay_correction_strength: float = 1.0,
+                 warmup_depth: Sequence[int] | None = None) -> None:
         excepthook.install()
         given = Arguments()
         _check_model(given, model)
@@ -138,6 +141,8 @@ class Pipeline:
             placement = (plan.stage_to_rank_map or None) if placement is None else placement
             microbatches = plan.microbatches if microbatches is None else microbatches
             update_every = plan.update_every if update_every is None else update_every
+            if warmup_depth is None and schedule == plan.schedule:
+                warmup_depth = plan.warmup_depth or None
         elif plan is not None:
             given.refuse(f"plan is {shown(plan)}", "give a Plan, such as plan=Plan.load('plan.json')")
         stages = given.integer("stages", stages, or_none=True)
@@ -150,6 +155,7 @@ class Pipeline:
         chunks = given.integer("chunks", chunks, least=1, or_none=True)
         replicas = given.integer("replicas", replicas, least=1)
         update_every = given.integer("update_every", update_every, or_none=True)
+        warmup_depth = given.integers("warmup_depth", warmup_depth, "[3, 2, 1, 0]")
         given.function("learning_rate_factor", learning_rate_factor, 1,
                        "give a function of the step's number: learning_rate_factor=lambda step: 0.99**step; a "
                        "scheduler of torch's is made with the optimizer, see docs/optimizers.md")
@@ -188,7 +194,8 @@ class Pipeline:
             places, chunks, world.ranks if world.ranks > 1 else None, replicas,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(split(model, partition)).items()},
             [stage for stage, layers in enumerate(recomputed) if layers],
-            grad_clip is not None or skip_not_finite or parsed.scaled, last_first=checked == THREADED).prepare()
+            grad_clip is not None or skip_not_finite or parsed.scaled, last_first=checked == THREADED,
+            warmup=warmup_depth).prepare()
         if refused := [Problem(f"{name} {what}", hint) for name, what, hint in parsed.refused(
                 compression.codecs if compression is not None else ())]:
             raise UserError.all_of(refused)

@@ -173,7 +173,8 @@ class Course:
             return flush_oracle(job.model, batches(), recipe)
         drains = {*range(0, self.steps, SAVE_EVERY), *range(0, self.steps, EVALUATE_EVERY), *self.drained}
         return asynchronous_oracle(job.model, batches(), recipe, partition, job.schedule.update_every,
-                                   sorted(step * per_step for step in drains), version_rule(parallel.schedule),
+                                   sorted(step * per_step for step in drains), version_rule(
+                                       parallel.schedule, job.schedule.warmup),
                                    [len(ranks) for ranks in job.placement])
 
 

@@ -122,7 +122,8 @@ trace: 1
     ("dataset: {name: '', batch_size: 4}", "dataset.name must not be empty, got ''"),
     ("model: {name: bert, dropout: 1}", "model.dropout must be below 1, got 1"),
     ("parallel: {model_parallel_size: 4, master_port: 70000}", "parallel.master_port must be at most 65535, got 70000"),
-    ("parallel: {model_parallel_size: 4, warmup_depth: 3}", "parallel.warmup_depth must be a list, got 3"),
+    ("parallel: {model_parallel_size: 4, warmup_depth: 3}",
+     "parallel.warmup_depth must be a list of whole numbers or auto, got 3"),
     ("parallel: {model_parallel_size: 4, stage_to_rank_map: {'0': [a]}}",
      "parallel.stage_to_rank_map.0[0] must be a whole number, got 'a'"),
     ("parallel: {model_parallel_size: 4, device: gpu}",
@@ -178,15 +179,22 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (["parallel.recompute=[0.5]"], "parallel.recompute has 1 entry for 4 stages", "give one entry per stage"),
     (["parallel.warmup_depth=[3, 2, 1]"], "parallel.warmup_depth has 3 entries for 4 stages",
      "give one entry per stage"),
-    (["parallel.warmup_depth=[4, 2, 1, 0]"],
-     "parallel.warmup_depth asks for the depths [4, 2, 1, 0] where these stages have [3, 2, 1, 0] by themselves, which "
-     "is not available in this version", "leave it out"),
+    (["parallel.warmup_depth=[4, 2, 1, 0]"], "parallel.warmup_depth is [4, 2, 1, 0], but '1f1b' has a flush",
+     "leave warmup_depth out, or choose one of: 2bw, pipedream, pipedream_vertical_sync"),
+    (["parallel.warmup_depth=auto"], "parallel.warmup_depth is auto, but '1f1b' has a flush",
+     "leave warmup_depth out, or choose one of: 2bw, pipedream, pipedream_vertical_sync"),
+    (["parallel.warmup_depth=auto", "parallel.schedule=auto"],
+     "parallel.warmup_depth is auto, but the schedule is auto, which takes one with a flush",
+     "leave it out, or choose a schedule without a flush, such as pipedream"),
+    (["parallel.warmup_depth=[2, 2, 1, 0]", "parallel.schedule=pipedream"],
+     "parallel.warmup_depth is [2, 2, 1, 0]: stage 0 does 2 before its first backward, but needs 3",
+     "use [3, 2, 1, 0], the nearest depths that fit"),
     (["parallel.data_parallel_size=2", "parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2], 3: [3]}"],
      "parallel.data_parallel_size is 2, but stage_to_rank_map gives the stages 1, 1, 1, 1 ranks",
      "leave it out: the map says it"),
     (["parallel.warmup_depth=[3, 2, 1, 0]", "parallel.stage_to_rank_map={0: [0], 1: [1, 2], 2: [3], 3: [4]}"],
-     "parallel.warmup_depth asks for the depths [3, 2, 1, 0] where these stages have [4, 1, 1, 0] by themselves, which "
-     "is not available in this version", "leave it out"),
+     "parallel.warmup_depth is [3, 2, 1, 0], but '1f1b' has a flush",
+     "leave warmup_depth out, or choose one of: 2bw, pipedream, pipedream_vertical_sync"),
     (["parallel.use_orion_scheduler=true"],
      "parallel.use_orion_scheduler asks for the Orion scheduler, which is not available in this version",
      "set it to false"),
@@ -543,7 +551,8 @@ def configs(draw: st.DrawFn) -> Config:
                      "update_every": draw(st.sampled_from(divisors)) if schedule == "pipedream" else 1,
                      "stage_to_rank_map": draw(optional(st.permutations(range(stages)).map(
                          lambda ranks: {str(s): [rank] for s, rank in enumerate(ranks)}))),
-                     "warmup_depth": draw(optional(st.just([*range(stages)][::-1])))},
+                     "warmup_depth": draw(optional(st.just([*range(stages)][::-1]) | st.just("auto")))
+                     if schedule == "pipedream" else draw(optional(st.just([*range(stages)][::-1])))},
         "checkpoint": draw(st.none() | st.just({"every_steps": 5, "keep": None, "at_end": False, "directory": "c"})),
         "elastic": draw(st.booleans()), "log_directory": draw(PATHS), "trace": draw(st.booleans())})
 

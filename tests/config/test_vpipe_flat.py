@@ -312,12 +312,12 @@ def test_broken_json_shows_its_place(flat: Path) -> None:
 def test_later_checks_point_into_the_json(flat: Path) -> None:
     write("vpipe.json", {"partition": [12, 13, 13, 11], "recompute_ratio": [0.3, 0]})
     write("mp_conf.json", RANKS | {"stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3]},
-                                   "stage_to_depth_map": {"0": 4, "1": 2, "2": 1, "3": 0}})
+                                   "stage_to_depth_map": {"0": 1, "1": 2, "2": 1, "3": 0}})
     assert [(what, where) for what, where, _ in errors(flat)] == [
         ("recompute_ratio has 2 entries for 4 stages", place("vpipe.json", "[0.3")),
         ("stage_to_rank_map names the stages 0, 1, 2; there are 4: 0, 1, 2, 3", place("mp_conf.json", '{"0": [')),
-        ("stage_to_depth_map asks for the depths [4, 2, 1, 0] where these stages have [2, 2, 1, 0] by themselves, "
-         "which is not available in this version", place("mp_conf.json", '{"0": 4')),
+        ("stage_to_depth_map is [1, 2, 1, 0]: stage 0 does 1 before its first backward, but needs 2",
+         place("mp_conf.json", '{"0": 1')),
     ]
 
 

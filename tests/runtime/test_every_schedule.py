@@ -52,11 +52,11 @@ def plain_with_ties(partition: tuple[int, ...]) -> ReferenceRun:
 
 
 @cache
-def streamed(name: str, stages: int, every: int, batches: int) -> ReferenceRun:
+def streamed(name: str, stages: int, every: int, batches: int, warmup: tuple[int, ...] = ()) -> ReferenceRun:
     return asynchronous_oracle(rich_model(), rich_batches(batches, MICROBATCHES),
                                TrainingRecipe(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), cut(name, stages),
                                every,
-                               version_of=version_rule(name))
+                               version_of=version_rule(name, warmup))
 
 
 @pytest.mark.parametrize("recompute", [0.0, [0.0, 1.0], 1.0], ids=["kept", "mixed", "recomputed"])
@@ -102,6 +102,29 @@ def test_without_a_flush_equals_its_oracle(name: str, stages: int, every: int, r
     for stage, usage in enumerate(pipe.engine.collectives.usage()):
         assert usage.versions <= recipe.versions(stage, size)
         assert usage.peak_activations <= recipe.peak_activations(stage, size)
+
+
+@pytest.mark.parametrize(("warmup", "every"), [((4, 0), 1), ((2, 0), 4), ((5, 3, 1, 0), 1), ((6, 5, 4, 0), 4),
+                                               ((7, 4, 2, 0), 8)])
+@pytest.mark.parametrize("name", STREAMS)
+def test_more_forwards_ahead_equal_their_oracle(name: str, warmup: tuple[int, ...], every: int) -> None:
+    """The evaluation drains the pipeline, with as many microbatches in flight as the depths say."""
+    recipe, size = recipe_named(name), Size(len(warmup), 24, 1, every, warmup=warmup)
+    if every < recipe.update_every(warmup[0] + 1):
+        return
+    model, first, second = rich_model(), rich_batches(2, MICROBATCHES), rich_batches(3, MICROBATCHES, seed=9)
+    pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=cut(name, len(warmup)), recompute=0.6,
+                    optimizer=AdamW(), seed=2, update_every=every, warmup_depth=warmup)
+    losses = [step.loss for step in pipe.train(first)]
+    for stage, usage in enumerate(pipe.engine.collectives.usage()):
+        assert usage.versions <= recipe.versions(stage, size)
+        assert usage.peak_activations == warmup[stage] + 1
+    pipe.evaluate(first)
+    losses += [step.loss for step in pipe.train(second)]
+    expected = asynchronous_oracle(model, first + second, TrainingRecipe(AdamW().from_named, MICROBATCHES, 2),
+                                   pipe.partition, every, [2 * MICROBATCHES], version_rule(name, warmup))
+    assert losses == expected.losses
+    assert_same_state(pipe.state_dict(), expected.state)
 
 
 @pytest.mark.parametrize("recompute", [0.0, 0.5, 1.0])

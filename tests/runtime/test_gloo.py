@@ -62,11 +62,13 @@ def test_shapes_change_from_batch_to_batch(world: World, schedule: str, update_e
                     recompute=0.5, batches=7, samples=4, lengths=(6, 9, 3))
 
 
-@pytest.mark.parametrize("update_every", [1, 2])
-def test_evaluation_drains_an_asynchronous_pipeline_that_then_goes_on(world: World, update_every: int) -> None:
+@pytest.mark.parametrize(("update_every", "depths"), [(1, None), (2, None), (1, [7, 4, 2, 0])])
+def test_evaluation_drains_an_asynchronous_pipeline_that_then_goes_on(world: World, update_every: int,
+                                                                      depths: list[int] | None) -> None:
     run = same_everywhere(world, model="rich", schedule="pipedream", microbatches=2, update_every=update_every,
                           partition=EVEN, batches=14, samples=4, evaluate_after=[3, 4, 12], recompute=0.5,
-                          delay_correction="none" if update_every == 1 else "extrapolate")
+                          delay_correction="none" if update_every == 1 else "extrapolate",
+                          warmup_depth=depths)
     assert run["evaluations"][0] == run["evaluations"][1] != run["evaluations"][2]
     assert [step[0] for step in run["steps"]] == list(range(28 // update_every))
 

@@ -68,6 +68,7 @@ def test_every_way_to_make_communicators_and_to_send(world: World, schedule: str
     {"schedule": "1f1b", "lengths": [6, 9, 3], "batches": 4, "hide": True},
     {"schedule": "pipedream", "lengths": [6, 9, 3], "batches": 4},
     {"schedule": "pipedream", "batches": 14, "evaluate_after": [3, 4, 12]},
+    {"schedule": "pipedream", "batches": 14, "evaluate_after": [3, 4, 12], "warmup_depth": [7, 4, 2, 0]},
     {"schedule": "2bw", "batches": 14, "leave_after": 4, "more": 2},
     {"schedule": "gpipe", "model": "dtypes", "partition": [1, 1, 1, 2], "microbatches": 2, "samples": 4},
     {"schedule": "pipedream", "model": "norm", "partition": [1, 2, 2, 1], "microbatches": 2}],

@@ -160,6 +160,13 @@ def test_other_schedules_without_a_flush(schedule: str, widths: tuple[int, ...],
     streams(widths, schedule, every, 2 * every, first=3)
 
 
+@pytest.mark.parametrize(("schedule", "widths", "every", "warmup"), [
+    ("pipedream", (2, 1, 2), 1, (4, 3, 0)), ("pipedream", (1, 3, 2), 2, (9, 2, 0)), ("pipedream", (3, 1), 1, (2, 0)),
+    ("pipedream_vertical_sync", (2, 2), 1, (3, 0)), ("2bw", (1, 2), 4, (3, 0))])
+def test_more_forwards_ahead(schedule: str, widths: tuple[int, ...], every: int, warmup: tuple[int, ...]) -> None:
+    streams(widths, schedule, every, 2 * every, first=7, warmup_depth=warmup)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 @pytest.mark.parametrize("build", [thrice_tied_model, norm_model, checkpointed_model, recurrent_model, frozen_front])
 def test_all_sorts_of_layers(build: Any, schedule: str) -> None:
@@ -184,15 +191,19 @@ def streams(widths: Sequence[int], schedule: str, every: int, microbatches: int,
     pipe.evaluate(batches[:1])
     steps += pipe.train(batches[first:])
     expected = asynchronous_oracle(model, batches, recipe(microbatches, clip), pipe.partition, every,
-                                   [first * microbatches], version_rule(schedule), widths)
+                                   [first * microbatches],
+                                   version_rule(schedule, arguments.get("warmup_depth", ())), widths)
     assert_same(pipe, steps, expected)
     return steps
 
 
-@pytest.mark.parametrize(("widths", "every"), [((2, 1), 1), ((1, 2), 2), ((3, 1, 2), 1), ((2,), 1)])
-def test_an_evaluation_in_the_middle_drains_up_to_a_whole_step(widths: tuple[int, ...], every: int) -> None:
+@pytest.mark.parametrize(("widths", "every", "warmup"), [
+    ((2, 1), 1, None), ((1, 2), 2, None), ((3, 1, 2), 1, None), ((2,), 1, None), ((1, 2), 2, (6, 0)),
+    ((2, 1, 1), 2, (4, 4, 0))])
+def test_an_evaluation_in_the_middle_drains_up_to_a_whole_step(widths: tuple[int, ...], every: int,
+                                                               warmup: tuple[int, ...] | None) -> None:
     model, batches, per_step = rich_model(), rich_batches(14, 4), every * math.lcm(*widths)
-    pipe = pipeline(model, widths, "pipedream", 4, update_every=every)
+    pipe = pipeline(model, widths, "pipedream", 4, update_every=every, warmup_depth=warmup)
     steps, drained_at = [], []
     for step in pipe.train(batches):
         steps.append(step)
@@ -200,7 +211,8 @@ def test_an_evaluation_in_the_middle_drains_up_to_a_whole_step(widths: tuple[int
             drained_at.append(min(56, per_step * (step.index + 1 + len(pipe.engine.drain()))))
             pipe.evaluate(batches[:1])
     assert 3 * per_step < drained_at[0] <= 8 * per_step < drained_at[1]
-    expected = asynchronous_oracle(model, batches, recipe(4), pipe.partition, every, drained_at, widths=widths)
+    expected = asynchronous_oracle(model, batches, recipe(4), pipe.partition, every, drained_at,
+                                   version_rule("pipedream", warmup or ()), widths)
     assert_same(pipe, steps, expected)
 
 

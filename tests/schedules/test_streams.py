@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +13,10 @@ from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.build import build
 from vpipe.schedules.check import prove
-from vpipe.schedules.costs import Costs
+from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.peaks import rank_peaks, stage_peaks
+from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.simulate import simulate
@@ -22,15 +24,16 @@ from vpipe.schedules.size import Size, default_placement
 
 STREAMS = [name for name in schedule_names() if not recipe_named(name).flush]
 
-VERSIONS: dict[str, Callable[[int, int, int, int], int]] = {  # of (p, k, stage, microbatch)
-    "pipedream": lambda p, k, stage, i: max(0, (i - (p - 1 - stage)) // k),
-    "pipedream_vertical_sync": lambda p, k, stage, i: max(0, (i - (p - 1)) // k),
-    "2bw": lambda p, k, stage, i: max(0, i // k - 1),
+VERSIONS: dict[str, Callable[[Sequence[int], int, int, int], int]] = {  # of (warm-up, k, stage, microbatch)
+    "pipedream": lambda d, k, stage, i: max(0, (i - d[stage]) // k),
+    "pipedream_vertical_sync": lambda d, k, stage, i: max(0, (i - d[0]) // k),
+    "2bw": lambda d, k, stage, i: max(0, i // k - 1),
 }
 
 
-def made(name: str, ranks: int, microbatches: int, update_every: int | None = None) -> Schedule:
-    return build(name, default_placement(ranks), microbatches, update_every)
+def made(name: str, ranks: int, microbatches: int, update_every: int | None = None,
+         warmup: Sequence[int] | None = None) -> Schedule:
+    return build(name, default_placement(ranks), microbatches, update_every, warmup=warmup)
 
 
 def texts(schedule: Schedule) -> list[str]:
@@ -38,11 +41,12 @@ def texts(schedule: Schedule) -> list[str]:
 
 
 @st.composite
-def streams(draw: st.DrawFn, name: str) -> tuple[int, int, int]:
-    """Ranks, microbatches per update, updates."""
-    ranks = draw(st.integers(1, 8))
-    every = recipe_named(name).update_every(ranks) + draw(st.integers(0, 4))
-    return ranks, every, draw(st.integers(1, max(1, 24 // every)))
+def streams(draw: st.DrawFn, name: str) -> tuple[tuple[int, ...], int, int]:
+    """Forwards of every rank before its first backward, microbatches per update, updates."""
+    more = draw(st.lists(st.integers(0, 4), max_size=7).map(lambda numbers: [*sorted(numbers, reverse=True), 0]))
+    warmup = tuple(len(more) - 1 - rank + extra for rank, extra in enumerate(more))
+    every = recipe_named(name).update_every(warmup[0] + 1) + draw(st.integers(0, 4))
+    return warmup, every, draw(st.integers(1, max(1, 24 // every)))
 
 
 def test_pipedream_with_an_update_every_second_microbatch() -> None:
@@ -68,10 +72,10 @@ def test_2bw_changes_over_before_a_step_would_make_a_third_version() -> None:
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_versions(name: str, data: st.DataObject) -> None:
-    ranks, every, updates = data.draw(streams(name))
-    schedule = prove(name, default_placement(ranks), every * updates, every)
+    warmup, every, updates = data.draw(streams(name))
+    schedule = prove(name, default_placement(len(warmup)), every * updates, every, warmup=warmup)
     for (stage, microbatch), version in Dependencies.from_schedule(schedule).version.items():
-        assert version == VERSIONS[name](ranks, every, stage, microbatch)
+        assert version == VERSIONS[name](warmup, every, stage, microbatch)
     assert [fact.peak_activations for fact in rank_peaks(schedule)] == list(schedule.peak_activations)
 
 
@@ -79,10 +83,10 @@ def test_versions(name: str, data: st.DataObject) -> None:
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_versions_and_staleness_of_a_long_stream(name: str, data: st.DataObject) -> None:
-    ranks, every, _ = data.draw(streams(name))
-    held = stage_peaks(made(name, ranks, every * (2 + -(-2 * ranks // every)), every))
-    for stage, fact in enumerate(held):
-        behind = ranks - 1 - (0 if name == "pipedream_vertical_sync" else stage)
+    warmup, every, _ = data.draw(streams(name))
+    schedule = made(name, len(warmup), every * (2 + -(-2 * (warmup[0] + 1) // every)), every, warmup)
+    for stage, fact in enumerate(stage_peaks(schedule)):
+        behind = warmup[0 if name == "pipedream_vertical_sync" else stage]
         versions = 2 if name == "2bw" else 1 - -behind // every
         assert (fact.versions, fact.staleness) == (versions, versions - 1)
 
@@ -106,11 +110,11 @@ def used(program: Iterable[Action], microbatches: int, every: int) -> list[Actio
 @settings(deadline=None, max_examples=30)
 @given(data=st.data(), more=st.integers(0, 12))
 def test_prefix_closed(name: str, data: st.DataObject, more: int) -> None:
-    ranks, every, updates = data.draw(streams(name))
-    program, microbatches = recipe_named(name).program, every * updates
+    warmup, every, updates = data.draw(streams(name))
+    program, microbatches, ranks = recipe_named(name).program, every * updates, len(warmup)
     for rank in range(ranks):
-        longer = program(rank, ranks, microbatches + more, update_every=every)
-        exact = program(rank, ranks, microbatches, update_every=every)
+        longer = program(rank, ranks, microbatches + more, update_every=every, warmup=warmup)
+        exact = program(rank, ranks, microbatches, update_every=every, warmup=warmup)
         assert used(longer, microbatches, every) == used(exact, microbatches, every)
 
 
@@ -118,10 +122,45 @@ def test_prefix_closed(name: str, data: st.DataObject, more: int) -> None:
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_a_stream_idles_only_while_it_fills_and_drains(name: str, data: st.DataObject) -> None:
-    ranks, every, updates = data.draw(streams(name))
-    schedule = made(name, ranks, every * updates, every)
+    warmup, every, updates = data.draw(streams(name))
+    ranks = len(warmup)
+    schedule = made(name, ranks, every * updates, every, warmup)
     costs = Costs.uniform(Size(ranks, every * updates, 1, every))
     assert simulate(schedule, costs).bubble_s == (ranks - 1) * 3
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_more_forwards_ahead_hide_transfers(name: str) -> None:
+    """p-s microbatches go round in each pair of ranks, so a transfer of h makes the period 2(p-1)/p h longer; with one
+    more between each two ranks than 1F1B has, nobody waits."""
+
+    def period(warmup: tuple[int, ...]) -> Number:
+        costs = Costs.uniform(Size(4, 80, 1, 8), transfer=Fraction(1, 2))
+        events = simulate(made(name, 4, 80, 8, warmup), costs).events[3]
+        ends = {event.action.microbatch: event.end_s for event in events if event.action.op is Op.BACKWARD}
+        return ratio(ends[71] - ends[31], 40)
+
+    assert period((3, 2, 1, 0)) == Fraction(15, 4)
+    assert period((5, 3, 2, 0)) == Fraction(7, 2)
+    assert period((6, 4, 2, 0)) == 3
+
+
+@pytest.mark.parametrize(("name", "warmup", "what", "hint"), [
+    ("pipedream", (3, 3, 1, 0), "stage 0 does 3 before its first backward, 0 more than it needs, but a stage behind it "
+     "does more", "use [4, 3, 1, 0]"),
+    ("pipedream", (3, 1, 1, 0), "stage 1 does 1 before its first backward, but needs 2", "use [3, 2, 1, 0]"),
+    ("2bw", (5, 4, 3, 2), "stage 3 does 2 before its first backward, but the last stage has nothing to wait for",
+     "use [5, 4, 3, 0]"),
+    ("pipedream", (3, 2), "warmup_depth has 2 numbers for 4 stages", "leave it out"),
+    ("2bw", (9, 2, 1, 0), "updates every 10 microbatches or more, but there are only 8", "a lower warmup_depth"),
+    ("1f1b", (4, 2, 1, 0), "'1f1b' has a flush", "leave warmup_depth out, or choose one of: 2bw, pipedream, ")])
+def test_warm_ups_that_do_not_fit(name: str, warmup: tuple[int, ...], what: str, hint: str) -> None:
+    with pytest.raises(UserError) as error:
+        made(name, 4, 8, warmup=warmup)
+    assert what in str(error.value)
+    assert hint in str(error.value)
+    with pytest.raises(UserError):
+        ScheduleSpec(name, 4, 8, warmup=warmup).prepare()
 
 
 def test_numbers_that_no_stream_can_have() -> None:

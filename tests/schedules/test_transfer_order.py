@@ -176,28 +176,32 @@ def test_actions_keep_their_order_and_only_receives_move() -> None:
         assert sorted(map(str, before)) == sorted(map(str, after))
 
 
-def lazily(name: str, placement: Placement, microbatches: int, rank: int) -> list[Action]:
+def lazily(name: str, placement: Placement, microbatches: int, rank: int, warmup: Sequence[int]) -> list[Action]:
     """The actions of a rank of a stream that is ordered while it comes, as the engine does it."""
     recipe = recipe_named(name)
-    found = replica_views(recipe, placement, 4 * len(placement), 1 if name == "pipedream" else None)
+    found = replica_views(recipe, placement, 4 * len(placement), 1 if name == "pipedream" else None, warmup)
     rounds = Rounds(placement, found[0].size.update_every, False, lambda number: number < microbatches)
     ties = {0: (len(placement) - 1,)}
     lowered = [Lowering(rounds, each, lambda of: stream_program(
-        recipe, found[of], rounds, stages_of_rank(placement, of)), ties) for each in range(len(found))]
+        recipe, found[of], rounds, stages_of_rank(placement, of)), ties, warmup=warmup) for each in range(len(found))]
     order = TransferOrder(rounds, ties, [one.program() for one in lowered],
                           lambda of, owner, number: lowered[of].version_of(owner, number), normed=False, ranks=[rank])
     return list(order.program(rank))
 
 
 @pytest.mark.parametrize("name", ["pipedream", "2bw"])
-@pytest.mark.parametrize("placement", [((0,), (1,), (2,)), ((0, 1), (2,)), ((0,), (1, 2))])
-def test_a_stream_is_ordered_as_the_same_schedule_of_known_length(name: str, placement: Placement) -> None:
+@pytest.mark.parametrize(("placement", "warmup"), [
+    (((0,), (1,), (2,)), (2, 1, 0)), (((0, 1), (2,)), (1, 0)), (((0,), (1, 2)), (2, 0)),
+    (((0,), (1,), (2,)), (5, 3, 0)), (((0, 1), (2,)), (3, 0))])
+def test_a_stream_is_ordered_as_the_same_schedule_of_known_length(name: str, placement: Placement,
+                                                                  warmup: tuple[int, ...]) -> None:
     """Every rank orders the whole stream by itself, as far as it has come: all must find the same order."""
     microbatches = 24
-    every = replica_views(recipe_named(name), placement, 4 * len(placement), 1 if name == "pipedream" else None)[0].size
-    whole = ordered(prove(name, placement, microbatches, every.update_every, {0: (len(placement) - 1,)}))
+    every = replica_views(recipe_named(name), placement, 4 * len(placement), 1 if name == "pipedream" else None,
+                          warmup)[0].size
+    whole = ordered(prove(name, placement, microbatches, every.update_every, {0: (len(placement) - 1,)}, warmup=warmup))
     for rank, program in enumerate(whole.programs):
-        assert lazily(name, placement, microbatches, rank) == list(program)
+        assert lazily(name, placement, microbatches, rank, warmup) == list(program)
 
 
 def test_a_stream_asks_for_no_microbatch_much_before_it_comes() -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vpipe.train.job import Job
 
 PLANNED = frozenset({"training.num_microbatches"} | {f"parallel.{key}" for key in (
-    "partition", "recompute", "schedule", "update_every", "stage_to_rank_map", "model_parallel_size",
+    "partition", "recompute", "schedule", "update_every", "warmup_depth", "stage_to_rank_map", "model_parallel_size",
     "data_parallel_size", "chunks", "memory", "plan")})
 """Keys that a plan sets, or that only planning reads. The command that runs the plan leaves them out."""
 
@@ -140,7 +140,7 @@ def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | No
     layers = tuple(tuple(sorted(own)) for own in recomputed_layers(parallel.recompute, job.partition))
     count = job.config.microbatches
     plan = Plan(job.partition, stage_to_rank_map=job.placement, schedule=parallel.schedule, recompute_layers=layers,
-                microbatches=count, update_every=parallel.update_every)
+                microbatches=count, update_every=parallel.update_every, warmup_depth=parallel.depths or ())
     plan = replace(plan, predictions=predict(profiles[count], plan).prediction)
     peak, seconds = peak_bytes(plan), plan.predicted.seconds_per_sample
     if limit_bytes is not None and peak > limit_bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vpipe.errors import UserError, counted
 from vpipe.schedules.action import RECEIVES, SENDS
-from vpipe.schedules.build import build, check_chunks
+from vpipe.schedules.build import build, check_chunks, check_warmup
 from vpipe.schedules.check import check
 from vpipe.schedules.csv_format import read_csv, write_csv
 from vpipe.schedules.lower import lower
@@ -91,7 +91,7 @@ def _named(options: argparse.Namespace, costs: RankCosts) -> Schedule:
                                    ("--microbatches", options.microbatches, schedule.microbatches),
                                    ("--update-every", options.update_every, schedule.update_every),
                                    ("--chunks", options.chunks, None), ("--memory", options.memory, None),
-                                   ("--widths", options.widths, None)):
+                                   ("--widths", options.widths, None), ("--warmup-depth", options.warmup_depth, None)):
             if given not in (None, has):
                 raise UserError(f"{option} does not go with a file" if has is None else
                                 f"{option} is {given}, but '{name}' has {has}",
@@ -103,7 +103,8 @@ def _named(options: argparse.Namespace, costs: RankCosts) -> Schedule:
     if recipe.search is None and options.memory is not None:
         raise UserError(f"--memory does not go with '{name}', which holds what it holds",
                         hint="leave it out, or let auto find an order that keeps it")
-    return _built(recipe, widths, microbatches, options.chunks, options.update_every, costs, options.memory)
+    return _built(recipe, widths, microbatches, options.chunks, options.update_every, costs, options.memory,
+                  _depths(options.warmup_depth))
 
 
 def _sizes(options: argparse.Namespace) -> tuple[tuple[int, ...], int]:
@@ -142,14 +143,26 @@ def _widths(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def _depths(text: str | None) -> tuple[int, ...] | None:
+    """Parse ``--warmup-depth 5,3,1,0``."""
+    parts = None if text is None else text.split(",")
+    for part in parts or ():
+        if re.fullmatch(r"\s*\d{1,5}\s*", part, re.ASCII) is None:
+            raise UserError(f"--warmup-depth has '{part}', which is no number of forwards",
+                            hint="write --warmup-depth 5,3,1,0: a whole number for each of the --stages")
+    return None if parts is None else tuple(map(int, parts))
+
+
 def _built(recipe: Recipe, widths: tuple[int, ...], microbatches: int, chunks: int | None, update_every: int | None,
-           costs: RankCosts, memory: int | None = None) -> Schedule:
+           costs: RankCosts, memory: int | None = None, warmup: tuple[int, ...] | None = None) -> Schedule:
     ranks = len(widths)
+    if warmup is not None:
+        check_warmup(recipe, widths, warmup)
     if recipe.search is not None:
         check_work(sum(widths), microbatches, chunks or 1, replicated=max(widths) > 1, most=MOST_SEARCHED)
     else:
         placement = recipe.layout.placement(ranks, recipe.chunks if chunks is None else chunks)
-        return build(recipe.name, _replicated(placement, widths), microbatches, update_every)
+        return build(recipe.name, _replicated(placement, widths), microbatches, update_every, warmup=warmup)
     if max(widths) == 1:
         return search_placements(ranks, microbatches, chunks, costs.of, memory)
     if len(set(widths)) > 1:

@@ -17,6 +17,7 @@ _TARGETS: dict[str, Keys] = {
     "partition": ("parallel", "partition"), "recompute_ratio": ("parallel", "recompute"),
     "recompute_layers": ("parallel", "recompute"), "stage_to_rank_map": ("parallel", "stage_to_rank_map"),
     "schedule": ("parallel", "schedule"), "update_every": ("parallel", "update_every"),
+    "warmup_depth": ("parallel", "warmup_depth"),
     "microbatches": ("training", "num_microbatches")}
 """Key of a plan -> key of a config. Layers take precedence over ratios, which are there for other readers."""
 
@@ -62,7 +63,8 @@ def apply_plan(tree: Tree, path: str, settings: Iterable[str] = ()) -> None:
 def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
     """Drop the keys of a run's config, which has every key, that derive from keys in ``settings``.
 
-    With another number of stages, partition and ranks are dropped; with another schedule, ``update_every``.
+    With another number of stages, partition and ranks are dropped; with another schedule, ``update_every`` and
+    ``warmup_depth``.
     """
     given = {tuple(key.split(".")): value for key, value in settings.items()}
     parallel = {name: ("parallel", name) for name in (
@@ -78,7 +80,9 @@ def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
     elif parallel["partition"] in given and isinstance(old := tree.get(parallel["recompute"]), list):
         dropped |= {"recompute"} if any(isinstance(layers, list) for layers in old) else set()
     if parallel["schedule"] in given:
-        dropped |= {"update_every", "chunks"}
+        dropped |= {"update_every", "chunks", "warmup_depth"}
+    if parallel["stage_to_rank_map"] in given:
+        dropped |= {"warmup_depth"}
     if parallel["data_parallel_size"] in given:
         dropped |= {"stage_to_rank_map"}
     for name in dropped:

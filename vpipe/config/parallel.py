@@ -25,9 +25,23 @@ from vpipe.config.yaml_tree import describe
 from vpipe.errors import UserError, nearest_registered
 from vpipe.plan.recompute import MOST_LAYERS, ranges
 from vpipe.runtime.executors.registry import THREADED, Executor, threads_refused
+from vpipe.schedules.build import check_warmup
 from vpipe.schedules.prepare import has_flush, is_file
-from vpipe.schedules.registry import DEFAULT_SCHEDULE, recipe_if_any, recipe_named, schedule_names
-from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES, Placement, first_missing
+from vpipe.schedules.registry import (
+    DEFAULT_ASYNCHRONOUS,
+    DEFAULT_SCHEDULE,
+    recipe_if_any,
+    recipe_named,
+    schedule_names,
+)
+from vpipe.schedules.size import (
+    MOST_MICROBATCHES,
+    MOST_RANKS,
+    MOST_STAGES,
+    Placement,
+    default_warmup,
+    first_missing,
+)
 from vpipe.units import parse_size
 
 Scheduler = Literal["naive", "async_threaded"]
@@ -50,6 +64,16 @@ def _layers_or_auto(value: Any) -> Any:
     if sum(layers) > MOST_LAYERS:
         raise MistakesError(Mistake((), f"has {sum(layers):,} layers in all, more than {MOST_LAYERS:,}", hint))
     return layers
+
+
+def _depths_or_auto(value: Any) -> Any:
+    hint = "warmup_depth: the forwards of each stage before its first backward, such as [5, 3, 1, 0], or auto"
+    if value is None or value == AUTO:
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise MistakesError(Mistake((), f"must be a list of whole numbers or auto, got {describe(value)}", hint))
+    return check_entries(value, lambda entry: type(entry) is int and 0 <= entry <= MOST_MICROBATCHES,
+                         f"a whole number from 0 to {MOST_MICROBATCHES:,}", hint)
 
 
 def _recompute(value: Any) -> Any:
@@ -160,22 +184,31 @@ class ParallelSection(Section):
     compress_feedback: bool = Field(False, description="always false: error feedback on gradients was removed")
     timeout_s: float = Field(60.0, gt=0, le=10**6, description=(
         "seconds that a rank waits for another before the run fails"))
-    warmup_depth: Ints | None = Field(None, description=(
+    warmup_depth: Annotated[tuple[int, ...] | Literal["auto"] | None, BeforeValidator(_depths_or_auto)] = Field(
+        None, description=(
         "forwards of each stage before its first backward; null takes (ranks of this and later stages - 1) // ranks "
-        "of this stage"))
+        "of this stage; without a flush more of them hide transfers, at the price of memory and delay; auto takes as "
+        "few more as the measured transfers need"))
 
     @property
     def to_plan(self) -> tuple[str, ...]:
         """Return the keys that are planned when the run starts; a schedule from a file is not planned for."""
         cut = self.model_parallel_size > 1 and not is_file(self.schedule)
-        return tuple(key for key in ("partition", "recompute", "schedule")
-                     if getattr(self, key) == AUTO and (key != "partition" or cut))
+        return tuple(key for key in ("partition", "recompute", "schedule", "warmup_depth")
+                     if getattr(self, key) == AUTO and (key not in ("partition", "warmup_depth") or cut))
 
     @property
     def standing_in(self) -> ParallelSection:
         """Return this section with stand-ins for keys to be planned: the default schedule, no recomputation."""
         return self.model_copy(update={"schedule": DEFAULT_SCHEDULE if self.schedule == AUTO else self.schedule,
-                                       "recompute": 0.0 if self.recompute == AUTO else self.recompute})
+                                       "recompute": 0.0 if self.recompute == AUTO else self.recompute,
+                                       "warmup_depth": self.depths})
+
+    @property
+    def depths(self) -> tuple[int, ...] | None:
+        """Return the forwards of each stage before its first backward where they are listed, and not 1F1B's."""
+        depths = self.warmup_depth
+        return depths if isinstance(depths, tuple) and depths != default_warmup(self.widths) else None
 
     @property
     def asks_for_gpus(self) -> bool:
@@ -273,11 +306,26 @@ class ParallelSection(Section):
         yield from self._schedule()
         if self.executor == THREADED and (refused := threads_refused(self.schedule)):
             yield Mistake(("executor",), f"is {refused[0]}", refused[1])
-        widths = self.widths
-        depths = tuple((sum(widths[stage:]) - 1) // width for stage, width in enumerate(widths))
-        if self.warmup_depth and len(self.warmup_depth) == stages and self.warmup_depth != depths:
-            yield unavailable("warmup_depth", f"the depths {list(self.warmup_depth)} where these stages have "
-                              f"{list(depths)} by themselves", "leave it out")
+        yield from self._warmup()
+
+    def _warmup(self) -> Iterator[Mistake]:
+        depths = self.warmup_depth if self.warmup_depth == AUTO else self.depths
+        if depths is None or (len(depths) != self.model_parallel_size and depths != AUTO):
+            return
+        shown = depths if isinstance(depths, str) else list(depths)
+        recipe = None if is_file(self.schedule) or self.schedule == AUTO else recipe_if_any(self.schedule)
+        if is_file(self.schedule):
+            yield Mistake(("warmup_depth",), f"is {shown}, but the schedule is a file, '{self.schedule}', which says "
+                          "the order of its actions", "leave it out, or name a schedule")
+        elif self.schedule == AUTO:
+            yield Mistake(("warmup_depth",), f"is {shown}, but the schedule is auto, which takes one with a flush",
+                          "leave it out, or choose a schedule without a flush, such as " + DEFAULT_ASYNCHRONOUS)
+        elif recipe is not None:
+            try:
+                check_warmup(recipe, self.widths, depths)
+            except UserError as error:
+                [problem] = error.problems
+                yield Mistake(("warmup_depth",), problem.what.removeprefix("warmup_depth "), problem.hint)
 
     def _recomputed(self) -> Iterator[Mistake]:
         named = {stage: entry for stage, entry in enumerate(self.recompute) if isinstance(entry, tuple)} if isinstance(

@@ -27,7 +27,8 @@ def ranks_of(config: Config) -> int:
     parallel = config.parallel.standing_in
     return ScheduleSpec(parallel.schedule, parallel.model_parallel_size, config.microbatches,
                         parallel.update_every, parallel.placement, parallel.chunks,
-                        replicas=1 if parallel.placement else parallel.data_parallel_size).prepare(proved=True).ranks
+                        replicas=1 if parallel.placement else parallel.data_parallel_size,
+                        warmup=parallel.depths).prepare(proved=True).ranks
 
 
 def hosts_of(config: Config) -> Hosts | None:

@@ -109,6 +109,8 @@ class Plan:
             where it is empty.
         microbatches: parts of a batch; the caller's choice when None.
         update_every: of a schedule without a flush, microbatches per update and replica; the caller's choice when None.
+        warmup_depth: of a schedule without a flush, forwards per stage before its first backward; those of 1F1B when
+            empty.
         predictions: of time and memory.
         profile: the digest of the profile that it was made from (:class:`~vpipe.plan.profile.Identity`).
         profiled: the fields of that Identity.
@@ -124,6 +126,7 @@ class Plan:
     predictions: Prediction | None = None
     profile: str | None = None
     profiled: Mapping[str, Any] | None = None
+    warmup_depth: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         content = {key: _as_lists(getattr(self, key)) for key in _KEYS if key != "predictions"}
@@ -134,7 +137,8 @@ class Plan:
             problems.append(Problem(f"predictions is {shown(self.predictions)}", "leave it out: vpipe plan makes it"))
         if problems:
             raise UserError.all_of(problems)
-        values = {key: _as_tuples(getattr(self, key)) for key in ("partition", "stage_to_rank_map", "recompute_layers")}
+        values = {key: _as_tuples(getattr(self, key)) for key in ("partition", "stage_to_rank_map", "recompute_layers",
+                                                                     "warmup_depth")}
         values["recompute_ratio"] = tuple(map(float, self.recompute_ratio))
         if values["recompute_layers"] and not self.recompute_ratio:
             values["recompute_ratio"] = tuple(ratio_of(len(layers), size) for layers, size in zip(
@@ -212,6 +216,8 @@ class Plan:
             content["recompute_layers"] = [list(own) for own in self.recompute_layers]
         if self.stage_to_rank_map:
             content["stage_to_rank_map"] = {str(s): list(ranks) for s, ranks in enumerate(self.stage_to_rank_map)}
+        if self.warmup_depth:
+            content["warmup_depth"] = list(self.warmup_depth)
         for key in ("schedule", "microbatches", "update_every", "profile", "profiled"):
             if getattr(self, key) is not None:
                 content[key] = getattr(self, key)
@@ -260,7 +266,7 @@ MOST_BYTES, MOST_VALUES = 4 << 20, 250_000
 
 _LOOKS = 'a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}'
 _KEYS = ("partition", "recompute_ratio", "recompute_layers", "stage_to_rank_map", "schedule", "microbatches",
-         "update_every", "predictions", "profile", "profiled")
+         "update_every", "warmup_depth", "predictions", "profile", "profiled")
 
 
 def _problems(content: Any, where: str | None) -> list[Problem]:
@@ -293,6 +299,11 @@ def _problems(content: Any, where: str | None) -> list[Problem]:
                               ("profiled", dict, "leave it out: it is what vpipe plan measured")):
         if not isinstance(content.get(key), (kind, NoneType)):
             refuse(f"{key} is {content[key]!r}", remedy)
+    depths = content.get("warmup_depth")
+    if depths and (not isinstance(depths, list) or len(depths) != stages
+                   or not all(type(depth) is int and 0 <= depth <= MOST_MICROBATCHES for depth in depths)):
+        refuse(f"warmup_depth is {depths!r} for {stages} stages", "give the forwards of each stage before its first "
+               f"backward, such as {list(range(stages - 1, -1, -1))}")
     for key in ("microbatches", "update_every"):
         value = content.get(key)
         if value is not None and (type(value) is not int or not 1 <= value <= MOST_MICROBATCHES):

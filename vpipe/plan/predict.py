@@ -57,7 +57,8 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
                         hint="make another plan, or profile the model that the plan is for")
     spec = ScheduleSpec(name, len(partition), microbatches, plan.update_every or update_every,
                         plan.stage_to_rank_map or None, ties=ties_of(profile, partition),
-                        recompute=[stage for stage, dropped in enumerate(recomputed) if dropped])
+                        recompute=[stage for stage, dropped in enumerate(recomputed) if dropped],
+                        warmup=plan.warmup_depth or None)
     built = spec.prepare() if is_file(name) else _build(profile, spec, partition, recomputed)
     split = any(action.op is Op.INPUT for program in built.programs for action in program)
     rounds = built.rounds
@@ -88,11 +89,12 @@ def _build(profile: Profile, spec: ScheduleSpec, partition: Sequence[int],
                             f"{counted(spec.stages, 'stage')}", hint="use a multiple, or say where the stages live")
         placement = recipe.layout.placement(spec.stages // recipe.chunks, recipe.chunks)
     costs = None if recipe.search is None else pipeline_costs(profile, partition, recomputed, placement)
-    one = build(spec.schedule, placement, spec.microbatches, spec.update_every, spec.ties, spec.recompute, costs)
+    one = build(spec.schedule, placement, spec.microbatches, spec.update_every, spec.ties, spec.recompute, costs,
+                warmup=spec.warmup)
     if one.flush:
         return one
     return build(spec.schedule, placement, sum(_stream_steps(one)) * one.rounds.per_step, one.update_every,
-                 spec.ties, spec.recompute)
+                 spec.ties, spec.recompute, warmup=spec.warmup)
 
 
 _SETTLING = 12
@@ -101,7 +103,9 @@ _SETTLING = 12
 
 def _stream_steps(schedule: Schedule) -> tuple[int, int, int]:
     """Return the steps of a simulated stream: while it fills, those that count, while it drains."""
-    in_flight, per_step = schedule.ranks, schedule.rounds.per_step  # over the whole pipeline, whatever the widths
+    per_step = schedule.rounds.per_step
+    in_flight = max(schedule.ranks, *(len(ranks) * (depth + 1)  # over the whole pipeline, whatever the widths
+                                      for ranks, depth in zip(schedule.placement, schedule.warmup, strict=True)))
     return (-(-(in_flight + _SETTLING) // per_step) + 1,
             max(2, -(-max(_SETTLING, in_flight // 2) // per_step)), -(-in_flight // per_step))
 

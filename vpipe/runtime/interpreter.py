@@ -62,13 +62,14 @@ class RankPrograms:
         """
         split, placement = {stage for stage, _ in self._split}, self._schedule.placement
         recipe = recipe_named(self._schedule.name)
-        views = replica_views(recipe, placement, self._schedule.microbatches, rounds.update_every)
+        views = replica_views(recipe, placement, self._schedule.microbatches, rounds.update_every,
+                              self._schedule.warmup)
 
         def compute(rank: int) -> Iterator[Action]:
             return stream_program(recipe, views[rank], rounds, stages_of_rank(placement, rank), self._recompute)
 
         def program(rank: int) -> RankProgram:
-            lowered = {every: Lowering(rounds, every, compute, self._schedule.ties)
+            lowered = {every: Lowering(rounds, every, compute, self._schedule.ties, warmup=self._schedule.warmup)
                        for every in (range(self._schedule.ranks) if self._ordered else (rank,))}
             actions = lowered[rank].program()
             if self._ordered:

@@ -187,7 +187,7 @@ def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
     behind = default_warmup(widths)
     depth = max(behind) + 1
     if warmup is not None:
-        _check_warmup(recipe, widths, warmup)
+        check_warmup(recipe, widths, warmup)
     ahead = behind if warmup is None else tuple(warmup)
     every = _update_every(recipe, max(ahead) + 1, microbatches, update_every, ahead == behind)
     views: dict[int, ReplicaView] = {}
@@ -209,14 +209,14 @@ def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
     return tuple(views[rank] for rank in sorted(views))
 
 
-def _check_warmup(recipe: Recipe, widths: Sequence[int], warmup: Sequence[int]) -> None:
+def check_warmup(recipe: Recipe, widths: Sequence[int], warmup: Sequence[int] | str) -> None:
     """Refuse forwards before the first backward that a recipe over stages with ``widths`` replicas cannot have.
 
     The microbatches that a stage has in flight beyond those of 1F1B must not become more from stage to stage: a stage
-    can take no more of them than the one before lets in.
+    can take no more of them than the one before lets in. A text, such as auto, stands for any.
     """
-    given, least = list(warmup), default_warmup(widths)
-    if len(given) != len(least):
+    given, least = warmup if isinstance(warmup, str) else list(warmup), default_warmup(widths)
+    if not isinstance(given, str) and len(given) != len(least):
         raise UserError(f"warmup_depth has {counted(len(given), 'number')} for {counted(len(least), 'stage')}",
                         hint="give the forwards of every stage before its first backward, or leave it out")
     if given == list(least):
@@ -226,6 +226,8 @@ def _check_warmup(recipe: Recipe, widths: Sequence[int], warmup: Sequence[int]) 
         why = "has a flush" if recipe.flush else "has an order of its own"
         raise UserError(f"warmup_depth is {given}, but '{recipe.name}' {why}",
                         hint=f"leave warmup_depth out, or choose one of: {others}")
+    if isinstance(given, str):
+        return
     fitting, more = list(least), 0  # of the stage behind, in microbatches
     for stage in reversed(range(len(least) - 1)):
         fitting[stage] += -(-max(more, (given[stage] - least[stage]) * widths[stage]) // widths[stage])

@@ -7,7 +7,7 @@ A rule raises :class:`~vpipe.errors.CheckError` when a schedule breaks it. It ma
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from vpipe.errors import counted
 from vpipe.schedules.action import COMPLETES, PER_MICROBATCH, RECEIVES, SENDS, Action, Op
@@ -26,13 +26,13 @@ from vpipe.schedules.transfer_order import in_one_order
 def prove(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
           ties: Mapping[int, tuple[int, ...]] | None = None, norm: bool = False,
           recompute: Collection[int] = (), costs: Costs | None = None, limits: Limits = None,
-          last_first: bool = False) -> Schedule:
+          last_first: bool = False, warmup: Sequence[int] | None = None) -> Schedule:
     """Build, lower and check the schedule ``name``, before any process is started.
 
     A stream (a schedule without a flush) is proved by a finite part of it. After the warm-up its programs repeat: the
     actions of the next :attr:`~vpipe.schedules.schedule.Rounds.per_step` microbatches are those of the ones before
     with microbatches, updates and versions shifted, and the rules see only differences between these. An action
-    depends on no action further away than the microbatches in flight (at most as many per rank as the pipeline is deep)
+    depends on no action further away than the microbatches in flight (at most one per rank more than its warm-up)
     and the versions in use (made at most that many microbatches, or one update, before the latest). So what holds in
     one repetition holds in all. Four times as many microbatches contain the warm-up, several repetitions and the
     cooldown (``tests/schedules/test_lower.py`` shows the repetition).
@@ -40,12 +40,13 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
     Args:
         norm: exchange the norms of gradients before every step.
         last_first: reverse the backwards with :func:`~vpipe.schedules.build.reverse_backwards`.
+        warmup: forwards of every stage before its first backward, without a flush; those of 1F1B when None.
 
     Raises:
         UserError: the numbers do not fit the schedule.
         CheckError: the schedule breaks a rule.
     """
-    schedule = build(name, placement, microbatches, update_every, ties, recompute, costs, limits)
+    schedule = build(name, placement, microbatches, update_every, ties, recompute, costs, limits, warmup)
     schedule = lower(reverse_backwards(schedule) if last_first else schedule, norm)
     check(schedule)
     return schedule

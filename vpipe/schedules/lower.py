@@ -227,7 +227,8 @@ class Lowering:
         """
         if all(len(ranks) == 1 for ranks in self._rounds.placement):
             return 1
-        return self._warmup[owner] // self._rounds.update_every + 1
+        depths = self._warmup or default_warmup(list(map(len, self._rounds.placement)))
+        return depths[owner] // self._rounds.update_every + 1
 
     def _await_gradients(self, owner: int, update: int) -> Iterator[Action]:
         """Post, without a flush, the receive of the borrowers' gradients of an update before they can send them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vpipe.errors import UserError, counted
 from vpipe.schedules.action import Op
-from vpipe.schedules.build import build, check_chunks, replica_views, reverse_backwards, with_recompute
+from vpipe.schedules.build import build, check_chunks, check_warmup, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.csv_format import read_csv
@@ -85,6 +85,7 @@ class ScheduleSpec:
         limits: the activations that each rank of a searched schedule may hold.
         last_first: run the backwards from the last microbatch to the first, see
             :func:`~vpipe.schedules.build.reverse_backwards`.
+        warmup: forwards of every stage before its first backward, without a flush; those of 1F1B when None.
     """
 
     schedule: str
@@ -101,6 +102,7 @@ class ScheduleSpec:
     costs: Costs | None = None
     limits: Limits = None
     last_first: bool = False
+    warmup: Sequence[int] | None = None
 
     def prepare(self, *, proved: bool = False) -> Schedule:
         """Return the schedule, lowered and proved, before any process is started.
@@ -117,6 +119,8 @@ class ScheduleSpec:
                                   ("update_every", self.update_every, MOST_MICROBATCHES)):
             if isinstance(value, int) and value > most:  # before any list is made of them
                 raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
+        if self.warmup is not None and max(self.warmup, default=0) > MOST_MICROBATCHES:
+            raise UserError(f"warmup_depth is {list(self.warmup)}", hint=f"give {MOST_MICROBATCHES:,} at most")
         built = self._from_file() if is_file(self.schedule) else self._by_name(recipe_named(self.schedule))
         schedule = lower(built, self.norm and built.flush)
         if not proved:
@@ -132,14 +136,20 @@ class ScheduleSpec:
                             hint="leave the replicas out: the placement contains them")
         placement = self.placement or self._placement(recipe)
         self._check_ranks(placement)
-        size = replica_views(recipe, placement, self.microbatches, self.update_every)[placement[0][0]].size
+        if self.warmup is not None:
+            check_warmup(recipe, list(map(len, placement)), self.warmup)
+        warmup = self.warmup if recipe.any_warmup else None
+        views = replica_views(recipe, placement, self.microbatches, self.update_every, warmup)
+        size = views[placement[0][0]].size
         every = None if recipe.flush else size.update_every
-        to_prove = self.microbatches if every is None else _part_of_stream(placement, size)
+        deepest = max(view.warmup for view in views) + 1
+        to_prove = self.microbatches if every is None else _part_of_stream(placement, size, deepest)
         positions = set(placement)
         check_work(sum(map(len, positions)), to_prove, len(placement) // len(positions),
                    replicated=max(map(len, positions)) > 1,
                    why="" if every is None else f", which prove a stream of '{self.schedule}',")
-        schedule = build(self.schedule, placement, to_prove, every, self.ties, self.recompute, self.costs, self.limits)
+        schedule = build(self.schedule, placement, to_prove, every, self.ties, self.recompute, self.costs, self.limits,
+                         warmup)
         return reverse_backwards(schedule) if self.last_first else schedule
 
     def _placement(self, recipe: Recipe) -> Placement:
@@ -200,6 +210,9 @@ class ScheduleSpec:
             if asked != there:
                 raise UserError(f"'{self.schedule}' is a schedule of {there} {word}, not {asked}",
                                 hint=f"use {there} {word}, or another schedule")
+        if self.warmup is not None:
+            raise UserError(f"warmup_depth is {list(self.warmup)}, but '{self.schedule}' says the order of its actions",
+                            hint="leave warmup_depth out, or take a schedule by its name")
         if self.replicas > 1:
             raise UserError(f"{self.replicas} replicas of the pipeline, but '{self.schedule}' says which ranks there "
                             "are", hint="leave the replicas out, or take a schedule by its name")
@@ -215,10 +228,14 @@ class ScheduleSpec:
         return compute.with_programs([list(with_recompute(program, self.recompute)) for program in compute.programs])
 
 
-def _part_of_stream(placement: Placement, size: Size) -> int:
-    """Return the microbatches of the part of a stream that is proved; see :func:`~vpipe.schedules.check.prove`."""
+def _part_of_stream(placement: Placement, size: Size, in_flight: int) -> int:
+    """Return the microbatches of the part of a stream that is proved; see :func:`~vpipe.schedules.check.prove`.
+
+    Args:
+        in_flight: the most microbatches in flight on a rank.
+    """
     per_step = Rounds(placement, size.update_every, False, lambda microbatch: True).per_step
-    deepest = max(size.stages, size.ranks) * max(map(len, placement))
+    deepest = max(size.stages, size.ranks, in_flight) * max(map(len, placement))
     return 4 * -(-deepest // per_step) * per_step
 
 

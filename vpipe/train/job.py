@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vpipe.config.config import Config, ModelSection
 from vpipe.config.options import all_options, make_options
+from vpipe.config.parallel import AUTO
 from vpipe.config.yaml_tree import read_json_tree
 from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized
 from vpipe.data.registry import dataset_named
@@ -144,12 +145,14 @@ class Job:
             parallel.chunks, None, 1 if parallel.placement else parallel.data_parallel_size,
             {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
             [stage for stage, layers in enumerate(recomputed) if layers], training.needs_norms,
-            last_first=parallel.executor == THREADED).prepare(proved=proved)
+            last_first=parallel.executor == THREADED, warmup=parallel.depths).prepare(proved=proved)
         if training.compile:
             check_compiled(compile_backend(training.compile), schedule)
         config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
         if "partition" not in to_plan:
             config = config.with_parallel(partition=partition)
+        if config.parallel.warmup_depth == AUTO and "warmup_depth" not in to_plan:  # one stage
+            config = config.with_parallel(warmup_depth=None)
         return cls(config, dataset, model, partition, recomputed, schedule, _updates(config, dataset, schedule), plan)
 
     def with_plan(self, plan: Plan, *, proved: bool = False) -> Job:
@@ -165,7 +168,7 @@ class Job:
             "partition": plan.partition, "model_parallel_size": len(plan.partition), "plan": None,
             "recompute": tuple(tuple(sorted(own)) for own in plan.recomputed) if any(plan.recomputed) else 0.0,
             "schedule": (schedule := plan.schedule or parallel.standing_in.schedule),
-            "update_every": plan.update_every}
+            "update_every": plan.update_every, "warmup_depth": plan.warmup_depth or None}
         if placement != self.placement:
             changes |= {"stage_to_rank_map": {str(stage): ranks for stage, ranks in enumerate(placement)},
                         "data_parallel_size": 1, "chunks": None}

@@ -237,7 +237,7 @@ def _version_rule(name: str, schedule: Schedule, microbatches: int) -> Versions:
     if _closed_form(name):
         return version_rule(name, schedule.warmup)
     if schedule.stream:
-        schedule = build(name, schedule.placement, microbatches, schedule.update_every)
+        schedule = build(name, schedule.placement, microbatches, schedule.update_every, warmup=schedule.warmup)
     used = Dependencies.from_schedule(schedule).version
     return lambda microbatch, stage, widths, every: used[stage, microbatch]
 

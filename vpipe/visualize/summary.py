@@ -115,6 +115,7 @@ class Summary:
             "peak_activations": [rank.peak_activations for rank in self.ranks],
             "versions": [stage.versions for stage in self.stages],
             "staleness": [stage.staleness for stage in self.stages],
+            **({"warmup_depth": list(schedule.warmup)} if schedule.warmup else {}),
         }
 
 
