@@ -141,14 +141,18 @@ def test_what_the_page_calls_refused_is(file: str, setting: str, monkeypatch: py
 # -- docs/schedules.md ---------------------------------------------------------------------------------
 
 SCHEDULES_PAGE = ROOT / "docs" / "schedules.md"
-REPLICAS = ["pipedream", "--widths", "2,1", "--microbatches", "8"]
+MORE = {"replicas": ["pipedream", "--widths", "2,1", "--microbatches", "8"],
+        "warmup": ["pipedream", "--stages", "4", "--microbatches", "8", "--warmup-depth", "6,4,2,0", "--costs",
+                   "1,1,1,0.5"]}
+"""Pictures beside those of the schedules."""
+
 COMPARED = ["schedule", "--all", "--stages", "4", "--microbatches", "8"]
 
 
 def drawing(name: str) -> list[str]:
     """The command that draws a schedule of the page."""
-    size = REPLICAS if name == "replicas" else [name, "--stages", "4", "--microbatches", "16" if name == "2bw" else "8"]
-    return ["schedule", *size, "--format", "svg"]
+    size = [name, "--stages", "4", "--microbatches", "16" if name == "2bw" else "8"]
+    return ["schedule", *MORE.get(name, size), "--format", "svg"]
 
 
 def printed(arguments: list[str]) -> str:
@@ -157,10 +161,10 @@ def printed(arguments: list[str]) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("name", [*schedule_names(), "replicas"])
+@pytest.mark.parametrize("name", [*schedule_names(), *MORE])
 def test_every_schedule_has_its_picture_of_today(name: str) -> None:
     picture = ROOT / "docs" / "schedules" / f"{name}.svg"
-    assert f"### {name}\n" in SCHEDULES_PAGE.read_text() or " ".join(REPLICAS) in SCHEDULES_PAGE.read_text()
+    assert (" ".join(MORE[name]) if name in MORE else f"### {name}\n") in SCHEDULES_PAGE.read_text()
     assert f"![{name}](schedules/{name}.svg)" in SCHEDULES_PAGE.read_text()
     assert picture.read_text() == printed(drawing(name)), "python tests/test_docs.py draws it anew"
 
@@ -362,7 +366,7 @@ if __name__ == "__main__":
     for title, keys in sections().items():
         print(f"\n### {title}\n\n| key | values | default | meaning |\n|---|---|---|---|")
         print("\n".join(f"| {' | '.join(row)} |" for row in rows(keys)))
-    for schedule in [*schedule_names(), "replicas"]:
+    for schedule in [*schedule_names(), *MORE]:
         (ROOT / "docs" / "schedules" / f"{schedule}.svg").write_text(printed(drawing(schedule)))
     DELAYS.write_text(drawn_delays())
     compared = printed(COMPARED)

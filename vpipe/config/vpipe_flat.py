@@ -128,6 +128,7 @@ class PartitionFile(Section):
     microbatches: int | None = Field(None, ge=1, description="microbatches per batch")
     update_every: int | None = Field(None, ge=1, description=(
         "microbatches per update of an asynchronous schedule, and per rank of a stage"))
+    warmup_depth: Ints | None = Field(None, description="forwards of each stage before its first backward")
     predictions: dict[str, Any] | None = Field(None, description=(
         "predictions of vpipe plan for a step and for each stage"))
     profile: str | None = Field(None, description="digest of the profile that the plan was made from")
@@ -138,7 +139,8 @@ class RankFile(Section):
 
     module_to_stage_map: Ints = Field(description="stage of each module; the last entry is the loss: [0, 1, 2, 3, 3]")
     stage_to_rank_map: dict[str, Ints] = Field(description='ranks of each stage, such as {"0": [0], "1": [1]}')
-    stage_to_depth_map: dict[str, int] | None = Field(None, description='warm-up depth of each stage: {"0": 1, "1": 0}')
+    stage_to_depth_map: dict[str, int] | None = Field(None, description=(
+        'forwards of each stage before its first backward, as parallel.warmup_depth: {"0": 1, "1": 0}'))
 
 
 FLAT_KEYS = frozenset(FlatConfig.model_fields) - {"container", "log_directory", "trace"}
@@ -205,6 +207,8 @@ def to_native(tree: Tree, folder: Path, native_keys: Iterable[str]) -> Tree:
             put("training.num_microbatches", partition.at(("microbatches",)))
         if layers.update_every:
             put("parallel.update_every", partition.at(("update_every",)))
+        if layers.warmup_depth and ranks.stage_to_depth_map is None:
+            put("parallel.warmup_depth", partition.at(("warmup_depth",)))
         derived("parallel.plan", "partition", str(base / flat.partition))
     if flat.verbose_frequency and isinstance(native.value.get("metrics", {}), dict):
         put("metrics.rank_times_every", tree.at(("verbose_frequency",)))
