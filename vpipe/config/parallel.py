@@ -246,7 +246,7 @@ class ParallelSection(Section):
         Every replica takes one more than it starts before its first backward: as many as stages, without replicas.
         """
         widths, recipe = self.widths, recipe_named(self.schedule)
-        deepest = 1 + max((sum(widths[stage:]) - 1) // width for stage, width in enumerate(widths))
+        deepest = 1 + max(self.depths or default_warmup(widths))
         fewest = max(deepest, recipe.update_every(deepest)) * lcm(*widths)
         return -(-fewest // self.microbatch_unit) * self.microbatch_unit
 
