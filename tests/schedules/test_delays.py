@@ -12,7 +12,6 @@ from vpipe.schedules.size import default_placement
 
 PLACEMENTS = [default_placement(1), default_placement(4), ((0, 1), (2, 3), (4, 5)), ((0, 1, 2), (3,)),
               ((0,), (1, 2, 3), (4, 5))]
-MORE = (3, 2, 2, 0)
 
 
 def delays(schedule: Schedule) -> list[tuple[float, int]]:
@@ -31,7 +30,8 @@ def test_the_mean_delay_is_the_warm_up_over_the_microbatches_of_an_update(
     plain = build("pipedream", placement, 20 * 6 * every, every)
     own = plain.warmup
     assert own == tuple((sum(map(len, placement[s:])) - 1) // len(ranks) for s, ranks in enumerate(placement))
-    for warmup in (own, tuple(depth + more for depth, more in zip(own, MORE[-len(own):], strict=True))):
+    six_more = tuple(depth + 6 // len(ranks) for depth, ranks in zip(own[:-1], placement, strict=False)) + own[-1:]
+    for warmup in (own, six_more):  # with six more microbatches in flight at all stages but the last
         schedule = build("pipedream", placement, 20 * 6 * every, every, warmup=warmup)
         assert schedule.warmup == warmup
         assert delays(schedule) == [(depth / every, -(-depth // every)) for depth in warmup]
