@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -185,9 +185,10 @@ def test_microbatches_in_an_order_of_each_stage_s_own(tmp_path: Path) -> None:
 def test_a_stream_whose_weight_halves_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's schedule: as pipedream with an update every second microbatch, W one microbatch behind."""
 
-    def late(rank: int, ranks: int, microbatches: int, update_every: int = 1) -> Iterator[Action]:
+    def late(rank: int, ranks: int, microbatches: int, update_every: int = 1,
+             warmup: Sequence[int] = ()) -> Iterator[Action]:
         owed: int | None = None
-        for action in recipe_named("pipedream").program(rank, ranks, microbatches, update_every):
+        for action in recipe_named("pipedream").program(rank, ranks, microbatches, update_every, warmup):
             if action.op is Op.BACKWARD:
                 yield input_half(rank, action.microbatch)
                 if owed is not None:
