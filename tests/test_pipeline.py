@@ -170,9 +170,9 @@ def test_late_gradients_are_warned_of() -> None:
     with pytest.warns(PerformanceWarning) as warned:
         Pipeline(model(), schedule="pipedream", placement=[[0], [1], [2, 3]], optimizer=sgd)
     assert [(str(warning.message), warning.filename) for warning in warned] == [(
-        "the gradients of stage 0 are 3 updates late on average, which raises the loss; better are: microbatches 8 and "
-        "update_every 4 (0.75 updates late); an optimizer such as torch.optim.Muon; delay_correction='extrapolate'; "
-        "fewer stages; a schedule with a flush, which has no delay", __file__)]
+        "the gradients of stage 0 are 3 updates late on average, so each update lowers the loss less; better are: "
+        "microbatches 8 and update_every 4 (0.75 updates late); an optimizer such as torch.optim.Muon; "
+        "delay_correction='extrapolate'; fewer stages; a schedule with a flush, which has no delay", __file__)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])

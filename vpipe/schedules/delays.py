@@ -83,8 +83,8 @@ def warn_of_delay(schedule: Schedule, remedies: list[str]) -> str | None:
     if max(means) <= LATE:
         return None
     remedies = [*remedies, "fewer stages", "a schedule with a flush, which has no delay"]
-    return (f"the gradients of stage {means.index(max(means))} are {max(means):.3g} updates late on average, which "
-            f"raises the loss; better are: {'; '.join(remedies)}")
+    return (f"the gradients of stage {means.index(max(means))} are {max(means):.3g} updates late on average, "
+            f"so each update lowers the loss less; better are: {'; '.join(remedies)}")
 
 
 def fewer_updates(schedule: Schedule, microbatches: int, batch: int | None = None,

@@ -434,9 +434,12 @@ def size_lines(job: Job) -> str:
 
 
 def delay_line(job: Job) -> str | None:
-    """Describe the delay of gradients without a flush, and what would lower it; None where there is none."""
+    """Describe the delay of gradients without a flush; None where there is none.
+
+    A line on what would lower it follows where :func:`delay_warning` says nothing.
+    """
     said, better = describe_delays(job.schedule), _fewer_updates(job)
-    return said if said is None or better is None else f"{said}; less with {better}"
+    return said if said is None or better is None or delay_warning(job) else f"{said}; less with {better}"
 
 
 def delay_warning(job: Job) -> str | None:

@@ -146,8 +146,9 @@ class PlanExplanation:
         batch = (self.plan.microbatches or microbatches) * self.profile.identity.microbatch_size
         better = fewer_updates(schedule, self.plan.microbatches or microbatches, batch,
                                ("training.num_microbatches", "parallel.update_every"))
-        yield f"{delays}; less with {better}" if better else delays
-        if warning := warn_of_delay(schedule, [better] if better else []):
+        warning = warn_of_delay(schedule, [better] if better else [])
+        yield f"{delays}; less with {better}" if better and not warning else delays
+        if warning:
             yield f"warning: {warning}"
 
     def _recompute(self) -> str:
