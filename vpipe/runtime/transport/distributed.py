@@ -1,4 +1,5 @@
-"""Transfer tensors between processes with torch.distributed, over gloo or a backend with nccl's rules.
+"""Transfer tensors between processes: with torch.distributed, over gloo or a backend with nccl's rules, or between
+processes of one host that compute on processors through shared memory (:mod:`vpipe.runtime.transport.shared_memory`).
 
 Values for the host (losses, gradient norms, stop flags, shapes, votes) are sent over gloo in host memory. Tensors
 between stages are, too, unless their device has a backend of its own. Such a backend is taken to keep nccl's rules
@@ -12,14 +13,16 @@ have these (:mod:`vpipe.schedules.transfer_order`).
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache, partial
 from itertools import count
 from time import perf_counter
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from vpipe.distributed.watchdog import current_watchdog
 from vpipe.errors import RunError, UserError
+from vpipe.runtime.transport.shared_memory import HostLinks, LinkClosedError, SharedMemoryTransfers, connect
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 
 SENDS_UNDER_WAY = 4
@@ -64,6 +68,7 @@ class TensorGroups:
 
 _control: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _tensor_groups: WeakKeyDictionary[dist.ProcessGroup, TensorGroups] = WeakKeyDictionary()
+_host_links: WeakKeyDictionary[dist.ProcessGroup, HostLinks] = WeakKeyDictionary()
 
 
 def backend_of(device: torch.device) -> str | None:
@@ -106,6 +111,51 @@ def tensor_groups(device: torch.device, timeout: timedelta) -> TensorGroups:
                         hint="let its training come to its end, or call its state_dict(), before you build the next "
                              "one; after a failure start new processes")
     return _tensor_groups[default]
+
+
+def host_links(wanted: bool, timeout: timedelta) -> HostLinks | None:
+    """Return the links through shared memory, which the pipelines of a process share. All ranks must call it together.
+
+    Args:
+        wanted: whether this rank may use them; if any may not, none does.
+    """
+    default, watch = dist.group.WORLD, current_watchdog()
+    assert default is not None, "torch.distributed is initialised"
+    made = _host_links.get(default)
+    links, why = connect(dist.get_rank(), wanted, made, None if watch is None else watch.hosts,
+                         lambda row: _exchange(row, timeout))
+    if why is not None and dist.get_rank() == 0:
+        _say(f"gloo carries tensors between ranks of a host, not shared memory: {why}")
+    if links is not None and made is None:
+        _host_links[default] = links
+        if watch is not None:
+            watch.break_off = partial(_break_off, watch.break_off, ref(links))
+    return links
+
+
+def _break_off(others: Callable[[], None], links: ref[HostLinks]) -> None:
+    others()
+    if (there := links()) is not None:
+        there.break_off()
+
+
+@cache
+def _say(text: str) -> None:
+    """Print a line, once."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _exchange(row: bytes, timeout: timedelta) -> list[bytes]:
+    """Give all ranks some bytes; return those of all, by rank. All must call it, with as many bytes."""
+    group, mine = control_group(timeout), torch.frombuffer(bytearray(row), dtype=torch.uint8)
+    rows = [mine if rank == dist.get_rank() else torch.empty_like(mine) for rank in range(dist.get_world_size())]
+    works = [(peer, way(tensor, peer, group)) for peer, theirs in enumerate(rows) if theirs is not mine
+             for way, tensor in ((dist.isend, mine), (dist.irecv, theirs))]
+    for peer, work in works:
+        with PeerTransfer(peer, "agreeing on shared memory", timeout.total_seconds()):
+            assert work is not None, "this rank is in the group"
+            work.wait(timeout)
+    return [bytes(theirs.numpy()) for theirs in rows]
 
 
 class PeerTransfer:
@@ -222,10 +272,11 @@ class DistributedTransport:
         device: of the received tensors. gloo carries tensors in host memory, so those of a GPU are copied.
         in_flight: most microbatch-stages whose activations a rank holds at once.
         buckets: transfers that a sum over replicas takes per peer.
+        shared_memory: whether ranks of one host may use it, where they compute on processors.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, in_flight: int, describe: Callable[[int], str],
-                 buckets: int) -> None:
+                 buckets: int, shared_memory: bool = True) -> None:
         self.rank = dist.get_rank()
         self.bytes_sent = 0
         self.wait_s = 0.0
@@ -243,6 +294,9 @@ class DistributedTransport:
         self._groups = tensor_groups(device, self._timeout) if self.ordered else None
         # Transfers that an abandoned pipeline left must not match a later one's; every rank builds them in one order.
         self._generation = next(_generations)
+        links = None if self.ordered else host_links(shared_memory and device.type == "cpu", self._timeout)
+        self._shared = None if links is None or not links.links else SharedMemoryTransfers(
+            links, self._generation, self._most_under_way["F"], timeout_s)
         self._posted: dict[tuple[int, TransferKey], _Posted] = {}
         self._sent: dict[tuple[int, str], deque[tuple[TransferKey, list[dist.Work], list[Tensor]]]] = defaultdict(deque)
         # By peer and stage, microbatches sent with a header of which no gradient has arrived: until then the peer may
@@ -250,6 +304,9 @@ class DistributedTransport:
         self._announced: dict[tuple[int, int], set[int]] = defaultdict(set)
 
     def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
+        if self._shared is not None and self._shared.carries(peer) \
+                and self._send_shared(self._shared, peer, key, tensors, announce):
+            return
         group, device = self._group_and_device(key)
         carried = [t.detach().to(device).contiguous() for t in tensors]
         # Even an empty tensor keeps its number, so that both sides count alike.
@@ -261,22 +318,22 @@ class DistributedTransport:
             self._announced[peer, key.stage].add(key.number)
         under_way = self._sent[peer, key.kind]
         under_way.append((key, work, carried))
-        while len(under_way) > self._most_under_way[key.kind]:  # only now: the peer waits for what was just sent
-            self._complete(peer, *under_way.popleft())
+        while len(under_way) > self._most_under_way[key.kind] and not self._is_linked(peer):
+            self._complete(peer, *under_way.popleft())  # only now: the peer waits for what was just sent
 
     def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
+        if self._shared is not None and peer in self._shared.links.links:
+            self._shared.post(peer, key, specs)
+            return
         with _ScheduledTransfer(self, peer, key, "receiving"):
-            if specs is None:
-                header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-                posted = _Posted(None, [self._irecv(header, peer, key, MOST_TENSORS, self._control)], [header])
-            else:
-                posted = self._post(peer, key, specs)
-        self._posted[peer, key] = posted
+            self._post_gloo(peer, key, specs)
 
     def is_ready(self, peer: int, key: TransferKey) -> bool:
         return True
 
     def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
+        if self._shared is not None and self._shared.is_posted(peer, key) and self._await(self._shared, peer, key):
+            return self._shared.specs(peer, key)
         posted = self._posted[peer, key]
         started = perf_counter()
         with _ScheduledTransfer(self, peer, key, "waiting for"):
@@ -287,6 +344,8 @@ class DistributedTransport:
         return specs
 
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
+        if self._shared is not None and self._shared.is_posted(peer, key) and self._await(self._shared, peer, key):
+            return self._shared.take(peer, key)
         specs, works, buffers = self._posted.pop((peer, key))
         for_host = key.kind not in GROUP_OF_KIND
         started = perf_counter()
@@ -303,7 +362,7 @@ class DistributedTransport:
     def wait_sent(self, kind: str) -> None:
         started = perf_counter()
         for (peer, of), under_way in self._sent.items():
-            if of == kind:
+            if of == kind and not self._is_linked(peer):
                 for _ in range(len(under_way)):
                     sent = under_way.popleft()
                     if kind == "F" and self._announced[peer, sent[0].stage]:
@@ -321,13 +380,71 @@ class DistributedTransport:
             while under_way and kind != "C":
                 self._complete(peer, *under_way.popleft())
         self._announced.clear()
+        untaken = [key for _, key in self._posted]
+        if self._shared is not None:
+            for peer, is_done in self._shared.unfinished():
+                with _ScheduledTransfer(self, peer, TransferKey("F", 0, 0), "sending"):
+                    self._shared.wait(peer, is_done)
+            untaken += self._shared.untaken()
         self.wait_s += perf_counter() - started
-        if self._posted:
-            keys = ", ".join(str(key) for _, key in list(self._posted)[:3])
-            raise RunError(f"{len(self._posted)} transfer(s) were never taken: {keys}",
+        if untaken:
+            keys = ", ".join(map(str, untaken[:3]))
+            raise RunError(f"{len(untaken)} transfer(s) were never taken: {keys}",
                            hint="this is a defect of the schedule or of vpipe: please report it", rank=self.rank)
         if self._groups is not None:
             self._groups.idle = True
+
+    # -- through shared memory
+
+    def _is_linked(self, peer: int) -> bool:
+        """Return whether a rank has a link; what is sent to it otherwise is received when it has learnt of that."""
+        return self._shared is not None and peer in self._shared.links.links
+
+    def _send_shared(self, shared: SharedMemoryTransfers, peer: int, key: TransferKey, tensors: Sequence[Tensor],
+                     announce: bool) -> bool:
+        """Send through shared memory; return False if it is full."""
+        if announce:
+            _header(tensors)  # refuses what it would refuse over gloo
+        try:
+            shared.send(peer, key, tensors)
+        except LinkClosedError as error:
+            with _ScheduledTransfer(self, peer, key, "sending"):
+                raise RuntimeError(str(error)) from error
+        except OSError as error:
+            if not shared.links.full:
+                _say(f"gloo carries tensors between ranks of a host from now on: shared memory is full (rank "
+                     f"{self.rank}: {error.strerror})")
+            shared.links.give_up()
+            return False
+        self.bytes_sent += sum([tensor.nbytes for tensor in tensors])
+        if key.kind == "F" and shared.is_crowded(peer):
+            started = perf_counter()
+            with _ScheduledTransfer(self, peer, key, "sending"):
+                shared.wait(peer, lambda: not shared.is_crowded(peer))
+            self.wait_s += perf_counter() - started
+        return True
+
+    def _await(self, shared: SharedMemoryTransfers, peer: int, key: TransferKey) -> bool:
+        """Wait for a posted transfer; return False if it comes over gloo, where its receive is then posted."""
+        if shared.has_arrived(peer, key):
+            return True
+        started = perf_counter()
+        with _ScheduledTransfer(self, peer, key, "waiting for"):
+            arrived = shared.wait_for(peer, key)
+            if not arrived:
+                self._post_gloo(peer, key, shared.withdraw(peer, key))
+        self.wait_s += perf_counter() - started
+        return arrived
+
+    # -- over gloo and nccl
+
+    def _post_gloo(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
+        if specs is None:
+            header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+            self._posted[peer, key] = _Posted(
+                None, [self._irecv(header, peer, key, MOST_TENSORS, self._control)], [header])
+        else:
+            self._posted[peer, key] = self._post(peer, key, specs)
 
     def _post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec]) -> _Posted:
         group, device = self._group_and_device(key)
