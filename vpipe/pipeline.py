@@ -86,6 +86,8 @@ class Pipeline:
             the processor. ``cuda`` means the same GPU. It becomes the current one of this process.
         backend: of transfers between ranks: ``nccl`` or ``gloo``; when not given, nccl where every rank has a GPU of
             its own, else gloo. A process group that is initialised already is used as it is.
+        shared_memory: whether ranks of one host that compute on processors pass tensors through shared memory; else,
+            and where there is none, over gloo. The numbers are the same.
         timeout_s: seconds after which a transfer counts as failed.
         compress: format of activations and gradients sent between ranks: ``none`` (as they are), ``bf16`` or ``int8``;
             one for all, or one for each of the ``stages - 1`` cuts. It changes the numbers.
@@ -121,7 +123,7 @@ class Pipeline:
                  learning_rate_factor: Callable[[int], float] = lambda update: 1.0, grad_clip: float | None = None,
                  skip_not_finite: bool = False,
                  device: torch.device | str | None = None, backend: str | None = None, timeout_s: float = 60.0,
-                 compress: str | Sequence[str] = "none", compress_rounding: str = "nearest",
+                 shared_memory: bool = True, compress: str | Sequence[str] = "none", compress_rounding: str = "nearest",
                  precision: str = "fp32", loss_scale: float | None = None, executor: str = "overlapped",
                  compile: bool | str = False,  # noqa: A002 - torch's word
                  delay_correction: str = "none", delay_correction_strength: float = 1.0,
@@ -163,6 +165,7 @@ class Pipeline:
         given.flag("skip_not_finite", skip_not_finite)
         if backend is not None:
             given.name("backend", backend, "gloo", "nccl")
+        given.flag("shared_memory", shared_memory)
         timeout_s = given.number("timeout_s", timeout_s, 60, most=1e9)
         given.name("precision", precision, *PRECISIONS)
         given.name("executor", executor, *EXECUTORS)
@@ -205,7 +208,7 @@ class Pipeline:
         settings = Settings(microbatches, recomputed, _finite_factor(learning_rate_factor), grad_clip, seed,
                             world.own, timeout_s, compression, skip_not_finite, parsed, checked,
                             compile_backend(compile) if compile else None,
-                            None if delay_correction == "none" else strength)
+                            None if delay_correction == "none" else strength, shared_memory)
         self._set_up(model, partition, schedule, lowered, settings, _from_named(optimizer), world)
         if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
             warnings.warn(slow, PerformanceWarning, stacklevel=2)

@@ -182,6 +182,9 @@ class ParallelSection(Section):
         "takes half the bytes of fp32, int8 a quarter; one word, or a list with one per cut"))
     compress_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="rounding of int8")
     compress_feedback: bool = Field(False, description="always false: error feedback on gradients was removed")
+    shared_memory: bool = Field(True, description=(
+        "whether ranks of one host that compute on CPUs pass tensors through shared memory; false, or where there is "
+        "none: gloo"))
     timeout_s: float = Field(60.0, gt=0, le=10**6, description=(
         "seconds that a rank waits for another before the run fails"))
     warmup_depth: Annotated[tuple[int, ...] | Literal["auto"] | None, BeforeValidator(_depths_or_auto)] = Field(

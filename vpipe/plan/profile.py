@@ -93,7 +93,7 @@ class Identity:
     device: str  # name of the processor or GPU
     threads: int  # of the processor, per rank
     ranks_per_host: int  # how many ranks were busy on a host
-    backend: str  # gloo or nccl
+    backend: str  # gloo or nccl; gloo and shared memory
     torch: str  # its version
     ranks: int = 0  # how many measured together
     hosts: int = 1  # on how many hosts they were

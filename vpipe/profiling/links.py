@@ -24,7 +24,8 @@ TIMES = 7
 Links = dict[tuple[int, int], LinkProfile]
 
 
-def measure_links(group: RankGroup, device: torch.device, timeout_s: float) -> tuple[LinkProfile, Links]:
+def measure_links(group: RankGroup, device: torch.device, timeout_s: float,
+                  shared_memory: bool = True) -> tuple[LinkProfile, Links]:
     """Return the link between two ranks of one host, and those between certain ranks, by (source, target).
 
     Neighbours send a tensor back and forth; half of that is a transfer. On a processor one pair of a host does so at a
@@ -35,7 +36,7 @@ def measure_links(group: RankGroup, device: torch.device, timeout_s: float) -> t
     if group.ranks == 1:
         return LinkProfile(0.0, copied_bytes_per_s(device)), {}
     rounds = _rounds(group.ranks, range(group.ranks) if device.type == "cuda" else group.hosts)
-    transport = DistributedTransport(device, timeout_s, 1, lambda rank: f"rank {rank}", 1)
+    transport = DistributedTransport(device, timeout_s, 1, lambda rank: f"rank {rank}", 1, shared_memory)
     mine: dict[int, list[list[float]]] = {}
     for pairs in rounds:
         group.all_gather(None)

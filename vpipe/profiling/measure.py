@@ -116,7 +116,7 @@ Tell = Callable[[str], None]
 
 def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_optimizer: MakeOptimizer, *,
             identities: Sequence[Identity], device: torch.device | str = "cpu", seed: int = 0, timeout_s: float = 60.0,
-            budget_s: float = BUDGET_S, tell: Tell = lambda line: None) -> list[Profile]:
+            budget_s: float = BUDGET_S, tell: Tell = lambda line: None, shared_memory: bool = True) -> list[Profile]:
     """Return profiles of a model, one for each of the microbatches, which differ in the number of samples.
 
     Every rank of the process group calls this at the same time, or a process alone. Figures that do not depend on the
@@ -129,6 +129,7 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
         timeout_s: of a transfer.
         budget_s: for the times at one size.
         tell: shows progress.
+        shared_memory: whether the run's ranks of one host may use it.
 
     Returns:
         The same on every rank.
@@ -138,16 +139,17 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
     """
     precision, = {identity.precision for identity in identities}
     return list(_Measurement(model, make_optimizer, torch.device(device), seed, timeout_s, budget_s, tell,
-                             Precision.parse(precision)).profiles(microbatches, identities))
+                             Precision.parse(precision), shared_memory).profiles(microbatches, identities))
 
 
 class _Measurement:
 
     def __init__(self, model: Model, make_optimizer: MakeOptimizer, device: torch.device, seed: int, timeout_s: float,
-                 budget_s: float, tell: Tell, precision: Precision = FP32) -> None:
+                 budget_s: float, tell: Tell, precision: Precision = FP32, shared_memory: bool = True) -> None:
         self._model, self._make_optimizer, self._device, self._seed = model, make_optimizer, device, seed
         self._timeout_s, self._budget_s, self._tell, self._precision = timeout_s, budget_s, tell, precision
         self._group, self._clock = RankGroup(device), clock_of(device)
+        self._shared_memory = shared_memory
         self._structures = [structure(layer) for layer in model.layers]
         self._cores = self._group.cores()
         sharing = 1 if self._cores is None else self._group.ranks_per_host
@@ -182,7 +184,7 @@ class _Measurement:
         """Return the overhead of calls, and the fields of a profile that do not depend on the microbatch."""
         self._tell("measuring transfers between ranks" if self._group.ranks > 1 else "measuring the device")
         device, pure, dtype = self._device, self._precision.pure, self._precision.dtype or torch.float32
-        link, links = measure_links(self._group, device, self._timeout_s)
+        link, links = measure_links(self._group, device, self._timeout_s, self._shared_memory)
         overheads, copied, added, flops = zip(*self._group.all_gather([
             measure_overhead(device, self._clock, self._make_optimizer, self._precision),
             0.0 if pure else copied_bytes_per_s(device), added_bytes_per_s(device, dtype if pure else torch.float32),

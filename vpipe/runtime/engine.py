@@ -68,6 +68,7 @@ class Settings:
         precision: of the layers' computation.
         executor: of the actions.
         compile: backend of torch.compile for the layers; None: they are not compiled.
+        shared_memory: whether ranks of one host that compute on processors may pass tensors through it.
         extrapolation: strength of the correction of late gradients; None: they are not corrected.
     """
 
@@ -84,6 +85,7 @@ class Settings:
     executor: Executor = "overlapped"
     compile: str | None = None
     extrapolation: float | None = None
+    shared_memory: bool = True
 
     @property
     def needs_norms(self) -> bool:
@@ -468,7 +470,8 @@ def build_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, 
         replicated = [stage for s, stage in stages.items() if len(placement[s]) > 1]
         transport: Transport = (
             DistributedTransport(settings.device, settings.timeout_s, max(schedule.peak_activations),
-                                 partial(describe_rank, placement), count_buckets(replicated) if replicated else 0)
+                                 partial(describe_rank, placement), count_buckets(replicated) if replicated else 0,
+                                 settings.shared_memory)
             if distributed else InProcessTransport(rank, mailbox))
         if settings.compression is not None:
             transport = CompressedTransport(transport, settings.compression)

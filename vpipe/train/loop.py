@@ -317,7 +317,8 @@ def build_pipeline(job: Job) -> Pipeline:
                         None if parallel.compress == "none" else Compression.parse(
                             parallel.compress, parallel.compress_rounding, len(job.partition), training.seed),
                         training.on_nan == "skip", training.computed, parallel.executor,
-                        compile_backend(training.compile) if training.compile else None, training.extrapolation)
+                        compile_backend(training.compile) if training.compile else None, training.extrapolation,
+                        parallel.shared_memory)
     return Pipeline.from_schedule(job.model, job.partition, parallel.standing_in.schedule, job.schedule, settings,
                                   job.optimizer().from_named, world)
 

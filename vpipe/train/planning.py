@@ -185,7 +185,8 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
 
         measured = measure(job.model, [microbatch_of(job, size) for size, _ in missing], job.optimizer().from_named,
                            identities=[identity for _, identity in missing], device=device, seed=config.training.seed,
-                           timeout_s=config.parallel.timeout_s, tell=progress)
+                           timeout_s=config.parallel.timeout_s, tell=progress,
+                           shared_memory=config.parallel.shared_memory)
         found |= {size: profile for (size, _), profile in zip(missing, measured, strict=True)}
     if world.rank == 0:
         for size, _ in missing:
@@ -201,11 +202,12 @@ def identity_of(job: Job, size: int, ranks_per_host: int, ranks: int | None = No
                 cores: int | None = None) -> Identity:
     """Return the identity of a profile of the job on this kind of device; arguments as for ``identify``."""
     config, device = job.config, device_of(job.config)
-    own_gpus = device.type == "cuda" and cores is None
+    parallel, own_gpus = config.parallel, device.type == "cuda" and cores is None
+    backend = parallel.backend or ("nccl" if own_gpus else "gloo")
+    beside = " and shared memory" if parallel.shared_memory and device.type == "cpu" else ""
     return identify(job.model, microbatch_of(job, size), model_name=model_name(job),
                     optimizer=_optimizer(job.optimizer()), device=device, ranks_per_host=ranks_per_host,
-                    backend=config.parallel.backend or ("nccl" if own_gpus else "gloo"),
-                    threads=config.training.threads, ranks=ranks, hosts=hosts, cores=cores,
+                    backend=backend + beside, threads=config.training.threads, ranks=ranks, hosts=hosts, cores=cores,
                     precision=config.training.precision)
 
 

@@ -152,7 +152,7 @@ def _exchange(row: bytes, timeout: timedelta) -> list[bytes]:
     works = [(peer, way(tensor, peer, group)) for peer, theirs in enumerate(rows) if theirs is not mine
              for way, tensor in ((dist.isend, mine), (dist.irecv, theirs))]
     for peer, work in works:
-        with PeerTransfer(peer, "agreeing on shared memory", timeout.total_seconds()):
+        with PeerTransfer(peer, "sharing what each has", timeout.total_seconds()):
             assert work is not None, "this rank is in the group"
             work.wait(timeout)
     return [bytes(theirs.numpy()) for theirs in rows]
@@ -382,8 +382,8 @@ class DistributedTransport:
         self._announced.clear()
         untaken = [key for _, key in self._posted]
         if self._shared is not None:
-            for peer, is_done in self._shared.unfinished():
-                with _ScheduledTransfer(self, peer, TransferKey("F", 0, 0), "sending"):
+            for peer, key, is_done in self._shared.unfinished():
+                with _ScheduledTransfer(self, peer, key, "sending"):
                     self._shared.wait(peer, is_done)
             untaken += self._shared.untaken()
         self.wait_s += perf_counter() - started

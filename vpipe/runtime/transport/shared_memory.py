@@ -595,6 +595,7 @@ class SharedMemoryTransfers:
         self._posted: dict[tuple[int, TransferKey], Sequence[TensorSpec] | None] = {}
         self._arrived: dict[tuple[int, TransferKey], deque[Arrival]] = {}
         # Activations, by peer: sent, and accepted there; accepted here, and as many as the peer was told.
+        self._latest: dict[int, TransferKey] = {}
         self._sent, self._taken = dict.fromkeys(links.links, 0), dict.fromkeys(links.links, 0)
         self._accepted, self._told = dict.fromkeys(links.links, 0), dict.fromkeys(links.links, 0)
         links.register(generation, self)
@@ -613,7 +614,9 @@ class SharedMemoryTransfers:
         """Send tensors. Raises as :meth:`Link.send`."""
         self.links.links[peer].send(key, self._generation, self._accepted[peer], tensors)
         self._told[peer] = self._accepted[peer]
-        self._sent[peer] += key.kind == "F"
+        if key.kind == "F":
+            self._sent[peer] += 1
+        self._latest[peer] = key
 
     def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
         """Post a receive."""
@@ -701,9 +704,9 @@ class SharedMemoryTransfers:
                 raise RuntimeError(f"Timed out waiting {1000 * self._timeout_s:.0f}ms for rank {peer}")
             self.links.receive(left)
 
-    def unfinished(self) -> Iterator[tuple[int, Callable[[], bool]]]:
-        """Yield the ranks that have not accepted all activations, or were not sent all messages, and what tells when
-        they are; and tell every rank what was accepted here."""
+    def unfinished(self) -> Iterator[tuple[int, TransferKey, Callable[[], bool]]]:
+        """Yield the ranks that have not accepted all activations, or were not sent all messages, with the latest
+        transfer and what tells when it is done; and tell every rank what was accepted here."""
         for peer, link in self.links.links.items():
             if not link.closed and self._accepted[peer] != self._told[peer]:
                 self._acknowledge(peer)
@@ -712,7 +715,7 @@ class SharedMemoryTransfers:
                 return not link.unsent and self._sent[peer] <= self._taken[peer]
 
             if not is_done():
-                yield peer, is_done
+                yield peer, self._latest.get(peer, _NO_KEY), is_done
 
     def untaken(self) -> list[TransferKey]:
         """Return the posted receives."""
