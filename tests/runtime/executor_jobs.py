@@ -20,8 +20,9 @@ _F = TransferKey("F", 1, 0)
 
 
 def most_behind(*, executor: str, schedule: str) -> int:
-    """Most sends of a program that were still under way after an action, once the shapes are known to all."""
-    pipe = pipeline(rich_model(), schedule=schedule, partition=[2, 2, 2, 2], microbatches=4, executor=executor)
+    """Most sends of a program that over gloo were still under way after an action, once the shapes are known to all."""
+    pipe = pipeline(rich_model(), schedule=schedule, partition=[2, 2, 2, 2], microbatches=4, executor=executor,
+                    shared_memory=False)
     [worker] = pipe.engine.workers.values()
     transport = worker.transport
     assert isinstance(transport, DistributedTransport)
@@ -41,9 +42,9 @@ def most_behind(*, executor: str, schedule: str) -> int:
 
 
 def settles(*, announce: bool) -> bool:
-    """The first rank sends and settles: whether the second was ready to receive by then."""
+    """Over gloo the first rank sends and settles: whether the second was ready to receive by then."""
     store = _get_default_store()
-    transport = DistributedTransport(torch.device("cpu"), 30.0, 1, lambda rank: f"rank {rank}", 0)
+    transport = DistributedTransport(torch.device("cpu"), 30.0, 1, lambda rank: f"rank {rank}", 0, shared_memory=False)
     name, tensor = f"settles {announce}", torch.ones(3)
     ready = False
     if dist.get_rank() == 0:

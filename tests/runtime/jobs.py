@@ -178,9 +178,10 @@ def nothing_to_evaluate() -> str:
 # -- jobs that fail, for worlds of two -----------------------------------------------------------------
 
 
-def endless(*, schedule: str, timeout_s: float, stages: int = 2) -> None:
+def endless(*, schedule: str, timeout_s: float, stages: int = 2, shared_memory: bool = True) -> None:
     """Train for ever; tells of every step."""
-    pipe = pipeline(rich_model(), schedule=schedule, stages=stages, microbatches=2, timeout_s=timeout_s)
+    pipe = pipeline(rich_model(), schedule=schedule, stages=stages, microbatches=2, timeout_s=timeout_s,
+                    shared_memory=shared_memory)
 
     def batches() -> Iterator[Batch]:
         while True:

@@ -32,8 +32,8 @@ def run_error(outcome: tuple[str, Any]) -> dict[str, Any]:
     return error
 
 
-def run_some_steps(world: World, schedule: str, timeout_s: float) -> None:
-    world.begin(jobs.endless, schedule=schedule, stages=world.ranks, timeout_s=timeout_s)
+def run_some_steps(world: World, schedule: str, timeout_s: float, **arguments: Any) -> None:
+    world.begin(jobs.endless, schedule=schedule, stages=world.ranks, timeout_s=timeout_s, **arguments)
     for rank in range(world.ranks):
         world.progress(rank, lambda index: index >= 5, within_s=60)
 
@@ -64,8 +64,9 @@ def test_when_rank_0_is_stopped_all_others_say_so(four: World) -> None:
         assert error["peer"] == 0
 
 
-def test_a_killed_rank_0_is_named(pair: World) -> None:
-    run_some_steps(pair, "pipedream", 30)
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_killed_rank_0_is_named(pair: World, shared_memory: bool) -> None:
+    run_some_steps(pair, "pipedream", 30, shared_memory=shared_memory)
     pair.signal(0, signal.SIGKILL)
     error = run_error(pair.outcome(1, 10))
     assert re.search(rf"^error: rank 0 \(stage 0\) died without a message; rank 1 \(stage 1\) was {TRANSFER} with "

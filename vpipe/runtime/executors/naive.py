@@ -20,7 +20,7 @@ class NaiveWorker(Worker):
 
     The checker has proved that sends which wait for their posted receives never deadlock
     (:func:`~vpipe.schedules.check.no_deadlock_rendezvous`). A receiver that waits for a header posts later, so sends
-    are not waited for until the first gradient has come back. Norms, losses and sums over replicas are no sends of the
+    are not waited for until the first gradient has come back. Sends through shared memory end when they are in it. Norms, losses and sums over replicas are no sends of the
     program; they are waited for where they are received.
     """
 

@@ -272,7 +272,8 @@ class BufferPool:
     def close(self) -> None:
         for slab in self._slabs:
             slab.close()
-        self._slabs.clear()
+        for store in (self._slabs, self._free, self._buffers):
+            store.clear()
 
     @property
     def nbytes(self) -> int:
@@ -481,6 +482,7 @@ class Link:
         self.closed = True
         self.socket.close()
         self._pool.close()
+        self._memories.clear()
 
 
 def _mapped(descriptor: int, size: int) -> mmap.mmap:

@@ -86,7 +86,8 @@ class Transport(Protocol):
         """Wait for a posted transfer; its tensors are leaves, which require a gradient as their spec says."""
 
     def wait_sent(self, kind: str) -> None:
-        """Wait until all sends of a kind have arrived, except those whose receiver still waits for a header."""
+        """Wait until all sends of a kind have arrived, except those whose receiver still waits for a header. What is in
+        shared memory has arrived."""
 
     def abandon(self) -> None:
         """Drop all transfers under way between ranks of this process."""

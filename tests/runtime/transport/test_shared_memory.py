@@ -1,0 +1,317 @@
+"""Tensors through shared memory: both ends in one process, then the ranks of a world."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import jobs
+import pytest
+import shared_memory_jobs
+import torch
+from torch import Tensor
+from world import World
+
+from vpipe.errors import RunError
+from vpipe.runtime.transport import shared_memory
+from vpipe.runtime.transport.shared_memory import (
+    INLINE_BYTES,
+    HostLinks,
+    Layout,
+    Link,
+    LinkClosedError,
+    SharedMemoryTransfers,
+    connect,
+)
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey
+
+F, B = TransferKey("F", 1, 7), TransferKey("B", 0, 7)
+
+
+def open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[SharedMemoryTransfers, SharedMemoryTransfers]]:
+    """The transfers of rank 0 and of rank 1; nothing is open afterwards."""
+    before = open_files()
+    links = linked()
+    yield transfers(links[0]), transfers(links[1])
+    for each in links:
+        each.close()
+    del links, each
+    assert open_files() == before
+
+
+def linked() -> tuple[HostLinks, HostLinks]:
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return HostLinks({1: Link(1, left)}, complete=True), HostLinks({0: Link(0, right)}, complete=True)
+
+
+def transfers(links: HostLinks, generation: int = 0, most: int = 2) -> SharedMemoryTransfers:
+    return SharedMemoryTransfers(links, generation, most, timeout_s=0.2)
+
+
+def received(end: SharedMemoryTransfers, key: TransferKey, specs: list[TensorSpec] | None = None) -> list[Tensor]:
+    [peer] = end.links.links
+    end.post(peer, key, specs)
+    assert end.wait_for(peer, key)
+    return end.take(peer, key)
+
+
+def pool_bytes(end: SharedMemoryTransfers) -> int:
+    [link] = end.links.links.values()
+    return link._pool.nbytes
+
+
+Ends = tuple[SharedMemoryTransfers, SharedMemoryTransfers]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_tensors_of_all_kinds_arrive_as_leaves(ends: Ends, large: bool) -> None:
+    left, right = ends
+    scale = 100 if large else 1
+    sent = [torch.arange(6.0 * scale, requires_grad=True).view(-1, 3).t(), torch.tensor(3.5), torch.empty(2, 0, 3),
+            torch.ones(5, scale, dtype=torch.bfloat16), torch.tensor([True, False]), torch.ones(3).expand(4, 3),
+            torch.randn(3, scale, dtype=torch.complex64).conj(), torch.ones(7, dtype=torch.float8_e4m3fn),
+            torch.arange(5), torch.empty(0, dtype=torch.int8)]
+    left.send(1, F, sent)
+    got = received(right, F)
+    for tensor, copy in zip(sent, got, strict=True):
+        assert TensorSpec.from_tensor(copy) == TensorSpec.from_tensor(tensor)
+        assert torch.equal(copy.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else copy,
+                           tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor)
+        assert copy.is_leaf
+        assert copy.is_contiguous()
+        assert not copy._is_view()
+        assert copy.data_ptr() % 64 == 0
+    assert (pool_bytes(left) > 0) == large
+    wanted = [TensorSpec((3,), torch.float32, wants_gradient=True)]
+    left.send(1, F, [torch.ones(3)])
+    assert received(right, F, wanted)[0].requires_grad, "as its receiver expects it"
+
+
+def test_what_is_sent_may_change_afterwards_and_what_arrived_is_kept_while_it_is_used(ends: Ends) -> None:
+    left, right = ends
+    tensor = torch.zeros(INLINE_BYTES)
+    kept = []
+    for number in range(5):
+        left.send(1, TransferKey("B", 0, number), [tensor.fill_(number)])
+        kept.append(received(right, TransferKey("B", 0, number))[0])
+        right.send(0, F, [torch.ones(1)])  # returns buffers
+        received(left, F)
+    rows = [t[:3] for t in kept]
+    del kept
+    assert pool_bytes(left) == 5 * tensor.nbytes
+    assert [row.tolist() for row in rows] == [[float(number)] * 3 for number in range(5)]
+    del rows
+    for number in range(100):
+        left.send(1, TransferKey("B", 0, number), [tensor.fill_(number)])
+        last = received(right, TransferKey("B", 0, number))[0][-1].item()
+        assert last == number
+        right.send(0, F, [torch.ones(1)])
+        received(left, F)
+    assert pool_bytes(left) == 6 * tensor.nbytes, "the first was sent before the others came back"
+
+
+def test_memory_of_sizes_that_come_no_more_is_given_back(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "IDLE_SENDS", 10)
+    left, right = ends
+    [there] = right.links.links.values()
+    for size in (1 << 14, 1 << 16, 1 << 18):
+        for _ in range(12):
+            left.send(1, F, [torch.ones(size)])
+            received(right, F)
+            right.send(0, B, [torch.ones(1)])
+            received(left, B)
+    assert pool_bytes(left) <= 4 * ((1 << 16) + (1 << 18)) * 2
+    assert len(there._memories) == 2
+
+
+def test_activations_wait_for_posted_receives(ends: Ends) -> None:
+    left, right = ends
+    keys = [TransferKey("F", 1, number) for number in range(3)]
+    for number, key in enumerate(keys[:2]):
+        assert not left.is_crowded(1), number
+        left.send(1, key, [torch.ones(1)])
+    assert left.is_crowded(1)
+    with pytest.raises(RuntimeError, match=r"Timed out waiting 200ms for rank 1"):
+        left.wait(1, lambda: not left.is_crowded(1))
+    right.post(0, keys[1], None)
+    right.links.receive(0.0)
+    right.links.receive(0.0)
+    with pytest.raises(RuntimeError, match="Timed out"):  # it waits, and tells what it has posted
+        right.wait_for(0, TransferKey("F", 1, 9))
+    left.wait(1, lambda: not left.is_crowded(1))
+    assert [key for _, key, _ in left.unfinished()] == [keys[1]]
+    right.post(0, keys[0], None)
+    list(right.unfinished())
+    left.wait(1, lambda: not list(left.unfinished()))
+    right.take(0, keys[0])
+    right.take(0, keys[1])
+
+
+def test_transfers_with_equal_keys_come_in_order(ends: Ends) -> None:
+    left, right = ends
+    for number in range(3):
+        left.send(1, F, [torch.tensor(number)])
+    assert [int(received(right, F)[0]) for _ in range(3)] == [0, 1, 2]
+
+
+def test_pipelines_have_their_own_transfers() -> None:
+    here, there = linked()
+    first, second, first_there = transfers(here, 0), transfers(here, 1), transfers(there, 0)
+    second.send(1, F, [torch.tensor(1.0)])
+    first.send(1, F, [torch.tensor(0.0)])
+    assert float(received(first_there, F)[0]) == 0
+    del first_there
+    gc.collect()
+    first.send(1, F, [torch.ones(INLINE_BYTES)])  # that pipeline is no more: its buffer comes back
+    second_there = transfers(there, 1)
+    assert float(received(second_there, F)[0]) == 1
+    second_there.links.receive(0.0)
+    assert there.links[0].returned
+    here.close()
+    there.close()
+
+
+def test_other_shapes_than_expected_are_a_defect(ends: Ends) -> None:
+    left, right = ends
+    left.send(1, F, [torch.ones(2)])
+    with pytest.raises(RunError, match=r"the activations of microbatch 7 for stage 1 from rank 0 are float32\[2\], not "
+                                       r"float32\[3\]"):
+        received(right, F, [TensorSpec((3,), torch.float32, wants_gradient=False)])
+
+
+def test_what_was_sent_before_the_end_is_received(ends: Ends) -> None:
+    left, right = ends
+    left.send(1, F, [torch.ones(INLINE_BYTES)])
+    left.links.close()
+    assert received(right, F)[0].sum() == INLINE_BYTES
+    with pytest.raises(LinkClosedError):
+        received(right, B)
+    with pytest.raises(LinkClosedError):
+        right.send(0, B, [torch.ones(1)])
+
+
+def test_more_messages_than_a_socket_takes_are_sent_later(ends: Ends) -> None:
+    left, right = ends
+    for number in range(1000):
+        left.send(1, TransferKey("L", 0, number), [torch.tensor(number)])
+    [link] = left.links.links.values()
+    assert link.unsent
+    for number in range(1000):
+        left.links.receive(0.0)
+        assert int(received(right, TransferKey("L", 0, number))[0]) == number
+    assert not link.unsent
+
+
+@pytest.mark.parametrize("message", [
+    b"", b"x", b"x" * 60, shared_memory._HEAD.pack(0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0) + b"\xff\0\0",
+    shared_memory._HEAD.pack(0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0) + struct.pack("<I", 9),
+    shared_memory._HEAD.pack(0, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0),
+    shared_memory._HEAD.pack(0, 0, 11, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0, 0, 0) + b"\0\0\1" + struct.pack("<q", -4),
+    shared_memory._HEAD.pack(9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)])
+def test_what_is_no_message_ends_the_link(message: bytes) -> None:
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = Link(1, left)
+    right.send(message)
+    assert link.receive() is None
+    assert link.closed
+    right.close()
+    link.close()
+
+
+def test_a_memory_that_could_shrink_is_refused() -> None:
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link, layout = Link(1, left), Layout.from_tensors([torch.ones(4096)])
+    descriptor = os.memfd_create("made")
+    os.ftruncate(descriptor, 1 << 20)
+    head = shared_memory._HEAD.pack(0, 0, len(layout.code), 0, 0, 0, 0, 0, 0, 0, 0, 1 << 20)
+    socket.send_fds(right, [head + layout.code], [descriptor])
+    assert link.receive() is None
+    assert link.closed
+    os.close(descriptor)
+    right.close()
+    link.close()
+
+
+def test_a_child_has_no_end_of_a_link(ends: Ends) -> None:
+    left, right = ends
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    left.links.close()
+    with pytest.raises(LinkClosedError):
+        received(right, F)
+    os.close(writer)
+    os.close(reader)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(("states", "why"), [
+    ([(1, 0), (0, 0)], "rank 1 is set to shared_memory false"), ([(0, 0), (0, 0)], None),
+    ([(1, 0), (3, errno.ENOSPC)], "rank 1 got none: No space left on device"),
+    ([(2, 0), (1, 0)], "the system of rank 0 has none without a name (Linux has)")])
+def test_all_ranks_use_it_or_none(states: list[tuple[int, int]], why: str | None) -> None:
+    rows = [shared_memory._OFFER.pack(*state, b"", b"", b"") for state in states]
+    assert connect(0, states[0][0] == 1, None, None, lambda row: rows) == (None, why)
+
+
+# -- the ranks of a world ------------------------------------------------------------------------------
+
+
+RUN: dict[str, Any] = {"model": "rich", "microbatches": 2, "samples": 4, "lengths": [6, 9], "partition": [2, 2, 2, 2],
+                       "evaluate_after": [1], "recompute": 0.5}
+LINKED = [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("arguments", [
+    {"schedule": "gpipe", "grad_clip": 0.5}, {"schedule": "pipedream"}, {"schedule": "zb_v", "partition": [1] * 8},
+    {"schedule": "1f1b", "partition": [4, 4], "replicas": 2}, {"schedule": "1f1b", "compress": "int8"},
+    {"model": "dtypes", "schedule": "1f1b", "partition": [1, 1, 1, 2], "executor": "naive"}])
+def test_ranks_of_a_host_share_memory_and_compute_the_same(world: World, arguments: dict[str, Any]) -> None:
+    """The other tests over worlds do, too, but nearly all that they send is a part of the messages."""
+    run = {**RUN, **arguments}
+    expected = jobs.train(**run)
+    assert world.run(shared_memory_jobs.train, **run) == [[expected, linked, 0] for linked in LINKED]
+
+
+@pytest.mark.parametrize(("arguments", "links"), [
+    ({"hosts": ["a", "a", "b", "b"]}, [[1], [0], [3], [2]]), ({"hosts": ["a", "b", "b", "c"]}, [[], [2], [1], []]),
+    ({"unwanted": [0, 1, 2, 3]}, [[]] * 4), ({"unwanted": [2]}, [[]] * 4)])
+def test_other_ranks_use_gloo_and_compute_the_same(world: World, arguments: dict[str, Any], links: list[Any]) -> None:
+    for more in ({"schedule": "pipedream"}, {"schedule": "interleaved", "partition": [1] * 8, "microbatches": 4}):
+        run = {**RUN, **more}
+        expected = jobs.train(**run)
+        assert world.run(shared_memory_jobs.train, **run, **arguments) == [[expected, linked, 0] for linked in links]
+
+
+@pytest.mark.parametrize("memories", [0, 1, 3])
+def test_when_memory_is_full_gloo_goes_on_and_one_rank_says_so(pair: World, memories: int) -> None:
+    run = {**RUN, "partition": [4, 4], "schedule": "pipedream"}
+    expected = jobs.train(**run)
+    assert pair.run(shared_memory_jobs.train, **run, memories=memories) == [[expected, [1], 0], [expected, [0], 0]]
+    assert [process.log.read_text() for process in pair.processes] == [
+        "", "gloo carries tensors between ranks of a host from now on: shared memory is full (rank 1: No space left on "
+        "device)\n"]
+
+
+def test_gloo_from_the_start_is_said_once(pair: World) -> None:
+    run = {**RUN, "partition": [4, 4], "schedule": "1f1b"}
+    for memories in (-1, -1):
+        [first, _] = pair.run(shared_memory_jobs.train, **run, memories=memories)
+        assert first[1:] == [[], 0]
+    assert [process.log.read_text() for process in pair.processes] == [
+        "gloo carries tensors between ranks of a host, not shared memory: rank 1 got none: No space left on device\n",
+        ""]
