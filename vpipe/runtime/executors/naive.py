@@ -20,8 +20,8 @@ class NaiveWorker(Worker):
 
     The checker has proved that sends which wait for their posted receives never deadlock
     (:func:`~vpipe.schedules.check.no_deadlock_rendezvous`). A receiver that waits for a header posts later, so sends
-    are not waited for until the first gradient has come back. Sends through shared memory end when they are in it. Norms, losses and sums over replicas are no sends of the
-    program; they are waited for where they are received.
+    are not waited for until the first gradient has come back. A send through shared memory ends when it is in there.
+    Norms, losses and sums over replicas are no sends of the program; they are waited for where they are received.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
