@@ -52,7 +52,7 @@ def repeat_batches(timeline: Timeline, batches: int) -> Timeline:
     """Return the timeline of so many batches of a schedule with a flush, where ``timeline`` is of one."""
     schedule = timeline.schedule
     count = schedule.microbatches
-    programs = [[replace(action, microbatch=action.microbatch + batch * (count if action.op in PER_MICROBATCH else 1))
+    programs = [[action._replace(microbatch=action.microbatch + batch * (count if action.op in PER_MICROBATCH else 1))
                  for batch in range(batches) for action in program] for program in schedule.programs]
     return simulate(replace(schedule.with_programs(programs), microbatches=batches * count), timeline.costs)
 

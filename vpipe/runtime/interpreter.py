@@ -178,8 +178,9 @@ class Interpreter:
             if step_together and not moved:
                 step_together = False
             elif not moved:
-                waits = "; ".join(f"rank {rank} at {action} waits for {self._workers[rank].missing(action)}"
-                                  for rank, action in heads.items())
+                waits = "; ".join(f"rank {rank} at {action} waits for {found[0]} from rank {found[1]}"
+                                  for rank, action in heads.items()
+                                  if (found := self._workers[rank].missing(action)) is not None)
                 raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
 
     def _abandon(self) -> None:

@@ -14,7 +14,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.layer import Layer, Model, seed_of
@@ -165,7 +165,7 @@ class Stage(StageLayers):
                 store = WeightGradStore() if record.split else None
                 outputs = self._run(span, inputs, record, store, again=True)
             span.effects.record_changes(first.before)
-        edges = {name: get_gradient_edge(t) for name, t in outputs.items() if t.requires_grad}
+        edges = {name: _edge_of(t) for name, t in outputs.items() if t.requires_grad}
         return SpanGraph(edges, store), outputs
 
     def _run(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
@@ -392,6 +392,13 @@ class _PreserveRandomState:
     def __exit__(self, *_: object) -> None:
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
+
+
+def _edge_of(tensor: Tensor) -> GradientEdge:
+    """Return the edge behind a tensor. A node of a custom Function needs torch's own, which keeps its graph alive."""
+    node = tensor.grad_fn
+    return (get_gradient_edge(tensor) if node is None or isinstance(node, torch._C._FunctionBase)
+            else GradientEdge(node, tensor.output_nr))
 
 
 def _sees_its_operation(module: nn.Module) -> bool:

@@ -72,9 +72,14 @@ class StepResults:
         if rank not in self._sources:
             return
         known = self._workers[rank].losses
-        losses = [known[segment.base + i].double().reshape(()) for i in self._share(segment.rounds.in_step(step), rank)]
-        stop = torch.tensor(float(rank == self._sources[0] and self.stop()), dtype=torch.float64)
-        self._own[step, rank] = torch.stack([stop.to(losses[0].device) if losses else stop, *losses]).cpu()
+        losses = [known[segment.base + i] for i in self._share(segment.rounds.in_step(step), rank)]
+        stop = float(rank == self._sources[0] and self.stop())
+        if self._on_gpu and losses:  # which is waited for once
+            numbers = torch.stack([torch.full_like(losses[0], stop, dtype=torch.float64).reshape(()),
+                                   *(loss.double().reshape(()) for loss in losses)]).cpu()
+        else:
+            numbers = torch.tensor([stop, *map(float, losses)], dtype=torch.float64)
+        self._own[step, rank] = numbers
         self._send(self._key(segment, step), self._own[step, rank])
 
     def collect(self, segment: Segment, step: int) -> Step:

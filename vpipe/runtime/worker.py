@@ -122,14 +122,16 @@ class Worker:
             raise failure from error
         self.seconds[action.stage, action.op] += perf_counter() - started - (self.transport.wait_s - waited)
 
-    def missing(self, action: Action) -> str | None:
-        """Return the name of a transfer that an action waits for; None when it can be executed at once."""
+    def missing(self, action: Action) -> tuple[TransferKey | str, int | str] | None:
+        """Return the transfer that an action waits for, and from where; None when it can be executed at once."""
         if action.op in _NEVER_WAIT:
             return None
         for peer, key in self._receives_of(action):
             if not (self.tied if key.kind in "WG" else self._p2p).is_ready(peer, key):
-                return f"{key} from rank {peer}"
-        return self.optimizer_steps.missing_norms(action.stage, action.microbatch) if action.op is _STEP else None
+                return key, peer
+        if action.op is _STEP and (norms := self.optimizer_steps.missing_norms(action.stage, action.microbatch)):
+            return norms, "others"
+        return None
 
     def end(self) -> None:
         """End a segment: receive the last tied weights, and check that no transfer, record or pin is left over."""

@@ -7,8 +7,8 @@ The text form is that of PyTorch's pipelining (``torch.distributed.pipelining.sc
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from vpipe.errors import UserError
 
@@ -49,8 +49,7 @@ OF_MODELS = frozenset({Op.NORM, Op.SEND_W, Op.RECV_W, Op.SEND_G, Op.RECV_G})
 _TEXT = re.compile(rf"(\d+)({'|'.join(sorted((op.value for op in Op), key=len, reverse=True))})(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One operation of one stage. ``microbatch`` is the index of a microbatch, an update or a version, by ``op``."""
 
     op: Op
