@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jobs
@@ -15,6 +16,8 @@ from test_resume import resumed, same_bits, saved, train
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
+from vpipe.checkpoint.export import weights_of
+from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.runtime import delay_correction
 from vpipe.runtime.delay_correction import Extrapolation
@@ -192,6 +195,33 @@ def test_schedulers_and_hooks_of_optimizers_work_as_without_it() -> None:
             for each in (0, 2)}
     assert last[2] in seen  # no delay: what the optimizer made
     assert last[0] not in seen
+
+
+class Alias(nn.Module):
+    """One matrix under two names, one that is not contiguous, one that is empty, and an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(4, 4)
+        self.turned, self.empty = nn.Parameter(torch.randn(4, 4).t()), nn.Parameter(torch.empty(0, 3))
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, h: Tensor) -> Tensor:
+        out: Tensor = self.lstm(self.second(self.first(h).tanh()) @ self.turned)[0]
+        return out
+
+
+def test_a_parameter_of_any_kind_is_uncorrected_under_all_of_its_names(tmp_path: Path) -> None:
+    model = Model.sequential(nn.Sequential(Alias(), Alias(), nn.Linear(4, 2)), nn.MSELoss())
+    batch = {"input": torch.randn(6, 3, 4), "target": torch.randn(6, 3, 2)}
+    pipe = Pipeline(model, partition=[1, 1, 1], schedule="2bw", microbatches=3, **EXTRAPOLATE,
+                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False))
+    list(pipe.train([batch] * 3))
+    plain, state = pipe.state_dict(corrected=False), pipe.state_dict()
+    assert {name for name in state if torch.equal(plain[name], state[name])} == {"0.empty", "1.empty"}
+    assert torch.equal(plain["0.first.weight"], plain["0.second.weight"])
+    pipe.save(tmp_path / "saved")
+    same_bits(weights_of(tmp_path / "saved", Manifest.load(tmp_path / "saved"), corrected=False), plain)
 
 
 @pytest.mark.parametrize("then", [
