@@ -62,7 +62,10 @@ def factors(pipe: Pipeline) -> list[float]:
     ({"partition": [2, 4, 2], "placement": [[0, 1], [2], [3, 4, 5]], "precision": "fp16"}, [2, 3, 0]),
     ({"partition": [5, 3], "placement": [[0, 1], [2]], "update_every": 2, "compress": "bf16"}, [.5, 0]),
     ({"precision": "bf16_pure", "optimizer": OptimizerSettings("lamb", 0.02, weight_decay=0.1)}, [2, 1, 0]),
-    ({"precision": "bf16", "recompute": 0.5}, [2, 1, 0])])
+    ({"precision": "bf16", "recompute": 0.5}, [2, 1, 0]),
+    ({"warmup_depth": [5, 2, 0], "update_every": 2}, [2.5, 1, 0]),
+    ({"schedule": "pipedream_vertical_sync", "warmup_depth": [4, 2, 0], "update_every": 4}, [1, 1, 1]),
+    ({"schedule": "2bw", "warmup_depth": [3, 2, 0], "update_every": 4}, [1, 1, 1])])
 def test_every_schedule_equals_its_oracle(arguments: dict[str, Any], expected: list[float]) -> None:
     """Losses, norms, weights, optimizer state and last changes; ties, clipping, an incomplete update at the end."""
     batches = rich_batches(3, 24)

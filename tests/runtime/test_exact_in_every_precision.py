@@ -50,7 +50,8 @@ def oracle(model: Model, batches: Sequence[Mapping[str, Tensor]], how: TrainingR
     widths = list(map(len, pipe.placement))
     if not recipe_named(pipe.schedule).flush:
         return asynchronous_oracle(model, batches, how, pipe.partition, pipe.update_every,
-                                   version_of=version_rule(pipe.schedule), widths=widths, start=start)
+                                   version_of=version_rule(pipe.schedule, pipe.engine._schedule.warmup),
+                                   widths=widths, start=start)
     return flush_oracle(model, batches, how, pipe.partition, widths, start)
 
 
