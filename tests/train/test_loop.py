@@ -141,7 +141,8 @@ def test_the_delay_of_gradients_is_said_and_warned_of(tmp_path: Path, capsys: py
     run(tmp_path, parallel__schedule="pipedream", training__num_microbatches=1, training__max_steps=1,
         parallel__model_parallel_size=4)
     said = capsys.readouterr()
-    assert said.out.splitlines()[3] == "delay of gradients in updates, by stage: mean 3 2 1 0, greatest 3 2 1 0"
+    assert said.out.splitlines()[3] == (
+        "an update: 8 samples in 1 microbatch; delay of gradients in updates, by stage: mean 3 2 1 0, greatest 3 2 1 0")
     assert said.err.splitlines()[0] == (
         "warning: the gradients of stage 0 are 3 updates late on average, so each update lowers the loss less; better "
         "are: training.num_microbatches 4 and parallel.update_every 4 (0.75 updates late; an update is then 8 "
@@ -150,8 +151,8 @@ def test_the_delay_of_gradients_is_said_and_warned_of(tmp_path: Path, capsys: py
     run(tmp_path, parallel__schedule="pipedream", training__num_microbatches=1, training__max_steps=1)
     said = capsys.readouterr()
     assert said.out.splitlines()[3] == (
-        "delay of gradients in updates, by stage: mean 1 0, greatest 1 0; less with training.num_microbatches 2 and "
-        "parallel.update_every 2 (0.5 updates late; an update is then 8 samples)")
+        "an update: 8 samples in 1 microbatch; delay of gradients in updates, by stage: mean 1 0, greatest 1 0; less "
+        "with training.num_microbatches 2 and parallel.update_every 2 (0.5 updates late; an update is then 8 samples)")
     assert "late" not in said.err
 
 

@@ -434,12 +434,16 @@ def size_lines(job: Job) -> str:
 
 
 def delay_line(job: Job) -> str | None:
-    """Describe the delay of gradients without a flush; None where there is none.
+    """Describe an update without a flush, and the delay of its gradients; None where there is no delay.
 
-    A line on what would lower it follows where :func:`delay_warning` says nothing.
+    What would lower the delay follows where :func:`delay_warning` says nothing.
     """
     said, better = describe_delays(job.schedule), _fewer_updates(job)
-    return said if said is None or better is None or delay_warning(job) else f"{said}; less with {better}"
+    if said is None:
+        return None
+    update = (f"{'an' if job.step_name == 'update' else 'a'} {job.step_name}: "
+              f"{counted(job.samples_per_update, 'sample')} in {counted(job.schedule.rounds.per_step, 'microbatch')}")
+    return f"{update}; {said}" + (f"; less with {better}" if better is not None and not delay_warning(job) else "")
 
 
 def delay_warning(job: Job) -> str | None:
