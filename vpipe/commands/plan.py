@@ -106,12 +106,14 @@ def with_ranks(config: Config, ranks: int) -> Config:
 def microbatch_choices(config: Config) -> list[int]:
     """Return the numbers of microbatches that are tried: the config's, half, twice and four times as many.
 
-    Without a flush an update keeps its samples, so they must be whole microbatches.
+    Without a flush an update keeps its samples, so they must be whole microbatches; and where no gradient of the config
+    is a whole update late on average, none of the plan is.
     """
-    own, samples = config.microbatches, config.dataset.batch_size
-    every = (config.parallel.update_every or 1) if config.parallel.asynchronous else own
+    own, samples, parallel = config.microbatches, config.dataset.batch_size, config.parallel
+    every = (parallel.update_every or 1) if parallel.asynchronous else own
+    least = parallel.in_flight if parallel.asynchronous and every >= parallel.in_flight else 1
     return [count for count in (own // 2, own, 2 * own, 4 * own)
-            if count and samples % count == 0 and every * count % own == 0]
+            if count and samples % count == 0 and every * count % own == 0 and every * count // own >= least]
 
 
 def updates_every(config: Config, counts: Iterable[int]) -> dict[int, int | None]:

@@ -238,6 +238,11 @@ class ParallelSection(Section):
                      for stage in range(self.model_parallel_size))
 
     @property
+    def in_flight(self) -> int:
+        """Return the most microbatches that a replica of a stage has in flight: as many as stages, without replicas."""
+        return 1 + max(self.depths or default_warmup(self.widths))
+
+    @property
     def microbatch_unit(self) -> int:
         """Return what divides the microbatches of an update without a flush on all stages: replicas, update_every."""
         return lcm(*self.widths) * (self.update_every or 1)
@@ -246,11 +251,9 @@ class ParallelSection(Section):
     def microbatches_of_update(self) -> int:
         """Return the fewest microbatches, on all replicas, with which no gradient is a whole update late on average.
 
-        Every replica takes one more than it starts before its first backward: as many as stages, without replicas.
+        Every replica takes as many as it has in flight.
         """
-        widths, recipe = self.widths, recipe_named(self.schedule)
-        deepest = 1 + max(self.depths or default_warmup(widths))
-        fewest = max(deepest, recipe.update_every(deepest)) * lcm(*widths)
+        fewest = max(self.in_flight, recipe_named(self.schedule).update_every(self.in_flight)) * lcm(*self.widths)
         return -(-fewest // self.microbatch_unit) * self.microbatch_unit
 
     @property
