@@ -60,7 +60,7 @@ def main() -> None:
             once(f"{case}: {', '.join(entrant.name for entrant in entrants)}",
                  lambda case=case, entrants=entrants: rows(case, measure(case, entrants)))
     for stream in STREAMS:
-        for entrant in ("vpipe", "bare") if stream.update_every == 1 else ("vpipe",):
+        for entrant in ("bare", "vpipe") if (stream.update_every, stream.extra) == (1, 1) else ("vpipe",):
             if re.search(options.only, name := f"{stream}: {entrant} pipedream"):
                 once(name, lambda stream=stream, entrant=entrant: [measure_stream(stream, entrant)])
     for case in PEERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from ranks import FORK, TIMEOUT_S, run_ranks
 from vpipe_entrants import emulated_model
 
 from vpipe import Pipeline
+from vpipe.errors import PerformanceWarning
 
 UPDATES, WINDOWS = 40, 3
 
@@ -31,22 +33,22 @@ class Stream:
         ranks: devices.
         update_every: microbatches per update.
         times: of a microbatch on a device.
-        extra: per rank, microbatches in flight beyond pipedream's own.
+        extra: microbatches in flight beyond pipedream's own, on every rank but the last.
     """
 
     ranks: int
     update_every: int
     times: Times
-    extra: tuple[int, ...] | None = None
+    extra: int
 
     def __str__(self) -> str:
-        depths = "" if self.extra is None else f", warm-up {'-'.join(map(str, self.depths))}"
-        return f"async P = {self.ranks}, k = {self.update_every}, {self.times}{depths}"
+        return (f"async P = {self.ranks}, k = {self.update_every}, {self.times}, "
+                f"warm-up {'-'.join(map(str, self.depths))}")
 
     @property
     def depths(self) -> list[int]:
         """Per rank the forwards before its first backward."""
-        return [self.ranks - 1 - rank + extra for rank, extra in enumerate(self.extra or (0,) * self.ranks)]
+        return [self.ranks - 1 - rank + (self.extra if rank < self.ranks - 1 else 0) for rank in range(self.ranks)]
 
     @property
     def ideal_s(self) -> float:
@@ -54,22 +56,10 @@ class Stream:
         return self.update_every * float(self.times.forward_s + self.times.backward_s)
 
 
-STREAMS = tuple(Stream(ranks, k, times) for ranks in (4, 8) for times in (LONG, SHORT) for k in (1, ranks))
+STREAMS = tuple(Stream(ranks, k, times, extra) for ranks in (4, 8) for times in (LONG, SHORT)
+                for k in (1, ranks) for extra in (0, 1, 2) if times == SHORT or extra == 1 or (k, extra) == (1, 0))
 PEERS = tuple(Case(ranks, m, LONG, 3) for ranks in (4, 8) for m in (ranks // 2, ranks, 2 * ranks))
 """What torch.distributed.pipelining is given: as many microbatches per update."""
-
-
-@dataclass(frozen=True)
-class Period:
-    """What an update takes in the steady state, by window.
-
-    Attributes:
-        seconds: mean over ranks.
-        cpu_s: processor seconds of all ranks.
-    """
-
-    seconds: Sequence[float]
-    cpu_s: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -124,9 +114,9 @@ def _windows(stream: Stream, work: Any, rank: int, barrier: Barrier) -> tuple[li
 
 def _vpipe(stream: Stream, rank: int) -> Iterator[object]:
     model = emulated_model(stream.ranks, stream.times)
-    options = {} if stream.extra is None else {"warmup_depth": stream.depths}
+    warnings.simplefilter("ignore", PerformanceWarning)  # of late gradients
     pipe = Pipeline(model, stream.ranks, "pipedream", stream.ranks, update_every=stream.update_every, device="cpu",
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0), **options)
+                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0), warmup_depth=stream.depths)
     return pipe.train(repeat({"input": torch.ones(stream.ranks, WIDTH)}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from statistics import median
 from time import perf_counter, process_time
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Model, Pipeline
+from vpipe.errors import PerformanceWarning
 
 STAGES, MICROBATCHES, WIDTH = 4, 32, 8
 BATCH = {"input": torch.randn(MICROBATCHES, WIDTH), "target": torch.randn(MICROBATCHES, WIDTH)}
@@ -33,6 +35,7 @@ def layers() -> nn.Sequential:
 
 def pipelines(optimizer: Callable[..., torch.optim.Optimizer], device: torch.device) -> dict[str, Pipeline]:
     """Return a pipeline of all stages in this process per schedule; pipedream makes an update per microbatch."""
+    warnings.simplefilter("ignore", PerformanceWarning)  # of late gradients
     model = Model.sequential(layers(), loss=nn.MSELoss())
     return {schedule: Pipeline(model, partition=[1] * STAGES, schedule=schedule, microbatches=MICROBATCHES,
                                device=device, optimizer=optimizer) for schedule in ("1f1b", "pipedream")}
