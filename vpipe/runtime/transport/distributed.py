@@ -426,13 +426,13 @@ class DistributedTransport:
 
     def _await(self, shared: SharedMemoryTransfers, peer: int, key: TransferKey) -> bool:
         """Wait for a posted transfer; return False if it comes over gloo, where its receive is then posted."""
-        if shared.has_arrived(peer, key):
-            return True
         started = perf_counter()
-        with _ScheduledTransfer(self, peer, key, "waiting for"):
-            arrived = shared.wait_for(peer, key)
-            if not arrived:
-                self._post_gloo(peer, key, shared.withdraw(peer, key))
+        arrived = shared.has_arrived(peer, key)
+        if not arrived:
+            with _ScheduledTransfer(self, peer, key, "waiting for"):
+                arrived = shared.wait_for(peer, key)
+                if not arrived:
+                    self._post_gloo(peer, key, shared.withdraw(peer, key))
         self.wait_s += perf_counter() - started
         return arrived
 
