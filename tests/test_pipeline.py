@@ -444,6 +444,7 @@ def test_the_position_after_a_failure_is_that_of_the_steps_that_were_yielded() -
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked")
 def test_a_pipeline_of_this_process_uses_no_group_that_the_program_makes_later(tmp_path: Path) -> None:
     """Its other ranks know nothing of the pipeline, so to ask them would hang."""
     program = tmp_path / "later.py"

@@ -2,6 +2,7 @@ import contextlib
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,10 +66,14 @@ def test_the_global_random_state_neither_matters_nor_changes() -> None:
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_processes_agree() -> None:
+@pytest.mark.usefixtures("forked")
+def test_processes_agree(tmp_path: Path) -> None:
+    """The other comes from a process with a seed of hashes of its own."""
+    program = tmp_path / "an_epoch.py"
+    program.write_text(PRINT_AN_EPOCH)
     with contextlib.redirect_stdout(io.StringIO()) as here, torch.random.fork_rng():
         exec(PRINT_AN_EPOCH, {})
-    there = subprocess.run([sys.executable, "-c", PRINT_AN_EPOCH], capture_output=True, text=True, check=True).stdout
+    there = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True).stdout
     assert here.getvalue() == there != ""
 
 

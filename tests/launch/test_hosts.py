@@ -24,13 +24,14 @@ while [ "${1%.sif}" = "$1" ]; do shift; done
 [ "$2" = python3 ] || exit 9
 exec "$PYTHON" -S "$ZYGOTE" "${@:3}"
 """
+FROM_ZYGOTE = '#!/bin/bash\nexec "$PYTHON" -S "$ZYGOTE" "$@"\n'
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, on ``hostA``."""
     (tmp_path / "bin").mkdir()
-    for name, text in (("ssh", SSH), ("apptainer", APPTAINER)):
+    for name, text in (("ssh", SSH), ("apptainer", APPTAINER), ("from-zygote", FROM_ZYGOTE)):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -69,12 +70,14 @@ def test_a_run_on_two_hosts_in_containers(here: Path, capfd: pytest.CaptureFixtu
     assert started[1].endswith(" train")
 
 
+@pytest.mark.usefixtures("forked")
 def test_data_that_only_the_first_host_has(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = write_config(here)
     (here / "elsewhere").mkdir()
     (here / "sizes.json").write_text('{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}')
     settings = ["machines=[hostA:0, hostB:0]", "parallel.master_address=127.0.0.1", "model.config_file=sizes.json",
-                "model.preset=null", f"launch.directory={here / 'elsewhere'}"]
+                "model.preset=null", f"launch.directory={here / 'elsewhere'}",
+                f"launch.python={here / 'bin' / 'from-zygote'}"]
     assert main(["train", str(config), *(part for text in settings for part in ("--set", text))]) == 2
     out, err = capfd.readouterr()
     run = only_run(here / "runs")

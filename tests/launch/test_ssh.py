@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import zygote
 from small_run import write_config
 from stand_in_host import command as stand_in_command
 from test_run_ends import alive, until
@@ -64,12 +65,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     record = tmp_path / "record"
     record.mkdir()
     (tmp_path / "bin").mkdir()
-    python = f"#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name('stand_in_host.py')}\n"
-    for name, text in (("ssh", SSH), ("stand-in-python", python)):
+    stand_in = Path(__file__).with_name("stand_in_host.py")
+    for name, text in (("ssh", SSH),
+                       ("stand-in-python", f"#!/bin/sh\nexec {sys.executable} -S {zygote.__file__} {stand_in}\n"),
+                       ("started-python", f"#!/bin/sh\nexec {sys.executable} {stand_in}\n")):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("RECORD", str(record))
+    monkeypatch.setenv(zygote.ADDRESS, zygote.zygote().address)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(hosts_module, "is_this_host", lambda name: name == "hostA")
@@ -80,6 +84,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def load(here: Path, *machines: str, **launch: object) -> Config:
+    """``python`` on the other hosts: agents from the zygote, behind a process that ssh has started."""
     settings = {"python": str(here / "bin" / "stand-in-python"), **launch}
     return load_config(write_config(here, parallel__model_parallel_size=len(machines)), [
         f"machines=[{', '.join(machines)}]", "parallel.master_address=127.0.0.1",
@@ -90,10 +95,10 @@ class Run:
     """A run of stand-ins in this process: ``RANK_STAYS`` here, the program of ``STAND_IN_RANK`` there."""
 
     def __init__(self, here: Path, monkeypatch: pytest.MonkeyPatch, there: str, mine: str = RANK_STAYS,
-                 machines: tuple[str, ...] = ("hostA:0", "hostB:0")) -> None:
+                 machines: tuple[str, ...] = ("hostA:0", "hostB:0"), **launch: object) -> None:
         self.folder = here / "run"
         self.folder.mkdir()
-        self._config = load(here, *machines)
+        self._config = load(here, *machines, **launch)
         self._patch = monkeypatch
         monkeypatch.setenv("STAND_IN_RANK", there)
         monkeypatch.setattr(HostRanks, "command", stand_in_command)
@@ -240,8 +245,10 @@ def test_a_host_that_falls_silent_before_the_run(here: Path, monkeypatch: pytest
 @pytest.mark.parametrize("alive", [False, True])
 def test_an_agent_whose_launcher_falls_silent_before_the_run_ends(here: Path, alive: bool) -> None:
     """As after a cut, which neither sshd nor the agent would notice: its input stays open."""
-    program = "import sys; from vpipe.launch import remote_agent as agent; agent.SILENT_S = 0.8; sys.exit(agent.main())"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+    program = here / "agent.py"
+    program.write_text("import sys\nfrom vpipe.launch import remote_agent as agent\nagent.SILENT_S = 0.8\n"
+                       "sys.exit(agent.main())\n")
+    with zygote.Popen([sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
         assert agent.stdin is not None
         assert agent.stdout is not None
         assert b"hello" in agent.stdout.readline()
@@ -327,7 +334,7 @@ def test_a_failure_here_ends_those_elsewhere(here: Path, monkeypatch: pytest.Mon
 
 def test_a_lost_connection(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a launcher killed there, whose ranks see the end of their input."""
-    run = Run(here, monkeypatch, RANK_STAYS)
+    run = Run(here, monkeypatch, RANK_STAYS, python=here / "bin" / "started-python")
     thread = run.when("rank1.log", lambda: os.kill(int((here / "record" / "hostB.pid").read_text()), signal.SIGKILL))
     assert str(run.fails()).startswith("error: host hostB was lost: ssh ended with exit status -9\nhint: look whether ")
     thread.join()
