@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -34,8 +35,11 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def nothing_is_left() -> Iterator[None]:
-    """At the end, no process of those that came from the zygote runs."""
+    """At the end, no process of those that came from the zygote runs, once the last test's have had time to end."""
     yield
+    deadline = time.monotonic() + 10
+    while zygote.running() and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not zygote.close(), "a test left processes behind"
 
 

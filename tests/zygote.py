@@ -163,6 +163,8 @@ def zygote() -> Zygote:
 
 def running() -> dict[int, dict[str, str]]:
     """Process id -> environment of what runs now: ``/proc`` would show the zygote's."""
+    if not _zygotes:
+        return {}
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(zygote().address)
         text = json.dumps({}).encode()
