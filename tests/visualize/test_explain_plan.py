@@ -44,6 +44,18 @@ def sentence(word: str, explanation: PlanExplanation) -> str:
     return found
 
 
+def test_the_delay_of_gradients_without_a_flush() -> None:
+    plan = replace(planned(schedule="pipedream"), update_every=4)
+    assert sentence("delay of gradients in updates, by stage", explained(plan)).endswith(
+        ": mean 0.75 0.5 0.25 0, greatest 1 1 1 0")
+    deeper = sentence("delay of gradients in updates, by stage", explained(replace(plan, warmup_depth=(6, 3, 1, 0))))
+    assert ": mean 1.5 0.75 0.25 0, greatest 2 1 1 0; less with training.num_microbatches 8 and " in deeper
+    assert sentence("warning", explained(replace(plan, update_every=1))).startswith(
+        "warning: the gradients of stage 0 are 3 updates late on average, so each update lowers the loss less; better "
+        "are: parallel.update_every 4 (0.75 updates late; an update is then ")
+    assert "delay" not in explained(planned()).text(80)
+
+
 def other(what: str, plan: Plan | None, seconds: float | None = None, simulated: bool = True,
           why: str = "") -> Alternative:
     if plan is not None and plan.predictions is not None:

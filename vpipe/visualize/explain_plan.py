@@ -140,7 +140,7 @@ class PlanExplanation:
         if recipe_named(name).flush:
             return
         placement = self.plan.stage_to_rank_map or default_placement(len(self.plan.partition))
-        schedule = build(name, placement, microbatches, self.plan.update_every)
+        schedule = build(name, placement, microbatches, self.plan.update_every, warmup=self.plan.warmup_depth or None)
         if (delays := describe_delays(schedule)) is None:
             return
         batch = (self.plan.microbatches or microbatches) * self.profile.identity.microbatch_size
