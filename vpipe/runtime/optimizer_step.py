@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -214,8 +215,8 @@ class OptimizerSteps:
                 weights.pop_gradients()
                 weights.step(None)
                 return False
-        with self.optimizers[stage].at_rate(rate):
-            weights.step(self.extrapolations.get(stage) or self.optimizers[stage])
+        optimizer = self.optimizers[stage]
+        optimizer.step_at_rate(rate, partial(weights.step, self.extrapolations.get(stage) or optimizer))
         return True
 
     def _clip_gradients(self, weights: WeightVersions, norms: Tensor, clip: float) -> None:

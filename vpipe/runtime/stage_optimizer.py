@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,15 +88,14 @@ class StageOptimizer:
         for optimizer in self.optimizers:
             optimizer.step()
 
-    @contextmanager
-    def at_rate(self, factor: float) -> Iterator[None]:
-        """Multiply the learning rates by ``factor`` meanwhile; between steps they are the user's or a scheduler's.
+    def step_at_rate(self, factor: float, step: Callable[[], None]) -> None:
+        """Call ``step`` with learning rates multiplied by ``factor``; after it they are the user's or a scheduler's.
 
         Raises:
             UserError: a group has no learning rate, or an optimizer changes its own.
         """
         if factor == 1 and self._fixed_rates is None:
-            yield
+            step()
             return
         groups = [group for group in self.groups if group.get("lr") is not None]
         if factor != 1 and len(groups) < len(self.groups):
@@ -108,7 +106,7 @@ class StageOptimizer:
         try:
             for group, rate in zip(groups, scaled, strict=True):
                 group["lr"] = rate
-            yield
+            step()
             if any(group["lr"] is not rate for group, rate in zip(groups, scaled, strict=True)):
                 raise UserError("an optimizer changes the learning rate of its parameter groups as it steps, which "
                                 "vpipe puts back", hint="choose one that does not, or a schedule with a flush and no "

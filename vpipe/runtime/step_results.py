@@ -112,7 +112,8 @@ class StepResults:
             if rank in self._workers:
                 for i in self._share(microbatches, rank):
                     del self._workers[rank].losses[segment.base + i]
-        return float(self._in_order([each[1:] for each in results], microbatches).mean()), bool(results[0][0])
+        losses = self._in_order([each[1:] for each in results], microbatches)
+        return float(losses if len(microbatches) == 1 else losses.mean()), bool(results[0][0])
 
     def gather_losses(self, losses: Mapping[int, list[float]], count: int) -> list[float]:
         """Return the losses of an evaluation in the order of its ``count`` microbatches, on every rank.

@@ -20,7 +20,7 @@ rounds them into the next version.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -75,7 +75,7 @@ class WeightVersions:
         self._hooked: list[int] | None = None  # positions of leaves with hooks; None: not known since the last step
         self._unrounded = unrounded
         self._widened: list[nn.Parameter] | None = None  # masters, while they have the gradients of a step
-        self._pins: Counter[int] = Counter()
+        self._pins: dict[int, int] = {}  # microbatches that hold a version
         self._chosen: int | None = None
         self._free: list[list[nn.Parameter]] = []
         self.most_versions = 1
@@ -157,7 +157,7 @@ class WeightVersions:
         if version is None:
             version = self.latest if self._chosen is None else self._chosen
         self.use(version)
-        self._pins[version] += 1
+        self._pins[version] = self._pins.get(version, 0) + 1
         return version
 
     def use(self, version: int) -> None:
@@ -190,9 +190,10 @@ class WeightVersions:
 
     def unpin(self, version: int) -> None:
         """Release a version for a microbatch."""
-        self._pins[version] -= 1
-        if not self._pins[version]:
-            del self._pins[version]
+        left = self._pins.pop(version) - 1
+        if left:
+            self._pins[version] = left
+        else:
             self._drop_unused(version)
 
     def _drop_unused(self, version: int) -> None:
@@ -216,7 +217,7 @@ class WeightVersions:
     @property
     def pinned(self) -> int:
         """Return how many microbatches hold a version."""
-        return self._pins.total()
+        return sum(self._pins.values())
 
     @property
     def version_count(self) -> int:
