@@ -35,10 +35,11 @@ def run(folder: Path, **changes: Any) -> Job:
     {"parallel__schedule": "gpipe", "parallel__recompute": 1.0, "training__optimizer": "lamb"},
     {"parallel__schedule": "1f1b", "training__grad_clip": 0.5, "parallel__model_parallel_size": 3},
     {"parallel__schedule": "pipedream", "training__num_microbatches": 1, "parallel__model_parallel_size": 4},
+    {"parallel__schedule": "pipedream", "training__num_microbatches": None, "parallel__model_parallel_size": 4},
     {**ASYNCHRONOUS, "training__max_steps": 5},
     {**ASYNCHRONOUS, "training__max_steps": 5, "parallel__update_every": 4, "training__lr_policy": "polynomial",
      "training__warmup_steps": 2},
-], ids=["gpipe", "gpipe-recompute", "1f1b-clip", "pipedream", "pipedream-2-updates-a-batch", "pipedream-every-4"])
+], ids=["gpipe", "gpipe-recompute", "1f1b-clip", "pipedream", "pipedream-updates-of-a-batch", "pipedream-2-updates-a-batch", "pipedream-every-4"])
 def test_losses_are_the_oracles(tmp_path: Path, changes: dict[str, Any]) -> None:
     job = run(tmp_path, **changes)
     count = job.config.training.max_steps
