@@ -39,8 +39,8 @@ def run(folder: Path, **changes: Any) -> Job:
     {**ASYNCHRONOUS, "training__max_steps": 5},
     {**ASYNCHRONOUS, "training__max_steps": 5, "parallel__update_every": 4, "training__lr_policy": "polynomial",
      "training__warmup_steps": 2},
-], ids=["gpipe", "gpipe-recompute", "1f1b-clip", "pipedream", "pipedream-updates-of-a-batch", "pipedream-2-updates-a-batch",
-        "pipedream-every-4"])
+], ids=["gpipe", "gpipe-recompute", "1f1b-clip", "pipedream", "pipedream-updates-of-a-batch",
+        "pipedream-2-updates-a-batch", "pipedream-every-4"])
 def test_losses_are_the_oracles(tmp_path: Path, changes: dict[str, Any]) -> None:
     job = run(tmp_path, **changes)
     count = job.config.training.max_steps
