@@ -72,7 +72,7 @@ def run_plan(options: argparse.Namespace) -> None:
         options.stages in (None, len(own.plan.partition))) else ()
     request = Request(by_count, ranks, limit_bytes, planned_schedules(flush=not job.config.parallel.asynchronous),
                       updates_every(job.config, by_count), stages=options.stages, known=known,
-                      solver=options.solver)
+                      warmup_depth="auto" if job.config.parallel.asynchronous else None, solver=options.solver)
     if len(job.model) * ranks >= SLOW_SEARCH:
         print(f"searching: {len(job.model)} layers on {ranks} ranks", file=sys.stderr, flush=True)
     solution = solve(request)
@@ -160,7 +160,7 @@ def _explanation(solution: Solution, request: Request, limit_from: str, own: Alt
     assert count is not None, "a solver chooses it"
     return PlanExplanation(solution.plan, request.profiles[count], request.memory_bytes, limit_from, solver,
                            [*([own] if own is not None else []), *solution.alternatives],
-                           without_recompute(request, solution))
+                           without_recompute(request, solution), solution.shallow)
 
 
 def _save(plan: Plan, options: argparse.Namespace) -> None:

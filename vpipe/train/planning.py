@@ -105,7 +105,8 @@ def request_of(job: Job, profiles: Mapping[int, Profile]) -> Request:
         planned_schedules(flush=True) if parallel.schedule == AUTO else (parallel.schedule,),
         {microbatches: parallel.update_every}, job.placement,
         None if "partition" in parallel.to_plan else job.partition,
-        None if isinstance(parallel.recompute, str) else parallel.recompute)
+        None if isinstance(parallel.recompute, str) else parallel.recompute,
+        warmup_depth="auto" if parallel.warmup_depth == AUTO else parallel.depths)
 
 
 def _plan_summary(job: Job, solution: Solution) -> str:
@@ -115,7 +116,9 @@ def _plan_summary(job: Job, solution: Solution) -> str:
     recomputed = sum(map(len, plan.recomputed))
     return (f"planned in {solution.seconds:.1f} s: stages of {list(plan.partition)} layers, "
             + (f"{recomputed} of {len(job.model)} layers recomputed" if recomputed else "nothing recomputed")
-            + f", schedule {plan.schedule}; expected are {1e3 * plan.predictions.step_s:.0f} ms per {job.step_name}")
+            + f", schedule {plan.schedule}"
+            + (f" with {list(plan.warmup_depth)} forwards before the first backward" if plan.warmup_depth else "")
+            + f"; expected are {1e3 * plan.predictions.step_s:.0f} ms per {job.step_name}")
 
 
 PROGRESS_S = 2.0

@@ -9,9 +9,10 @@ from vpipe.errors import counted
 from vpipe.plan.plan import Plan, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver.request import Alternative
+from vpipe.plan.solver.warmup_depth import TOLERANCE
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.build import build
-from vpipe.schedules.delays import describe_delays, fewer_updates, warn_of_delay
+from vpipe.schedules.delays import describe_delays, fewer_updates, mean_delay, warn_of_delay
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.size import default_placement
 from vpipe.units import size_text
@@ -44,6 +45,7 @@ class PlanExplanation:
         others: plans to compare with.
         limit_without_recompute: bytes per rank with which nothing is recomputed, and the plan for them; None where
             nothing is recomputed.
+        shallow: the plan with the warm-up depths of 1F1B; None where these were not chosen.
     """
 
     plan: Plan
@@ -53,6 +55,7 @@ class PlanExplanation:
     solver: str
     others: Sequence[Alternative]
     limit_without_recompute: tuple[int, Plan] | None = None
+    shallow: Plan | None = None
 
     def text(self, width: int) -> str:
         """Return the explanation in lines of ``width``; a table without columns to spare may be wider."""
@@ -61,8 +64,8 @@ class PlanExplanation:
                   *filled("in ms: forward, backward and recompute of one microbatch; step of the optimizer; comm "
                           f"(transfers, mostly while it computes) and idle of a rank per {self._step_name}", width)],
                  memory_table(self.plan, self.limit_bytes, width),
-                 [line for text in (self._bottleneck(), self._memory(), self._recompute(), *self._delay(),
-                                        f"solver: {self.solver}") for line in filled(text, width)],
+                 [line for text in (self._bottleneck(), self._memory(), self._recompute(), *self._warmup(),
+                                        *self._delay(), f"solver: {self.solver}") for line in filled(text, width)],
                  alternatives_table(self.plan, self.others, width)]
         return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
@@ -164,6 +167,33 @@ class PlanExplanation:
         rate, new_rate = (1 / each.predicted.seconds_per_sample for each in (self.plan, plan))
         return (f"{text}; none from {size_text(limit, up=True)} per rank on, which would give "
                 f"{compact(new_rate)} samples/s ({difference(new_rate, rate)})")
+
+
+    def _warmup(self) -> list[str]:
+        """Return the text on forwards ahead, with what more of them than 1F1B's gain and cost."""
+        plan, shallow = self.plan, self.shallow
+        if shallow is None:
+            return []
+        if plan.warmup_depth == shallow.warmup_depth:
+            return [f"warm-up: {_depths(plan)} forwards before the first backward, as 1F1B; more would gain less than "
+                    f"{100 * TOLERANCE:.0f} %, or do not fit"]
+        rate, before = (1 / each.predicted.seconds_per_sample for each in (plan, shallow))
+        return [f"warm-up: {_depths(plan)} forwards before the first backward instead of 1F1B's {_depths(shallow)}, so "
+                f"that transfers hide: {difference(rate, before)} samples/s; the mean delay of gradients is "
+                f"{_delays(plan)} updates instead of {_delays(shallow)}, the fullest rank holds "
+                f"{size_text(peak_bytes(plan))} instead of {size_text(peak_bytes(shallow))}"]
+
+
+def _depths(plan: Plan) -> str:
+    return " ".join(map(str, plan.warmup_depth))
+
+
+def _delays(plan: Plan) -> str:
+    """Return the mean delay of every stage, in updates."""
+    assert plan.schedule is not None
+    placement = plan.stage_to_rank_map or default_placement(len(plan.partition))
+    schedule = build(plan.schedule, placement, plan.microbatches or 1, plan.update_every, warmup=plan.warmup_depth)
+    return " ".join(f"{mean_delay(schedule, stage):.3g}" for stage in range(schedule.stages))
 
 
 def _layer_range(stage: StagePrediction) -> str:

@@ -96,7 +96,8 @@ class Trials:
 
 def _key(candidate: Candidate) -> tuple[object, ...]:
     choice = candidate.choice
-    return choice.schedule, choice.microbatches, choice.placement, candidate.partition, candidate.recomputed
+    return (choice.schedule, choice.microbatches, choice.placement, choice.warmup, candidate.partition,
+            candidate.recomputed)
 
 
 def seconds(plan: Plan) -> float:

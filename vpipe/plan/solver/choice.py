@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
 from math import lcm
+from typing import Literal
 
 from vpipe.errors import CheckError, UserError
 from vpipe.plan.plan import Plan
@@ -104,6 +105,8 @@ class Choice:
     update_every: int | None  # without a flush, microbatches per update and replica; the fewest possible when None
     ranks: int  # in all
     placement: Placement | None  # ranks per stage; None where every stage may have any number of replicas
+    # forwards of each stage before its first backward; auto: those of 1F1B, and later as many as hide the transfers
+    warmup: tuple[int, ...] | Literal["auto"] | None = None
 
     @property
     def groups(self) -> Placement:
@@ -130,6 +133,16 @@ class Choice:
         """Return the choice with these numbers of replicas, where it leaves them open."""
         return self if self.placement is not None else replace(self, placement=placement_of_widths(widths))
 
+    @property
+    def depths(self) -> tuple[int, ...] | None:
+        """Return the forwards of each stage before its first backward; those of 1F1B when None."""
+        return None if isinstance(self.warmup, str) else self.warmup
+
+    @property
+    def waits_for_transfers(self) -> bool:
+        """Every microbatch waits for its transfers."""
+        return self.traits.tight and self.warmup != "auto"
+
     @cached_property
     def recipe(self) -> Recipe:
         return recipe_named(self.schedule)
@@ -147,7 +160,7 @@ class Choice:
         """Return why the schedule cannot have these numbers; None when it can, or while replicas are open."""
         try:
             if self.placement is not None:
-                replica_views(self.recipe, self.placement, self.microbatches, self.update_every)
+                replica_views(self.recipe, self.placement, self.microbatches, self.update_every, self.depths)
         except UserError as error:
             return error.problems[0].what
         return None
@@ -168,7 +181,7 @@ class Choice:
 
     @cached_property
     def _views(self) -> tuple[ReplicaView, ...]:
-        return replica_views(self.recipe, self.groups, self.microbatches, self.update_every)
+        return replica_views(self.recipe, self.groups, self.microbatches, self.update_every, self.depths)
 
     def demand(self, ranks_left: int, width: int) -> StageDemand:
         """Return what each of a stage's ``width`` replicas holds at most, with ``ranks_left`` ranks in its own stage
@@ -225,7 +238,8 @@ class Candidate:
         return Plan(self.partition, stage_to_rank_map=choice.groups, schedule=choice.schedule,
                     recompute_layers=tuple(tuple(sorted(layers)) for layers in self.recomputed),
                     microbatches=choice.microbatches, update_every=None if choice.flush else choice.every,
-                    profile=profile.identity.digest, profiled=asdict(profile.identity))
+                    profile=profile.identity.digest, profiled=asdict(profile.identity),
+                    warmup_depth=choice.depths or ())
 
     def with_stages(self, stages: Stages) -> Candidate:
         """Return the candidate with another partition."""

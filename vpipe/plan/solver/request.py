@@ -33,6 +33,9 @@ class Request:
     recompute: Recompute | None = None  # a share, or per stage a share or layers, as in a config
     stages: int | None = None  # how many, all with equally many replicas, as few as can be
     known: tuple[Plan, ...] = ()  # plans that the answer must not be slower than, such as the one a config says
+    # forwards of every stage before its first backward, for a placement; auto: as few as hide the transfers. Those of
+    # 1F1B when None
+    warmup_depth: tuple[int, ...] | Literal["auto"] | None = None
     # exact, or vpipe: the heuristic of the VPipe paper, see vpipe.plan.solver.vpipe_heuristic
     solver: Literal["exact", "vpipe"] = "exact"
 
@@ -82,3 +85,4 @@ class Solution:
     note: str  # what was not searched exhaustively; empty when everything was
     considered: int  # choices of schedule, microbatches and replicas that were solved
     seconds: float  # that the search took
+    shallow: Plan | None = None  # the plan with the warm-up depths of 1F1B, where these were chosen

@@ -76,8 +76,9 @@ class SearchSpace:
     def _choices(self, schedule: str, microbatches: int) -> Iterator[Choice]:
         request, recipe = self.request, recipe_named(schedule)
         every = None if recipe.flush else request.update_every.get(microbatches)
+        warmup = request.warmup_depth if recipe.any_warmup else None
         if request.placement is not None:
-            yield Choice(schedule, microbatches, every, request.ranks, request.placement)
+            yield Choice(schedule, microbatches, every, request.ranks, request.placement, warmup)
             return
         for width in range(1, request.ranks + 1):
             stages = request.ranks // width * recipe.chunks
@@ -85,9 +86,9 @@ class SearchSpace:
                 continue  # one position, where several stages on a rank gain nothing
             if request.ranks % width == 0 and stages <= request.layers and self._allows(stages, width):
                 yield Choice(schedule, microbatches, every, request.ranks,
-                             equal_widths(schedule, request.ranks, width))
+                             equal_widths(schedule, request.ranks, width), warmup)
         if self.searches_widths and traits_of(recipe).by_depth:
-            yield Choice(schedule, microbatches, every, request.ranks, None)
+            yield Choice(schedule, microbatches, every, request.ranks, None, warmup)
 
     def _allows(self, stages: int, width: int) -> bool:
         """Tell whether the request allows so many stages, with so many replicas each."""

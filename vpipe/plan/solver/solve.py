@@ -20,6 +20,7 @@ from vpipe.plan.solver.partition_search import TOLERANCE, evenly, slices_of
 from vpipe.plan.solver.recompute_sets import MOST_SETS
 from vpipe.plan.solver.request import Alternative, Request, Solution
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
+from vpipe.plan.solver.warmup_depth import deepened
 from vpipe.plan.stage_costs import stage_costs
 from vpipe.units import parse_size, size_text
 
@@ -63,8 +64,9 @@ def solve(request: Request) -> Solution:
     alternatives = sorted((other for other, _ in others), key=lambda other: other.seconds_per_sample or math.inf)
     exact = (candidate.bound is not None and candidate.bound >= candidate.seconds_per_sample * (1 - 2 * TOLERANCE)
              and not _leaves_sets_out(request, candidate))
+    plan, shallow = _deepened(trials, candidates, plan) if request.warmup_depth == "auto" else (plan, None)
     return Solution(plan, tuple(alternatives), exact, _note(request, space, candidates, candidate), space.considered,
-                    perf_counter() - began)
+                    perf_counter() - began, shallow)
 
 
 def without_recompute(request: Request, solution: Solution) -> tuple[int, Plan] | None:
@@ -126,10 +128,26 @@ def _best_of(trials: Trials, candidates: Sequence[Candidate]) -> tuple[Candidate
         trials.best_of(candidates)
 
 
+def _deepened(trials: Trials, candidates: Sequence[Candidate], plan: Plan) -> tuple[Plan, Plan | None]:
+    """Return a plan with the warm-up depths that it needs, and the same with 1F1B's.
+
+    Another partition may be better once transfers are hidden: that of the cost model, which counts none of them.
+    """
+    request = trials.space.request
+    chosen, shallow = deepened(request, plan)
+    first = trials.simulated(candidates[0], urgent=True) if candidates else None
+    if first is not None and first.partition != plan.partition and trials.excess(first) <= 0:
+        other, other_shallow = deepened(request, first)
+        if other_shallow is not None and seconds(other) < seconds(chosen):
+            return other, other_shallow
+    return chosen, shallow
+
+
 def _of_plan(plan: Plan) -> Candidate:
     assert plan.schedule is not None
     assert plan.microbatches is not None
-    choice = Choice(plan.schedule, plan.microbatches, plan.update_every, plan.ranks, plan.stage_to_rank_map)
+    choice = Choice(plan.schedule, plan.microbatches, plan.update_every, plan.ranks, plan.stage_to_rank_map,
+                    plan.warmup_depth or None)
     return Candidate(choice, plan.partition, plan.recomputed, math.inf)
 
 
@@ -255,7 +273,8 @@ def better_partition(request: Request, partition: Sequence[int], recomputed: Seq
     scaled = _scaled(profile, partition, recomputed, measured_stage_s)
     now = Plan(tuple(partition), stage_to_rank_map=request.placement or (), schedule=schedule,
                recompute_layers=tuple(tuple(sorted(own)) for own in recomputed), microbatches=microbatches,
-               update_every=request.update_every.get(microbatches))
+               update_every=request.update_every.get(microbatches),
+               warmup_depth=request.warmup_depth if isinstance(request.warmup_depth, tuple) else ())
     try:
         found = solve(replace(request, profiles={microbatches: scaled}, partition=None)).plan
     except UserError:  # nothing fits, by the solver's count
