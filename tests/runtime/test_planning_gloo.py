@@ -14,7 +14,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
 
 
-def profile(tmp_path: Path) -> str:
+def profile(tmp_path: Path, latency_s: float = 1e-5) -> str:
     """Nine layers; the third takes as long as four others."""
     layers = []
     for number in range(9):
@@ -25,16 +25,20 @@ def profile(tmp_path: Path) -> str:
             number))
     identity = Identity("m", "bert", 9, 2, "adamw", "a processor", 1, 4, "gloo", "2")
     path = tmp_path / "of_nine.json"
-    Profile(identity, tuple(layers), {"input_ids": 1000}, LinkProfile(1e-5, 1e9), device_bytes=10**9).save(path)
+    Profile(identity, tuple(layers), {"input_ids": 1000}, LinkProfile(latency_s, 1e9), device_bytes=10**9).save(path)
     return str(path)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_all_ranks_get_the_same_plan_and_the_first_compares_them(world: World, tmp_path: Path, schedule: str) -> None:
+    ahead = {"parallel__warmup_depth": "auto"} if schedule == "pipedream" else {}
     config = write_config(tmp_path, model__num_layers=4, parallel__model_parallel_size=4, parallel__schedule=schedule,
-                          parallel__partition="auto")
-    found = world.run(planning_jobs.plan_and_compare, config=str(config), profile=profile(tmp_path), steps=14)
+                          parallel__partition="auto", **ahead)
+    found = world.run(planning_jobs.plan_and_compare, config=str(config), profile=profile(tmp_path, 2e-3), steps=14)
     plan = Plan.load(tmp_path / "plan.json")
+    if ahead:
+        assert plan.warmup_depth > (3, 2, 1, 0)
+        assert load_config(tmp_path / "config.yaml").parallel.warmup_depth == plan.warmup_depth
     assert plan.partition[0] <= 3
     assert [rank["partition"] for rank in found] == [list(plan.partition)] * 4
     assert [rank["lines"] for rank in found] == [["out of balance: ran"], [], [], []]
