@@ -67,6 +67,7 @@ def test_with_a_flush_equals_plain_pytorch(name: str, recompute: float | list[fl
     pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=ratios,
                     optimizer=AdamW(), seed=7, learning_rate_factor=decay, grad_clip=0.5)
     steps, expected = list(pipe.train(batches)), plain()
+    assert list(pipe.train([])) == []  # and changes nothing: the state is looked at after it
     assert [step.loss for step in steps] == expected.losses
     assert [step.gradient_norm for step in steps] == expected.gradient_norms
     assert_same_state(pipe.state_dict(), expected.state)
@@ -95,6 +96,7 @@ def test_without_a_flush_equals_its_oracle(name: str, stages: int, every: int, r
     pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=recompute,
                     optimizer=AdamW(), seed=2, learning_rate_factor=decay, grad_clip=0.5, update_every=every)
     losses, expected = [step.loss for step in pipe.train(batches)], streamed(name, stages, every, count)
+    assert list(pipe.train([])) == []
     assert losses == expected.losses
     assert len(losses) == count * MICROBATCHES // every
     assert_same_state(pipe.state_dict(), expected.state)

