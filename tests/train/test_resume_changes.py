@@ -183,6 +183,8 @@ def test_what_was_planned_is_followed_again(tmp_path: Path, one: Path) -> None:
     (["parallel.partition=[1, 4]"], {"partition": (1, 4), "stage_to_rank_map": {"0": (0, 1), "1": (2,)},
                                      "recompute": 0.0, "compress": ("bf16",)}),
     (["parallel.schedule=1f1b"], {"update_every": None, "partition": (3, 2)}),
+    (["parallel.schedule=2bw"], {"update_every": 2}),  # an update takes the whole batch still
+    (["parallel.schedule=2bw", "parallel.update_every=1"], {"update_every": 1}),
     (["parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2]}"], {"partition": "auto", "model_parallel_size": 3}),
     (["training.max_steps=9"], {"update_every": 2, "recompute": ((0,), ()), "compress": ("bf16",)}),
 ])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from vpipe.config.yaml_tree import Keys, Tree, describe, read_json_tree
 from vpipe.errors import Problem, UserError
 from vpipe.plan.plan import MOST_BYTES, MOST_VALUES, Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
+from vpipe.schedules.registry import recipe_if_any
 
 PLAN = ("parallel", "plan")
 
@@ -64,7 +66,7 @@ def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
     """Drop the keys of a run's config, which has every key, that derive from keys in ``settings``.
 
     With another number of stages, partition and ranks are dropped; with another schedule, ``update_every`` and
-    ``warmup_depth``.
+    ``warmup_depth``. Between schedules without a flush an update that takes the whole batch does so still.
     """
     given = {tuple(key.split(".")): value for key, value in settings.items()}
     parallel = {name: ("parallel", name) for name in (
@@ -81,6 +83,9 @@ def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
         dropped |= {"recompute"} if any(isinstance(layers, list) for layers in old) else set()
     if parallel["schedule"] in given:
         dropped |= {"update_every", "chunks", "warmup_depth"}
+        recipes = [recipe_if_any(str(name)) for name in (tree.get(parallel["schedule"]), given[parallel["schedule"]])]
+        if not any(recipe is None or recipe.flush for recipe in recipes) and _updates_take_a_batch(tree):
+            dropped -= {"update_every"}
     if parallel["stage_to_rank_map"] in given:
         dropped |= {"warmup_depth"}
     if parallel["data_parallel_size"] in given:
@@ -88,6 +93,14 @@ def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
     for name in dropped:
         if parallel[name] not in given:
             tree.drop(parallel[name])
+
+
+def _updates_take_a_batch(tree: Tree) -> bool:
+    """Return whether an update takes all microbatches of a batch, in a run's config."""
+    every, replicas = tree.get(("parallel", "update_every")), tree.get(("parallel", "data_parallel_size"))
+    if isinstance(ranks := tree.get(("parallel", "stage_to_rank_map")), dict):
+        replicas = lcm(*map(len, ranks.values()))
+    return bool(every and every * (replicas or 1) == tree.get(("training", "num_microbatches")))
 
 
 def _planned_keys(found: Tree) -> Iterator[tuple[str, Keys]]:
