@@ -6,7 +6,7 @@ with the same batch have the same losses to the bit, and those of ``2bw`` do not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 from statistics import fmean
@@ -27,6 +27,8 @@ STEP, SHORTEST, LONGEST = 0.05, 0.5, 1.6
 """Of the lengths of runs, in N."""
 FEW = 3
 """Seeds with which the length is found that all seeds are then run with."""
+CLOSE = 1.01
+"""Synchronous arms whose mean is within this factor of the lowest one get all seeds, so that L* is known well."""
 EXPONENT = 0.12
 """The loss falls about as the length to the power of this, with the sign changed: for guesses only."""
 
@@ -110,6 +112,16 @@ class Arm:
                       self.correction)
 
 
+    @property
+    def same_batch(self) -> Arm:
+        """The synchronous arm with the same batch and optimizer."""
+        return Arm("1f1b", self.depth, self.batch, self.optimizer)
+
+
+UpdateTime = Callable[[Arm], float]
+"""Seconds of an update of an arm."""
+
+
 def arms() -> list[Arm]:
     """All of them; those that decide the gates first."""
     found = []
@@ -121,7 +133,8 @@ def arms() -> list[Arm]:
                     found.append(Arm(PIPEDREAM, depth, batch, optimizer, correction))
                     if batch >= depth:
                         found.append(Arm(TWO_BW, depth, batch, optimizer, correction))
-                    found.append(Arm(VERTICAL_SYNC, depth, batch, optimizer, correction))
+                    if optimizer == "muon" and batch >= depth:
+                        found.append(Arm(VERTICAL_SYNC, depth, batch, optimizer, correction))
     # The former default without a flush, an update per microbatch.
     found += [Arm(PIPEDREAM, 8, 1, optimizer, correction) for optimizer in ("adamw", "muon")
               for correction in ("none", "extrapolate")]
@@ -134,68 +147,107 @@ def courses(chosen: list[Arm]) -> list[Course]:
 
 
 def best_synchronous(losses: Losses, depth: int) -> float | None:
-    """Return L*: the lowest mean loss at N of a synchronous arm on ``depth`` devices, so far; None before the first."""
-    means = [course.mean(losses) for course in courses([arm for arm in arms() if arm.synchronous
-                                                        and arm.depth == depth])]
-    return min((mean for mean in means if mean is not None), default=None)
+    """Return L*: the lowest mean loss at N of a synchronous arm on ``depth`` devices, so far; None before the first.
+
+    Of all seeds, where any arm has them all.
+    """
+    own = courses([arm for arm in arms() if arm.synchronous and arm.depth == depth])
+    for least in (SEEDS, FEW, 1):
+        means = [mean for course in own if (mean := course.mean(losses, 1.0, least)) is not None]
+        if means:
+            return min(means)
+    return None
 
 
-def reaching(losses: Losses, course: Course, target: float) -> tuple[float | None, list[Run]]:
-    """Find the shortest length of which the mean loss of all seeds is at most ``target``.
+def reaching(losses: Losses, course: Course, target: float, confirmed: bool = False) -> tuple[float | None, list[Run]]:
+    """Find the shortest length of which the mean loss is at most ``target``, with a few seeds.
 
-    A few seeds find it, all seeds confirm it, else the next longer one is tried.
+    Args:
+        confirmed: then do all seeds; where their mean is above ``target``, go on with the next longer one.
 
     Returns:
         The length, None if it is not known or above :data:`LONGEST`; and the runs to do next, none when it is known.
     """
-    at_n = course.mean(losses, 1.0, FEW, FEW)
-    if at_n is None:
-        return None, course.seeds(losses, 1.0, FEW)
-    low, high = SHORTEST - STEP, LONGEST + STEP  # too short, long enough
-    guess = (at_n / target) ** (1 / EXPONENT)
+    low, high = _round(SHORTEST - STEP), _round(LONGEST + STEP)  # too short, long enough
+    length = 1.0
     while True:
         if _round(high - low) <= STEP:
             if high > LONGEST:
                 return None, []
-            if (mean := course.mean(losses, high, SEEDS)) is None:
+            if confirmed and (mean := course.mean(losses, high, SEEDS)) is None:
                 return None, course.seeds(losses, high)
-            if mean <= target:
+            if not confirmed or mean <= target:
                 return high, []
-            low, high = high, high + STEP
+            low, high = high, _round(high + STEP)
             continue
-        length = min(max(_round(guess), _round(low + STEP)), _round(high - STEP))
-        if (mean := course.mean(losses, length, FEW, FEW)) is None:
+        mean = course.mean(losses, length, SEEDS) or course.mean(losses, length, FEW, FEW)
+        if mean is None:
             return None, course.seeds(losses, length, FEW)
         if mean <= target:
             high = length
         else:
             low = length
-        guess = length * (mean / target) ** (1 / EXPONENT)
+        guess = _round(length * (mean / target) ** (1 / EXPONENT))
+        length = min(max(guess, _round(low + STEP)), _round(high - STEP))
+
+
+def contenders(losses: Losses, depth: int, update_s: UpdateTime) -> list[Arm]:
+    """Return the arms that may decide the gates: the two that reach L* first under 1F1B, with a flush and without."""
+    target = best_synchronous(losses, depth)
+    assert target is not None
+    times: dict[Arm, float] = {}
+    for arm in arms():
+        if arm.depth == depth and arm.course.core and (length := reaching(losses, arm.course, target)[0]) is not None:
+            times[arm] = arm.course.run(0.0, length).updates * update_s(arm)
+    groups = ([arm for arm in times if arm.schedule == "1f1b"], [arm for arm in times if arm.synchronous],
+              [arm for arm in times if not arm.synchronous])
+    return list(dict.fromkeys(arm for group in groups for arm in sorted(group, key=times.__getitem__)[:2]))
 
 
 def _round(length: float) -> float:
     return round(ceil(length / STEP - 1e-6) * STEP, 2)
 
 
-def plan(losses: Losses) -> Iterator[Run]:
+def plan(losses: Losses, update_s: UpdateTime) -> Iterator[Run]:
     """Yield the runs that are still to do, the most important first, as far as the results so far tell."""
+    for run in _wanted(losses, update_s):
+        if run not in losses:
+            yield run
+
+
+def _wanted(losses: Losses, update_s: UpdateTime) -> Iterator[Run]:
     core = courses([arm for arm in arms() if arm.course.core])
-    others = [course for course in courses(arms()) if course not in core]
-    for middle in (True, False):
+    for course in core:
+        yield course.grid(losses)[1]
+    for course in core:
+        yield from course.grid(losses)
+    for seed in range(FEW):  # all arms with the same seeds: pairs
         for course in core:
-            yield from (run for number, run in enumerate(course.grid(losses))
-                        if run not in losses and (number == 1 or not middle))
-    for seed in range(SEEDS):  # all arms with the same seeds: pairs
-        for course in core:
-            yield from (run for run in course.seeds(losses)[seed:seed + 1] if run not in losses)
-    if all(course.mean(losses, 1.0, SEEDS) is not None for course in core):
-        for depth in DEPTHS:
-            for arm in (arm for arm in arms() if arm.course.core and arm.depth == depth):
-                target = best_synchronous(losses, depth)
-                assert target is not None
-                yield from (run for run in reaching(losses, arm.course, target)[1] if run not in losses)
-    for course in others:
-        yield from (run for run in course.grid(losses) if run not in losses)
+            yield from course.seeds(losses)[seed:seed + 1]
+    if all(course.mean(losses, 1.0, FEW, FEW) is not None for course in core):
+        yield from _decisive(losses, update_s)
+    for course in courses(arms()):
+        yield from course.grid(losses)
+
+
+def _decisive(losses: Losses, update_s: UpdateTime) -> Iterator[Run]:
+    """Yield what decides the gates once all arms have a few seeds."""
+    for depth in DEPTHS:
+        mine = [arm for arm in arms() if arm.depth == depth and arm.course.core]
+        means = {arm.course: arm.course.mean(losses, 1.0, SEEDS) or arm.course.mean(losses, 1.0, FEW, FEW) or 0.0
+                 for arm in mine if arm.synchronous}
+        for course, mean in means.items():
+            if mean <= CLOSE * min(means.values()):
+                yield from course.seeds(losses)
+        target = best_synchronous(losses, depth)
+        assert target is not None
+        left = [run for arm in mine for run in reaching(losses, arm.course, target)[1]]
+        yield from left
+        if all(run in losses for run in left):
+            for arm in contenders(losses, depth, update_s):
+                yield from arm.course.seeds(losses)
+                yield from arm.same_batch.course.seeds(losses)
+                yield from reaching(losses, arm.course, target, confirmed=True)[1]
 
 
 def quick() -> list[Run]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from arms import plan, quick
 from task import text_facts, text_id
+from times import update_s
 from training import Run, train
 
 RESULTS = Path(__file__).parent / "results.jsonl"
@@ -79,7 +80,7 @@ def _left(options: argparse.Namespace) -> Iterator[Run]:
     rows = read(options.results)
     if options.quick:
         return (run for run in quick() if run not in rows)
-    return plan({run: row["loss"] for run, row in rows.items()})
+    return plan({run: row["loss"] for run, row in rows.items()}, update_s)
 
 
 if __name__ == "__main__":

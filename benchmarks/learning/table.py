@@ -1,22 +1,22 @@
 """Tables and verdicts from results.jsonl and costs.json.
 
-python benchmarks/learning/table.py [--results FILE] [--picture learning.svg]
+python benchmarks/learning/table.py [--results FILE] [--picture learning.svg] [--emulated FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
-from arms import DEPTHS, LONGEST, SEEDS, Arm, arms, best_synchronous, reaching
+from arms import DEPTHS, LONGEST, SEEDS, Arm, arms, best_synchronous, contenders, reaching
 from picture import draw
 from run import RESULTS, read
 from times import block_costs, update_s
-from training import Run
+from training import PIPEDREAM, Run
 
 TIME_1F1B, TIME_BEST, GAP, ERROR = 0.75, 0.85, 0.005, 0.0035
 """The gates."""
@@ -29,6 +29,8 @@ class Results:
         self.rows = rows
         self.losses = {run: row["loss"] for run, row in rows.items()}
         self.targets = {depth: best_synchronous(self.losses, depth) for depth in DEPTHS}
+        self.contenders = {arm for depth in DEPTHS if self.targets[depth] is not None
+                           for arm in contenders(self.losses, depth, update_s)}
 
     def seeds(self, arm: Arm) -> int:
         """How many are done at N."""
@@ -39,12 +41,17 @@ class Results:
         return arm.course.run(0.0, length).updates * update_s(arm, step)
 
     def length(self, arm: Arm) -> float | None:
-        """The shortest run that reaches L*, in N, when all seeds are done."""
+        """The shortest run that reaches L*, in N: of all seeds for a contender, of a few for others."""
         target = self.targets[arm.depth]
         if target is None or not arm.course.core:
             return None
-        length, left = reaching(self.losses, arm.course, target)
+        length, left = reaching(self.losses, arm.course, target, confirmed=arm in self.contenders)
         return None if left else length
+
+    def open(self, arm: Arm) -> bool:
+        """Whether that is not known yet."""
+        target = self.targets[arm.depth]
+        return target is None or bool(reaching(self.losses, arm.course, target, arm in self.contenders)[1])
 
     def to_target_s(self, arm: Arm, step: bool = True) -> float | None:
         """Simulated seconds of that run."""
@@ -54,7 +61,7 @@ class Results:
     def gaps(self, arm: Arm) -> list[float]:
         """Relative differences to the synchronous arm with the same batch and optimizer at N, by seed."""
         own = arm.course.seeds(self.losses)
-        other = replace(arm, schedule="1f1b", correction="none").course.seeds(self.losses)
+        other = arm.same_batch.course.seeds(self.losses)
         return [self.losses[mine] / self.losses[its] - 1 for mine, its in zip(own, other, strict=False)
                 if mine in self.losses and its in self.losses]
 
@@ -76,17 +83,13 @@ def arm_table(results: Results, depth: int) -> Iterator[str]:
         gaps, reached = results.gaps(arm), results.to_target_s(arm)
         gap = "" if arm.synchronous or not gaps else f"{100 * fmean(gaps):+.1f} %"
         length = results.length(arm)
-        at = f"{length:.2f} N" if length else ("" if not arm.course.core or _open(results, arm) else f"> {LONGEST} N")
+        few = "" if arm in results.contenders else "~"
+        at = f"{few}{length:.2f} N" if length else f"> {LONGEST} N" if arm.course.core and not results.open(arm) else ""
         yield (f"| {label(arm)} | {rate:g}{edge} | {mean:.4f} | {results.seeds(arm)} | {gap} | "
                f"{update_s(arm) / unit:.1f} | {results.time_s(arm) / base:.2f} | {at} | "
                f"{'' if reached is None else f'{reached / base:.2f}'} |")
     if missing := sum(arm.depth == depth for arm in arms()) - len(found):
         yield f"\n{missing} arms have no rows yet."
-
-
-def _open(results: Results, arm: Arm) -> bool:
-    target = results.targets[arm.depth]
-    return target is None or bool(reaching(results.losses, arm.course, target)[1])
 
 
 def label(arm: Arm) -> str:
@@ -99,7 +102,7 @@ def verdicts(results: Results) -> Iterator[str]:
     """Yield a line for each gate and depth."""
     for depth in DEPTHS:
         core = [arm for arm in arms() if arm.depth == depth and arm.course.core]
-        target, waiting = results.targets[depth], [arm for arm in core if _open(results, arm)]
+        target, waiting = results.targets[depth], [arm for arm in core if results.open(arm)]
         yield f"\np = {depth}: L* = {'not known' if target is None else f'{target:.4f}'}\n"
         for name, limit, others in (("best 1F1B", TIME_1F1B, ["1f1b"]), ("best synchronous", TIME_BEST, None)):
             mine = _fastest(results, [arm for arm in core if not arm.synchronous])
@@ -121,7 +124,7 @@ def verdicts(results: Results) -> Iterator[str]:
             error = stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
             passed = mean <= GAP and error <= ERROR
             verdict = "open" if len(gaps) < SEEDS else "passed" if passed else "failed"
-            yield (f"- gap of {label(arm)}, at most {100 * GAP} %, error at most {100 * ERROR} %: **{verdict}**, "
+            yield (f"- gap of {label(arm)}, at most {100 * GAP:g} %, error at most {100 * ERROR:g} %: **{verdict}**, "
                    f"{100 * mean:+.2f} %, error {100 * error:.2f} %, {len(gaps)} of {SEEDS} seeds")
 
 
@@ -131,11 +134,40 @@ def _fastest(results: Results, among: list[Arm]) -> tuple[float, float, Arm] | N
     return min(times, key=lambda each: each[0], default=None)
 
 
+def overheads(emulated: Path) -> dict[tuple[str, int], float]:
+    """Return what an update takes on devices that sleep for 20 + 40 ms, in what the simulator says.
+
+    By schedule and devices, from the file that ``benchmarks/emulated/run.py --json`` has written.
+    """
+    found: dict[tuple[str, int], float] = {}
+    for rows in json.loads(emulated.read_text())["cases"].values():
+        for row in rows:
+            if "stream" in row and row["entrant"] == "vpipe" and "20 + 40" in row["stream"] and row["update_every"] > 1:
+                found[PIPEDREAM, row["ranks"]] = median(row["seconds"]) / row["ideal_s"]
+            elif "case" in row and "vpipe" in row["median_s"] and "20 + 40" in row["case"]:
+                devices = int(row["case"].split(",")[0].removeprefix("P = "))
+                found[row["schedule"], devices] = row["median_s"]["vpipe"] / row["formula_s"]
+    return found
+
+
+def emulated_table(results: Results, factors: Mapping[tuple[str, int], float]) -> Iterator[str]:
+    """Yield a Markdown table: the fastest arms with the overhead that emulated devices have."""
+    yield "| devices | schedule | measured / simulated | fastest arm | time to L*, simulated | with that overhead |"
+    yield "|---|---|---:|---|---:|---:|"
+    for (schedule, depth), factor in sorted(factors.items(), key=lambda item: (-item[0][1], item[0][0])):
+        best = _fastest(results, [arm for arm in arms() if arm.depth == depth and arm.course.core
+                                  and arm.schedule == schedule])
+        if best is not None:
+            yield (f"| {depth} | {schedule} | {factor:.3f} | {label(best[2])} | {best[0]:.2f} s | "
+                   f"{best[0] * factor:.2f} s |")
+
+
 def main() -> None:
     """Print everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file of rows")
     parser.add_argument("--picture", type=Path, help="write the picture there")
+    parser.add_argument("--emulated", type=Path, help="what benchmarks/emulated/run.py --json has written")
     options = parser.parse_args()
     results = Results(read(options.results))
     costs = block_costs()
@@ -149,6 +181,9 @@ def main() -> None:
         print("\n".join(arm_table(results, depth)))
     print("\n### Gates")
     print("\n".join(verdicts(results)))
+    if options.emulated:
+        print("\n### On emulated devices, 20 + 40 ms\n")
+        print("\n".join(emulated_table(results, overheads(options.emulated))))
     if options.picture:
         options.picture.write_text(draw(results))
 
