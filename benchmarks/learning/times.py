@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent.parent / "throughput"))
 
 import torch
-from arms import Arm
+from arms import CENTRE, Arm
 from machine import description
 from task import BLOCKS, batches, gpt
 from training import PIPEDREAM, optimizer
@@ -60,7 +60,7 @@ def measured(budget_s: float = 12.0) -> BlockCosts:
     """Measure a block as ``vpipe profile`` does."""
     torch.set_num_threads(1)
     steps = {}
-    for name in ("adamw", "muon"):
+    for name in CENTRE:
         identity = Identity("learning", "learning", BLOCKS + 1, 1, name, "cpu", 1, 1, "gloo", torch.__version__)
         [profile] = measure(gpt(), list(batches(1, 1, 0)), optimizer(name, 1e-3).from_named, identities=[identity],
                             budget_s=budget_s)
@@ -114,7 +114,7 @@ def _repeated(schedule: Schedule) -> Schedule:
     """Return so many updates of a schedule with a flush, one after the other on every rank."""
     def moved(action: Action, update: int) -> Action:
         by = 1 if action.op.value == "STEP" else schedule.microbatches
-        return replace(action, microbatch=action.microbatch + by * update)
+        return action._replace(microbatch=action.microbatch + by * update)
 
     return replace(schedule, microbatches=UPDATES * schedule.microbatches, programs=tuple(
         tuple(moved(action, update) for update in range(UPDATES) for action in program)
