@@ -170,6 +170,8 @@ def reaching(losses: Losses, course: Course, target: float, confirmed: bool = Fa
     Returns:
         The length, None if it is not known or above :data:`LONGEST`; and the runs to do next, none when it is known.
     """
+    if course.rate(losses) is None:
+        return None, course.grid(losses)
     low, high = _round(SHORTEST - STEP), _round(LONGEST + STEP)  # too short, long enough
     length = 1.0
     while True:

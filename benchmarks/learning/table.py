@@ -36,6 +36,11 @@ class Results:
         """How many are done at N."""
         return sum(run in self.losses for run in arm.course.seeds(self.losses))
 
+    def loss(self, arm: Arm) -> float | None:
+        """Mean loss at N of the seeds that are done; of the best learning rate so far, while it is not chosen."""
+        tried = [self.losses[run] for run in arm.course.grid(self.losses) if run in self.losses]
+        return arm.course.mean(self.losses) or min(tried, default=None)
+
     def time_s(self, arm: Arm, length: float = 1.0, step: bool = True) -> float:
         """Simulated seconds of a run."""
         return arm.course.run(0.0, length).updates * update_s(arm, step)
@@ -73,13 +78,15 @@ def arm_table(results: Results, depth: int) -> Iterator[str]:
     target = results.targets[depth]
     yield "| arm | rate | loss at N | seeds | gap to synchronous | update | run of N | reaches L* at | time to L* |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
-    found = [(mean, arm) for arm in arms() if arm.depth == depth
-             and (mean := arm.course.mean(results.losses)) is not None]
+    found = [(mean, arm) for arm in arms() if arm.depth == depth and (mean := results.loss(arm)) is not None]
     base = min((results.time_s(arm) for mean, arm in found if arm.synchronous and mean == target), default=1.0)
     for mean, arm in sorted(found, key=lambda pair: (pair[0], results.time_s(pair[1]))):
         runs = arm.course.grid(results.losses)
         rate = arm.course.rate(results.losses)
         edge = "*" if rate in (runs[0].learning_rate, runs[-1].learning_rate) else ""
+        if rate is None:
+            rate = min((run for run in runs if run in results.losses), key=results.losses.__getitem__).learning_rate
+            edge = "?"
         gaps, reached = results.gaps(arm), results.to_target_s(arm)
         gap = "" if arm.synchronous or not gaps else f"{100 * fmean(gaps):+.1f} %"
         length = results.length(arm)
