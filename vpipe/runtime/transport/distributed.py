@@ -411,10 +411,7 @@ class DistributedTransport:
             with _ScheduledTransfer(self, peer, key, "sending"):
                 raise RuntimeError(str(error)) from error
         except OSError as error:
-            if not shared.links.full:
-                _say(f"gloo carries tensors between ranks of a host from now on: shared memory is full (rank "
-                     f"{self.rank}: {error.strerror})")
-            shared.links.give_up()
+            shared.links.give_up(error.errno or 0)
             return False
         self.bytes_sent += sum([tensor.nbytes for tensor in tensors])
         if key.kind == "F" and shared.is_crowded(peer):

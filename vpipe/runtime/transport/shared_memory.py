@@ -123,7 +123,7 @@ class Layout(NamedTuple):
     def views(self, memory: mmap.mmap | bytearray, offset: int) -> list[Tensor]:
         """Return tensors over a buffer, to write into."""
         return [torch.frombuffer(memory, dtype=spec.dtype, count=count, offset=offset + at).view(spec.shape) if count
-                else torch.empty(spec.shape, dtype=spec.dtype)
+                else torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
                 for spec, (at, count) in zip(self.specs, self.places, strict=True)]
 
 
@@ -138,7 +138,7 @@ class Arrival(NamedTuple):
         tensors = []
         for spec, (offset, count) in zip(specs, self.layout.places, strict=True):
             if not count:
-                tensor = torch.empty(spec.shape, dtype=spec.dtype)
+                tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
             else:  # a copy is aligned; resize_, not view: a view of a leaf is another thing to autograd
                 tensor = torch.frombuffer(self.payload, dtype=spec.dtype, count=count, offset=offset)
                 tensor = (tensor.clone() if isinstance(self.payload, bytearray) else tensor).resize_(spec.shape)
@@ -369,11 +369,11 @@ class Link:
         """Send what the other end waits for: returned buffers, and the number of accepted activations."""
         self._send(_ACKNOWLEDGE, 0, _NO_KEY, generation, accepted)
 
-    def tell_full(self) -> None:
-        """Send that what follows from this end goes another way."""
+    def tell_full(self, error: int) -> None:
+        """Send that what follows from this end goes another way, with the number of the error."""
         self.full_here = True
         with suppress(LinkClosedError):
-            self._send(_FULL, 0, _NO_KEY, _NO_GENERATION, 0)
+            self._send(_FULL, 0, _NO_KEY, _NO_GENERATION, error)
 
     def flush(self) -> None:
         """Send what the socket takes now of the messages that wait."""
@@ -496,14 +496,17 @@ def _mapped(descriptor: int, size: int) -> mmap.mmap:
 class HostLinks:
     """The links of this rank with the other ranks of its host, which the pipelines of a process share.
 
+    Args:
+        reports: whether this rank says when the memory is full.
+
     Attributes:
         links: by rank.
         complete: whether all other ranks are linked.
         full: whether a rank has found the memory full: then no rank of the host sends through it any more.
     """
 
-    def __init__(self, links: Mapping[int, Link], complete: bool) -> None:
-        self.links, self.complete, self.full = links, complete, False
+    def __init__(self, links: Mapping[int, Link], complete: bool, reports: bool) -> None:
+        self.links, self.complete, self._reports, self.full = links, complete, reports, False
         self._poll = select.epoll()
         self._of = {link.fileno(): link for link in links.values()}
         for descriptor in self._of:
@@ -540,7 +543,7 @@ class HostLinks:
 
     def _deliver(self, peer: int, message: Message) -> None:
         if message.what == _FULL:
-            self.give_up()
+            self.give_up(message.accepted)
         elif message.generation != _NO_GENERATION:
             transfers = self._generations.get(message.generation)
             if transfers is not None:
@@ -548,12 +551,15 @@ class HostLinks:
             elif message.generation > self._newest:  # else of a pipeline that was abandoned here
                 self._early.setdefault(message.generation, []).append((peer, message))
 
-    def give_up(self) -> None:
-        """Send nothing through shared memory from now on, and tell all."""
+    def give_up(self, error: int) -> None:
+        """Send nothing through shared memory from now on, and tell all; the first rank of the host says so."""
+        if not self.full and self._reports:
+            print("gloo carries tensors between ranks of a host from now on: there is no more shared memory "
+                  f"({os.strerror(error)})", file=sys.stderr, flush=True)
         self.full = True
         for link in self.links.values():
             if not link.full_here:
-                link.tell_full()
+                link.tell_full(error)
 
     def break_off(self) -> None:
         """Shut all links down, from any thread: one that waits for them sees their end."""
@@ -795,7 +801,7 @@ def connect(rank: int, wanted: bool, made: HostLinks | None, hosts: Sequence[str
                  and (hosts is None or hosts[a] == hosts[b]) and not (agreed[a][b] and agreed[b][a])]
         why = f"ranks {apart[0][0]} and {apart[0][1]} have no sockets in common: they are in different containers or " \
               "belong to different users" if apart else None
-        return HostLinks(links, len(links) == len(offers) - 1), why
+        return HostLinks(links, len(links) == len(offers) - 1, rank < min(links, default=0)), why
     finally:
         if listener is not None:
             listener.close()
