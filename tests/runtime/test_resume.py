@@ -152,6 +152,7 @@ def test_with_a_flush_ties_and_other_widths_go_on_as_the_oracle_from_there(model
 
 
 ASYNCHRONOUS: list[dict[str, Any]] = [
+    {"schedule": "pipedream", "partition": [2, 2, 2, 2], "warmup_depth": [6, 4, 2, 0]},
     {"schedule": "pipedream", "partition": [2, 2, 2, 2]}, {"schedule": "pipedream", "partition": [1, 6, 1]},
     {"schedule": "pipedream", "partition": [3, 5], "update_every": 2}, {"schedule": "2bw", "partition": [3, 3, 2]},
     {"schedule": "pipedream_vertical_sync", "partition": [2, 3, 3]}, {"schedule": "pipedream", "partition": [8]},
@@ -188,7 +189,8 @@ def test_without_a_flush_any_cut_goes_on_as_its_oracle_from_there(data: st.DataO
             model, alone[start.microbatches:position.microbatches], TrainingRecipe(
                 AdamW().from_named, 1, 2, decay, 0.5, extrapolation=1.0 if extrapolated else None),
             pipe.partition, pipe.update_every, range(start.microbatches, position.microbatches, span),
-            version_rule(arguments["schedule"]), list(map(len, pipe.placement)), start)
+            version_rule(arguments["schedule"], arguments.get("warmup_depth", ())),
+            list(map(len, pipe.placement)), start)
         assert losses == oracle.losses
         same_bits(tensors, oracle.tensors)
         start = InitialState(position.steps, position.microbatches, 0, tensors)

@@ -14,9 +14,11 @@ from vpipe.errors import UserError
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, backward, forward, step
 from vpipe.schedules.check import prove
+from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import recipe_named, register_schedule
 from vpipe.schedules.size import default_placement
+from vpipe.verify.reference_optimizer import version_rule
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +44,22 @@ def test_a_name_is_given_once() -> None:
     with pytest.raises(UserError, match="already a schedule called '1f1b': vpipe"):
         register_schedule("1f1b", flush=True)(good)
     assert recipe_named("mine").program is good
+
+
+def test_a_stream_that_takes_no_warm_up_is_called_as_before() -> None:
+    @register_schedule("eager", flush=False, versions=lambda rank, size: 2, update_every=lambda ranks: 2 * ranks,
+                       peak_activations=lambda rank, size: 2 * (size.ranks - rank) - 1,
+                       version_of=lambda i, stage, widths, k: max(0, (i - 2 * (len(widths) - 1 - stage)) // k))
+    def eager(rank: int, ranks: int, microbatches: int, update_every: int) -> Iterator[Action]:
+        """A stream with twice as many forwards ahead, whatever anybody says."""
+        warmup = tuple(2 * (ranks - 1 - position) for position in range(ranks))
+        yield from recipe_named("pipedream").program(rank, ranks, microbatches, update_every, warmup)
+
+    schedule = prove("eager", default_placement(3), 48, 6)
+    assert [mean_delay(schedule, stage) for stage in range(3)] == [4 / 6, 2 / 6, 0]
+    assert version_rule("eager")(20, 0, (1, 1, 1), 6) == 2
+    with pytest.raises(UserError, match=r"warmup_depth is \[4, 2, 0\], but 'eager' has an order of its own"):
+        ScheduleSpec("eager", 3, 48, 6, warmup=(4, 2, 0)).prepare()
 
 
 def test_a_name_of_the_library_is_taken_before_the_library_is_loaded() -> None:
