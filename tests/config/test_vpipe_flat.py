@@ -155,6 +155,8 @@ def test_neutral_values_of_features_to_come(flat: Path) -> None:
     config = load(flat, {}, neutral)
     assert not config.trace
     assert config.parallel.warmup_depth == (3, 2, 1, 0)
+    write("mp_conf.json", RANKS | {"stage_to_depth_map": {"0": 5, "1": 3, "2": 1, "3": 0}})
+    assert load(flat, {}, neutral).parallel.depths == (5, 3, 1, 0), "more forwards ahead than the stages need"
 
 
 def test_compressed_activations_are_bf16(flat: Path) -> None:
