@@ -132,6 +132,7 @@ class PartitionFile(Section):
     predictions: dict[str, Any] | None = Field(None, description=(
         "predictions of vpipe plan for a step and for each stage"))
     profile: str | None = Field(None, description="digest of the profile that the plan was made from")
+    profiled: dict[str, Any] | None = Field(None, description="what that profile was measured of, and where")
 
 
 class RankFile(Section):

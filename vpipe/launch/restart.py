@@ -320,7 +320,7 @@ def fitted(config: Config, ranks: int) -> Config:
     fit = config.with_parallel(
         model_parallel_size=per_rank * (ranks // replicas), data_parallel_size=replicas, stage_to_rank_map=None,
         partition=AUTO, recompute=AUTO if isinstance(parallel.recompute, tuple) else parallel.recompute,
-        warmup_depth=None, compress=compress, plan=None, update_every=every)
+        warmup_depth=AUTO if parallel.depths else None, compress=compress, plan=None, update_every=every)
     there = ranks_of(fit)  # proves that there is such a schedule
     assert there == ranks, f"{there} ranks instead of {ranks}"
     if (note := other_updates(config, fit)) is not None:
