@@ -188,7 +188,8 @@ def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
             recipe = recipe_named(name)
             schedule = _built(recipe, widths, microbatches, options.chunks if recipe.any_chunks else None,
                               None if recipe.flush else options.update_every, costs,
-                              None if recipe.search is None else options.memory)
+                              None if recipe.search is None else options.memory,
+                              _depths(options.warmup_depth) if recipe.any_warmup else None)
             found[name] = Summary.of(schedule, costs)
         except UserError as error:
             found[name] = error.problems[0].what.splitlines()[0]
