@@ -289,30 +289,24 @@ def test_ranks_of_a_host_share_memory_and_compute_the_same(world: World, argumen
 
 
 @pytest.mark.parametrize(("arguments", "links"), [
-    ({"hosts": ["a", "a", "b", "b"]}, [[1], [0], [3], [2]]), ({"hosts": ["a", "b", "b", "c"]}, [[], [2], [1], []]),
-    ({"unwanted": [0, 1, 2, 3]}, [[]] * 4), ({"unwanted": [2]}, [[]] * 4)])
+    ({"hosts": ["a", "a", "b", "b"], "schedule": "interleaved", "partition": [1] * 8, "microbatches": 4},
+     [[1], [0], [3], [2]]),
+    ({"hosts": ["a", "b", "b", "c"], "schedule": "pipedream"}, [[], [2], [1], []]),
+    ({"unwanted": [0, 1, 2, 3], "schedule": "1f1b"}, [[]] * 4), ({"unwanted": [2], "schedule": "pipedream"}, [[]] * 4)])
 def test_other_ranks_use_gloo_and_compute_the_same(world: World, arguments: dict[str, Any], links: list[Any]) -> None:
-    for more in ({"schedule": "pipedream"}, {"schedule": "interleaved", "partition": [1] * 8, "microbatches": 4}):
-        run = {**RUN, **more}
-        expected = jobs.train(**run)
-        assert world.run(shared_memory_jobs.train, **run, **arguments) == [[expected, linked, 0] for linked in links]
+    run = {**RUN, **arguments}
+    expected = jobs.train(**{name: value for name, value in run.items() if name not in ("hosts", "unwanted")})
+    assert world.run(shared_memory_jobs.train, **run) == [[expected, linked, 0] for linked in links]
 
 
-@pytest.mark.parametrize("memories", [0, 1, 3])
-def test_when_memory_is_full_gloo_goes_on_and_the_first_rank_says_so(pair: World, memories: int) -> None:
+def test_without_memory_gloo_carries_everything_and_the_first_rank_says_so(pair: World) -> None:
     run = {**RUN, "partition": [4, 4], "schedule": "pipedream"}
-    expected = jobs.train(**run)
-    assert pair.run(shared_memory_jobs.train, **run, memories=memories) == [[expected, [1], 0], [expected, [0], 0]]
+    expected, said = jobs.train(**run), "gloo carries tensors between ranks of a host"
+    for memories in (3, 0):  # then there is no more
+        found = pair.run(shared_memory_jobs.train, **run, memories=memories)
+        assert found == [[expected, [1], 0], [expected, [0], 0]]
+    for _ in range(2):
+        assert pair.run(shared_memory_jobs.train, **run, memories=-1) == [[expected, [], 0]] * 2
     assert [process.log.read_text() for process in pair.processes] == [
-        "gloo carries tensors between ranks of a host from now on: there is no more shared memory (No space left on "
-        "device)\n", ""]
-
-
-def test_gloo_from_the_start_is_said_once(pair: World) -> None:
-    run = {**RUN, "partition": [4, 4], "schedule": "1f1b"}
-    for memories in (-1, -1):
-        [first, _] = pair.run(shared_memory_jobs.train, **run, memories=memories)
-        assert first[1:] == [[], 0]
-    assert [process.log.read_text() for process in pair.processes] == [
-        "gloo carries tensors between ranks of a host, not shared memory: rank 1 got none: No space left on device\n",
-        ""]
+        2 * f"{said} from now on: there is no more shared memory (No space left on device)\n"
+        + f"{said}, not shared memory: rank 1 got none: No space left on device\n", ""]
