@@ -33,7 +33,7 @@ class Stream:
         ranks: devices.
         update_every: microbatches per update.
         times: of a microbatch on a device.
-        extra: microbatches in flight beyond pipedream's own, on every rank but the last.
+        extra: microbatches in flight between two neighbours beyond the one that pipedream has there.
     """
 
     ranks: int
@@ -48,7 +48,7 @@ class Stream:
     @property
     def depths(self) -> list[int]:
         """Per rank the forwards before its first backward."""
-        return [self.ranks - 1 - rank + (self.extra if rank < self.ranks - 1 else 0) for rank in range(self.ranks)]
+        return [(1 + self.extra) * (self.ranks - 1 - rank) for rank in range(self.ranks)]
 
     @property
     def ideal_s(self) -> float:
@@ -57,7 +57,7 @@ class Stream:
 
 
 STREAMS = tuple(Stream(ranks, k, times, extra) for ranks in (4, 8) for times in (LONG, SHORT)
-                for k in (1, ranks) for extra in (0, 1, 2) if times == SHORT or extra == 1 or (k, extra) == (1, 0))
+                for k in (1, ranks) for extra in (0, 1) if times == SHORT or extra == 1 or (k, extra) == (1, 0))
 PEERS = tuple(Case(ranks, m, LONG, 3) for ranks in (4, 8) for m in (ranks // 2, ranks, 2 * ranks))
 """What torch.distributed.pipelining is given: as many microbatches per update."""
 
