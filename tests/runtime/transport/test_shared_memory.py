@@ -191,8 +191,11 @@ def test_other_shapes_than_expected_are_a_defect(ends: Ends) -> None:
         received(right, F, [TensorSpec((3,), torch.float32, wants_gradient=False)])
 
 
-def test_what_was_sent_before_the_end_is_received(ends: Ends) -> None:
+@pytest.mark.parametrize("unread", [False, True])
+def test_what_was_sent_before_the_end_is_received(ends: Ends, unread: bool) -> None:
     left, right = ends
+    if unread:
+        right.send(0, B, [torch.ones(1)])  # after which the kernel reports the end before what was sent
     left.send(1, F, [torch.ones(INLINE_BYTES)])
     left.links.close()
     assert received(right, F)[0].sum() == INLINE_BYTES

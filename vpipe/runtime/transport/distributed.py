@@ -376,16 +376,16 @@ class DistributedTransport:
 
     def finish(self) -> None:
         started = perf_counter()
-        for (peer, kind), under_way in self._sent.items():
-            while under_way and kind != "C":
-                self._complete(peer, *under_way.popleft())
-        self._announced.clear()
         untaken = [key for _, key in self._posted]
-        if self._shared is not None:
+        if self._shared is not None:  # first, since gloo sends by itself
             for peer, key, is_done in self._shared.unfinished():
                 with _ScheduledTransfer(self, peer, key, "sending"):
                     self._shared.wait(peer, is_done)
             untaken += self._shared.untaken()
+        for (peer, kind), under_way in self._sent.items():
+            while under_way and kind != "C":
+                self._complete(peer, *under_way.popleft())
+        self._announced.clear()
         self.wait_s += perf_counter() - started
         if untaken:
             keys = ", ".join(map(str, untaken[:3]))

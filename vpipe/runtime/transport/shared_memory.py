@@ -422,6 +422,8 @@ class Link:
             size, ancillary, flags, _ = self.socket.recvmsg_into([self._input], _FD_BYTES, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
             return None
+        except ConnectionResetError:  # the other end is gone and left something unread; what it has sent is still there
+            return self.receive()
         except OSError:
             size, ancillary, flags = 0, [], 0
         descriptors = array("i")
