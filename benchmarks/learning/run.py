@@ -15,7 +15,9 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from arms import plan, quick
@@ -74,6 +76,23 @@ def main() -> None:
                 append(options.results, row)
                 print(f"{time.strftime('%H:%M')} {run}: {row['loss']:.4f}, {row['cpu_s']:.0f} s of a core, "
                       f"{row['wall_s']:.0f} s", flush=True)
+    if options.quick:
+        print("\n".join(_quick_table(options.results)))
+
+
+def _quick_table(results: Path) -> Iterator[str]:
+    """Yield a Markdown table of the quick runs: losses of both seeds, and against the first line."""
+    rows = read(results)
+    by_way: dict[Run, list[float]] = {}
+    for run in quick():
+        if run in rows:
+            by_way.setdefault(replace(run, seed=0), []).append(rows[run]["loss"])
+    first = next(iter(by_way.values()), [1.0])
+    yield "| way, a quarter of N | held-out losses | against the first |"
+    yield "|---|---|---:|"
+    for run, losses in by_way.items():
+        yield (f"| {str(run).partition(' rate')[0]} | {', '.join(f'{loss:.4f}' for loss in losses)} | "
+               f"{100 * (fmean(losses) / fmean(first) - 1):+.1f} % |")
 
 
 def _left(options: argparse.Namespace) -> Iterator[Run]:
