@@ -159,10 +159,11 @@ def test_hidden_matrices_of_the_families(family: str, attention: tuple[str, ...]
 
 
 class Raw(nn.Module):
-    def __init__(self, **shapes: tuple[int, ...]) -> None:
+    def __init__(self, read: bool = False, **shapes: tuple[int, ...]) -> None:
         super().__init__()
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.ones(shape)))
+            assert not read or getattr(self, name).sum().item() > 0
 
 
 def test_hidden_matrices_of_other_models() -> None:
@@ -175,7 +176,7 @@ def test_hidden_matrices_of_other_models() -> None:
     model = Model([
         Layer("tokens", lambda: nn.EmbeddingBag(4, 8), ("x",)),
         Layer("positions", lambda: Raw(weight=(4, 8))),
-        Layer("raw", lambda: Raw(weight=(4, 8), norm=(4, 8), tall=(4,))),
+        Layer("raw", lambda: Raw(read=True, weight=(4, 8), norm=(4, 8), tall=(4,))),
         Layer("reads", lambda: Raw(x=(4, 8)), ties={"x": "tokens.weight"}),
         Layer("shared", lambda: nn.Linear(8, 4, bias=False)),
         Layer("head", lambda: Raw(decoder=(4, 8)), ties={"decoder": "shared.weight"}),

@@ -18,7 +18,7 @@ from vpipe.checkpoint.integrity import Progress, check_intact, older_intact_hint
 from vpipe.checkpoint.manifest import Manifest, TensorEntry
 from vpipe.checkpoint.shards import dtype_name, safetensors_errors
 from vpipe.errors import UserError
-from vpipe.model.layer import Model, without_values
+from vpipe.model.layer import Model, build_outline
 
 SHOWN = 3
 """Differences that a message names; the others are counted."""
@@ -100,17 +100,10 @@ def check_compatible(manifest: Manifest, model: Model, hint: str = "resume with 
 
 
 def tensor_kinds(model: Model) -> dict[str, TensorKind]:
-    """Return the tensors of a checkpoint of the model, by ``<layer>.<parameter or buffer>``, tied ones once.
-
-    The modules are built without values where their constructors allow it.
-    """
+    """Return the tensors of a checkpoint of the model, by ``<layer>.<parameter or buffer>``, tied ones once."""
     found = {}
     for number, layer in enumerate(model.layers):
-        try:
-            with torch.random.fork_rng(devices=[]), without_values():
-                module = layer.make()
-        except Exception:  # a constructor that reads values fails in a way of its own
-            module = layer.materialize(number, seed=0)
+        module = build_outline(layer, number)
         found.update({f"{layer.name}.{name}": TensorKind.of(tensor) for name, tensor in module.state_dict().items()
                       if name not in layer.ties})
     return found

@@ -159,7 +159,7 @@ class ParallelSection(Section):
         "a CPU the host's divided by its ranks"))
     plan: FilePath | None = Field(None, description=(
         "plan file of vpipe plan, relative to the current folder; it gives partition, recompute, stage_to_rank_map, "
-        "schedule, update_every and training.num_microbatches"))
+        "schedule, update_every, warmup_depth and training.num_microbatches"))
     update_every: int | None = Field(None, ge=1, le=MOST_MICROBATCHES, description=(
         "microbatches per update of an asynchronous schedule, and per rank of a stage; null takes all of a batch where "
         "training.num_microbatches is null, else the smallest possible number"))

@@ -133,6 +133,15 @@ def without_values() -> Iterator[None]:
         yield
 
 
+def build_outline(layer: Layer, number: int) -> nn.Module:
+    """Build a layer for the names and shapes of its tensors: without values, unless its constructor reads some."""
+    try:
+        with torch.random.fork_rng(devices=[]), without_values():
+            return layer.make()
+    except Exception:  # a constructor that reads values fails in a way of its own
+        return layer.materialize(number, seed=0)
+
+
 class _UnfilledNormal(TorchFunctionMode):
     """Leave a tensor without values as it is: torch would import a compiler to draw normal ones for it, for seconds."""
 

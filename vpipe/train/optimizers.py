@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from vpipe.errors import UserError, nearest
-from vpipe.model.layer import Model, without_values
+from vpipe.model.layer import Model, build_outline
 from vpipe.model.split import resolve_tie
 
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -126,13 +126,13 @@ def hidden_matrices(model: Model) -> frozenset[str]:
     - it belongs to another module than ``nn.Linear``, and its name, or that module's class, contains "embed",
       "position" or "norm".
 
-    The rule knows no stages: it is the same for every partition. Layers are built without memory.
+    The rule knows no stages: it is the same for every partition. Layers are built without values where their
+    constructors allow it.
     """
     users: dict[str, set[int]] = {}  # matrix -> numbers of the layers that use it
     tables: set[str] = set()
     for number, layer in enumerate(model.layers):
-        with without_values():
-            module = layer.make()
+        module = build_outline(layer, number)
         first_names = {parameter: name for name, parameter in module.named_parameters()}
         for path, part in module.named_modules(remove_duplicate=False):
             for own, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
