@@ -174,7 +174,7 @@ class Pipeline:
         if delay_correction not in DELAY_CORRECTIONS:
             given.refuse(f"delay_correction is {shown(delay_correction)}",
                          nearest(str(delay_correction), DELAY_CORRECTIONS))
-        strength = given.number("delay_correction_strength", delay_correction_strength, 1.0)
+        strength = given.number("delay_correction_strength", delay_correction_strength, 1.0, most=1e9)
         if delay_correction == "none" and strength != 1:
             given.refuse(f"delay_correction_strength is {shown(delay_correction_strength)}, but nothing is corrected",
                          "leave it out, or give delay_correction='extrapolate'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -251,5 +252,6 @@ def test_what_does_not_fit_is_refused() -> None:
     refused("delay_correction is 'extrapolate', but '1f1b' has a flush", schedule="1f1b", **EXTRAPOLATE)
     refused("delay_correction is 'predict'", schedule="pipedream", delay_correction="predict")
     refused("delay_correction_strength is 0", schedule="pipedream", **EXTRAPOLATE, delay_correction_strength=0)
+    refused("delay_correction_strength is inf", schedule="pipedream", **EXTRAPOLATE, delay_correction_strength=math.inf)
     refused("delay_correction_strength is 0.5, but nothing is corrected", schedule="pipedream",
             delay_correction_strength=0.5)

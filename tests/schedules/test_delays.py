@@ -66,6 +66,12 @@ def test_delays_are_described_with_what_would_lower_them(name: str, placement: i
     assert (warn_of_delay(schedule, []) is None) == (line is None or greatest_delay(schedule, 0) <= 2)
 
 
+def test_a_warning_names_deeper_warm_ups() -> None:
+    deep, own = (build("pipedream", ((0,), (1,), (2,), (3,)), 4, 1, warmup=depths) for depths in ((9, 2, 1, 0), None))
+    assert "better are: a lower warmup_depth; fewer stages" in str(warn_of_delay(deep, []))
+    assert "warmup_depth" not in str(warn_of_delay(own, []))
+
+
 def test_fewer_updates_with_replicas() -> None:
     schedule = build("pipedream", ((0, 1), (2, 3), (4, 5)), 12, 1)
     assert fewer_updates(schedule, 12, 24) == "update_every 3 (0.667 updates late; an update is then 12 samples)"

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import lcm
+from operator import gt
 
 from vpipe.errors import counted
 from vpipe.schedules.dependencies import Dependencies
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.size import default_warmup
 
 LATE = 2.0
 """Mean delay in updates above which a run warns: with a larger one, training loses much."""
@@ -82,7 +84,9 @@ def warn_of_delay(schedule: Schedule, remedies: list[str]) -> str | None:
     means = [mean_delay(schedule, stage) for stage in range(schedule.stages)]
     if max(means) <= LATE:
         return None
-    remedies = [*remedies, "fewer stages", "a schedule with a flush, which has no delay"]
+    ahead = schedule.stream and any(map(gt, schedule.warmup, default_warmup(list(map(len, schedule.placement)))))
+    remedies = [*remedies, *["a lower warmup_depth"] * ahead, "fewer stages",
+                "a schedule with a flush, which has no delay"]
     return (f"the gradients of stage {means.index(max(means))} are {max(means):.3g} updates late on average, "
             f"so each update lowers the loss less; better are: {'; '.join(remedies)}")
 
