@@ -27,21 +27,22 @@ def read_off(schedule: Schedule) -> Schedule:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_mean_delay_is_the_warm_up_over_the_microbatches_of_an_update(
         placement: tuple[tuple[int, ...], ...], every: int) -> None:
-    plain = build("pipedream", placement, 20 * 6 * every, every)
+    microbatches = 6 * every * max(4, 20 // every)  # whole steps of any of the placements, past the warm-up
+    plain = build("pipedream", placement, microbatches, every)
     own = plain.warmup
     assert own == tuple((sum(map(len, placement[s:])) - 1) // len(ranks) for s, ranks in enumerate(placement))
     six_more = tuple(depth + 6 // len(ranks) for depth, ranks in zip(own[:-1], placement, strict=False)) + own[-1:]
     for warmup in (own, six_more):  # with six more microbatches in flight at all stages but the last
-        schedule = build("pipedream", placement, 20 * 6 * every, every, warmup=warmup)
+        schedule = build("pipedream", placement, microbatches, every, warmup=warmup)
         assert schedule.warmup == warmup
         assert delays(schedule) == [(depth / every, -(-depth // every)) for depth in warmup]
         assert delays(read_off(lower(schedule))) == delays(schedule)
         if len(set(map(len, placement))) == 1:
-            synchronised = build("pipedream_vertical_sync", placement, 20 * 6 * every, every, warmup=warmup)
+            synchronised = build("pipedream_vertical_sync", placement, microbatches, every, warmup=warmup)
             assert delays(synchronised) == [(warmup[0] / every, -(-warmup[0] // every))] * len(placement)
             assert delays(read_off(synchronised)) == delays(synchronised)
         if every > max(warmup):
-            double = build("2bw", placement, 20 * 6 * every, every, warmup=warmup)
+            double = build("2bw", placement, microbatches, every, warmup=warmup)
             assert delays(double) == delays(read_off(double)) == [(1, 1)] * len(placement)
 
 
