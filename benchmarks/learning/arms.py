@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import log
 from statistics import fmean
 
 from task import SEQUENCES
-from training import FLUSH, PIPEDREAM, TWO_BW, VERTICAL_SYNC, Run
+from training import EVERY_MICROBATCH, FLUSH, PIPEDREAM, TWO_BW, VERTICAL_SYNC, Run
 
 Losses = Mapping[Run, float]
 
@@ -25,12 +25,14 @@ WIDEST = 5
 """Learning rates of a grid that is extended, for arms that decide, while the best one is at its edge."""
 STEP, SHORTEST, LONGEST = 0.05, 0.5, 1.6
 """Of the lengths of runs, in N."""
+NEAR = 0.05
+"""In N: an arm has runs no further than this from the length with which it is said to reach L*."""
 FEW = 3
-"""Seeds with which the length is found that all seeds are then run with."""
+"""Seeds of an arm that may decide a gate; :data:`SEEDS` have those that do."""
 CLOSE = 1.01
 """Synchronous arms whose mean is within this factor of the lowest one get all seeds, so that L* is known well."""
 EXPONENT = 0.12
-"""The loss falls about as the length to the power of this, with the sign changed: for guesses only."""
+"""The loss falls about as the length to the power of this, with the sign changed, until two lengths say more."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Course:
     @property
     def core(self) -> bool:
         """Whether it can decide a gate, so that it gets all seeds and is run until it reaches L*."""
-        return self.optimizer == "muon" and self.batch > 1 and (
+        return self.optimizer == "muon" and (
             self.semantics == FLUSH or (self.semantics == PIPEDREAM and self.correction == "extrapolate"))
 
     def grid(self, losses: Losses) -> list[Run]:
@@ -91,6 +93,7 @@ class Arm:
         schedule: vpipe's name.
         depth: p, the number of devices.
         batch: microbatches per update, each of one sequence: m or k.
+        every: instead an update after every microbatch, of ``batch`` sequences: the former default without a flush.
     """
 
     schedule: str
@@ -98,6 +101,7 @@ class Arm:
     batch: int
     optimizer: str
     correction: str = "none"
+    every: bool = False
 
     @property
     def synchronous(self) -> bool:
@@ -107,10 +111,9 @@ class Arm:
     @property
     def course(self) -> Course:
         """What its losses depend on."""
-        semantics = FLUSH if self.synchronous else self.schedule
+        semantics = FLUSH if self.synchronous else EVERY_MICROBATCH if self.every else self.schedule
         return Course(semantics, 0 if semantics in (FLUSH, TWO_BW) else self.depth, self.batch, self.optimizer,
                       self.correction)
-
 
     @property
     def same_batch(self) -> Arm:
@@ -137,8 +140,7 @@ def arms() -> list[Arm]:
                         found.append(Arm(VERTICAL_SYNC, depth, batch, optimizer, correction))
     found += [Arm(schedule, 8, 16, "soap") for schedule in (*SYNCHRONOUS, PIPEDREAM)]
     found.append(Arm(PIPEDREAM, 8, 16, "soap", "extrapolate"))
-    # The former default without a flush, an update per microbatch.
-    found += [Arm(PIPEDREAM, 8, 1, optimizer, correction) for optimizer in ("adamw", "muon")
+    found += [Arm(PIPEDREAM, 8, 16, optimizer, correction, every=True) for optimizer in ("adamw", "muon")
               for correction in ("none", "extrapolate")]
     return found
 
@@ -148,60 +150,63 @@ def courses(chosen: list[Arm]) -> list[Course]:
     return list(dict.fromkeys(arm.course for arm in chosen))
 
 
-def best_synchronous(losses: Losses, depth: int) -> float | None:
-    """Return L*: the lowest mean loss at N of a synchronous arm on ``depth`` devices, so far; None before the first.
+def best_synchronous(losses: Losses, depth: int) -> Course | None:
+    """Return the course that sets L*: the lowest mean loss at N of a synchronous arm on ``depth`` devices, so far.
 
-    Of all seeds, where any arm has them all.
+    Of all seeds, where any arm has them all; None before the first run.
     """
     own = courses([arm for arm in arms() if arm.synchronous and arm.depth == depth])
     for least in (SEEDS, FEW, 1):
-        means = [mean for course in own if (mean := course.mean(losses, 1.0, least)) is not None]
+        means = {course: mean for course in own if (mean := course.mean(losses, 1.0, least)) is not None}
         if means:
-            return min(means)
+            return min(means, key=means.__getitem__)
     return None
 
 
-def reaching(losses: Losses, course: Course, target: float, confirmed: bool = False) -> tuple[float | None, list[Run]]:
-    """Find the shortest length of which the mean loss is at most ``target``, with a few seeds.
+def reaching(losses: Losses, course: Course, best: Course, count: int = FEW) -> tuple[float | None, list[Run]]:
+    """Find the length of run of which the mean loss is that of ``best`` at N.
+
+    The loss falls as a power of the length; the power comes from the two lengths whose losses are nearest to that one.
 
     Args:
-        confirmed: then do all seeds; where their mean is above ``target``, go on with the next longer one.
+        count: of seeds, the same at every length.
 
     Returns:
-        The length, None if it is not known or above :data:`LONGEST`; and the runs to do next, none when it is known.
+        The length in N, at most :data:`NEAR` from one that was run; None if it is not known or above :data:`LONGEST`.
+        And the runs to do next; none when it is known.
     """
     if course.rate(losses) is None:
         return None, course.grid(losses)
-    low, high = _round(SHORTEST - STEP), _round(LONGEST + STEP)  # too short, long enough
+    target = best.mean(losses, 1.0, count, count)
+    if target is None:
+        return None, best.seeds(losses, 1.0, count)
+    means: dict[float, float] = {}
     length = 1.0
     while True:
-        if _round(high - low) <= STEP:
-            if high > LONGEST:
-                return None, []
-            if confirmed and (mean := course.mean(losses, high, SEEDS)) is None:
-                return None, course.seeds(losses, high)
-            if not confirmed or mean <= target:
-                return high, []
-            low, high = high, _round(high + STEP)
-            continue
-        mean = course.mean(losses, length, SEEDS) or course.mean(losses, length, FEW, FEW)
+        mean = course.mean(losses, length, count, count)
         if mean is None:
-            return None, course.seeds(losses, length, FEW)
-        if mean <= target:
-            high = length
-        else:
-            low = length
-        guess = _round(length * (mean / target) ** (1 / EXPONENT))
-        length = min(max(guess, _round(low + STEP)), _round(high - STEP))
+            return None, course.seeds(losses, length, count)
+        means[length] = mean
+        nearest = sorted(means, key=lambda each: abs(means[each] / target - 1))[:2]
+        power = EXPONENT
+        if len(nearest) == 2:
+            fitted = -log(means[nearest[0]] / means[nearest[1]]) / log(nearest[0] / nearest[1])
+            power = min(max(fitted, EXPONENT / 2), 2 * EXPONENT)  # noise at lengths so near must not decide
+        reached = nearest[0] * (means[nearest[0]] / target) ** (1 / power)
+        if abs(min(means, key=lambda each: abs(each - reached)) - reached) <= NEAR + 1e-9:
+            return (reached, []) if reached <= LONGEST else (None, [])
+        length = min(max(_round(reached), SHORTEST), LONGEST)
+        if length in means:  # beyond the ends
+            return (None, []) if length == LONGEST else (length, [])
 
 
 def contenders(losses: Losses, depth: int, update_s: UpdateTime) -> list[Arm]:
     """Return the arms that may decide the gates: the two that reach L* first under 1F1B, with a flush and without."""
-    target = best_synchronous(losses, depth)
-    assert target is not None
+    best = best_synchronous(losses, depth)
+    assert best is not None
     times: dict[Arm, float] = {}
     for arm in arms():
-        if arm.depth == depth and arm.course.core and (length := reaching(losses, arm.course, target)[0]) is not None:
+        if arm.depth == depth and arm.course.core and (length := reaching(losses, arm.course, best)[0]) is not None:
             times[arm] = arm.course.run(0.0, length).updates * update_s(arm)
     groups = ([arm for arm in times if arm.schedule == "1f1b"], [arm for arm in times if arm.synchronous],
               [arm for arm in times if not arm.synchronous])
@@ -209,7 +214,7 @@ def contenders(losses: Losses, depth: int, update_s: UpdateTime) -> list[Arm]:
 
 
 def _round(length: float) -> float:
-    return round(ceil(length / STEP - 1e-6) * STEP, 2)
+    return round(round(length / STEP) * STEP, 2)
 
 
 def plan(losses: Losses, update_s: UpdateTime) -> Iterator[Run]:
@@ -243,15 +248,15 @@ def _decisive(losses: Losses, update_s: UpdateTime) -> Iterator[Run]:
         for course, mean in means.items():
             if mean <= CLOSE * min(means.values()):
                 yield from course.seeds(losses)
-        target = best_synchronous(losses, depth)
-        assert target is not None
-        left = [run for arm in mine for run in reaching(losses, arm.course, target)[1]]
+        best = best_synchronous(losses, depth)
+        assert best is not None
+        left = [run for arm in mine for run in reaching(losses, arm.course, best)[1]]
         yield from left
         if all(run in losses for run in left):
             for arm in contenders(losses, depth, update_s):
                 yield from arm.course.seeds(losses)
                 yield from arm.same_batch.course.seeds(losses)
-                yield from reaching(losses, arm.course, target, confirmed=True)[1]
+                yield from reaching(losses, arm.course, best, SEEDS)[1]
 
 
 def quick() -> list[Run]:
@@ -262,4 +267,4 @@ def quick() -> list[Run]:
                 (FLUSH, 0, 16, "muon", "none"), (PIPEDREAM, 8, 16, "muon", "extrapolate"),
                 (PIPEDREAM, 8, 8, "muon", "extrapolate"), (PIPEDREAM, 8, 16, "muon", "none"),
                 (FLUSH, 0, 16, "adamw", "none"), (PIPEDREAM, 8, 16, "adamw", "none"),
-                (PIPEDREAM, 8, 1, "adamw", "none"))]
+                (EVERY_MICROBATCH, 8, 16, "adamw", "none"))]

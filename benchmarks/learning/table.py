@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from arms import DEPTHS, LONGEST, SEEDS, Arm, arms, best_synchronous, contenders, reaching
+from arms import DEPTHS, FEW, LONGEST, SEEDS, Arm, arms, best_synchronous, contenders, reaching
 from picture import draw
 from run import RESULTS, read
 from times import block_costs, update_s
@@ -28,8 +28,9 @@ class Results:
     def __init__(self, rows: Mapping[Run, Mapping[str, Any]]) -> None:
         self.rows = rows
         self.losses = {run: row["loss"] for run, row in rows.items()}
-        self.targets = {depth: best_synchronous(self.losses, depth) for depth in DEPTHS}
-        self.contenders = {arm for depth in DEPTHS if self.targets[depth] is not None
+        self.best = {depth: best_synchronous(self.losses, depth) for depth in DEPTHS}
+        self.targets = {depth: best and best.mean(self.losses) for depth, best in self.best.items()}
+        self.contenders = {arm for depth in DEPTHS if self.best[depth] is not None
                            for arm in contenders(self.losses, depth, update_s)}
 
     def seeds(self, arm: Arm) -> int:
@@ -41,22 +42,25 @@ class Results:
         tried = [self.losses[run] for run in arm.course.grid(self.losses) if run in self.losses]
         return arm.course.mean(self.losses) or min(tried, default=None)
 
+    def _count(self, arm: Arm) -> int:
+        return SEEDS if arm in self.contenders else FEW
+
     def time_s(self, arm: Arm, length: float = 1.0, step: bool = True) -> float:
         """Simulated seconds of a run."""
         return arm.course.run(0.0, length).updates * update_s(arm, step)
 
     def length(self, arm: Arm) -> float | None:
-        """The shortest run that reaches L*, in N: of all seeds for a contender, of a few for others."""
-        target = self.targets[arm.depth]
-        if target is None or not arm.course.core:
+        """The length of run that reaches L*, in N: of all seeds for a contender, of a few for others."""
+        best = self.best[arm.depth]
+        if best is None or not arm.course.core:
             return None
-        length, left = reaching(self.losses, arm.course, target, confirmed=arm in self.contenders)
+        length, left = reaching(self.losses, arm.course, best, self._count(arm))
         return None if left else length
 
     def open(self, arm: Arm) -> bool:
         """Whether that is not known yet."""
-        target = self.targets[arm.depth]
-        return target is None or bool(reaching(self.losses, arm.course, target, arm in self.contenders)[1])
+        best = self.best[arm.depth]
+        return best is None or bool(reaching(self.losses, arm.course, best, self._count(arm))[1])
 
     def to_target_s(self, arm: Arm, step: bool = True) -> float | None:
         """Simulated seconds of that run."""
@@ -102,7 +106,8 @@ def arm_table(results: Results, depth: int) -> Iterator[str]:
 def label(arm: Arm) -> str:
     """The name of an arm in a table."""
     word, plus = "m" if arm.synchronous else "k", " + extrapolation" if arm.correction != "none" else ""
-    return f"{arm.schedule}, {word} = {arm.batch}, {arm.optimizer}{plus}"
+    count = f"1 (of {arm.batch} sequences)" if arm.every else arm.batch
+    return f"{arm.schedule}, {word} = {count}, {arm.optimizer}{plus}"
 
 
 def verdicts(results: Results) -> Iterator[str]:

@@ -27,6 +27,8 @@ COMMIT = commit("vpipe")
 POINTS = 50
 """Of the curve of the training loss."""
 FLUSH, TWO_BW, PIPEDREAM, VERTICAL_SYNC = "flush", "2bw", "pipedream", "pipedream_vertical_sync"
+EVERY_MICROBATCH = "pipedream, k = 1"
+"""``pipedream`` whose batch is one microbatch, so that every stage makes an update after each."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,10 @@ class Run:
     """What decides the losses, and nothing else.
 
     Attributes:
-        semantics: ``flush`` (of every synchronous schedule: their losses are the same to the bit), or the name of a
-            schedule without a flush.
+        semantics: ``flush`` (of every synchronous schedule: their losses are the same to the bit), the name of a
+            schedule without a flush, or :data:`EVERY_MICROBATCH`.
         stages: on which the delays depend; 0 where the losses do not depend on it (``flush``, ``2bw``).
-        batch: microbatches of an update, each of one sequence.
+        batch: sequences of an update.
         optimizer, correction: ``training.optimizer`` and ``training.delay_correction``.
         learning_rate: the highest.
         sequences: on which it trains.
@@ -87,15 +89,18 @@ def _data(run: Run) -> Iterator[dict[str, torch.Tensor]]:
 def pipeline(run: Run) -> Pipeline:
     """The pipeline of a run, all stages in this process.
 
-    Where the losses do not depend on the stages, there are as few as the schedule can have.
+    A microbatch is one sequence. Where the losses do not depend on how many stages there are, and so not on where a
+    batch is divided but for rounding, there are as few stages and microbatches as the schedule can have: twice as fast.
     """
     stages = run.stages or (1 if run.semantics == FLUSH else 2)
+    microbatches = {FLUSH: 1, EVERY_MICROBATCH: 1, TWO_BW: 2}.get(run.semantics, run.batch)
     warmup = max(1, round(WARMUP * run.updates))
-    asynchronous: dict[str, Any] = {} if run.semantics == FLUSH else {"update_every": run.batch}
+    asynchronous: dict[str, Any] = {} if run.semantics == FLUSH else {"update_every": microbatches}
     if run.correction != "none":
         asynchronous["delay_correction"] = run.correction
-    return Pipeline(gpt(), partition=partition(stages), schedule="1f1b" if run.semantics == FLUSH else run.semantics,
-                    microbatches=run.batch, seed=run.seed, device="cpu",
+    schedule = {FLUSH: "1f1b", EVERY_MICROBATCH: PIPEDREAM}.get(run.semantics, run.semantics)
+    return Pipeline(gpt(), partition=partition(stages), schedule=schedule,
+                    microbatches=microbatches, seed=run.seed, device="cpu",
                     optimizer=optimizer(run.optimizer, run.learning_rate),
                     learning_rate_factor=LearningRatePolicy("polynomial", run.updates, warmup), **asynchronous)
 
