@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent / "throughput"))
 
+from awake import awake
 from bare_entrants import bare_entrants
 from case import CASES, Case
 from entrant import Entrant
@@ -43,6 +45,7 @@ def main() -> None:
                              "and begin with async where asynchronous schedules are measured or compared")
     parser.add_argument("--turns", type=int, help=f"of every entrant, {UPDATES} updates each")
     parser.add_argument("--json", type=Path, help="write the figures there, too; cases that are there already stay")
+    parser.add_argument("--idle", action="store_true", help="let processors idle while devices sleep; see awake.py")
     options = parser.parse_args()
     saved: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     saved = {"machine": description(), "command": sys.argv, "cases": {}, **saved}
@@ -51,7 +54,8 @@ def main() -> None:
         if name in saved["cases"]:
             return
         print(name, flush=True)
-        saved["cases"][name] = [asdict(row) for row in measured()]
+        with nullcontext() if options.idle else awake():
+            saved["cases"][name] = [asdict(row) for row in measured()]
         if options.json:
             options.json.write_text(json.dumps(saved, indent=1) + "\n")
 
