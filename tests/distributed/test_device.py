@@ -152,6 +152,8 @@ def test_a_run_says_in_a_line_where_it_computes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr("vpipe.distributed.device.device_name", lambda device: "NVIDIA H100")
     assert str(DeviceMap(1, (CPU, CPU), "gloo")) == "computing on cpu, gloo between ranks"
+    assert DeviceMap(1, (CPU, CPU), "gloo").line(True) == "computing on cpu, shared memory and gloo between ranks"
+    assert DeviceMap(1, tuple(SHARED), "gloo").line(True) == str(DeviceMap(1, tuple(SHARED), "gloo"))
     assert str(DeviceMap(1, tuple(SHARED), "gloo")) == "computing on cuda:0, cuda:1 (NVIDIA H100), gloo between ranks"
     assert str(DeviceMap(0, tuple(APART), "nccl")) == ("computing on 3 GPUs of 2 hosts (NVIDIA H100), nccl between "
                                                        "ranks")

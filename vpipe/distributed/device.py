@@ -171,7 +171,14 @@ class DeviceMap:
         return len({one.host for one in self.devices})
 
     def __str__(self) -> str:
-        """Return a line: ``computing on cuda:0, cuda:1 (NVIDIA H100), nccl between ranks``."""
+        return self.line()
+
+    def line(self, shared_memory: bool = False) -> str:
+        """Return a line: ``computing on cuda:0, cuda:1 (NVIDIA H100), nccl between ranks``.
+
+        Args:
+            shared_memory: whether ranks of one host may use it, where they compute on processors.
+        """
         gpus = len({one.gpu for one in self.devices} - {None})
         names = list(dict.fromkeys(one.device for one in self.devices))
         if not gpus:
@@ -182,7 +189,10 @@ class DeviceMap:
             where = ", ".join(names)
         if self.own.type == "cuda":
             where += f" ({device_name(self.own)})"
-        return f"computing on {where}" + (f", {self.backend} between ranks" if self.ranks > 1 else "")
+        if self.ranks == 1:
+            return f"computing on {where}"
+        shared = shared_memory and self.own.type == "cpu" and self.hosts < self.ranks
+        return f"computing on {where}, {'shared memory and ' * shared}{self.backend} between ranks"
 
 
 def choose_backend(wanted: str | None, devices: Sequence[RankDevice]) -> tuple[str, str]:

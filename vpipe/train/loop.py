@@ -77,7 +77,7 @@ def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest |
     devices = join(job.config)
     first = devices.rank == 0
     if first:
-        print(f"{size_lines(job)}\n{devices}", flush=True)
+        print(f"{size_lines(job)}\n{devices.line(job.config.parallel.shared_memory)}", flush=True)
     log.info("rank %d computes on %s", devices.rank, devices.own)
     with running(folder) if first else nullcontext():
         if checkpoint is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import resource
 import socket
 import struct
 from collections.abc import Iterator
@@ -245,6 +246,18 @@ def test_a_memory_that_could_shrink_is_refused() -> None:
     os.close(descriptor)
     right.close()
     link.close()
+
+
+def test_a_limit_of_descriptors_is_named(ends: Ends) -> None:
+    here, there = ends
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    here.send(1, F, [torch.ones(5000)])
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        with pytest.raises(RunError, match=r"no file descriptor is left for memory that rank 0 shares: .* is 0"):
+            there.has_arrived(0, F)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_child_has_no_end_of_a_link(ends: Ends) -> None:

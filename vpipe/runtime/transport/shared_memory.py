@@ -17,6 +17,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import secrets
 import select
 import socket
@@ -417,7 +418,11 @@ class Link:
     # -- receiving
 
     def receive(self) -> Message | None:
-        """Return the next message; None if there is none now, or the other end is gone."""
+        """Return the next message; None if there is none now, or the other end is gone.
+
+        Raises:
+            RunError: this process has no descriptor left for a memory that came with the message.
+        """
         try:
             size, ancillary, flags, _ = self.socket.recvmsg_into([self._input], _FD_BYTES, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
@@ -430,7 +435,11 @@ class Link:
         for _, _, data in ancillary:
             descriptors.frombytes(data[:len(data) - len(data) % descriptors.itemsize])
         try:
-            if not size or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            if flags & socket.MSG_CTRUNC:
+                most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                raise RunError(f"no file descriptor is left for memory that rank {self.peer} shares: the limit of this "
+                               f"process is {most}", hint="raise the limit (ulimit -n), or set shared_memory to false")
+            if not size or flags & socket.MSG_TRUNC:
                 raise ValueError("the end, or a part of a message")
             return self._read(size, descriptors)
         except (ValueError, LookupError, OSError, struct.error):
