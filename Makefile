@@ -30,7 +30,7 @@ mypy:
 
 pytest:
 	@echo "== pytest"
-	@$(BIN)/pytest --numprocesses 2 --dist loadgroup
+	@$(BIN)/pytest --numprocesses 3 --dist loadgroup
 
 test-system: $(INSTALLED)
 	@echo "== installing ssh and SLURM"
