@@ -143,8 +143,11 @@ def stream_program(recipe: Recipe, view: ReplicaView, rounds: Rounds, stages: li
         recompute: stages that recompute activations.
     """
     completed, stepped = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+    latest = -1  # that is known to exist
     for action in with_recompute(view.translated(_generated(recipe, view.endless())), recompute):
-        if _exists(action, rounds):
+        needed = _needed(action, rounds)
+        if needed <= latest or rounds.exists(needed):
+            latest = max(latest, needed)
             yield action
             if action.op is _STEP:
                 stepped[action.stage] += 1
@@ -155,12 +158,13 @@ def stream_program(recipe: Recipe, view: ReplicaView, rounds: Rounds, stages: li
             return
 
 
-def _exists(action: Action, rounds: Rounds) -> bool:
+def _needed(action: Action, rounds: Rounds) -> int:
+    """Return a microbatch without which there is no such action; -1 if there always is."""
     if action.op is _STEP:
-        return rounds.has_update(action.stage, action.microbatch)
+        return action.microbatch * rounds.per_update(action.stage)
     if action.op is _USE:
-        return action.microbatch == 0 or rounds.has_update(action.stage, action.microbatch - 1)
-    return rounds.exists(action.microbatch)
+        return (action.microbatch - 1) * rounds.per_update(action.stage) if action.microbatch else -1
+    return action.microbatch
 
 
 def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
