@@ -27,6 +27,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from ctypes import addressof, c_char, memmove
 from math import prod
 from time import monotonic
 from typing import NamedTuple
@@ -132,17 +133,20 @@ class Arrival(NamedTuple):
     """A message with tensors. A memoryview is over a buffer, which is returned when nothing refers to it any more."""
 
     layout: Layout
-    payload: memoryview | bytearray
+    payload: memoryview | bytes
 
     def tensors(self, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """Return the tensors as leaves that require gradients as ``specs`` say."""
-        tensors = []
+        tensors, payload = [], self.payload
         for spec, (offset, count) in zip(specs, self.layout.places, strict=True):
-            if not count:
+            if isinstance(payload, bytes):
                 tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
-            else:  # a copy is aligned; resize_, not view: a view of a leaf is another thing to autograd
-                tensor = torch.frombuffer(self.payload, dtype=spec.dtype, count=count, offset=offset)
-                tensor = (tensor.clone() if isinstance(self.payload, bytearray) else tensor).resize_(spec.shape)
+                # Not by torch's copy, a longer way: caches are often cold when a message comes.
+                memmove(tensor.data_ptr(), payload[offset:], tensor.nbytes)
+            elif not count:
+                tensor = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+            else:  # resize_, not view: a view of a leaf is another thing to autograd
+                tensor = torch.frombuffer(payload, dtype=spec.dtype, count=count, offset=offset).resize_(spec.shape)
             tensors.append(tensor.requires_grad_() if spec.wants_gradient else tensor)
         return tensors
 
@@ -194,6 +198,13 @@ class _Buffer:
             self.layout, self.tensors = layout, layout.views(self.slab.memory, self.offset)
         for own, tensor in zip(self.tensors, tensors, strict=True):
             own.copy_(tensor.detach())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor whose numbers lie in memory as they are, one behind the other."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _memory(size: int) -> int:
@@ -322,8 +333,8 @@ class Link:
         self.unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self.returned: deque[int] = deque()
         self._pool = BufferPool()
-        self._scratch = bytearray(INLINE_BYTES)
-        self._inline: tuple[Layout, list[Tensor]] | None = None
+        self._scratch = bytearray(INLINE_BYTES + 1)
+        self._scratch_at = addressof(c_char.from_buffer(self._scratch))
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._parsed: dict[bytes, Layout] = {}
         self._memories: dict[int, mmap.mmap] = {}
@@ -353,10 +364,9 @@ class Link:
         layout = self._layout(tensors)
         kind = _KINDS.index(key.kind)
         if layout.nbytes <= INLINE_BYTES:
-            if self._inline is None or self._inline[0] is not layout:
-                self._inline = layout, layout.views(self._scratch, 0)
-            for own, tensor in zip(self._inline[1], tensors, strict=True):
-                own.copy_(tensor.detach())
+            for (offset, _), tensor in zip(layout.places, tensors, strict=True):
+                plain = _plain(tensor)
+                memmove(self._scratch_at + offset, plain.data_ptr(), plain.nbytes)
             self._send(_TENSORS, kind, key, generation, accepted, layout.code, payload=self._scratch[:layout.nbytes])
             return
         buffer = self._pool.take(layout.nbytes) or self._new_buffer(layout.nbytes)
@@ -381,8 +391,10 @@ class Link:
         try:
             while self.unsent:
                 message, descriptors = self.unsent[0]
-                self.socket.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
-                                    if descriptors else [])
+                if descriptors:
+                    self.socket.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))])
+                else:
+                    self.socket.send(message)
                 self.unsent.popleft()
         except (BlockingIOError, InterruptedError):
             pass
@@ -453,7 +465,7 @@ class Link:
         (what, kind, specs, returned, stage, number, generation, accepted, memory, buffer, offset,
          memory_size) = _HEAD.unpack_from(self._input)
         end = _HEAD.size + specs
-        for free in struct.unpack_from(f"<{returned}I", self._view[:size], end):
+        for free in struct.unpack_from(f"<{returned}I", self._view[:size], end) if returned else ():
             self._pool.put_back(free)
         payload = end + 4 * returned
         if what == _TENSORS:
@@ -466,7 +478,7 @@ class Link:
             if memory == _INLINE:
                 if size != payload + layout.nbytes:
                     raise ValueError("the bytes of tensors")
-                arrival = Arrival(layout, bytearray(self._view[payload:size]))
+                arrival = Arrival(layout, bytes(self._view[payload:size]))
             else:
                 if memory_size:
                     self._memories[memory] = _mapped(descriptors[0], memory_size)
@@ -676,7 +688,8 @@ class SharedMemoryTransfers:
         sent = arrival.layout.specs
         if specs is None:
             specs = sent
-        elif specs is not sent and [(s.shape, s.dtype) for s in specs] != [(s.shape, s.dtype) for s in sent]:
+        elif len(specs) != len(sent) or any(mine.shape != its.shape or mine.dtype is not its.dtype
+                                            for mine, its in zip(specs, sent, strict=True)):
             raise RunError(f"{key} from rank {peer} are {', '.join(map(str, sent))}, not {', '.join(map(str, specs))}",
                            hint="this is a defect of the schedule or of vpipe: please report it")
         return arrival.tensors(specs)
