@@ -7,8 +7,8 @@ with the same batch have the same losses to the bit, and those of ``2bw`` do not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from math import log
+from dataclasses import dataclass, replace
+from math import inf, log
 from statistics import fmean
 
 from task import SEQUENCES
@@ -31,6 +31,8 @@ FEW = 3
 """Seeds of an arm that may decide a gate; :data:`SEEDS` have those that do."""
 CLOSE = 1.01
 """Synchronous arms whose mean is within this factor of the lowest one get all seeds, so that L* is known well."""
+CLOSE_TIME = 1.1
+"""Of two arms that may decide, the slower one gets all seeds at the length that reaches L*, if within this factor."""
 EXPONENT = 0.12
 """The loss falls about as the length to the power of this, with the sign changed, until two lengths say more."""
 
@@ -56,9 +58,21 @@ class Course:
         return self.optimizer == "muon" and (
             self.semantics == FLUSH or (self.semantics == PIPEDREAM and self.correction == "extrapolate"))
 
+    @property
+    def family(self) -> Course:
+        """Of a course that decides nothing, the one that chooses its learning rate, with 16 sequences on 8 devices."""
+        return self if self.core else replace(self, batch=16, stages=8 if self.stages else 0)
+
     def grid(self, losses: Losses) -> list[Run]:
-        """Return the runs that choose the learning rate: three; more as long as the best one is at the edge."""
-        centre = CENTRE[self.optimizer] * (1 if self.batch >= 8 else 0.5)
+        """Return the runs that choose the learning rate: three; more as long as the best one is at the edge.
+
+        A course that decides nothing takes the rate of its family, half of it for a batch below 8; none before that
+        one is chosen.
+        """
+        if self.family != self:
+            chosen = self.family.rate(losses)
+            return [] if chosen is None else [self.run(chosen * _rate_factor(self.batch))]
+        centre = CENTRE[self.optimizer] * _rate_factor(self.batch)
         rates = [centre / 2, centre, 2 * centre]
         while self.core and len(rates) < WIDEST and all(self.run(rate) in losses for rate in rates):
             best = min(rates, key=lambda rate: losses[self.run(rate)])
@@ -70,7 +84,7 @@ class Course:
     def rate(self, losses: Losses) -> float | None:
         """Return the chosen learning rate; None before it is chosen."""
         runs = self.grid(losses)
-        if any(run not in losses for run in runs):
+        if not runs or any(run not in losses for run in runs):
             return None
         return min(runs, key=lambda run: losses[run]).learning_rate
 
@@ -200,8 +214,12 @@ def reaching(losses: Losses, course: Course, best: Course, count: int = FEW) -> 
             return (None, []) if length == LONGEST else (length, [])
 
 
-def contenders(losses: Losses, depth: int, update_s: UpdateTime) -> list[Arm]:
-    """Return the arms that may decide the gates: the two that reach L* first under 1F1B, with a flush and without."""
+def contenders(losses: Losses, depth: int, update_s: UpdateTime, within: float = inf) -> list[Arm]:
+    """Return the arms that may decide the gates: the two that reach L* first under 1F1B, with a flush and without.
+
+    Args:
+        within: leave out the second of a group where it takes longer than the first by more than this factor.
+    """
     best = best_synchronous(losses, depth)
     assert best is not None
     times: dict[Arm, float] = {}
@@ -210,7 +228,12 @@ def contenders(losses: Losses, depth: int, update_s: UpdateTime) -> list[Arm]:
             times[arm] = arm.course.run(0.0, length).updates * update_s(arm)
     groups = ([arm for arm in times if arm.schedule == "1f1b"], [arm for arm in times if arm.synchronous],
               [arm for arm in times if not arm.synchronous])
-    return list(dict.fromkeys(arm for group in groups for arm in sorted(group, key=times.__getitem__)[:2]))
+    firsts = [sorted(group, key=times.__getitem__)[:2] for group in groups]
+    return list(dict.fromkeys(arm for first in firsts for arm in first if times[arm] <= within * times[first[0]]))
+
+
+def _rate_factor(batch: int) -> float:
+    return 1 if batch >= 8 else 0.5
 
 
 def _round(length: float) -> float:
@@ -256,6 +279,7 @@ def _decisive(losses: Losses, update_s: UpdateTime) -> Iterator[Run]:
             for arm in contenders(losses, depth, update_s):
                 yield from arm.course.seeds(losses)
                 yield from arm.same_batch.course.seeds(losses)
+            for arm in contenders(losses, depth, update_s, CLOSE_TIME):
                 yield from reaching(losses, arm.course, best, SEEDS)[1]
 
 

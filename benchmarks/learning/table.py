@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from arms import DEPTHS, FEW, LONGEST, SEEDS, Arm, arms, best_synchronous, contenders, reaching
+from arms import CLOSE_TIME, DEPTHS, FEW, LONGEST, SEEDS, Arm, arms, best_synchronous, contenders, reaching
 from picture import draw
 from run import RESULTS, read
 from times import block_costs, update_s
@@ -31,7 +31,7 @@ class Results:
         self.best = {depth: best_synchronous(self.losses, depth) for depth in DEPTHS}
         self.targets = {depth: best and best.mean(self.losses) for depth, best in self.best.items()}
         self.contenders = {arm for depth in DEPTHS if self.best[depth] is not None
-                           for arm in contenders(self.losses, depth, update_s)}
+                           for arm in contenders(self.losses, depth, update_s, CLOSE_TIME)}
 
     def seeds(self, arm: Arm) -> int:
         """How many are done at N."""
@@ -85,9 +85,9 @@ def arm_table(results: Results, depth: int) -> Iterator[str]:
     found = [(mean, arm) for arm in arms() if arm.depth == depth and (mean := results.loss(arm)) is not None]
     base = min((results.time_s(arm) for mean, arm in found if arm.synchronous and mean == target), default=1.0)
     for mean, arm in sorted(found, key=lambda pair: (pair[0], results.time_s(pair[1]))):
-        runs = arm.course.grid(results.losses)
+        runs, chosen = arm.course.family.grid(results.losses), arm.course.family.rate(results.losses)
+        edge = "*" if chosen in (runs[0].learning_rate, runs[-1].learning_rate) else ""
         rate = arm.course.rate(results.losses)
-        edge = "*" if rate in (runs[0].learning_rate, runs[-1].learning_rate) else ""
         if rate is None:
             rate = min((run for run in runs if run in results.losses), key=results.losses.__getitem__).learning_rate
             edge = "?"
