@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import exp
 from statistics import quantiles
 
 WARM_UP = 2
@@ -24,6 +25,15 @@ def p95(values: Sequence[float]) -> float:
 def averaged_losses(count: int) -> int:
     """Return how many of ``count`` losses are averaged at either end of a run."""
     return max(1, min(10, count // 4))
+
+
+_HUGE_LOSS = 100.0
+"""Its perplexity says nothing, and soon is no float."""
+
+
+def perplexity(loss: float) -> float | None:
+    """Return exp(loss), for a loss that is the mean cross-entropy per token; None where it is huge or no number."""
+    return exp(loss) if loss < _HUGE_LOSS else None
 
 
 def bubble(ranks: Iterable[tuple[float, float]]) -> float:

@@ -114,6 +114,14 @@ def test_a_long_run_makes_no_long_page(tmp_path: Path, planned: str) -> None:
     assert len(text) < 400_000
 
 
+def test_perplexity_where_the_lines_have_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ranks=1, updates=1)
+    assert "perplexity" not in page(load_report_data(run, {}))
+    path = run / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"loss": 4.0', '"loss": 4.0, "perplexity": 54.6'))
+    assert "from 4.000, perplexity 54.6; evaluation 3.960, perplexity 52.5" in page(load_report_data(run, {}))
+
+
 @pytest.mark.parametrize(("ranks", "updates", "evaluation"), [(1, 1, False), (2, 1, False), (2, 2, False),
                                                              (3, 4, True)])
 def test_small_runs_make_a_page_too(tmp_path: Path, ranks: int, updates: int, evaluation: bool) -> None:

@@ -225,15 +225,18 @@ def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
         LineWriter(tmp_path / "none" / "a", truncate=True)
 
 
-@pytest.mark.parametrize(("norm", "said"), [(0.5112, "loss 6.236  grad norm 0.511  1,280 tokens/s  13:30 left"),
-                                            (None, "loss 6.236  1,280 tokens/s  13:30 left")])
+@pytest.mark.parametrize(("norm", "next_tokens", "said"), [
+    (0.5112, False, "loss 6.236  grad norm 0.511  1,280 tokens/s  13:30 left"),
+    (0.5112, True, "loss 6.236  ppl 511  1,280 tokens/s  13:30 left"),
+    (None, False, "loss 6.236  1,280 tokens/s  13:30 left")])
 def test_the_bar_says_what_it_counts_and_fits_80_columns(monkeypatch: pytest.MonkeyPatch, norm: float | None,
-                                                         said: str) -> None:
+                                                         next_tokens: bool, said: str) -> None:
     now = iter(range(100))
     monkeypatch.setattr(module, "perf_counter", lambda: float(next(now)))
     screen, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    metrics, step = Metrics(None, StepSize(8, 1280)), Step(389, 6.236, 0.1, norm, stop=False)
+    metrics = Metrics(None, StepSize(8, 1280, next_tokens=next_tokens))
+    step = Step(389, 6.236, 0.1, norm, stop=False)
     metrics.update(step)
     with os.fdopen(terminal, "w") as stderr, os.fdopen(screen, "rb", buffering=0) as shown:
         monkeypatch.setattr(sys, "stderr", stderr)

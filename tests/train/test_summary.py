@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
 from vpipe.train.csv_rows import csv_text
 from vpipe.train.job import headline, model_flops, size_lines
-from vpipe.train.loop import build_pipeline
+from vpipe.train.loop import build_pipeline, train
 from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, StepSize
 from vpipe.train.summary import RunFigures, evaluation_text, p95, summary
 
@@ -282,3 +283,16 @@ def test_perplexity_of_a_model_of_next_tokens_alone(tmp_path: Path) -> None:
     assert evaluation_text(job, 8, 2.0) == "evaluation loss after 8 updates: 2.0000, perplexity 7.39"
     assert evaluation_text(job, 8, 1e4) == "evaluation loss after 8 updates: 10000.0000"
     assert evaluation_text(job, 8, math.nan) == "evaluation loss after 8 updates: nan"
+
+
+def test_perplexity_stands_beside_the_training_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = job_of(tmp_path, model__name="gpt", model__preset=None, model__num_layers=2, model__num_heads=2,
+                 metrics__peak_tflops=1.0)
+    train(job, tmp_path)
+    shown = capsys.readouterr()
+    pair = re.search(r"training loss ([\d.]+) -> ([\d.]+), perplexity ([\d.]+) -> ([\d.]+) \(", shown.out)
+    assert pair is not None
+    assert [float(pair[3]), float(pair[4])] == pytest.approx([math.exp(float(pair[i])) for i in (1, 2)], rel=0.01)
+    line = re.search(r"update 4/4: loss ([\d.]+)  perplexity ([\d.]+)  ", shown.err)
+    assert line is not None
+    assert float(line[2]) == pytest.approx(math.exp(float(line[1])), rel=0.01)

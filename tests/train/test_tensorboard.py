@@ -46,7 +46,7 @@ def test_an_attempt_that_goes_on_replaces_what_was_said_of_its_steps(tmp_path: P
 
 def test_a_full_disk_ends_the_events_and_not_the_training(tmp_path: Path) -> None:
     events = TensorBoardWriter(tmp_path, 0)
-    with Metrics(None, StepSize(1, 1), events=events) as metrics:
+    with Metrics(None, StepSize(1, 1), events=[events]) as metrics:
         metrics.evaluation(0, 2.0)
         assert metrics.warnings() == []
         events._records._writer.close()

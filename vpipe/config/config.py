@@ -274,6 +274,9 @@ class MetricsSection(Section):
     rank_times_every: Steps | None = Field(None, description=(
         "updates between two reports of the time and the traffic of each rank; null for none"))
     tensorboard: bool = Field(False, description="write TensorBoard events into the run folder")
+    wandb: Literal["offline", "online"] | None = Field(None, description=(
+        "log the run with Weights & Biases: offline writes files into the run folder, online uploads them; null does "
+        "neither"))
 
 
 class Config(Section):

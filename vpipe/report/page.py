@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from vpipe.errors import counted
-from vpipe.metric_formulas import averaged_losses, share_text
+from vpipe.metric_formulas import averaged_losses, perplexity, share_text
 from vpipe.report.figures import Points, Window, in_window, steady_window, typical_window
 from vpipe.report.idle_bars import idle_bars, stage_table
 from vpipe.report.line_chart import Line, chart, is_drawable, smooth, thinned
@@ -124,8 +124,19 @@ class _Page:
                    f"at most, on rank {worst}" + (f", of {size_text(limit)} allowed" if limit else ""))
         if history.losses:
             few = averaged_losses(len(history.losses))
-            after = f", evaluation {_mean(history.evaluations[-1:])}" if history.evaluations else ""
-            yield ("training loss", _mean(history.losses[-few:]), f"from {_mean(history.losses[:few])}{after}")
+            after = f"; evaluation {self._loss(history.evaluations[-1:])}" if history.evaluations else ""
+            yield ("training loss", _mean(history.losses[-few:]), f"from {_mean(history.losses[:few])}"
+                   f"{self._perplexity(history.losses[-few:])}{after}")
+
+    def _loss(self, losses: Points) -> str:
+        """Return the mean of losses as text, with the perplexity of a model of next tokens."""
+        return _mean(losses) + self._perplexity(losses)
+
+    def _perplexity(self, losses: Points) -> str:
+        if not self._data.history.next_tokens or not all(is_drawable(loss) for _, loss in losses):
+            return ""
+        found = perplexity(fmean(loss for _, loss in losses))
+        return "" if found is None else f", perplexity {compact(found)}"
 
     @property
     def _limit(self) -> int | None:
@@ -186,7 +197,8 @@ class _Page:
         if not few:
             lines.insert(0, Line(f"each {unit}", thinned(history.losses), "var(--train)", "thin"))
         lines.append(Line("evaluation loss", history.evaluations, "var(--eval)", "dot"))
-        yield chart("Loss", lines, f"training loss from {_mean(history.losses[:1])} to {_mean(history.losses[-1:])}",
+        yield chart("Loss", lines,
+                    f"training loss from {self._loss(history.losses[:1])} to {self._loss(history.losses[-1:])}",
                     unit, compact)
         speeds = history.speeds
         lines = [Line("tokens/s" + " (smoothed)" * (not few), thinned(speeds) if few else smooth(speeds),

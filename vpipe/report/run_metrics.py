@@ -28,6 +28,7 @@ class History:
         evaluations: (step, loss).
         speeds: (second of training, tokens per second) of each step.
         lines: of the steps, as they are in the file.
+        next_tokens: whether the losses are those of next tokens, which have a perplexity.
         summary: the run's summary; None where the last attempt did not end.
         notes: sentences for the reader of the report.
     """
@@ -36,6 +37,7 @@ class History:
     evaluations: Points = ()
     speeds: Points = ()
     lines: Sequence[Mapping[str, Any]] = ()
+    next_tokens: bool = False
     summary: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
@@ -82,7 +84,8 @@ def read_history(folder: Path) -> History:
         notes.append(f"Of {counted(len(losses) + len(evaluations), 'loss')} {len(wrong):,} "
                      f"{'is no number' if len(wrong) == 1 else 'are no numbers'} (infinite or NaN), the first in "
                      f"step {min(wrong):,.0f}. The charts leave them out.")
-    return History(losses, evaluations, speeds, updates, summary, tuple(notes))
+    return History(losses, evaluations, speeds, updates, any("perplexity" in line for line in updates), summary,
+                   tuple(notes))
 
 
 def _numbers(entry: dict[str, Any], *keys: str) -> bool:

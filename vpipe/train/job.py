@@ -48,6 +48,7 @@ from vpipe.train.optimizers import (
 )
 from vpipe.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
 from vpipe.train.tensorboard import check_tensorboard
+from vpipe.train.weights_and_biases import check_wandb
 
 _STAND_IN = 8192
 """Size of the vocabulary while it is not known: the model is then only asked for its batch fields."""
@@ -84,6 +85,8 @@ class Job:
         """
         if config.metrics.tensorboard and not checked:
             check_tensorboard()
+        if config.metrics.wandb is not None and not checked:
+            check_wandb()
         overrides = model_file(config.model)
         vocab_size = config.model.vocab_size
         if vocab_size == -1 and type(vocab_size := overrides.get("vocab_size", -1)) is not int:

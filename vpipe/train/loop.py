@@ -39,13 +39,14 @@ from vpipe.train.csv_rows import csv_text
 from vpipe.train.job import Job, delay_line, delay_warning, device_of, join, size_lines
 from vpipe.train.load_balance import MEASURED, BalanceCheck
 from vpipe.train.load_balance import WARM_UP as BALANCE_WARM_UP
-from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, ProgressBar, StepSize
+from vpipe.train.metrics import Efficiency, EventWriter, Metrics, PastMetrics, ProgressBar, StepSize
 from vpipe.train.rank_times import RankTimes
 from vpipe.train.run_folder import METRICS, SUMMARY, running
 from vpipe.train.summary import RunFigures, evaluation_text, summary
 from vpipe.train.tensorboard import TensorBoardWriter
 from vpipe.train.torch_profiler import TorchProfiler
 from vpipe.train.trace_writer import TraceWriter
+from vpipe.train.weights_and_biases import WandbWriter
 
 log = logging.getLogger("vpipe")
 
@@ -118,8 +119,13 @@ class _TrainingRun:
                 past = PastMetrics.read(self._folder / METRICS, job.steps_done)
             past.time_s, last = broadcast_value([past.time_s, past.evaluations[-1:]])
             self._evaluated = last[0][0] + 1 if last else 0
-        size = StepSize(job.samples_per_update, job.tokens_per_update, Efficiency.from_job(job, show))
-        events = TensorBoardWriter(self._folder, job.steps_done) if show and config.metrics.tensorboard else None
+        size = StepSize(job.samples_per_update, job.tokens_per_update, Efficiency.from_job(job, show),
+                        job.learns_next_tokens)
+        events: list[EventWriter] = []
+        if show and config.metrics.tensorboard:
+            events.append(TensorBoardWriter(self._folder, job.steps_done))
+        if show and config.metrics.wandb is not None:
+            events.append(WandbWriter(self._folder, config.metrics.wandb, config_row(config)))
         with Metrics(self._folder / METRICS if show else None, size, past, job.steps_done, events) as self._metrics:
             with ExitStack() as self._exits:
                 self._open()

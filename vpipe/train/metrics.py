@@ -15,18 +15,18 @@ from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 
 from vpipe.errors import LastingError, UserError, counted
-from vpipe.metric_formulas import Utilization
+from vpipe.metric_formulas import Utilization, perplexity
 from vpipe.profiling.peak_flops import PeakFlops, find_peak
 from vpipe.progress import message_if_slow
 from vpipe.runtime.step_results import Step
 from vpipe.train.job import Job, device_of, model_flops
-from vpipe.train.tensorboard import TensorBoardWriter
+from vpipe.visualize.table import compact
 
 log = logging.getLogger("vpipe")
 
@@ -79,11 +79,39 @@ class PastMetrics:
 
 @dataclass(frozen=True)
 class StepSize:
-    """The samples and tokens of a step; and its efficiency, None for a model family that does not give its FLOPs."""
+    """The samples and tokens of a step, and what its figures are computed from.
+
+    Attributes:
+        efficiency: None for a model family that does not give its FLOPs.
+        next_tokens: whether the loss is the mean cross-entropy of the next token, which has a perplexity.
+    """
 
     samples: int
     tokens: int
     efficiency: Efficiency | None = None
+    next_tokens: bool = False
+
+    def perplexity(self, loss: float) -> float | None:
+        """Return the perplexity at a loss; None for a model without, and where it is huge or no number."""
+        return perplexity(loss) if self.next_tokens else None
+
+
+class EventWriter(Protocol):
+    """Pass the lines of ``metrics.jsonl`` on to another program.
+
+    Attributes:
+        name: of that program, for messages.
+        error: why no more lines are passed on; None while they are.
+    """
+
+    name: str
+    error: str | None
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """Pass on a line."""
+
+    def close(self, failed: bool = False) -> None:
+        """End, after the last line; ``failed``: an error ends the run."""
 
 
 class Metrics:
@@ -95,7 +123,7 @@ class Metrics:
         path: of the file, which is continued; None writes nothing. While it cannot be written, lines wait.
         past: the lines in it.
         first: steps that are done already.
-        events: gets the same lines.
+        events: get the same lines.
 
     Attributes:
         size: of a step.
@@ -105,10 +133,11 @@ class Metrics:
     """
 
     def __init__(self, path: Path | None, size: StepSize, past: PastMetrics | None = None, first: int = 0,
-                 events: TensorBoardWriter | None = None) -> None:
+                 events: Iterable[EventWriter] = ()) -> None:
         self._path, self._file = path, None if path is None else LineWriter(path, truncate=past is None)
-        self._events = events
-        self._warned_file = self._warned_events = self._warned_mfu = False
+        self._events = list(events)
+        self._warned_file = self._warned_mfu = False
+        self._warned_events: set[str] = set()
         self.size = size
         self.past = past or PastMetrics()
         self._started = self._last = perf_counter()
@@ -153,7 +182,8 @@ class Metrics:
             self.update_s.append(seconds)
             self.losses.append(step.loss)
             line: Line = {
-                "step": step.index, "loss": finite(step.loss), "learning_rate": step.learning_rate,
+                "step": step.index, "loss": finite(step.loss), **self._perplexity(step.loss),
+                "learning_rate": step.learning_rate,
                 "time_s": round(self.time_s, 4), "step_s": round(seconds, 6),
                 "samples_per_s": round(self.size.samples / seconds, 2),
                 "tokens_per_s": round(self.size.tokens / seconds, 1)}
@@ -177,7 +207,8 @@ class Metrics:
         """Record an evaluation after update ``step``; its time does not count as training."""
         self.exclude_time()
         self.evaluations.append((step, loss))
-        self._write({"step": step, "evaluation_loss": finite(loss), "time_s": round(self.time_s, 4)})
+        self._write({"step": step, "evaluation_loss": finite(loss), **self._perplexity(loss, "evaluation_"),
+                     "time_s": round(self.time_s, 4)})
 
     def checkpoint(self, step: int, name: str, **facts: float | str) -> None:
         """Record a checkpoint after update ``step`` with its times and bytes, or the ``error`` that prevented it."""
@@ -203,9 +234,10 @@ class Metrics:
             self._warned_file = error is not None
             found.append(f"cannot write '{self._path}': {error}; training continues, and the lines wait until there is "
                          "room" if error is not None else f"'{self._path}' is whole again")
-        if self._events is not None and self._events.error is not None and not self._warned_events:
-            self._warned_events = True
-            found.append(f"cannot write TensorBoard events: {self._events.error}; training continues without them")
+        for events in self._events:
+            if events.error is not None and events.name not in self._warned_events:
+                self._warned_events.add(events.name)
+                found.append(f"cannot write {events.name} events: {events.error}; training continues without them")
         efficiency = self.size.efficiency
         if efficiency is not None and not self._warned_mfu and len(self.update_s) >= RECENT:
             warning = efficiency.warning(efficiency.utilization(self.recent_tokens_per_s))
@@ -225,11 +257,15 @@ class Metrics:
             raise LastingError(f"the last {lines} of '{self._path}' could not be written: {self._file.error}",
                                hint="make room for the next run; weights and checkpoints are as they should be")
 
+    def _perplexity(self, loss: float, prefix: str = "") -> dict[str, float]:
+        found = self.size.perplexity(loss)
+        return {} if found is None else {f"{prefix}perplexity": float(f"{found:.6g}")}
+
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(line))
-        if self._events is not None:
-            self._events.line(line)
+        for events in self._events:
+            events.line(line)
 
     def __enter__(self) -> Metrics:
         return self
@@ -238,14 +274,15 @@ class Metrics:
                  trace: TracebackType | None) -> None:
         if self._file is not None:
             self._file.close()
-        if self._events is not None:
-            self._events.close()
+        for events in self._events:
+            events.close(kind is not None)
 
 
 class ProgressBar:
-    """Show steps, loss, gradient norm, tokens per second and time left: a bar, or a line every ``every`` steps.
+    """Show steps, loss, perplexity, gradient norm, tokens per second and time left: a bar, or lines.
 
-    The lines also go to the log of each rank.
+    There is a line every ``every`` steps; it also goes to the log of each rank. The bar, which must fit 80 columns, has
+    the perplexity or the norm.
 
     Args:
         steps: of the run; None if unknown.
@@ -271,8 +308,11 @@ class ProgressBar:
                      math.inf if total is None else metrics.recent_update_s * (total - done))
         left = [] if left_s == math.inf else [f"{tqdm.format_interval(max(0, left_s))} left"]
         norm = "" if step.gradient_norm is None else f"grad norm {step.gradient_norm:.3g}  "
-        text = f"loss {step.loss:.3f}  {norm}{metrics.recent_tokens_per_s:,.0f} tokens/s"
-        self._bar.set_description_str("  ".join([text, *left]), refresh=False)  # fits 80 columns
+        loss, speed = f"loss {step.loss:.3f}  ", f"{metrics.recent_tokens_per_s:,.0f} tokens/s"
+        per_token = metrics.size.perplexity(step.loss)
+        short = norm if per_token is None else f"ppl {compact(per_token)}  "
+        self._bar.set_description_str("  ".join([loss + short + speed, *left]), refresh=False)
+        text = loss + ("" if per_token is None else f"perplexity {compact(per_token)}  ") + norm + speed
         self._bar.update()
         if done % self._every == 0 or done == total:
             of = f"/{total}" if total else ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
-from math import exp, isfinite
+from math import isfinite
 from statistics import fmean, median
 from typing import Any
 
 from vpipe.errors import counted
-from vpipe.metric_formulas import averaged_losses, bubble, counted_updates, p95, share_text
+from vpipe.metric_formulas import averaged_losses, bubble, counted_updates, p95, perplexity, share_text
 from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.schedules.delays import describe_delays, mean_delay
@@ -19,9 +19,6 @@ from vpipe.train.job import Job, on_processors
 from vpipe.train.metrics import Metrics, finite
 from vpipe.units import size_text
 from vpipe.visualize.table import compact, filled, fitted, milliseconds, ms_text, terminal_columns
-
-_HUGE_LOSS = 100.0
-"""Its perplexity says nothing, and soon is no float."""
 
 _COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "idle", "sent", "versions", "staleness",
             "mean delay", "in flight", "memory")
@@ -50,7 +47,12 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
     losses = [loss for loss in (*metrics.past.losses, *metrics.losses) if isfinite(loss)]
     if losses and figures is not None:
         few = averaged_losses(len(losses))
-        lines.append(f"training loss {figures.first_loss:.3f} -> {figures.last_loss:.3f} "
+        assert figures.first_loss is not None, "there are losses"
+        assert figures.last_loss is not None, "there are losses"
+        first, last = perplexity(figures.first_loss), perplexity(figures.last_loss)
+        lines.append(f"training loss {figures.first_loss:.3f} -> {figures.last_loss:.3f}"
+                     + (f", perplexity {compact(first)} -> {compact(last)} "
+                        if job.learns_next_tokens and first is not None and last is not None else " ")
                      + (f"(mean of the first {few}, mean of the last {few})" if few > 1 else "(the first, the last)"))
     lines += [evaluation_text(job, step + 1, loss)
               for step, loss in (*metrics.past.evaluations, *metrics.evaluations)]
@@ -60,8 +62,9 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
 
 def evaluation_text(job: Job, steps: int, loss: float) -> str:
     """Describe an evaluation; with its perplexity where the loss is that of next tokens."""
-    perplexity = f", perplexity {compact(exp(loss))}" if job.learns_next_tokens and loss < _HUGE_LOSS else ""
-    return f"evaluation loss after {counted(steps, job.step_name)}: {loss:.4f}{perplexity}"
+    per_token = perplexity(loss) if job.learns_next_tokens else None
+    behind = "" if per_token is None else f", perplexity {compact(per_token)}"
+    return f"evaluation loss after {counted(steps, job.step_name)}: {loss:.4f}{behind}"
 
 
 def _figures(job: Job, figures: RunFigures) -> list[str]:

@@ -40,6 +40,8 @@ class TensorBoardWriter:
         error: why no more events are written; None while they are.
     """
 
+    name = "TensorBoard"
+
     def __init__(self, run: Path, first: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -60,12 +62,11 @@ class TensorBoardWriter:
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Write the numbers of a line of ``metrics.jsonl``; those of a checkpoint or the summary go under that name."""
-        group = next((f"{key}/" for key in ("checkpoint", "summary") if key in line), "")
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(line, group)]
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(line)]
         self._write(step=int(line["step"]), summary=self._summary(value=values))
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self, failed: bool = False) -> None:
+        """Close the file; it does not hold whether the run failed."""
         with suppress(OSError):  # what could not be written before is tried again
             self._records.close()
 
@@ -79,9 +80,14 @@ class TensorBoardWriter:
             self.error = error.strerror or str(error)
 
 
-def _scalars(line: Mapping[str, Any], group: str) -> Iterator[tuple[str, float]]:
+def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a line of ``metrics.jsonl`` by name; ``checkpoint/`` or ``summary/`` before some."""
+    yield from _numbers(line, next((f"{key}/" for key in ("checkpoint", "summary") if key in line), ""))
+
+
+def _numbers(line: Mapping[str, Any], group: str) -> Iterator[tuple[str, float]]:
     for key, value in line.items():
         if isinstance(value, Mapping):
-            yield from _scalars(value, group)
+            yield from _numbers(value, group)
         elif isinstance(value, (int, float)) and key != "step":
             yield group + key, value
