@@ -76,11 +76,11 @@ def block_costs() -> BlockCosts:
     return BlockCosts(**json.loads(FILE.read_text()))
 
 
-def update_s(arm: Arm, step: bool = True) -> float:
-    """Seconds from one update to the next in the steady state; without steps if ``step`` is false."""
+def update_s(arm: Arm, step: float = 1.0) -> float:
+    """Seconds from one update to the next in the steady state, where an optimizer's step takes ``step`` times S."""
     costs = block_costs()
     return _period(arm.schedule if arm.synchronous else PIPEDREAM, arm.depth, arm.batch,
-                   costs.step_s[arm.optimizer] if step else 0.0)
+                   step * costs.step_s[arm.optimizer])
 
 
 @cache
