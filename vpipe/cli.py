@@ -236,6 +236,23 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_checkpoint(_add(commands, "checkpoint", "", "list, show, verify, export or import checkpoints").commands())
 
+    sample = _add(commands, "sample", "sample.run_sample", "continue a text with the model of a checkpoint, or let "
+                  "BERT fill in masked words")
+    sample.add_argument("folder", type=Path, metavar="RUN|STEP", help="folder of a run, or one of its checkpoints; for "
+                        "a run: the newest")
+    sample.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue; - reads it from standard "
+                        "input; for BERT a text with [MASK] in it")
+    sample.add_argument("--tokens", type=int, metavar="N", help="tokens to add at most (default: 100)")
+    sample.add_argument("--temperature", type=float, metavar="T", help="how evenly tokens are chosen; 0 takes the most "
+                        "probable one (default: 0.8)")
+    sample.add_argument("--top-k", type=int, metavar="K", help="choose from the K most probable tokens (default: all); "
+                        "for BERT the words to show (default: 5)")
+    sample.add_argument("--seed", type=int, metavar="N", help="seed of the choices (default: 0)")
+    sample.add_argument("--step", type=int, metavar="N", help="take the checkpoint of this step (default: the newest)")
+    sample.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json (default: that of the run's "
+                        "data); needed for imported weights")
+    _add_import(sample)
+
     schedule = _add(commands, "schedule", "schedule.run_schedule", "draw a schedule, or compare all schedules")
     schedule.add_argument("name", nargs="?", metavar="NAME|FILE.csv", help="name of a schedule, or a CSV file of one")
     schedule.add_argument("--all", action="store_true", help="compare all schedules in one table")

@@ -30,11 +30,12 @@ PREFIX = "model."
 
 
 def weights_of(folder: Path, manifest: Manifest, progress: Progress | None = None,
-               corrected: bool = True) -> dict[str, Tensor]:
+               corrected: bool = True, checked: bool = False) -> dict[str, Tensor]:
     """Return the parameters and buffers of the model: ``<layer>.<parameter>``, tied ones under their owner's name.
 
     Args:
         corrected: False: without what the correction of late gradients has added.
+        checked: whether the files need not be hashed, so that only the weights are read of them.
 
     Raises:
         UserError: a file is damaged; or nothing was corrected, but ``corrected`` is False.
@@ -46,7 +47,7 @@ def weights_of(folder: Path, manifest: Manifest, progress: Progress | None = Non
                         "corrected", hint="leave out --uncorrected: the weights are what the optimizer made")
     found = load_tensors(folder, manifest, [*(PREFIX + name for name in names),
                                             *(of(name) for name in added for of in (last_change_of, factor_of))],
-                         progress=progress)
+                         progress=progress, checked=checked)
     for name in added:
         found[PREFIX + name].sub_(found[last_change_of(name)], alpha=found[factor_of(name)].item())
     return {name: found[PREFIX + name] for name in names}

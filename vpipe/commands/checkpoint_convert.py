@@ -17,13 +17,12 @@ from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.vpipe_stage_files import find_stage_files, match_weights, read_stage_files
 from vpipe.commands.checkpoint import checkpoints_in
 from vpipe.config.config import load_config
-from vpipe.data.dataset import Tokenized
 from vpipe.data.tokenizers import end_token, load_tokenizer
 from vpipe.errors import UserError, counted, counted_with_commas
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, family_named
 from vpipe.progress import byte_progress
-from vpipe.train.checkpoint_model import CheckpointModel, checkpoint_config, config_text, has_model, model_differences
+from vpipe.train.checkpoint_model import CheckpointModel, config_text, data_tokenizer, has_model, model_differences
 from vpipe.train.job import Job, model_file, model_settings
 from vpipe.units import size_text
 
@@ -45,7 +44,7 @@ def run_export(options: argparse.Namespace) -> None:
         print(f"writing {size_text(size)}", file=sys.stderr, flush=True)
     out, tokenizer = options.output, None
     if huggingface is not None and found is not None:
-        tokenizer, note = _tokenizer(manifest)
+        tokenizer, note = data_tokenizer(manifest)
         if note:
             print(f"note: no tokenizer goes with it: {note}")
         end = None if tokenizer is None else end_token(load_tokenizer(tokenizer))
@@ -65,21 +64,6 @@ def _names_of(family: str) -> HuggingFace:
     if huggingface is None:
         raise UserError(f"the model '{family}' has no names at Hugging Face", hint="export it as safetensors or torch")
     return huggingface
-
-
-def _tokenizer(manifest: Manifest) -> tuple[Path | None, str]:
-    """Return the tokenizer of the data that a run trained on, or why there is none."""
-    try:
-        config = checkpoint_config(manifest)
-        if config is None or not manifest.data:
-            return None, "no run made this checkpoint"
-        job = Job.from_config(config)
-        if job.fingerprint() != manifest.data:
-            return None, "the data set is no longer what it was trained on"
-    except UserError as error:
-        return None, error.problems[0].what
-    path = job.dataset.tokenizer_path if isinstance(job.dataset, Tokenized) else None
-    return path, "" if path is not None else f"the data set '{config.dataset.name}' has none"
 
 
 def run_import(options: argparse.Namespace) -> None:

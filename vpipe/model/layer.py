@@ -153,6 +153,24 @@ class _UnfilledNormal(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@contextmanager
+def without_random_values() -> Iterator[None]:
+    """Build modules whose parameters are not drawn, which saves time where all of them are loaded afterwards."""
+    with _UndrawnParameters():
+        yield
+
+
+class _UndrawnParameters(TorchFunctionMode):
+    """Leave parameters that would be drawn as they are."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            tensor = args[0] if args else (kwargs or {})["tensor"]
+            if isinstance(tensor, nn.Parameter):
+                return tensor
+        return function(*args, **(kwargs or {}))
+
+
 class Model:
     """Layers in order, and the names of the fields of a batch (a dict of tensors, dimension 0 = samples).
 

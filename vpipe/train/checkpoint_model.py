@@ -1,4 +1,4 @@
-"""Read the model and the config of a checkpoint, and compare models."""
+"""Read the model, the config and the tokenizer of a checkpoint, and compare models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from vpipe.checkpoint.manifest import Manifest
 from vpipe.config.config import Config, ModelSection, drop_removed
 from vpipe.config.validation import validated
 from vpipe.config.yaml_tree import parse, write
+from vpipe.data.dataset import Tokenized
 from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.model.registry import Family, ModelSettings, family_named
-from vpipe.train.job import model_file, model_settings
+from vpipe.train.job import Job, model_file, model_settings
 
 _ONLY_TRAINING = ("dropout", "initializer_range")
 """Parts of keys that change how a model is trained, but not what its weights mean."""
@@ -95,3 +96,18 @@ def checkpoint_config(manifest: Manifest) -> Config | None:
     content = parse(manifest.config, "", WHERE)
     drop_removed(content)
     return validated(Config, content) if content.get(("training",)) is not None else None
+
+
+def data_tokenizer(manifest: Manifest) -> tuple[Path | None, str]:
+    """Return the tokenizer of the data that a run trained on, or why there is none."""
+    try:
+        config = checkpoint_config(manifest)
+        if config is None or not manifest.data:
+            return None, "no run made this checkpoint"
+        job = Job.from_config(config)
+        if job.fingerprint() != manifest.data:
+            return None, "the data set is no longer what it was trained on"
+    except UserError as error:
+        return None, error.problems[0].what
+    path = job.dataset.tokenizer_path if isinstance(job.dataset, Tokenized) else None
+    return path, "" if path is not None else f"the data set '{config.dataset.name}' has none"
