@@ -133,7 +133,8 @@ def _add(commands: Any, name: str, run: str, text: str, new_output: bool = False
 
 def _add_config(parser: argparse.ArgumentParser, needed: bool = True) -> None:
     parser.add_argument("config", type=Path, nargs=None if needed else "?",
-                        help="a YAML file: vpipe's form, or the flat form of VPipe and OurGPipe")
+                        help="a YAML file, in vpipe's form or the flat form of VPipe and OurGPipe; or the name of a "
+                        "config that comes with vpipe (vpipe configs lists them)")
     _add_overrides(parser)
 
 
@@ -152,7 +153,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 def _add_models(parser: argparse.ArgumentParser, needed: bool = False) -> None:
     parser.add_argument("--models", required=needed, metavar="NAME,...", help="configs to compare: paths of YAML "
-                        "files, or names such as gpt_small for configs/gpt_small.yaml")
+                        "files, or names such as gpt_small: of configs/gpt_small.yaml, or one that comes with vpipe")
     parser.add_argument("--schedules", metavar="NAME,...", help="schedules to compare, each with the partition and "
                         "recomputation of the config; default with --models: each config's own schedule")
     parser.add_argument("--steps", type=int, metavar="N", help="training steps of each; default: as the config says")
@@ -229,6 +230,9 @@ def _parser() -> argparse.ArgumentParser:
                       "of the VPipe paper")
     plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan to this file, such as "
                       "plan.json")
+
+    configs = _add(commands, "configs", "configs.run_configs", "list the configs that come with vpipe, or print one")
+    configs.add_argument("name", nargs="?", metavar="NAME", help="print this config, as the beginning of your own")
 
     trace = _add(commands, "trace", "trace.run_trace",
                  "write the timeline (trace.json, for Perfetto) and the report page (report.html) of a recorded run")

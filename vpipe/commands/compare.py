@@ -12,6 +12,7 @@ from pathlib import Path
 
 from vpipe.compare.systems import HINT, ComparisonRequest
 from vpipe.config.config import Config, load_config
+from vpipe.config.shipped import ENDINGS, shipped_configs
 from vpipe.distributed.network import free_port
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.launch.local import run_ranks
@@ -103,20 +104,21 @@ def _load(options: argparse.Namespace) -> Mapping[str, Config]:
 def _config_files(text: str) -> dict[str, Path]:
     """Return the file of each config that ``--models`` names; all mistakes are one error."""
     names = [name.strip() for name in text.split(",")]
-    known = sorted(path.stem for end in ("yaml", "yml") for path in CONFIGS.glob(f"*.{end}"))
+    shipped = shipped_configs()
+    known = sorted({*(path.stem for end in ENDINGS for path in CONFIGS.glob(f"*{end}")), *shipped})
     files: dict[str, Path] = {}
     problems: list[Problem] = []
     for name in dict.fromkeys(names):
-        bare = Path(name).suffix not in (".yaml", ".yml")
-        paths = [CONFIGS / f"{name}{end}" for end in (".yaml", ".yml")] if bare else [Path(name)]
-        files[name] = next((path for path in paths if path.is_file()), paths[0])
+        bare = Path(name).suffix not in ENDINGS
+        paths = [CONFIGS / f"{name}{end}" for end in ENDINGS] if bare else [Path(name)]
+        files[name] = next((path for path in paths if path.is_file()), Path(name))
         if not name:
             problems.append(Problem(f"--models '{text}' names nothing in one place",
                                     "give names or files of configs, with commas between them"))
-        elif not files[name].is_file():
+        elif not files[name].is_file() and Path(name).stem not in shipped:
             problems.append(Problem(
                 f"--models names '{name}', but there is no " + (f"file '{paths[0]}'" if bare else "such file"),
-                nearest(name, known) if bare and known else "name the file of a config, with its folder"))
+                nearest(name, known) if bare else "name the file of a config, with its folder"))
         elif names.count(name) > 1:
             problems.append(Problem(f"--models names '{name}' {names.count(name)} times", "name it once"))
     if problems:

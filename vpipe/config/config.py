@@ -18,6 +18,7 @@ from vpipe.config.apply_plan import PLAN, apply_plan, drop_derived
 from vpipe.config.machines import machine_mistakes
 from vpipe.config.options import OPTIONS, option_problems
 from vpipe.config.parallel import SCHEDULE_OF_SCHEDULERS, SCHEDULERS, ParallelSection, used_codecs
+from vpipe.config.shipped import find_config
 from vpipe.config.validation import (
     CHECKED,
     MOST_SAMPLES,
@@ -393,7 +394,7 @@ class Config(Section):
 
 def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None, *,
                 resolved: bool = False) -> Config:
-    """Load the config in the file at ``path``, native or flat.
+    """Load the config in the file at ``path``, native or flat; a path that does not exist may name a shipped config.
 
     Args:
         overrides: values of ``--set``, such as ``training.learning_rate=3e-4``: native keys; for a flat file its own
@@ -413,14 +414,15 @@ def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None
 def config_tree(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None, *,
                 resolved: bool = False) -> Tree:
     """Return the native keys of a config before they are validated; see :func:`load_config`."""
-    tree = read_yaml(path)
+    file = find_config(path)
+    tree = read_yaml(file)
     settings = [_setting(text) for text in overrides]
     if _is_flat(tree.value):
         flat = [(key, part) for key, part in settings if key in FLAT_KEYS]
         settings = [(key, part) for key, part in settings if key not in FLAT_KEYS]
         for key, part in flat:
             tree.put((key,), part)
-        tree = to_native(tree, path.parent, Config.model_fields)
+        tree = to_native(tree, file.parent, Config.model_fields, shipped=file != path)
     if scheduler is not None and scheduler not in SCHEDULERS and recipe_if_any(scheduler) is not None:
         raise UserError(f"'{scheduler}' is a schedule; a scheduler is {' or '.join(SCHEDULERS)}",
                         hint=f"write --set parallel.schedule={scheduler}", where="--scheduler")

@@ -157,9 +157,10 @@ def _contradicts(schedule: str | None, sync_mode: str) -> bool:
     return recipe is not None and recipe.flush != (sync_mode == "bsp")
 
 
-def to_native(tree: Tree, folder: Path, native_keys: Iterable[str]) -> Tree:
+def to_native(tree: Tree, folder: Path, native_keys: Iterable[str], *, shipped: bool = False) -> Tree:
     """Return the flat ``tree`` of a file in ``folder`` as the tree of a native config.
 
+    Data, runs and containers are not in the folder of a shipped config: their paths are taken from the current folder.
     Native sections such as ``checkpoint`` and ``metrics``, for which the flat form has no keys, stay as they are.
     """
     passed = {key: tree.at((key,)) for key in native_keys if key in tree.value and key not in FlatConfig.model_fields}
@@ -169,6 +170,7 @@ def to_native(tree: Tree, folder: Path, native_keys: Iterable[str]) -> Tree:
     if flat is None:
         raise UserError.all_of(problems)
     base = _directory(flat, tree, folder)
+    users = Path.cwd() if shipped else base
     layers, partition, more = _json(PartitionFile, tree, "partition", base / flat.partition)
     ranks, placement, others = _json(RankFile, tree, "config_file", base / flat.config_file)
     problems = [*more, *others]
@@ -195,10 +197,10 @@ def to_native(tree: Tree, folder: Path, native_keys: Iterable[str]) -> Tree:
     for key, target in SAME_MEANING.items():
         if key in tree.value:
             put(target, tree.at((key,)))
-    derived("log_directory", "log_directory", str(base / flat.log_directory))
+    derived("log_directory", "log_directory", str(users / flat.log_directory))
     if flat.container:
-        derived("container", "container", flat.container if "://" in flat.container else str(base / flat.container))
-    _put_model_and_data(flat, base, derived)
+        derived("container", "container", flat.container if "://" in flat.container else str(users / flat.container))
+    _put_model_and_data(flat, base, users, derived)
     _put_updates(flat, len(layers.partition), derived)
     put("parallel.partition", partition.at(("partition",)))
     if partition.value.keys() - {"partition", "recompute_ratio"}:
@@ -229,7 +231,7 @@ def to_native(tree: Tree, folder: Path, native_keys: Iterable[str]) -> Tree:
     return native
 
 
-def _put_model_and_data(flat: FlatConfig, base: Path, put: Callable[[str, str, object], None]) -> None:
+def _put_model_and_data(flat: FlatConfig, base: Path, users: Path, put: Callable[[str, str, object], None]) -> None:
     put("model.name", "model_type", flat.model_type)
     sizes = base / "bert_config.json"
     if os.path.exists(sizes):
@@ -238,7 +240,7 @@ def _put_model_and_data(flat: FlatConfig, base: Path, put: Callable[[str, str, o
         put("model.preset", "directory", "large")
     put("dataset.name", "synthetic_data", "synthetic" if flat.synthetic_data else "bert_hdf5")
     if not flat.synthetic_data and flat.data_dir is not None:
-        put("dataset.path", "data_dir", str(base / flat.data_dir))
+        put("dataset.path", "data_dir", str(users / flat.data_dir))
 
 
 def _put_updates(flat: FlatConfig, stages: int, put: Callable[[str, str, object], None]) -> None:

@@ -208,11 +208,12 @@ def _read(path: Path, language: str, most_bytes: int, most_values: int) -> Tree:
     start = f"{path}:1:1"
     tree = _compose(text, "", language, lambda mark: f"{path}:{mark.line + 1}:{mark.column + 1}", start, most_values)
     if tree.value is None:
-        raise UserError("the file is empty", hint="write keys and values into it; configs/ holds examples", where=start)
+        raise UserError("the file is empty", hint="write keys and values into it; vpipe configs lists examples",
+                        where=start)
     if not isinstance(tree.value, dict):
         raise UserError(f"the file holds {describe(tree.value)}, not keys with values",
                         hint='write {"key": value, ...}' if language == "JSON" else
-                        "write `key: value` lines; configs/ holds examples", where=tree.places[()].value)
+                        "write `key: value` lines; vpipe configs lists examples", where=tree.places[()].value)
     return tree
 
 
