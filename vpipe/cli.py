@@ -172,6 +172,23 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--restarts", type=int, metavar="N", help="restart a failed run from its newest checkpoint up "
                        "to N times (default: 0)")
 
+    init = _add(commands, "init", "init.run_init", "write a commented config for your data, from a few questions; "
+                "an option answers its question, and without a terminal the others take their defaults")
+    init.add_argument("--data", metavar="PATH", help="a .txt file, or a folder of .txt, .jsonl or .hdf5 files "
+                      "(default: the text on this machine)")
+    init.add_argument("--family", metavar="NAME", help="gpt, llama or bert (default: gpt)")
+    init.add_argument("--size", metavar="NAME", help="tiny, mini, or a preset of the family, such as small (default: "
+                      "mini)")
+    init.add_argument("--stages", type=int, metavar="P", help="stages, one process or GPU each (default: 4)")
+    init.add_argument("--batch-size", type=int, metavar="N", help="samples per batch (default: 32)")
+    init.add_argument("--schedule", metavar="KIND", help="synchronous: 1f1b; asynchronous: pipedream, with what late "
+                      "gradients need (default: synchronous)")
+    length = init.add_mutually_exclusive_group()
+    length.add_argument("--minutes", type=float, metavar="N", help="train for N minutes (default: 10)")
+    length.add_argument("--steps", type=int, metavar="N", help="train for N steps")
+    init.add_argument("-o", "--output", metavar="FILE", help="write the config to this file (default: train.yaml)")
+    init.add_argument("--force", action="store_true", help="overwrite the file")
+
     launch = _add(commands, "launch", "launch.run_launch", "print the commands that train runs on each host")
     launch.add_argument("--print", action="store_true", required=True, help="print only; nothing is started")
     _add_config(launch)

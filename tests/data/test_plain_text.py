@@ -29,9 +29,15 @@ def test_a_folder_without_text_is_named_with_what_was_looked_for(tmp_path: Path)
 def test_a_missing_folder_and_a_file_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere does not exist"):
         read_documents(tmp_path / "nowhere")
-    (tmp_path / "file.txt").write_text("x")
-    with pytest.raises(UserError, match=r"file\.txt is a file, not a folder"):
-        read_documents(tmp_path / "file.txt")
+    (tmp_path / "file.text").write_text("x")
+    with pytest.raises(UserError, match=r"file\.text is a file, not a folder"):
+        read_documents(tmp_path / "file.text")
+
+
+def test_one_file_is_data_too(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A file. Of two.")
+    (tmp_path / "b.txt").write_text("Another one. It is not read.")
+    assert read_documents(tmp_path / "a.txt") == [["A file.", "Of two."]]
 
 
 def test_a_link_that_leads_nowhere_is_missing_data(tmp_path: Path) -> None:

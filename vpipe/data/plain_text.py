@@ -47,11 +47,16 @@ def _is_abbreviated(before: str) -> bool:
 
 
 def text_files(folder: Path) -> list[Path]:
-    """Return the .txt files in ``folder`` and below, sorted. Raises :class:`UserError` without any."""
+    """Return the .txt files in ``folder`` and below, sorted, or the one that it is.
+
+    Raises :class:`UserError` without any.
+    """
     if not folder.exists():
         raise UserError(f"the folder {folder} does not exist", hint="name a folder that holds *.txt files")
+    if folder.is_file() and folder.suffix == ".txt":
+        return [folder]
     if not folder.is_dir():
-        raise UserError(f"{folder} is a file, not a folder", hint="name the folder that holds the *.txt files")
+        raise UserError(f"{folder} is a file, not a folder", hint="name a *.txt file, or the folder that holds them")
     files = existing_files(folder.rglob("*.txt"))
     if not files:
         others = sum(1 for _ in folder.iterdir())

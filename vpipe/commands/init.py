@@ -1,0 +1,194 @@
+"""Run ``vpipe init``: write a commented config for the user's data, from a few questions or from options."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from vpipe.config.config import Config
+from vpipe.config.validation import section_of, validated
+from vpipe.config.yaml_tree import parse, write
+from vpipe.errors import UserError, counted, nearest
+from vpipe.model.bert import KEYS as BERT
+from vpipe.model.gpt import KEYS as GPT
+from vpipe.model.llama import KEYS as LLAMA
+from vpipe.model.registry import family_named
+from vpipe.train.job import model_settings
+
+FAMILIES = {"gpt": GPT, "llama": LLAMA, "bert": BERT}
+SIZES: Mapping[str, Mapping[str, int]] = {"tiny": {"hidden_size": 128, "num_layers": 2, "num_heads": 2},
+                                          "mini": {"hidden_size": 256, "num_layers": 4, "num_heads": 4}}
+"""Sizes for families whose presets are for GPUs."""
+
+SCHEDULES = {"synchronous": "1f1b", "asynchronous": "pipedream"}
+_FOR_LANGUAGE_MODELS = {"code_search_net": ("*.jsonl", "*.jsonl.gz"), "huggingface": ("dataset_info.json",)}
+_KINDS: Mapping[str, tuple[str, ...]] = {**_FOR_LANGUAGE_MODELS, "text": ("*.txt",), "bert_hdf5": ("*.hdf5",)}
+"""Names of files in the data, by the data set that reads them."""
+
+_COLUMNS = 100
+
+
+@dataclass(frozen=True)
+class _Length:
+    """How long to train: minutes or steps, one of the two."""
+
+    minutes: float | None = None
+    steps: int | None = None
+
+
+def run_init(options: argparse.Namespace) -> None:
+    """Write the config that the answers describe, once it has been loaded and its model has enough layers."""
+    ask = sys.stdin.isatty() and sys.stdout.isatty()
+
+    def answer(given: Any, question: str, default: str, read: Callable[[str], Any]) -> Any:
+        if given is not None or not ask:
+            return read(default if given is None else str(given))
+        while True:
+            try:
+                return read(input(f"{question} [{default}]: ").strip() or default)
+            except EOFError:
+                raise UserError("the questions were not answered to their end",
+                                hint="give the answers as options: vpipe init --help lists them") from None
+            except UserError as error:
+                print(error, file=sys.stderr)
+
+    def read_output(text: str) -> Path:
+        return _writable(Path(text), options.force)
+
+    output = answer(options.output, "Write the config to", "train.yaml", read_output)
+    data = answer(options.data, "Your text: a .txt file, or a folder of .txt, .jsonl or .hdf5 files; none takes the "
+                  "text on this machine", "none", _data)
+    name = answer(options.family, f"Model family ({', '.join(FAMILIES)})", "gpt", _one_of(FAMILIES, "family"))
+    sizes = {**(SIZES if "tiny" not in FAMILIES[name].presets else {}), **FAMILIES[name].presets}
+    size = answer(options.size, f"Size of the model ({', '.join(sizes)})", "mini" if "mini" in sizes else next(
+        iter(sizes)), _one_of(sizes, "size"))
+    stages = answer(options.stages, "Stages, one process or GPU each", "4", _count("--stages"))
+    batch_size = answer(options.batch_size, "Samples per batch", "32", _count("--batch-size"))
+    schedule = answer(options.schedule, f"Schedule ({', '.join(SCHEDULES)})", "synchronous",
+                      _one_of(SCHEDULES, "schedule"))
+    given = f"{options.steps} steps" if options.steps is not None else options.minutes
+    length = answer(given, "Minutes to train, or steps, such as 500 steps", "10", _length)
+
+    sections = _sections(name, size, data, batch_size, schedule, stages, length)
+    text = "".join(_lines(sections))
+    config = validated(Config, parse(text, "", str(output)))
+    model = family_named(name).factory(model_settings(config.model, 8192, {}))
+    if stages > len(model):
+        raise UserError(f"{stages} stages, but the model has only {len(model)} layers",
+                        hint=f"give --stages {len(model)} or less, or a larger --size")
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise UserError(f"cannot write '{output}': {error.strerror}", hint="name another file with -o") from None
+    file = shlex.quote(str(output))
+    print(f"{output}: {name} {size}, {counted(len(model), 'layer')} in {counted(stages, 'stage')}, "
+          f"{config.parallel.schedule}\nplan it:  vpipe plan {file}\ntrain it: vpipe train {file}")
+
+
+def _writable(output: Path, force: bool) -> Path:
+    if output.is_dir() or (output.exists() and not force):
+        what, other = ("is a folder", "") if output.is_dir() else ("exists already", ", or overwrite it with --force")
+        raise UserError(f"'{output}' {what}", hint=f"name another file with -o{other}")
+    if not output.absolute().parent.is_dir():
+        raise UserError(f"cannot write '{output}': there is no folder '{output.parent}'", hint="make the folder first")
+    return output
+
+
+def _data(text: str) -> Path | None:
+    if text == "none":
+        return None
+    path = Path(os.path.expanduser(text))
+    if not path.exists():
+        raise UserError(f"there is no file or folder '{path}'", hint="name the text to train on")
+    _kind(path)
+    return path
+
+
+def _kind(path: Path) -> str:
+    """Return the name of the data set that reads a file or a folder."""
+    for name, patterns in _KINDS.items():
+        for pattern in patterns:
+            if path.match(pattern) if path.is_file() else next(path.rglob(pattern), None) is not None:
+                return name
+    raise UserError(f"no data set reads '{path}'", hint="give a .txt file, or a folder with .txt, .jsonl or .hdf5 "
+                    "files, or one that save_to_disk of the package datasets wrote")
+
+
+def _one_of(known: Mapping[str, object], what: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in known:
+            raise UserError(f"vpipe init has no {what} '{text}'", hint=nearest(text, list(known)))
+        return text
+
+    return read
+
+
+def _count(option: str) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or not int(text):
+            raise UserError(f"{option} is {text}", hint="give a whole number, 1 or more")
+        return int(text)
+
+    return read
+
+
+def _length(text: str) -> _Length:
+    number, _, unit = text.partition(" ")
+    if unit in ("step", "steps"):
+        return _Length(steps=_count("--steps")(number))
+    try:
+        minutes = float(number)
+    except ValueError:
+        minutes = 0
+    if unit not in ("", "minute", "minutes") or not 0 < minutes < float("inf"):
+        raise UserError(f"'{text}' is no length of a training", hint="give minutes, such as 10, or steps, such as "
+                        "500 steps")
+    return _Length(minutes=minutes)
+
+
+def _sections(name: str, size: str, data: Path | None, batch_size: int, schedule: str, stages: int,
+              length: _Length) -> dict[str, dict[str, Any]]:
+    """Return the keys of the config, by section."""
+    presets, late = FAMILIES[name].presets, schedule == "asynchronous"
+    dataset = ("text" if name == "bert" else "code_search_net") if data is None else _kind(data)
+    fitting = ("text", "bert_hdf5") if name == "bert" else ("text", *_FOR_LANGUAGE_MODELS)
+    if dataset not in fitting:
+        raise UserError(f"the family {name} cannot be trained on '{data}', which the data set {dataset} reads",
+                        hint="give --family " + ("gpt" if name == "bert" else "bert") + ", or a folder of .txt files")
+    training: dict[str, Any] = {"learning_rate": 0.001}
+    if length.steps is not None:
+        training |= {"lr_policy": "cosine", "warmup_steps": 0.05, "max_steps": length.steps}
+    else:
+        training["max_minutes"] = length.minutes
+    if late:
+        training |= {"optimizer": "muon", "delay_correction": "extrapolate"}
+    else:
+        training |= {"optimizer": "adamw", "num_microbatches": max(
+            count for count in range(1, 4 * stages + 1) if batch_size % count == 0)}
+    training["weight_decay"] = 0.01
+    return {"model": {"name": name, **({"preset": size} if size in presets else SIZES[size]), "sequence_length": 128,
+                      "vocab_size": -1},
+            "dataset": {"name": dataset, **({} if data is None else {"path": str(data)}), "batch_size": batch_size},
+            "training": training,
+            "parallel": {"model_parallel_size": stages, "schedule": SCHEDULES[schedule], "partition": "auto"}}
+
+
+def _lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the file; the comment above a key is its description in the config."""
+    yield "# A config of vpipe, as vpipe init wrote it. Paths are taken from the current folder.\n"
+    for name, keys in sections.items():
+        info = Config.model_fields[name]
+        section = section_of(info)
+        assert section is not None, "a section of the config"
+        yield f"\n# {info.description}\n{name}:\n"
+        for key, value in keys.items():
+            about = section.model_fields[key].description or ""
+            yield from (f"  # {line}\n" for line in wrap(about, _COLUMNS))
+            yield f"  {write({key: value})}"
