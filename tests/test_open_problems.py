@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from vpipe.cli import main
+from vpipe.config.config import load_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [DOCS / "open-problems.md", DOCS / "coming-from.md"]
@@ -88,6 +89,12 @@ def test_twenty_problems_each_with_a_thread() -> None:
         assert re.search(r"https://github.com/[\w./-]+/(issues|pull)/\d+", section)
     rows = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
     assert rows == sections[::2]
+
+
+def test_the_config_beside_megatron_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "gpt.yaml"
+    file.write_text(next(block for language, block in FENCE.findall(PAGES[1].read_text()) if language == "yaml"))
+    assert load_config(file).parallel.chunks == 2
 
 
 if __name__ == "__main__":
