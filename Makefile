@@ -2,7 +2,7 @@
 # make test    the whole suite: ruff, mypy strict, pytest
 # make soak    an hour of training with random kills, resumes and re-splits against the oracle; SOAK_MINUTES=5 for less
 # make test-system    every failure at every moment of a run; over several hosts: ssh between network namespaces, a
-#              SLURM; installs both when root on Debian
+#              SLURM; the playground in Chromium; installs these when root on Debian
 # make gpu     on a machine with a GPU, with the Python that is there: tests and measures, under 9 minutes; installs nothing
 
 PYTHON ?= python3
@@ -33,7 +33,7 @@ pytest:
 	@$(BIN)/pytest --numprocesses 3 --dist loadgroup
 
 test-system: $(INSTALLED)
-	@echo "== installing ssh and SLURM"
+	@echo "== installing ssh, SLURM and Chromium"
 	@tests/system/install
 	@echo "== pytest tests/system"
 	@$(BIN)/pytest tests/system -m system -rs --numprocesses 3 --dist loadgroup

@@ -350,9 +350,9 @@ def _add_checkpoint(commands: Any) -> None:
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--costs", default="1,1,1,0", metavar="F,I,W,TRANSFER",
+    parser.add_argument("--costs", default="1,1,1,0", metavar="F,I,W,TRANSFER,STEP",
                         help="times of a microbatch on a rank: forward, input half and weight half of the backward, "
-                             "transfer to another rank (default: 1,1,1,0)")
+                             "transfer to another rank, optimizer step (default: 1,1,1,0,0)")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,13 @@ class PlanningError(StartError):
 
 
 class CheckError(UserError):
-    """A schedule breaks a rule; the text holds the grid with the action at fault marked."""
+    """A schedule breaks a rule; the text holds the grid with the actions at fault marked.
+
+    Attributes:
+        marks: (rank, position in its program) of each; the position behind the last action is the end.
+    """
+
+    marks: tuple[tuple[int, int], ...] = ()
 
 
 class RunError(VpipeError):

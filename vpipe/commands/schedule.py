@@ -33,14 +33,14 @@ MOST_SEARCHED = 25_000
 
 def run_schedule(options: argparse.Namespace) -> None:
     """Draw the schedule that the options name, or compare all."""
-    costs = _costs(options.costs)
+    costs = parse_costs(options.costs)
     if options.all:
         _compare(options, costs)
         return
     if options.name is None:
         raise UserError("which schedule?", hint=f"name one of {', '.join(schedule_names())}, or a CSV file; --all "
                         "compares them")
-    sys.stdout.write(_FORMATS[options.format](Summary.of(_named(options, costs), costs)))
+    sys.stdout.write(_FORMATS[options.format](Summary.of(named_schedule(options, costs), costs)))
 
 
 def run_check(options: argparse.Namespace) -> None:
@@ -62,7 +62,7 @@ def run_check(options: argparse.Namespace) -> None:
 
 def run_simulate(options: argparse.Namespace) -> None:
     """Draw a schedule in a CSV file."""
-    sys.stdout.write(_text(Summary.of(_file(options.file), _costs(options.costs))))
+    sys.stdout.write(_text(Summary.of(_file(options.file), parse_costs(options.costs))))
 
 
 def _file(path: Path) -> Schedule:
@@ -82,7 +82,7 @@ _FORMATS: dict[str, Callable[[Summary], str]] = {
     "json": lambda summary: json.dumps(summary.as_json()) + "\n"}
 
 
-def _named(options: argparse.Namespace, costs: RankCosts) -> Schedule:
+def named_schedule(options: argparse.Namespace, costs: RankCosts) -> Schedule:
     """Return the schedule of a name or a file, not proved yet."""
     name = options.name
     if name not in schedule_names() and (name.lower().endswith(".csv") or "/" in name):
@@ -163,17 +163,27 @@ def _built(recipe: Recipe, widths: tuple[int, ...], microbatches: int, chunks: i
     else:
         placement = recipe.layout.placement(ranks, recipe.chunks if chunks is None else chunks)
         return build(recipe.name, _replicated(placement, widths), microbatches, update_every, warmup=warmup)
+    limit = None if memory is None else memory * costs.activation_bytes
     if max(widths) == 1:
-        return search_placements(ranks, microbatches, chunks, costs.of, memory)
+        return search_placements(ranks, microbatches, chunks, costs.of, limit)
     if len(set(widths)) > 1:
         return build(recipe.name, _replicated(recipe.layout.placement(ranks, 1), widths), microbatches)  # says why not
-    placement = search_placements(ranks, -(-microbatches // widths[0]), chunks, costs.of, memory).placement
-    return build(recipe.name, _replicated(placement, widths), microbatches, costs=costs.of(placement), limits=memory)
+    placement = search_placements(ranks, -(-microbatches // widths[0]), chunks, costs.of, limit).placement
+    return build(recipe.name, _replicated(placement, widths), microbatches, costs=costs.of(placement), limits=limit)
 
 
 def _replicated(placement: Placement, widths: tuple[int, ...]) -> Placement:
     """Return a placement with every rank replaced by its replicas, numbered one after the other."""
     return tuple(tuple(range(first := sum(widths[:rank]), first + widths[rank])) for (rank,) in placement)
+
+
+def compared_schedule(recipe: Recipe, options: argparse.Namespace, costs: RankCosts) -> Schedule:
+    """Return a schedule with those of the options that it can have, not proved yet."""
+    widths, microbatches = _sizes(options)
+    return _built(recipe, widths, microbatches, options.chunks if recipe.any_chunks else None,
+                  None if recipe.flush else options.update_every, costs,
+                  None if recipe.search is None else options.memory,
+                  _depths(options.warmup_depth) if recipe.any_warmup else None)
 
 
 def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
@@ -185,12 +195,7 @@ def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
     found: dict[str, Summary | str] = {}
     for name in schedule_names():
         try:
-            recipe = recipe_named(name)
-            schedule = _built(recipe, widths, microbatches, options.chunks if recipe.any_chunks else None,
-                              None if recipe.flush else options.update_every, costs,
-                              None if recipe.search is None else options.memory,
-                              _depths(options.warmup_depth) if recipe.any_warmup else None)
-            found[name] = Summary.of(schedule, costs)
+            found[name] = Summary.of(compared_schedule(recipe_named(name), options, costs), costs)
         except UserError as error:
             found[name] = error.problems[0].what.splitlines()[0]
     limit = "" if options.memory is None else f"; auto: {counted(options.memory, 'microbatch')} on a rank at most"
@@ -199,12 +204,12 @@ def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
     sys.stdout.write(compare(found))
 
 
-def _costs(text: str) -> RankCosts:
-    """Parse ``--costs F,I,W,transfer``, exactly as written."""
+def parse_costs(text: str) -> RankCosts:
+    """Parse ``--costs F,I,W,transfer,step``, exactly as written."""
     parts = text.split(",")
-    hint = "write --costs F,I,W,transfer, such as 1,1,1,0 or 5.5,1/2,4: seconds or any other unit"
-    if len(parts) not in (3, 4):
-        raise UserError(f"--costs has {counted(len(parts), 'number')}, not 3 or 4: '{text}'", hint=hint)
+    hint = "write --costs F,I,W,transfer,step, such as 1,1,1,0 or 5.5,1/2,4: seconds or any other unit"
+    if len(parts) not in (3, 4, 5):
+        raise UserError(f"--costs has {counted(len(parts), 'number')}, not 3 to 5: '{text}'", hint=hint)
     values = []
     for part in parts:
         if _NUMBER.fullmatch(part.strip()) is None:

@@ -68,6 +68,15 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
     return SimulatedPlan(_prediction(profile, partition, recomputed, steps), steps.timeline)
 
 
+def step_period(schedule: Schedule, costs: Costs) -> float:
+    """Return the time from one step of training to the next at ``costs``, as :func:`predict` does.
+
+    Args:
+        schedule: compute actions and steps only; of a stream any part, without recomputation.
+    """
+    return (_simulate_stream(_long(schedule), costs) if schedule.stream else _simulate_batches(schedule, costs)).step_s
+
+
 def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """Return the stages that borrow a stage's tied weights, by owning stage."""
     stage_of = [stage for stage, size in enumerate(partition) for _ in range(size)]
@@ -91,10 +100,13 @@ def _build(profile: Profile, spec: ScheduleSpec, partition: Sequence[int],
     costs = None if recipe.search is None else pipeline_costs(profile, partition, recomputed, placement)
     one = build(spec.schedule, placement, spec.microbatches, spec.update_every, spec.ties, spec.recompute, costs,
                 warmup=spec.warmup)
-    if one.flush:
-        return one
-    return build(spec.schedule, placement, sum(_stream_steps(one)) * one.rounds.per_step, one.update_every,
-                 spec.ties, spec.recompute, warmup=spec.warmup)
+    return one if one.flush else _long(one, spec.recompute)
+
+
+def _long(stream: Schedule, recompute: Collection[int] = ()) -> Schedule:
+    """Return a stream that is long enough to have a steady state in its middle."""
+    return build(stream.name, stream.placement, sum(_stream_steps(stream)) * stream.rounds.per_step,
+                 stream.update_every, stream.ties, recompute, warmup=stream.warmup)
 
 
 _SETTLING = 12

@@ -65,4 +65,6 @@ def rule_error(schedule: Schedule, what: str, hint: str, *marks: Spot,
                cursors: Sequence[int] | None = None) -> CheckError:
     """Return the error that a rule raises: what is wrong, the grid with ``marks``, the remedy."""
     grid = draw_grid(schedule.programs, marks, cursors)
-    return CheckError(f"schedule '{schedule.name}': {what}\n{grid}", hint=hint)
+    error = CheckError(f"schedule '{schedule.name}': {what}\n{grid}", hint=hint)
+    error.marks = marks
+    return error

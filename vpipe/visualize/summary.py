@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from vpipe.plan.predict import step_period
 from vpipe.schedules.action import Op
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs, Link, Number, StageCosts, ratio
@@ -21,7 +22,7 @@ from vpipe.visualize.table import number, percent, plain, table
 
 @dataclass(frozen=True)
 class RankCosts:
-    """Seconds of one microbatch on a whole rank; each of the rank's stages takes an equal share, also of the memory.
+    """Costs of one microbatch on a whole rank; each of the rank's stages takes an equal share of each.
 
     Attributes:
         forward_s: F.
@@ -29,28 +30,34 @@ class RankCosts:
         weight_s: W, the weight half.
         transfer_s: of any transfer between ranks: activations, their gradients, and of a replicated stage every
             part of a sum of gradients.
+        step_s: an optimizer step.
+        activation_bytes: held from F until B or I; as much again from I until W.
+        version_bytes: one version of the weights.
     """
 
     forward_s: Number = 1
     input_s: Number = 1
     weight_s: Number = 1
     transfer_s: Number = 0
+    step_s: Number = 0
+    activation_bytes: Number = 1
+    version_bytes: Number = 0
 
     def of(self, placement: Placement, recomputing: Collection[int] = ()) -> Costs:
         """Return the costs of every stage; those ``recomputing`` repeat their forward."""
         share = Counter(rank for ranks in placement for rank in ranks)
         stages = []
         for stage, (rank, *_) in enumerate(placement):
-            forward_s, input_s, weight_s = (ratio(seconds, share[rank]) for seconds in
-                                            (self.forward_s, self.input_s, self.weight_s))
-            held = ratio(1, share[rank])  # in microbatches of a whole rank
-            stages.append(StageCosts(forward_s, input_s, weight_s, activation_bytes=held, weight_half_bytes=held,
+            forward_s, input_s, weight_s, step_s, held, version = (ratio(number, share[rank]) for number in (
+                self.forward_s, self.input_s, self.weight_s, self.step_s, self.activation_bytes, self.version_bytes))
+            stages.append(StageCosts(forward_s, input_s, weight_s, step_s=step_s, activation_bytes=held,
+                                     weight_half_bytes=held, version_bytes=version,
                                      recompute_s=forward_s if stage in recomputing else 0))
         return Costs(tuple(stages), Link(self.transfer_s))
 
     def __str__(self) -> str:
         return (f"F {number(self.forward_s)}, I {number(self.input_s)}, W {number(self.weight_s)}, "
-                f"transfer {number(self.transfer_s)}")
+                f"transfer {number(self.transfer_s)}" + (f", step {number(self.step_s)}" if self.step_s else ""))
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,17 @@ class Summary:
         return [" ".join(str(getattr(self.stages[stage], peak))
                          for stage in stages_of_rank(self.schedule.placement, rank)) for rank in range(len(self.ranks))]
 
+    @property
+    def period_s(self) -> float:
+        """Return the time from one step of training to the next; of a stream, in its steady state."""
+        return step_period(self.schedule, self.timeline.costs)
+
+    @property
+    def peak(self) -> Number:
+        """Return the most activations that a rank holds, in microbatches of the whole rank."""
+        return max(ratio(facts.peak_activations, len(stages_of_rank(self.schedule.placement, rank)))
+                   for rank, facts in enumerate(self.ranks))
+
     def times(self) -> str:
         """Return bubble and makespan as text."""
         return (f"bubble {number(self.timeline.bubble_s)} ({percent(self.timeline.bubble_share)}), "
@@ -112,6 +130,7 @@ class Summary:
             "programs": [[str(action) for action in program] for program in schedule.programs],
             "makespan": plain(self.timeline.makespan_s),
             "bubble": plain(self.timeline.bubble_s),
+            "period": plain(self.period_s),
             "peak_activations": [rank.peak_activations for rank in self.ranks],
             "versions": [stage.versions for stage in self.stages],
             "staleness": [stage.staleness for stage in self.stages],
@@ -126,7 +145,7 @@ def compare(found: Mapping[str, Summary | str]) -> str:
         found: by name, the summary or the reason.
     """
     summaries = sorted((one for one in found.values() if isinstance(one, Summary)),
-                       key=lambda one: (one.timeline.bubble_s, _peak(one), one.schedule.name))
+                       key=lambda one: (one.timeline.bubble_s, one.peak, one.schedule.name))
     head = ["schedule", "stages/rank", "bubble", "share", "makespan", "peak activations", "versions", "staleness"]
     rows = [[one.schedule.name, one.chunks, number(one.timeline.bubble_s), percent(one.timeline.bubble_share),
              number(one.timeline.makespan_s), _peak_text(one), str(max(stage.versions for stage in one.stages)),
@@ -142,12 +161,6 @@ def compare(found: Mapping[str, Summary | str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _peak(summary: Summary) -> int | float:
-    """Return the most that a rank holds, in microbatches of the whole rank."""
-    return max(float(ratio(facts.peak_activations, len(stages_of_rank(summary.schedule.placement, rank))))
-               for rank, facts in enumerate(summary.ranks))
-
-
 def _peak_text(summary: Summary) -> str:
     most = max(facts.peak_activations for facts in summary.ranks)
-    return number(_peak(summary)) + (f" ({most})" if summary.chunks != "1" else "")
+    return number(summary.peak) + (f" ({most})" if summary.chunks != "1" else "")
