@@ -17,7 +17,7 @@ from vpipe.cli import main
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = ("guide", "cheat-sheet", "walk-through", "troubleshooting")
-LANGUAGES = ("",)
+LANGUAGES = ("", ".zh")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -92,7 +92,7 @@ def test_messages_that_are_quoted_are_in_the_source(language: str) -> None:
             assert part in source(), f"vpipe never says '{part}'"
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if (DOCS / f"{name}.zh.md").exists()])
+@pytest.mark.parametrize("name", PAGES)
 def test_both_languages_have_the_same_structure(name: str) -> None:
     english, chinese = text_of(name), text_of(f"{name}.zh")
     for of in (lambda text: [len(marks) for marks in re.findall(r"^(#+) ", FENCE.sub("", text), re.MULTILINE)],
