@@ -493,7 +493,8 @@ def test_a_schedule_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "schedule": "interleaved", "placement": [[0], [1], [0], [1]], "programs": [
             ["0F0", "0F1", "2F0", "2F1", "2B0", "2B1", "0B0", "0B1", "0STEP0", "2STEP0"],
             ["1F0", "1F1", "3F0", "3F1", "3B0", "3B1", "1B0", "1B1", "1STEP0", "3STEP0"]],
-        "makespan": 15, "bubble": 3, "peak_activations": [4, 4], "versions": [1] * 4, "staleness": [0] * 4}
+        "makespan": 15, "bubble": 3, "period": 15, "peak_activations": [4, 4], "versions": [1] * 4,
+        "staleness": [0] * 4}
     stream = json.loads(printed(capsys, "schedule", "pipedream", "--stages", "2", "--microbatches", "2", "--format",
                                 "json", "--costs", "0.5,0.25,0,0.125"))
     assert (stream["makespan"], stream["versions"], stream["staleness"]) == (2.5, [2, 1], [1, 0])
