@@ -316,8 +316,8 @@ const showTheme = () => { $("theme").textContent = isDark() ? words.light : word
 
 function makeSliders() {
   for (const [key, [min, max, step]] of Object.entries(SLIDERS))
-    $("sliders").append(node("label", {}, node("span", {"data-t": key}), node("output", {id: `value-${key}`}),
-      node("input", {name: key, type: "range", min, max, step})));
+    $("sliders").append(node("label", {for: `cost-${key}`}, node("span", {"data-t": key}), // else it labels the output
+      node("output", {id: `value-${key}`}), node("input", {id: `cost-${key}`, name: key, type: "range", min, max, step})));
   $("costs").open = matchMedia("(min-width: 861px)").matches;
 }
 
