@@ -78,7 +78,7 @@ function accept(answer) {
   if (text === null) editor.value = drawn.csv; // nobody has edited it meanwhile
 }
 
-function judge({problems, marks, verdict, drawn: passed}) {
+function judge({problems, marks, verdict, drawn: passed, command}) {
   editor.value = text;
   const box = $("verdict");
   $("error").hidden = true;
@@ -88,6 +88,7 @@ function judge({problems, marks, verdict, drawn: passed}) {
     box.replaceChildren(...problems.map(problemNode));
     $("drawing").classList.add("before");
     $("status").textContent = drawn ? words.unused : "";
+    showCommand(command);
   } else {
     box.replaceChildren(node("pre", {}, verdict.trimEnd()));
     drawn = passed;
@@ -132,7 +133,7 @@ function new_drawing() {
   drawing.show(drawn, words);
   $("name").textContent = drawn.name;
   $("sizes").textContent = words.sizes(drawn);
-  $("command").textContent = drawn.command + (text === null ? "" : `   # ${words.edited_command}`);
+  showCommand(drawn.command);
   form.elements.update_every.placeholder = drawn.update_every ?? "";
   $("time").max = drawn.moments.length - 1;
   const most = key => Math.max(...drawn.stages.map(stage => stage[key]));
@@ -147,6 +148,10 @@ function new_drawing() {
   $("cards").replaceChildren(...cards.map(([key, value, sub]) => node("div", {class: "card"}, node("dt", {}, words[key]),
     node("dd", {class: "big", id: `figure-${key}`}, String(value)), node("dd", {class: "sub"}, sub))));
   moveTo(moment, false);
+}
+
+function showCommand(command) {
+  $("command").textContent = command + (text === null ? "" : `   # ${words.edited_command}`);
 }
 
 function moveTo(index, follow = true) {

@@ -82,8 +82,9 @@ def check(settings: Mapping[str, str], text: str) -> Mapping[str, Any]:
             run_check(Namespace(file=EDITED))
     except UserError as error:
         marks = _marked(text, error.marks) if isinstance(error, CheckError) else _lines(error)
-        return {"problems": _problems(error), "marks": marks}
-    drawn = _drawn(Summary.of(read_csv(EDITED), _costs(settings)), f"vpipe check {EDITED}")
+        return {"problems": _problems(error), "marks": marks, "command": f"vpipe check {EDITED}"}
+    drawn = _drawn(Summary.of(read_csv(EDITED), _costs(settings)),
+                   _with_costs(["vpipe", "simulate", str(EDITED)], settings))
     return {"verdict": said.getvalue(), "drawn": drawn}
 
 
@@ -137,6 +138,10 @@ def _command(settings: Mapping[str, str]) -> str:
     for flag, key in _OPTIONS.items():
         if text := settings.get(key, "").strip():
             words += [flag, text]
+    return _with_costs(words, settings)
+
+
+def _with_costs(words: Sequence[str], settings: Mapping[str, str]) -> str:
     costs = [settings[cost] for cost in COSTS]
     while costs[3:] and costs[-1] == "0":
         costs.pop()

@@ -83,8 +83,12 @@ def test_the_verdict_is_that_of_vpipe_check(playground: ModuleType, tmp_path: Pa
     assert capsys.readouterr().out == good["verdict"]
     assert good["drawn"]["bubble"] == "3"
 
-    [problem], [mark] = asked(playground, "check", settings=SETTINGS, text=WRONG)["result"].values()
-    assert main(["check", "edited.csv"]) == 2
+    main(good["drawn"]["command"].split()[1:])
+    assert "bubble 3 (" in capsys.readouterr().out
+
+    refused = asked(playground, "check", settings=SETTINGS, text=WRONG)["result"]
+    [problem], [mark] = refused["problems"], refused["marks"]
+    assert main(refused["command"].split()[1:]) == 2
     assert capsys.readouterr().err == f"error: {problem['what']}\nhint: {problem['hint']}\n"
     assert (mark["action"], mark["line"], WRONG.splitlines()[1][mark["start"]:mark["end"]]) == ("1B1", 1, "1B1")
 
