@@ -116,7 +116,9 @@ def outputs() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("command", "shown"), outputs())
-def test_the_guide_shows_what_a_command_prints(command: str, shown: list[str]) -> None:
+def test_the_guide_shows_what_a_command_prints(command: str, shown: list[str],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(shlex.split(command)[1:]) == 0
     printed = iter(out.getvalue().splitlines())

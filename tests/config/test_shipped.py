@@ -81,7 +81,8 @@ def test_a_wheel_has_them_in_the_package(elsewhere: Path, monkeypatch: pytest.Mo
     assert shipped_configs() == {"one": package / "configs" / "one.yaml"}
 
 
-def test_configs_lists_and_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_configs_lists_and_prints_them(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     assert main(["configs"]) == 0
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines() if line[0] != " "] == list(shipped_configs())
