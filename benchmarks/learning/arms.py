@@ -27,12 +27,12 @@ STEP, SHORTEST, LONGEST = 0.05, 0.5, 1.6
 """Of the lengths of runs, in N."""
 NEAR = 0.05
 """In N: an arm has runs no further than this from the length with which it is said to reach L*."""
-FEW = 3
-"""Seeds of an arm that may decide a gate; :data:`SEEDS` have those that do."""
+FEW, SOME = 3, 5
+"""Seeds of an arm that may decide a gate. Those that do have :data:`SEEDS` at N and ``SOME`` at their length."""
 CLOSE = 1.01
 """Synchronous arms whose mean is within this factor of the lowest one get all seeds, so that L* is known well."""
 CLOSE_TIME = 1.1
-"""Of two arms that may decide, the slower one gets all seeds at the length that reaches L*, if within this factor."""
+"""Of two arms that may decide, the slower one gets more seeds at its length, too, if within this factor."""
 EXPONENT = 0.12
 """The loss falls about as the length to the power of this, with the sign changed, until two lengths say more."""
 
@@ -280,7 +280,7 @@ def _decisive(losses: Losses, update_s: UpdateTime) -> Iterator[Run]:
                 yield from arm.course.seeds(losses)
                 yield from arm.same_batch.course.seeds(losses)
             for arm in contenders(losses, depth, update_s, CLOSE_TIME):
-                yield from reaching(losses, arm.course, best, SEEDS)[1]
+                yield from reaching(losses, arm.course, best, SOME)[1]
 
 
 def quick() -> list[Run]:

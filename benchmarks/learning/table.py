@@ -13,7 +13,20 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from arms import CLOSE_TIME, DEPTHS, FEW, LONGEST, SEEDS, SYNCHRONOUS, Arm, arms, best_synchronous, contenders, reaching
+from arms import (
+    CLOSE_TIME,
+    DEPTHS,
+    FEW,
+    LONGEST,
+    SEEDS,
+    SOME,
+    SYNCHRONOUS,
+    Arm,
+    arms,
+    best_synchronous,
+    contenders,
+    reaching,
+)
 from picture import draw
 from run import RESULTS, read
 from times import block_costs, update_s
@@ -45,14 +58,14 @@ class Results:
         return arm.course.mean(self.losses) or min(tried, default=None)
 
     def _count(self, arm: Arm) -> int:
-        return SEEDS if arm in self.contenders else FEW
+        return SOME if arm in self.contenders else FEW
 
     def time_s(self, arm: Arm, length: float = 1.0, step: float = 1.0) -> float:
         """Simulated seconds of a run, where an optimizer's step takes ``step`` times S."""
         return arm.course.run(0.0, length).updates * update_s(arm, step)
 
     def length(self, arm: Arm) -> float | None:
-        """The length of run that reaches L*, in N: of all seeds for a contender, of a few for others."""
+        """The length of run that reaches L*, in N: of more seeds for a contender."""
         best = self.best[arm.depth]
         if best is None or not arm.course.core:
             return None
