@@ -1,4 +1,4 @@
-# make train   installs into .venv and trains BERT-mini through a four-stage pipeline
+# make train   installs into .venv and trains a small GPT through a four-stage pipeline
 # make test    the whole suite: ruff, mypy strict, pytest
 # make soak    an hour of training with random kills, resumes and re-splits against the oracle; SOAK_MINUTES=5 for less
 # make test-system    every failure at every moment of a run; over several hosts: ssh between network namespaces, a
@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train test mypy pytest test-system soak gpu install
 
 train: $(INSTALLED)
-	$(BIN)/vpipe train configs/bert_mini_4stage.yaml
+	$(BIN)/vpipe train configs/gpt_mini_4stage.yaml
 
 test: $(INSTALLED)
 	@echo "== ruff"

@@ -16,9 +16,9 @@ from vpipe import Model, Pipeline
 from vpipe.checkpoint.export import make_checkpoint
 from vpipe.checkpoint.manifest import CheckpointInfo
 from vpipe.cli import main
-from vpipe.commands.sample import texts
 from vpipe.data.tokenizers import load_tokenizer, train_byte_bpe
 from vpipe.train.loop import train
+from vpipe.train.sampling import texts
 
 Sample = Callable[..., tuple[int, str, str]]
 LINE = "the cat sat on the mat and the dog sat on the log"

@@ -17,8 +17,12 @@ from vpipe.report.report_data import load_report_data
 
 
 def run_trace(options: argparse.Namespace) -> None:
+    """Write ``trace.json`` and ``report.html`` into the folder of a run."""
+    write_report(options.folder)
+
+
+def write_report(folder: Path) -> None:
     """Write ``trace.json`` and ``report.html`` into the folder of a run. After two seconds stderr shows progress."""
-    folder = options.folder
     with tqdm(bar_format="{desc}", delay=2.0, mininterval=0.1 if sys.stderr.isatty() else 10.0, miniters=1, leave=False,
               file=sys.stderr) as bar:
 

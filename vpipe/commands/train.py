@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from vpipe.checkpoint.integrity import check_intact
+from vpipe.commands.trace import write_report
 from vpipe.config import config as configs
 from vpipe.config.config import Config
 from vpipe.distributed.environment import RankEnvironment
@@ -72,7 +73,9 @@ def _train(options: argparse.Namespace) -> None:
     else:
         from vpipe.launch.launcher import run
 
-        run(config, start, options.restarts)
+        folder = run(config, start, options.restarts)
+        if folder is not None and config.trace:
+            write_report(folder)
 
 
 def _meeting_keys(options: argparse.Namespace, start: ResumePoint | None) -> _MeetingKeys:

@@ -180,6 +180,9 @@ class TrainingSection(Section):
         "schedules that split the backward are refused"))
     profile_iteration: Steps | None = Field(None, description=(
         "update to record with torch's profiler on every rank, counted from 1 as in the progress lines"))
+    sample_prompts: Texts = Field((), description=(
+        "texts that the model continues at the end, as it was before the training and after it; for BERT, texts with "
+        "[MASK] for words to fill in"))
     exit_after_profile: bool = Field(False, description="end the run normally after profile_iteration")
     print_frequency: Steps = Field(10, description=(
         "updates between two progress lines in the ranks' logs, and on a screen without a progress bar"))

@@ -41,7 +41,7 @@ PARTS: Mapping[str, Part] = {"train": "train", "training": "train", "test": "tes
                              "valid": "valid", "validation": "valid", "val": "valid", "dev": "valid"}
 """Part of a corpus by the names that publishers use."""
 _HELD_OUT = 20  # one document in so many, where none is marked
-_FORMAT = 1  # raised when the same facts come to mean other tokens
+_FORMAT = 2  # raised when the same facts come to mean other tokens, or another manifest
 _TEXTS_AT_ONCE = 1024
 
 
@@ -157,7 +157,7 @@ def token_dataset(corpus: Corpus, settings: DatasetSettings) -> TokenDataset:
                                  f"{held_out}")
     opened: dict[Split, Array] = {split: cache.tokens(split) for split in SPLITS}
     return TokenDataset(cache.vocab_size, length, first_samples(counts, settings.samples), opened.__getitem__,
-                        cache.tokenizer_path)
+                        cache.tokenizer_path, cache.manifest_count("counts", "test_bytes"))
 
 
 def prepare_tokens(corpus: Corpus, vocab_size: int = -1, tokenizer: Path | None = None,
@@ -189,14 +189,15 @@ def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) ->
     for split in SPLITS:
         texts = iter(progress(divided.texts(split), f"tokenizing for {'training' if split == 'train' else split}",
                               unit="text"))
-        documents = tokens = 0
+        documents = tokens = size_bytes = 0
         with (folder / f"{split}.bin").open("wb") as file:
             while batch := list(islice(texts, _TEXTS_AT_ONCE)):
                 documents += len(batch)
+                size_bytes += sum(len(text.encode()) for text in batch)
                 for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
                     file.write(np.array([*encoding.ids, end], dtype).tobytes())
                     tokens += len(encoding.ids) + 1
-        counts |= {f"{split}_documents": documents, f"{split}_tokens": tokens}
+        counts |= {f"{split}_documents": documents, f"{split}_tokens": tokens, f"{split}_bytes": size_bytes}
     return {"corpus": corpus.name, "tokenizer": None if given is None else str(given), "vocab_size": size,
             "dtype": dtype.name, "end_of_text": end, "counts": counts, "languages": divided.languages,
             "packages": package_versions(["tokenizers"])}

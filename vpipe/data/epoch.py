@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 Array = NDArray[np.generic]
 Rows = NDArray[np.int64]
 INPUT_IDS, LABELS = "input_ids", "labels"
+_COUNTED_AT_ONCE = 1 << 22
 
 
 def needed_fields(known: Mapping[str, Field], fields: Collection[str] | None) -> frozenset[str]:
@@ -132,6 +135,25 @@ def samples_in(tokens: int, sequence_length: int) -> int:
     return max(0, tokens - 1) // sequence_length
 
 
+@dataclass(frozen=True)
+class HeldOutText:
+    """What the losses on a held-out text compare with.
+
+    Attributes:
+        tokens: of the text, a token at the end of each document included.
+        bytes: of the text in UTF-8.
+        unigram_entropy: of the text, in nats per token: the lowest loss of a model that sees no context.
+    """
+
+    tokens: int
+    bytes: int
+    unigram_entropy: float
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Return what a byte of the text costs at a loss in nats per token; it does not depend on the tokenizer."""
+        return loss / log(2) * self.tokens / self.bytes
+
+
 class TokenDataset(ArrayDataset):
     """A language model's data set: ``input_ids`` and ``labels`` [S], int64, cut from one long row of tokens per split.
 
@@ -141,11 +163,14 @@ class TokenDataset(ArrayDataset):
     Args:
         counts: samples of each split, at most as many as its tokens have (:func:`samples_in`).
         tokens: split -> its tokens [T], of any type of integers; a map of a file is read where samples are asked for.
+        held_out_bytes: of the text that the tokens of ``test`` stand for; None where they stand for none.
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, counts: Mapping[Split, int],
-                 tokens: Callable[[Split], Array], tokenizer_path: Path | None = None) -> None:
+                 tokens: Callable[[Split], Array], tokenizer_path: Path | None = None,
+                 held_out_bytes: int | None = None) -> None:
         samples_in(0, sequence_length)
+        self._tokens, self._held_out_bytes = tokens, held_out_bytes
 
         def load(split: Split, field: str) -> Array:
             row = tokens(split)
@@ -158,6 +183,18 @@ class TokenDataset(ArrayDataset):
             return {name: Field((sequence_length,), torch.int64) for name in (INPUT_IDS, LABELS)}
 
         super().__init__(vocab_size, sequence_length, describe, counts, load, tokenizer_path)
+
+    @cached_property
+    def held_out_text(self) -> HeldOutText | None:
+        """Count the tokens of ``test``; None where they stand for no text."""
+        if not self._held_out_bytes:
+            return None
+        tokens = self._tokens("test")
+        counts = np.zeros(self.vocab_size, np.int64)
+        for start in range(0, len(tokens), _COUNTED_AT_ONCE):
+            counts += np.bincount(tokens[start:start + _COUNTED_AT_ONCE], minlength=self.vocab_size)
+        shares = counts[counts > 0] / len(tokens)
+        return HeldOutText(len(tokens), self._held_out_bytes, float(-(shares * np.log(shares)).sum()))
 
     def _check(self, split: Split, taken: Mapping[str, Array]) -> None:
         largest = max((int(np.max(values)) for values in taken.values()), default=0)

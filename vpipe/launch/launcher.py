@@ -28,7 +28,7 @@ STOP_S = 600.0
 """For ranks that are asked to stop: a step, or an evaluation, that is under way, and the save."""
 
 
-def run(config: Config, start: ResumePoint | None, restarts: int | None) -> None:
+def run(config: Config, start: ResumePoint | None, restarts: int | None) -> Path | None:
     """Start the ranks, and after a failure start them again, from the newest checkpoint that is intact.
 
     A user's mistake, a failure that would come again and a signal end the run at once.
@@ -36,6 +36,9 @@ def run(config: Config, start: ResumePoint | None, restarts: int | None) -> None
     Args:
         start: the run to resume, or the checkpoint to begin from; None for a new run.
         restarts: how often it may be started again; never when None.
+
+    Returns:
+        The folder of the run; None where nothing was left to train.
 
     Raises:
         VpipeError: the config, a host or the run is at fault.
@@ -46,7 +49,8 @@ def run(config: Config, start: ResumePoint | None, restarts: int | None) -> None
     try:
         while True:
             try:
-                return launched.attempt()
+                launched.attempt()
+                return launched.folder
             except Interrupted as signal:
                 if not signal.saved:
                     launched.print_resume_command()

@@ -9,7 +9,6 @@ from vpipe.checkpoint.manifest import Manifest
 from vpipe.config.config import Config, ModelSection, drop_removed
 from vpipe.config.validation import validated
 from vpipe.config.yaml_tree import parse, write
-from vpipe.data.dataset import Tokenized
 from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.model.registry import Family, ModelSettings, family_named
@@ -109,5 +108,5 @@ def data_tokenizer(manifest: Manifest) -> tuple[Path | None, str]:
             return None, "the data set is no longer what it was trained on"
     except UserError as error:
         return None, error.problems[0].what
-    path = job.dataset.tokenizer_path if isinstance(job.dataset, Tokenized) else None
+    path = job.tokenizer_path
     return path, "" if path is not None else f"the data set '{config.dataset.name}' has none"

@@ -22,7 +22,9 @@ from vpipe.config.options import all_options, make_options
 from vpipe.config.parallel import AUTO
 from vpipe.config.yaml_tree import read_json_tree
 from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized
+from vpipe.data.epoch import HeldOutText, TokenDataset
 from vpipe.data.registry import dataset_named
+from vpipe.data.tokenizers import load_wordpiece
 from vpipe.distributed.device import DeviceMap, Visible, choose_device, device_name, make_current
 from vpipe.distributed.init import join_world
 from vpipe.errors import UserError, counted, counted_with_commas
@@ -47,6 +49,7 @@ from vpipe.train.optimizers import (
     hidden_matrices,
 )
 from vpipe.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
+from vpipe.train.sampling import BERT, masked_ids
 from vpipe.train.tensorboard import check_tensorboard
 from vpipe.train.weights_and_biases import check_wandb
 
@@ -130,6 +133,22 @@ class Job:
         self.optimizer()
         self.evaluation_batches(())
         next(self.dataset.batches("train", self.config.dataset.batch_size, seed=0, fields=()))
+        if self.config.training.sample_prompts:
+            self._check_prompts()
+
+    def _check_prompts(self) -> None:
+        """Check that the model can do something with ``training.sample_prompts``."""
+        name, what = self.config.model.name, "training.sample_prompts are given, but"
+        if self.tokenizer_path is None:
+            raise UserError(f"{what} the data set '{self.config.dataset.name}' has no tokenizer",
+                            hint="leave them out, or train on texts")
+        if name == BERT:
+            tokenizer = load_wordpiece(self.tokenizer_path)
+            for prompt in self.config.training.sample_prompts:
+                masked_ids(tokenizer, prompt, self.config.model.sequence_length)
+        elif not self.learns_next_tokens:
+            raise UserError(f"{what} the model '{name}' predicts neither next nor masked tokens",
+                            hint="leave them out")
 
     @classmethod
     def _prepare(cls, config: Config, dataset: Dataset, model: Model, plan: Plan | None, *,
@@ -242,6 +261,17 @@ class Job:
         """Whether the loss is the mean over tokens of the cross-entropy of the next one."""
         fields = self.dataset.fields
         return set(self.model.batch) == {"input_ids", "labels"} and fields["labels"].shape == fields["input_ids"].shape
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The ``tokenizer.json`` of the data; None where it has none."""
+        return self.dataset.tokenizer_path if isinstance(self.dataset, Tokenized) else None
+
+    @cached_property
+    def held_out_text(self) -> HeldOutText | None:
+        """What the loss of a model of next tokens compares with; None for other models, and without a text."""
+        dataset = self.dataset
+        return dataset.held_out_text if self.learns_next_tokens and isinstance(dataset, TokenDataset) else None
 
     def same_program(self, other: Job) -> bool:
         """Return whether both jobs run the same actions on the same partition, whatever their schedules are called."""
@@ -424,7 +454,7 @@ def headline(job: Job) -> str:
 
 
 def size_lines(job: Job) -> str:
-    """Describe the size of the model and of an epoch in two lines, which follow a run's first."""
+    """Describe the size of the model, of an epoch and of a held-out text in lines, which follow a run's first."""
     config, samples, tokens = job.config, job.dataset.samples("train"), "input_ids" in job.model.batch
     length, size = config.model.sequence_length, config.dataset.batch_size
     steps, rest = divmod(samples // size * config.microbatches, job.schedule.rounds.per_step)
@@ -432,8 +462,11 @@ def size_lines(job: Job) -> str:
              *([counted_with_commas(samples * length, "token")] if tokens else []),
              "about " * (rest > 0) + counted_with_commas(steps, job.step_name)]
     parameters = _parameter_count(job.model)
+    text = job.held_out_text
     return (("parameters unknown" if parameters is None else counted_with_commas(parameters, "parameter"))
-            + f", vocabulary of {config.model.vocab_size:,}" * tokens + f"\nan epoch: {', '.join(epoch)}")
+            + f", vocabulary of {config.model.vocab_size:,}" * tokens + f"\nan epoch: {', '.join(epoch)}"
+            + ("" if text is None else f"\nheld out: {counted_with_commas(text.tokens, 'token')} of "
+               f"{text.bytes / text.tokens:.2f} bytes, unigram entropy {text.unigram_entropy:.2f} nats"))
 
 
 def delay_line(job: Job) -> str | None:

@@ -42,7 +42,7 @@ from vpipe.train.load_balance import WARM_UP as BALANCE_WARM_UP
 from vpipe.train.metrics import Efficiency, EventWriter, Metrics, PastMetrics, ProgressBar, StepSize
 from vpipe.train.rank_times import RankTimes
 from vpipe.train.run_folder import METRICS, SUMMARY, running
-from vpipe.train.summary import RunFigures, evaluation_text, summary
+from vpipe.train.summary import RunFigures, evaluation_text, samples, summary
 from vpipe.train.tensorboard import TensorBoardWriter
 from vpipe.train.torch_profiler import TorchProfiler
 from vpipe.train.trace_writer import TraceWriter
@@ -143,6 +143,8 @@ class _TrainingRun:
             if show:
                 self._summarize(RunFigures.from_metrics(self._metrics, usages, job.placement,
                                                         None if before is None else counted_steps, job.mean_delay))
+            if config.training.sample_prompts and stopped is None:
+                self._show_samples()
         if show:
             self._saving.check_end()
             self._metrics.check_end()
@@ -190,6 +192,12 @@ class _TrainingRun:
             (self._folder / SUMMARY).write_text(csv_text([config_row(self._job.config) | figures.as_row()]))
         except OSError as error:  # the log has the figures, too
             self._progress.note(f"warning: cannot write '{self._folder / SUMMARY}': {error.strerror}")
+
+    def _show_samples(self) -> None:
+        weights = self._pipe.state_dict()  # all ranks take part
+        if self._pipe.rank == 0:
+            for line in samples(self._job, weights, self._metrics.steps):
+                print(line, flush=True)
 
     def _run_steps(self) -> str | None:
         """Train to the end or until a signal; return the signal's name."""

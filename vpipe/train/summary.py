@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from math import isfinite
 from statistics import fmean, median
+from textwrap import indent
 from typing import Any
 
+from torch import Tensor
+
+from vpipe.data.tokenizers import load_tokenizer, load_wordpiece
 from vpipe.errors import counted
 from vpipe.metric_formulas import averaged_losses, bubble, counted_updates, p95, perplexity, share_text
+from vpipe.model.generate import load_weights
 from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.schedules.delays import describe_delays, mean_delay
 from vpipe.schedules.size import Placement
 from vpipe.train.job import Job, on_processors
 from vpipe.train.metrics import Metrics, finite
+from vpipe.train.sampling import BERT, TextModel, masked_ids, prompt_ids
 from vpipe.units import size_text
 from vpipe.visualize.table import compact, filled, fitted, milliseconds, ms_text, terminal_columns
 
@@ -54,17 +60,31 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
                      + (f", perplexity {compact(first)} -> {compact(last)} "
                         if job.learns_next_tokens and first is not None and last is not None else " ")
                      + (f"(mean of the first {few}, mean of the last {few})" if few > 1 else "(the first, the last)"))
-    lines += [evaluation_text(job, step + 1, loss)
-              for step, loss in (*metrics.past.evaluations, *metrics.evaluations)]
+    evaluations = [*metrics.past.evaluations, *metrics.evaluations]
+    lines += [evaluation_text(job, step + 1, loss) for step, loss in evaluations]
+    if evaluations and (compared := compared_with_unigrams(job, evaluations[-1][1])) is not None:
+        lines.append(compared)
     lines += saves
     return "\n".join(lines if figures is None else [*lines, "", *_figures(job, figures), "", *_stages(job, figures)])
 
 
 def evaluation_text(job: Job, steps: int, loss: float) -> str:
-    """Describe an evaluation; with its perplexity where the loss is that of next tokens."""
+    """Describe an evaluation; where the loss is that of next tokens with perplexity and, on a text, bits per byte."""
     per_token = perplexity(loss) if job.learns_next_tokens else None
     behind = "" if per_token is None else f", perplexity {compact(per_token)}"
+    if per_token is not None and (text := job.held_out_text) is not None:
+        behind += f", {text.bits_per_byte(loss):.2f} bits per byte"
     return f"evaluation loss after {counted(steps, job.step_name)}: {loss:.4f}{behind}"
+
+
+def compared_with_unigrams(job: Job, loss: float) -> str | None:
+    """Compare a held-out loss with that of a model that sees no context; None without a text of next tokens."""
+    text = job.held_out_text
+    if text is None:
+        return None
+    less = text.unigram_entropy - loss
+    return (f"that is {abs(less):.2f} nats per token {'below' if less >= 0 else 'above'} the unigram entropy of the "
+            f"held-out text, {text.unigram_entropy:.2f}")
 
 
 def _figures(job: Job, figures: RunFigures) -> list[str]:
@@ -101,6 +121,42 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
             *filled(f"(forward to idle: milliseconds per {job.step_name}; idle: waiting for other ranks; sent: per "
                     f"{job.step_name}; " + "staleness: most updates that a gradient was late; mean delay: of the "
                     "schedule, in updates; " * late + "in flight: microbatches)", width)]
+
+
+_SHOWN_TOKENS, _SHOWN_LINES, _SHOWN_COLUMNS = 64, 10, 100
+_SHOWN_TEMPERATURE = 0.5  # lower than that of vpipe sample: a short training makes likely words alone
+
+
+def samples(job: Job, weights: Mapping[str, Tensor], steps: int) -> Iterator[str]:
+    """Yield lines with what the model makes of ``training.sample_prompts``, before its training and after it.
+
+    Args:
+        weights: of the whole model after ``steps`` steps, as :meth:`vpipe.Pipeline.state_dict` returns them.
+    """
+    training, window = job.config.training, job.config.model.sequence_length
+    assert job.tokenizer_path is not None, "checked"
+    masks = job.config.model.name == BERT
+    tokenizer = (load_wordpiece if masks else load_tokenizer)(job.tokenizer_path)
+    trained = load_weights(job.model, weights, training.seed, draw=True).float()
+    states = {"before training": job.model.materialize(training.seed).eval(),
+              f"after {counted(steps, job.step_name)}": trained}
+    for prompt in training.sample_prompts:
+        yield ""
+        for when, modules in states.items():
+            text = TextModel(job.model, modules, tokenizer, window)
+            if masks:
+                found = "\n".join([prompt, *text.filled(masked_ids(tokenizer, prompt, window)).lines()[:-1]])
+            else:
+                continued = text.continued(prompt_ids(tokenizer, prompt), _SHOWN_TOKENS, seed=training.seed,
+                                           temperature=_SHOWN_TEMPERATURE)
+                found = prompt + "".join(continued)
+            yield f"{when}:\n{indent(_printable(found), '    ')}"
+
+
+def _printable(text: str) -> str:
+    """Return the first lines of a text with a space for what is no character, so that it cannot move the cursor."""
+    lines = "".join(each if each.isprintable() or each == "\n" else " " for each in text.expandtabs(4)).split("\n")
+    return "\n".join(line[:_SHOWN_COLUMNS].rstrip() for line in lines[:_SHOWN_LINES])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""Continue texts, and fill in masked words, with a model and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from vpipe.data.tokenizers import CLS, MASK, SEP, end_token, ids_in, token_id
+from vpipe.errors import UserError, counted
+from vpipe.model.generate import WholeForward, fill_masks, generate
+from vpipe.model.layer import Model
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BERT = "bert"
+"""The model family that fills in masked words."""
+
+TEMPERATURE, CANDIDATES = 0.8, 5
+"""Temperature of a continuation; most probable words of a mask."""
+
+_CUT = "\ufffd"
+"""Stands for bytes that are no character yet: the next tokens complete it."""
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model with its weights, and the tokenizer of its texts.
+
+    Attributes:
+        modules: the layers of ``model``, in eval mode.
+        window: of a longer text the model reads this many tokens, the last ones.
+    """
+
+    model: Model
+    modules: nn.ModuleDict
+    tokenizer: Tokenizer
+    window: int
+
+    def continued(self, ids: Sequence[int], tokens: int, *, temperature: float = TEMPERATURE,
+                  top_k: int | None = None, seed: int = 0) -> Iterator[str]:
+        """Yield a continuation of a prompt as it comes, at most to the end of the text.
+
+        Args:
+            ids: of the prompt (:func:`prompt_ids`).
+            tokens: of the continuation, at most.
+        """
+        end = end_token(self.tokenizer)
+        found = generate(WholeForward(self.model, self.modules, self.window), ids, ids_in(self.tokenizer),
+                         temperature=temperature, top_k=top_k, seed=seed)
+        yield from texts(self.tokenizer, ids, islice(found, tokens), None if end is None else end[1])
+
+    def filled(self, ids: Sequence[int], candidates: int = CANDIDATES) -> Filled:
+        """Find the most probable words of the masks of a text.
+
+        Args:
+            ids: of the text (:func:`masked_ids`).
+        """
+        masked = [position for position, token in enumerate(ids) if token == token_id(self.tokenizer, MASK)]
+        probabilities = fill_masks(self.model, self.modules, ids, masked, ids_in(self.tokenizer))
+        best = probabilities.topk(min(candidates, probabilities.shape[1]))
+        words = [[(str(self.tokenizer.id_to_token(token)), share) for share, token in zip(shares, tokens, strict=True)]
+                 for shares, tokens in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+        whole = list(ids)
+        for position, tokens in zip(masked, best.indices.tolist(), strict=True):
+            whole[position] = tokens[0]
+        return Filled(words, self.tokenizer.decode(whole[1:-1]))
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A text with its masked words filled in.
+
+    Attributes:
+        words: of each mask the most probable words with their probabilities, the best first.
+        text: with the best ones.
+    """
+
+    words: list[list[tuple[str, float]]]
+    text: str
+
+    def lines(self) -> list[str]:
+        """Return a line for each mask, and the text."""
+        return [*(f"{MASK} {number}: {', '.join(f'{word} {share:.1%}' for word, share in words)}"
+                  for number, words in enumerate(self.words, 1)), self.text]
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, own_beginning: bool = False) -> list[int]:
+    """Return the tokens of a prompt, after the token that begins a text.
+
+    In training that is the one that ends the text before it.
+
+    Args:
+        own_beginning: whether the tokenizer, of other weights, may add its own.
+    """
+    tokenizer.encode_special_tokens = True  # as in training: a text that spells such a token means its letters
+    end = end_token(tokenizer)
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
+    marked: list[int] = tokenizer.encode(prompt).ids if own_beginning else ids
+    if len(marked) > len(ids) and marked[len(marked) - len(ids):] == ids:
+        return marked
+    if end is not None:
+        return [end[1], *ids]
+    if not ids:
+        raise UserError("the prompt is empty, and the tokenizer has no token that begins a text",
+                        hint="give a --prompt")
+    return ids
+
+
+def masked_ids(tokenizer: Tokenizer, prompt: str, window: int) -> list[int]:
+    """Return the tokens of a text with masks, and the two around it.
+
+    Raises:
+        UserError: it has no mask, or is longer than what the model reads.
+    """
+    encoding = tokenizer.encode(prompt, add_special_tokens=False)
+    ids = [token_id(tokenizer, CLS), *encoding.ids, token_id(tokenizer, SEP)]
+    if token_id(tokenizer, MASK) not in encoding.ids:
+        raise UserError(f"the prompt has no {MASK}, and BERT fills in masked words alone",
+                        hint=f'write {MASK} for a word, such as "The {MASK} of a list"')
+    if len(ids) > window:
+        raise UserError(f"the prompt has {counted(len(ids), 'token')} with the two around it, but the model reads "
+                        f"{window}", hint="shorten it")
+    return ids
+
+
+def texts(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterator[int], end: int | None) -> Iterator[str]:
+    """Yield the text of tokens as they come, up to the end of the text; a character that is cut waits for its rest."""
+    ids, shown = list(prompt), len(tokenizer.decode(list(prompt)))
+    text = ""
+    for token in tokens:
+        if token == end:
+            break
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith(_CUT):
+            yield text[shown:]
+            shown = len(text)
+    yield text[shown:]
