@@ -143,7 +143,8 @@ def test_what_the_page_calls_refused_is(file: str, setting: str, monkeypatch: py
 SCHEDULES_PAGE = ROOT / "docs" / "schedules.md"
 MORE = {"replicas": ["pipedream", "--widths", "2,1", "--microbatches", "8"],
         "warmup": ["pipedream", "--stages", "4", "--microbatches", "8", "--warmup-depth", "6,4,2,0", "--costs",
-                   "1,1,1,0.5"]}
+                   "1,1,1,0.5"],
+        "update_every": ["pipedream", "--stages", "4", "--microbatches", "12", "--update-every", "4"]}
 """Pictures beside those of the schedules."""
 
 COMPARED = ["schedule", "--all", "--stages", "4", "--microbatches", "8"]
