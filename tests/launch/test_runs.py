@@ -146,3 +146,11 @@ def test_a_shard_deleted_in_mid_run(tmp_path: Path, capfd: pytest.CaptureFixture
     assert "stage " in error
     assert "action reading batch " in error
     assert str(shard) in error
+
+
+def test_a_run_with_a_trace_ends_with_its_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(write_config(tmp_path, training__max_steps=1)), "--set", "trace=true"]) == 0
+    run = only_run(tmp_path / "runs")
+    assert capfd.readouterr().out.endswith(f"run folder: {run}\n{run}/trace.json: open it in Perfetto\n"
+                                           f"{run}/report.html: open it in a browser\n")
+    assert "<svg" in (run / "report.html").read_text()
