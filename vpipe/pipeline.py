@@ -278,6 +278,8 @@ class Pipeline:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss over all samples, forward only, modules in evaluation mode; the same on every rank.
 
+        Batches may have any size; the loss of a microbatch is weighted by its samples (docs/data.md).
+
         Every rank must call it, after the same step. With a flush it does not influence training. An asynchronous
         pipeline drains first, so the weights are those after all updates of the microbatches in flight, and fills again
         afterwards: the next microbatches use the versions that they would use at the start of training.

@@ -58,6 +58,12 @@ def differing(*, schedule: str, case: str) -> None:
         raise
 
 
+def other_tails(*, sizes: list[int]) -> None:
+    """Evaluate on batches whose last one has another size on each rank, so another number of microbatches."""
+    pipe = pipeline(stages=2, schedule="1f1b", microbatches=4)
+    pipe.evaluate(next(loader(samples)) for samples in (8, 8, sizes[dist.get_rank()]))
+
+
 def ends_alike() -> list[Any]:
     """Train, evaluate and save the state after batches could not be read, on any rank."""
     found: list[Any] = []

@@ -168,6 +168,13 @@ def test_all_ranks_end_with_what_differs(pair: World, schedule: str, case: str, 
         assert said.endswith(HINT)
 
 
+@pytest.mark.parametrize("sizes", [[2, 3], [3, 1]])
+def test_an_evaluation_whose_last_batch_differs_in_size_ends(pair: World, sizes: list[int]) -> None:
+    """Each rank expects as many microbatches as its own batch has samples."""
+    text = f"batches differ between ranks: batch 2 has {sizes[0]} samples on rank 0 and {sizes[1]} on rank 1"
+    assert f"error: {text}" in texts(pair, jobs.other_tails, sizes=sizes)[1]
+
+
 def test_batches_that_end_on_all_ranks_alike_leave_the_pipeline_usable(world: World) -> None:
     for result in world.run(jobs.ends_alike):
         assert result == jobs.ends_alike()

@@ -22,8 +22,8 @@ def numbered(batches: int, samples: int = 4) -> Iterator[Batch]:
 
 
 def loader(batches: Iterator[Batch], microbatches: int = 2, uses: int = 1,
-           limit: int | None = None) -> MicrobatchLoader:
-    return MicrobatchLoader(batches, microbatches, ("x", "y"), lambda _: uses, limit)
+           limit: int | None = None, equal: bool = True) -> MicrobatchLoader:
+    return MicrobatchLoader(batches, microbatches, ("x", "y"), lambda _: uses, limit, equal=equal)
 
 
 def failure(*batches: Batch, microbatches: int = 2) -> str:
@@ -154,11 +154,38 @@ def test_fields_must_agree_on_the_number_of_samples() -> None:
         "hint: dimension 0 of every field counts the samples")
 
 
-@pytest.mark.parametrize(("samples", "sizes"), [(7, "4 or 8"), (3, "4"), (0, "4")])
+@pytest.mark.parametrize(("samples", "sizes"), [(7, "4 or 8"), (3, "4")])
 def test_a_batch_that_cannot_be_cut_evenly_says_what_could(samples: int, sizes: str) -> None:
     assert failure({"x": torch.zeros(samples), "y": torch.zeros(samples)}, microbatches=4) == (
         f"error: a batch of {samples} samples cannot be cut into 4 equal microbatches\n"
         f"hint: use batches of {sizes} samples, or drop the incomplete last batch")
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_batch_without_samples_is_refused(equal: bool) -> None:
+    stream = loader(iter([{"x": torch.zeros(0), "y": torch.zeros(0)}]), equal=equal)
+    assert not stream.has(0)
+    assert str(stream.error) == "error: a batch has no samples\nhint: leave it out"
+
+
+def test_a_batch_of_any_size_is_cut_as_evenly_as_it_can_be() -> None:
+    """And one of fewer samples than microbatches has a microbatch for each, whatever comes before and behind."""
+    sizes = [4, 6, 6, 2, 9, 1, 1, 4]
+    parts = [[1, 1, 1, 1], [2, 2, 1, 1], [2, 2, 1, 1], [1, 1], [3, 2, 2, 2], [1], [1], [1, 1, 1, 1]]
+    stream = loader(({"x": torch.arange(size), "y": torch.zeros(size, 1)} for size in sizes), 4, equal=False)
+    flat = [(number, size) for number, part in enumerate(parts) for size in part]
+    assert stream.has(len(flat) - 1)
+    assert not stream.has(len(flat))
+    assert (stream.total, stream.ended, stream.batches_read) == (len(flat), True, len(sizes))
+    seen: dict[int, list[int]] = {}
+    for microbatch, (number, size) in enumerate(flat):
+        assert (stream.batch_of(microbatch), stream.samples(microbatch, microbatch + 1)) == (number, size)
+        assert stream.end_of_batch(microbatch) == sum(len(part) for part in parts[:number + 1])
+        assert stream.signature(microbatch) == (("x", (size,)), ("y", (size, 1)))
+        seen.setdefault(number, []).extend(stream.consume(microbatch)["x"].tolist())
+    assert list(seen.values()) == [list(range(size)) for size in sizes], "every sample once, in order"
+    assert stream.samples(0, len(flat)) == sum(sizes)
+    assert stream.batch_of(len(flat)) == len(sizes)
 
 
 def test_a_later_batch_may_be_at_fault() -> None:

@@ -137,7 +137,7 @@ class BatchComparison:
         if (peer, batch) not in self._compared and (peer, batch) not in self._posted:
             self._posted[peer, batch] = self._post(peer)
         if self._period == 1:
-            self.posted_until[stage] = self._end_of(batch)
+            self.posted_until[stage] = self._end_of_batch(microbatch)
 
     def compare(self, stage: int, microbatch: int) -> None:
         """Compare a batch with the rank before, if this is its first microbatch from there; send its checksums on.
@@ -147,7 +147,7 @@ class BatchComparison:
         """
         batch = self._batch_of(microbatch)
         if self._period == 1 and (self._segment.rounds.flush or not self._segment.training):
-            self.compared_until[stage] = self._end_of(batch)
+            self.compared_until[stage] = self._end_of_batch(microbatch)
         if stage > 0:
             peer = self._segment.rounds.rank_of(stage - 1, microbatch)
             if (key := self._posted.pop((peer, batch), None)) is not None:
@@ -247,9 +247,9 @@ class BatchComparison:
     def _batch_of(self, microbatch: int) -> int:
         return self._segment.loader.batch_of(self._segment.first + microbatch)
 
-    def _end_of(self, batch: int) -> int:
-        """Return the segment's first microbatch after a batch."""
-        return self._segment.loader.end_of_batch(batch) - self._segment.first
+    def _end_of_batch(self, microbatch: int) -> int:
+        """Return the segment's first microbatch after the batch of this one."""
+        return self._segment.loader.end_of_batch(self._segment.first + microbatch) - self._segment.first
 
     @property
     def _kind(self) -> int:

@@ -297,7 +297,10 @@ class Engine:
         return self._interpreter.recorders
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the mean loss over the samples of all batches, forward only, with the latest weights."""
+        """Return the mean loss over the samples of all batches, forward only, with the latest weights.
+
+        The loss of a microbatch is weighted by its samples, so a batch may have any number of them.
+        """
         self._compare_replicas()
         self.drain()
         losses: dict[int, list[float]] = {rank: [] for rank in self._placement[-1] if rank in self.workers}
@@ -306,7 +309,7 @@ class Engine:
         # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
         most = (-(-4 * len(self._placement) // self._settings.microbatches) * len(self._placement[-1])
                 * self._settings.microbatches)
-        loader, first = self._loader(batches, None, most, copied=True), 0
+        loader, first = self._loader(batches, None, most, copied=True, equal=False), 0
         with ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.evaluating())
@@ -338,13 +341,14 @@ class Engine:
         return total / sum(samples)
 
     def _loader(self, batches: Iterable[Batch], limit: int | None, period: int | None, begun: int = 0,
-                copied: bool = False) -> MicrobatchLoader:
+                copied: bool = False, equal: bool = True) -> MicrobatchLoader:
         """Return a loader of the microbatches that this process uses.
 
         Args:
             period: after how many microbatches they are divided among replicas from the first one on, if ever.
             begun: how many of the first batch are left out.
             copied: whether fields are copied, where batches are read while others are in use.
+            equal: whether all microbatches of a batch must have the same size.
         """
         here = [(stage, rank) for rank, worker in self.workers.items() for stage in worker.stages]
         rounds = self._schedule.rounds
@@ -356,7 +360,7 @@ class Engine:
         used = {name for stage in self.local_stages for name in stage.spec.fields}
         comparisons = [worker.comparison for worker in self.workers.values() if worker.comparison is not None]
         return MicrobatchLoader(iter(batches), self._settings.microbatches, self._fields, uses, limit, used,
-                                self._settings.device if copied else None, next(iter(comparisons), None))
+                                self._settings.device if copied else None, next(iter(comparisons), None), equal=equal)
 
     @property
     def local_stages(self) -> list[Stage]:

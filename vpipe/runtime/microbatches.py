@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Protocol
+from operator import attrgetter
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,8 +40,19 @@ class _OpenBatch:
     """A batch in use; ``uses`` counts those that are left, of all its microbatches by all stages."""
 
     chunks: list[dict[str, Tensor]]
-    signature: Signature
+    signatures: list[Signature]
     uses: int
+
+
+class _Sizes(NamedTuple):
+    """Sizes of the batches from one batch on: its number, the microbatches and samples before it, then of a batch the
+    samples and the microbatches. Of ``n`` samples in ``m`` microbatches the first ``n % m`` have one sample more."""
+
+    batch: int
+    microbatch: int
+    sample: int
+    samples: int
+    microbatches: int
 
 
 class MicrobatchLoader:
@@ -49,7 +60,7 @@ class MicrobatchLoader:
 
     Args:
         batches: of the user; a field this process does not need may be on the meta device.
-        microbatches: into how many equal parts a batch is cut along dimension 0.
+        microbatches: into how many parts a batch is cut along dimension 0.
         fields: names a batch must hold.
         uses: ``microbatch -> how many stages of this process use it``, each once; 0 where training resumes within a
             batch and the microbatch is done.
@@ -58,6 +69,8 @@ class MicrobatchLoader:
         copy_to: device to which these are copied, where the user may fill the same memory with the next batch while
             they are in use; None: they are not copied.
         comparison: with the batches of other ranks; None where there are none.
+        equal: whether a batch is refused that cannot be cut into so many equal microbatches. Otherwise their sizes
+            differ by at most one sample, and a batch of fewer samples has a microbatch for each.
 
     Attributes:
         end: a microbatch at which to pause.
@@ -68,25 +81,27 @@ class MicrobatchLoader:
 
     def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...],
                  uses: Callable[[int], int], limit: int | None = None, used: Collection[str] = (),
-                 copy_to: torch.device | None = None, comparison: BatchChecker | None = None) -> None:
+                 copy_to: torch.device | None = None, comparison: BatchChecker | None = None, *,
+                 equal: bool = True) -> None:
         self._batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
         self._limit, self._used, self._copy_to, self._comparison = limit, used, copy_to, comparison
+        self._equal = equal
         self._open: dict[int, _OpenBatch] = {}
         self._exhausted = False
-        self.batches_read = 0
+        self.batches_read = self._read = 0  # and their microbatches
         self.end: int | None = None
         self.error: Exception | None = None
         self.checksums: dict[int, list[int]] = {}
-        self._changes = [(0, 0, 0)]  # microbatches and samples before a change of size, and samples per microbatch
+        self._sizes = [_Sizes(0, 0, 0, 0, microbatches)]  # where they change
 
     def has(self, microbatch: int) -> bool:
         """Return whether this microbatch exists and lies before the pause."""
         if (self.end is not None and microbatch >= self.end) or (
                 self._limit is not None and microbatch >= self._limit):
             return False
-        while microbatch >= self.batches_read * self._microbatches and not self._exhausted:
+        while microbatch >= self._read and not self._exhausted:
             self._read_batch()
-        return microbatch < self.batches_read * self._microbatches
+        return microbatch < self._read
 
     def _read_batch(self) -> None:
         try:
@@ -100,8 +115,13 @@ class MicrobatchLoader:
             if self._comparison is not None:
                 self._comparison.exhausted(self)
             return
-        number, first = self.batches_read, self.batches_read * self._microbatches
-        uses = sum(map(self._uses, range(first, first + self._microbatches)))
+        number, first = self.batches_read, self._read
+        samples = next(iter(fields.values())).shape[0]
+        if samples != self._sizes[-1].samples:
+            self._sizes.append(_Sizes(number, first, self._samples_before(first), samples,
+                                      min(samples, self._microbatches)))
+        microbatches = self._sizes[-1].microbatches
+        uses = sum(map(self._uses, range(first, first + microbatches)))
         if self._comparison is not None:
             self.checksums[number] = self._comparison.checksums(fields)
         if uses:
@@ -109,39 +129,41 @@ class MicrobatchLoader:
                 # A copy from pinned memory is only queued: the user could change the batch before it is made.
                 fields |= {name: fields[name].to(self._copy_to, non_blocking=not fields[name].is_pinned(), copy=True)
                            for name in self._used}
-            parts = {name: torch.chunk(t, self._microbatches) for name, t in fields.items()}
-            chunks = [{name: part[i] for name, part in parts.items()} for i in range(self._microbatches)]
-            signature = tuple((name, tuple(part[0].shape)) for name, part in parts.items())
-            self._open[number] = _OpenBatch(chunks, signature, uses)
+            parts = {name: torch.tensor_split(t, microbatches) for name, t in fields.items()}
+            chunks = [{name: part[i] for name, part in parts.items()} for i in range(microbatches)]
+            signatures = [tuple((name, tuple(t.shape)) for name, t in chunk.items()) for chunk in chunks]
+            self._open[number] = _OpenBatch(chunks, signatures, uses)
         self.batches_read += 1
+        self._read += microbatches
 
     @property
     def total(self) -> int:
         """Return the number of microbatches up to the pause, after :meth:`has` returned False."""
-        read = self.batches_read * self._microbatches if self._exhausted else None
+        read = self._read if self._exhausted else None
         return min(end for end in (self.end, self._limit, read) if end is not None)
 
     @property
     def ended(self) -> bool:
         """Return whether the batches have ended, or reading one failed, before the limit and the pause."""
-        return self._exhausted and all(end is None or self.batches_read * self._microbatches < end
-                                       for end in (self.end, self._limit))
+        return self._exhausted and all(end is None or self._read < end for end in (self.end, self._limit))
 
     def batch_of(self, microbatch: int) -> int:
-        """Return the number of a microbatch's batch."""
-        return microbatch // self._microbatches
+        """Return the number of the batch of a microbatch that was read, or behind the last of these."""
+        return self._locate(microbatch)[1]
 
-    def end_of_batch(self, batch: int) -> int:
-        """Return the first microbatch behind a batch."""
-        return (batch + 1) * self._microbatches
+    def end_of_batch(self, microbatch: int) -> int:
+        """Return the first microbatch behind the batch of a microbatch that was read."""
+        sizes, _, within = self._locate(microbatch)
+        return microbatch - within + sizes.microbatches
 
     def signature(self, microbatch: int) -> Signature:
         """Return the shapes of a microbatch whose batch is still in use."""
-        return self._open[microbatch // self._microbatches].signature
+        _, number, within = self._locate(microbatch)
+        return self._open[number].signatures[within]
 
     def consume(self, microbatch: int) -> dict[str, Tensor]:
         """Return the fields of a microbatch; free the batch when every stage has used all of it."""
-        number, within = divmod(microbatch, self._microbatches)
+        _, number, within = self._locate(microbatch)
         batch = self._open[number]
         batch.uses -= 1
         if not batch.uses:
@@ -153,15 +175,22 @@ class MicrobatchLoader:
         return self._samples_before(end) - self._samples_before(first)
 
     def _samples_before(self, microbatch: int) -> int:
-        first, samples, size = self._changes[bisect_right(self._changes, microbatch, key=itemgetter(0)) - 1]
-        return samples + size * (microbatch - first)
+        sizes, number, within = self._locate(microbatch)
+        each, larger = divmod(sizes.samples, sizes.microbatches)
+        return sizes.sample + (number - sizes.batch) * sizes.samples + within * each + min(within, larger)
+
+    def _locate(self, microbatch: int) -> tuple[_Sizes, int, int]:
+        """Return the sizes of a microbatch's batch, its number, and the number of the microbatch within it."""
+        sizes = self._sizes[bisect_right(self._sizes, microbatch, key=attrgetter("microbatch")) - 1]
+        batches, within = divmod(microbatch - sizes.microbatch, sizes.microbatches)
+        return sizes, sizes.batch + batches, within
 
     def close(self) -> None:
         """Drop the reference to the user's iterator."""
         self._batches = iter(())
 
     def _check(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the fields of a batch; refuse one that lacks a field or cannot be cut into equal microbatches."""
+        """Return the fields of a batch; refuse one that lacks a field or cannot be cut as it should be."""
         if not isinstance(batch, Mapping):
             names = ", ".join(f"{name!r}: ..." for name in self._fields)
             hint = f"name what it holds: {{{names}}}"
@@ -186,7 +215,9 @@ class MicrobatchLoader:
         if len(set(sizes.values())) > 1:
             raise UserError(f"the fields of a batch disagree on the number of samples: {sizes}",
                             hint="dimension 0 of every field counts the samples")
-        if not samples or samples % self._microbatches:
+        if not samples:
+            raise UserError("a batch has no samples", hint="leave it out")
+        if self._equal and samples % self._microbatches:
             down = samples - samples % self._microbatches
             fitting = " or ".join(str(size) for size in (down, down + self._microbatches) if size)
             raise UserError(f"a batch of {samples} samples cannot be cut into {self._microbatches} equal microbatches",
@@ -194,9 +225,6 @@ class MicrobatchLoader:
         if unread := [name for name in self._used if tensors[name].is_meta]:
             raise UserError(f"the field '{unread[0]}' of a batch is on the meta device, but layers of this process "
                             "read it", hint="leave out the values of such fields alone as no layer of a rank reads")
-        size, first = samples // self._microbatches, self.batches_read * self._microbatches
-        if size != self._changes[-1][2]:
-            self._changes.append((first, self._samples_before(first), size))
         return tensors
 
 

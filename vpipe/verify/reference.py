@@ -280,9 +280,10 @@ def _scale_tensors(scales: Iterable[ReferenceLossScale | None]) -> dict[str, Ten
 
 
 def _microbatches(batch: Batch, microbatches: int, device: torch.device | str = "cpu") -> Iterator[dict[str, Tensor]]:
-    parts = {name: tensor.to(device).chunk(microbatches) for name, tensor in batch.items()}
-    for m in range(microbatches):
-        yield {name: part[m] for name, part in parts.items()}
+    """Cut a batch; in an evaluation it may have fewer samples, or some microbatches a sample more than others."""
+    parts = {name: tensor.to(device).tensor_split(min(microbatches, len(tensor))) for name, tensor in batch.items()}
+    for part in zip(*parts.values(), strict=True):
+        yield dict(zip(parts, part, strict=True))
 
 
 def _pop_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:

@@ -1,0 +1,72 @@
+"""A held-out set of any size is evaluated: the mean over its samples is that of plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jobs
+import nccl_jobs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import rich_batches, rich_model
+from world import World
+
+from vpipe import Model, Pipeline
+from vpipe.runtime.microbatches import Batch
+from vpipe.verify.reference import evaluate_oracle
+
+PLACEMENTS: list[list[list[int]]] = [
+    [[0], [1], [2]], [[0, 1], [2], [3]], [[0], [1, 2, 3]], [[0, 1], [2, 3, 4]], [[0, 1, 2]]]
+EPS = torch.finfo(torch.float32).eps
+
+
+def plain_mean(model: Model, pipe: Pipeline, batches: Sequence[Batch]) -> float:
+    """The mean over all samples by the model in one piece, a batch at a time."""
+    modules, total = model.materialize(0).eval(), 0.0
+    state = pipe.state_dict()
+    modules.load_state_dict(state | {"head.decoder.weight": state["embed.word.weight"]})
+    for batch in batches:
+        tensors = dict(batch)
+        with torch.no_grad():
+            for layer in model.layers:
+                out = modules[layer.name](*(tensors[name] for name in layer.inputs))
+                tensors |= zip(layer.outputs, out if isinstance(out, tuple) else (out,), strict=True)
+        total += float(tensors["loss"]) * len(batch["ids"])
+    return total / sum(len(batch["ids"]) for batch in batches)
+
+
+@settings(max_examples=20, deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), microbatches=st.integers(1, 5),
+       placement=st.sampled_from(PLACEMENTS), schedule=st.sampled_from(["gpipe", "pipedream"]),
+       executor=st.sampled_from(["overlapped", "naive"]))
+def test_batches_of_any_sizes(sizes: list[int], microbatches: int, placement: list[list[int]], schedule: str,
+                              executor: Any) -> None:
+    microbatches = max(microbatches, *map(len, placement))  # each replica has one in training
+    model, batches = rich_model(), [rich_batches(1, samples, seed=i)[0] for i, samples in enumerate(sizes)]
+    pipe = Pipeline(model, placement=placement, stages=len(placement), schedule=schedule, microbatches=microbatches,
+                    executor=executor, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), seed=2)
+    found, state = pipe.evaluate(batches), pipe.state_dict()
+    state["head.decoder.weight"] = state["embed.word.weight"]
+    assert found == evaluate_oracle(model, state, batches, microbatches), "the same cut, the same bits"
+    assert found == pytest.approx(plain_mean(model, pipe, batches), rel=16 * EPS)
+
+
+@pytest.mark.parametrize(("arguments", "under_rules"), [
+    ({"schedule": "1f1b", "stages": 4, "hide": True}, False),
+    ({"schedule": "zb_v", "stages": 8, "executor": "naive"}, True),
+    ({"schedule": "gpipe", "stages": 4, "executor": "async_threaded", "shared_memory": False, "compress": "bf16"},
+     False),
+    ({"schedule": "pipedream", "placement": [[0, 1], [2], [3]], "stages": 3}, True)],
+    ids=["hidden fields", "several stages per rank", "gloo alone", "replicas"])
+def test_four_processes_find_what_one_does(world: World, arguments: dict[str, Any], under_rules: bool) -> None:
+    """More batches than are read at once, and a last one that has fewer samples than others have microbatches; also
+    under the rules of nccl."""
+    arguments |= {"sizes": [8, 1, 5, 8, 9, 8, 8, 3], "microbatches": 4}
+    expected = jobs.evaluate(**arguments)
+    assert world.run(jobs.evaluate, **arguments) == [expected] * 4
+    if under_rules:
+        rules = {"eager": False, "buffered": False}
+        assert world.run(nccl_jobs.under, run="jobs.evaluate", **rules, **arguments) == [expected] * 4
