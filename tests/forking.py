@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -115,9 +115,9 @@ def become(request: Mapping[str, Any], files: Sequence[int]) -> None:
 
         sys.exit(main(arguments))
     elif what == "vpipe.launch.rank_main":
-        from vpipe.launch.rank_main import main as work
-
-        sys.exit(work(Path(arguments[0]), *arguments[1:]))
+        # As runpy does it, but for its warning that the module has been imported.
+        spec = importlib.util.find_spec(what)
+        exec(spec.loader.get_code(what), {"__name__": "__main__", "__spec__": spec, "__file__": spec.origin})
     else:
         runpy.run_module(what, run_name="__main__", alter_sys=True)
 

@@ -119,6 +119,21 @@ def test_a_failure_in_a_rank_is_told_once_with_its_place(tmp_path: Path, monkeyp
     assert len(losses(run)) == 1
 
 
+@pytest.mark.parametrize(("changes", "place"), [
+    ({"schedule": "1f1b"}, "stage 1, microbatch 4"),
+    ({"schedule": "pipedream", "model_parallel_size": 1, "data_parallel_size": 2}, "stage 0, microbatch 2")])
+def test_a_loss_that_is_not_finite_is_told_without_frames(tmp_path: Path, changes: dict[str, Any], place: str,
+                                                          capfd: pytest.CaptureFixture[str]) -> None:
+    """With its first microbatch, and no lines of vpipe's code."""
+    config = write_config(tmp_path, training__learning_rate=1e38,
+                          **{f"parallel__{name}": value for name, value in changes.items()})
+    assert main(["train", str(config)]) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[[line.startswith("error:") for line in lines].index(True):] == [
+        f"error: loss is nan at step 1 ({place})",
+        "hint: lower training.learning_rate, or set training.on_nan: skip; there is no checkpoint before it"]
+
+
 def test_a_shard_deleted_in_mid_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shard = tmp_path / "data" / "training_0.hdf5"
     shard.parent.mkdir()

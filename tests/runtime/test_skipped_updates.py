@@ -81,6 +81,18 @@ def assert_same(pipe: Pipeline, losses: list[float], run: Any) -> None:
     assert all(value.isfinite().all() for value in state.values())
 
 
+@pytest.mark.parametrize("how", [{"schedule": "1f1b", "stages": 2},
+                                 {"schedule": "pipedream", "placement": [[0, 1], [2]], "partition": [3, 2]}])
+def test_a_step_tells_its_first_microbatch_whose_loss_is_not_finite(how: dict[str, Any]) -> None:
+    pipe = pipeline(**how, skip=True)
+    spoiled = [6, 7, 13]
+    steps = [*pipe.train(batches(spoiled=dict.fromkeys(spoiled, math.inf)))]
+    each = BATCHES * MICROBATCHES // len(steps)
+    assert [step.not_finite for step in steps] == [
+        next((i for i in range(number * each, (number + 1) * each) if i in spoiled), None)
+        for number in range(len(steps))]
+
+
 ODD = {"activations": {"x": {5: math.nan, 21: math.inf}}, "gradients": {"flag": {5: HURT, 21: HURT}},
        "loss": {"spoiled": {5: math.inf, 21: math.nan}}}
 

@@ -110,7 +110,8 @@ def test_a_loss_that_is_no_number_stops_all(schedule: str, outcome: Outcome, ben
     run, ended, seconds, resumed = outcome
     step = 4 if schedule == "1f1b" else 10
     assert ended.status == 1
-    assert ended.errors == [f"error: loss is nan at step {step}"]
+    microbatch = 16 if schedule == "1f1b" else 10
+    assert ended.errors == [f"error: loss is nan at step {step} (stage 2, microbatch {microbatch})"]
     assert seconds < SOON_S
     check_resumed(run, resumed, bench)
 

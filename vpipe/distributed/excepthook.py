@@ -141,7 +141,9 @@ def _links(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    """Return the package of a frame's module; where ``python -m`` runs the module, its name is ``__main__``."""
+    spec = frame.f_globals.get("__spec__")
+    return str(frame.f_globals.get("__name__", "") if spec is None else spec.name).partition(".")[0]
 
 
 def _is_users(frame: FrameType) -> bool:

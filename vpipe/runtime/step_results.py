@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ class Step:
         stop: whether training should stop, as the rank of the last stage says.
         skipped: whether an update was skipped, since a loss or a gradient was not finite: with a flush on all stages,
             without one on a stage of this process.
+        not_finite: its first microbatch, counted over all training, whose loss is not finite; None without one.
     """
 
     index: int
@@ -37,6 +39,7 @@ class Step:
     gradient_norm: float | None
     stop: bool
     skipped: bool = False
+    not_finite: int | None = None
 
 
 class StepResults:
@@ -91,7 +94,7 @@ class StepResults:
             self.post(segment, step)
             for rank in self._workers:
                 self.send(segment, step, rank)
-        loss, stop = self._receive_results(segment, step)
+        loss, stop, not_finite = self._receive_results(segment, step)
         steps = [worker.optimizer_steps for worker in self._workers.values()]
         norm = steps[0].gradient_norm
         # Computed here: within one process a later stage may already have set the rate of its next update.
@@ -101,10 +104,10 @@ class StepResults:
         skipped = any(number in each.skipped for each in steps)
         for each in steps:
             each.skipped.discard(number)
-        return Step(number, loss, rate, None if norm is None else float(norm), stop, skipped)
+        return Step(number, loss, rate, None if norm is None else float(norm), stop, skipped, not_finite)
 
-    def _receive_results(self, segment: Segment, step: int) -> tuple[float, bool]:
-        """Return a step's mean loss and whether to stop."""
+    def _receive_results(self, segment: Segment, step: int) -> tuple[float, bool, int | None]:
+        """Return a step's mean loss, whether to stop, and the first microbatch whose loss is not finite."""
         results = [self._own.pop((step, rank)) if rank in self._workers
                    else self._receive(rank, self._key(segment, step)) for rank in self._sources]
         microbatches = segment.rounds.in_step(step)
@@ -113,7 +116,9 @@ class StepResults:
                 for i in self._share(microbatches, rank):
                     del self._workers[rank].losses[segment.base + i]
         losses = self._in_order([each[1:] for each in results], microbatches)
-        return float(losses if len(microbatches) == 1 else losses.mean()), bool(results[0][0])
+        loss = float(losses if len(microbatches) == 1 else losses.mean())
+        not_finite = None if isfinite(loss) else segment.base + microbatches[int(losses.isfinite().int().argmin())]
+        return loss, bool(results[0][0]), not_finite
 
     def gather_losses(self, losses: Mapping[int, list[float]], count: int) -> list[float]:
         """Return the losses of an evaluation in the order of its ``count`` microbatches, on every rank.

@@ -430,7 +430,7 @@ class DivergenceCheck:
                            "be found", "training.loss_scale=dynamic")
             if overflow:
                 self._stop(f"{what} at step {step.index}", "bf16 has fp32's range", "training.precision=bf16")
-        self._stop(f"{what} at step {step.index}")
+        self._stop(f"{what} at step {step.index}", microbatch=step.not_finite)
 
     def check_evaluation(self, steps: int, loss: float) -> None:
         """Check an evaluation; with ``on_nan: skip`` its loss may be infinite.
@@ -441,12 +441,14 @@ class DivergenceCheck:
         if not isfinite(loss) and not self._skips:
             self._stop(f"the evaluation loss is {loss} after {self._job.step_name} {steps}")
 
-    def _stop(self, what: str, remedy: str = "", setting: str = "") -> NoReturn:
+    def _stop(self, what: str, remedy: str = "", setting: str = "", microbatch: int | None = None) -> NoReturn:
         self._saving.finish()  # the save of an earlier step
         newest = Checkpoints(self._saving.root).newest() if self._saving.root is not None else None
         hint = remedy or "lower training.learning_rate" + ("" if self._skips else ", or set training.on_nan: skip")
+        stage = None if microbatch is None else len(self._job.partition) - 1
         if newest is None:
-            raise LastingError(what, hint=f"{hint}; there is no checkpoint before it")
+            raise LastingError(what, hint=f"{hint}; there is no checkpoint before it", stage=stage,
+                               microbatch=microbatch)
         setting = setting or f"training.learning_rate={self._job.config.training.learning_rate / 2:g}"
         raise LastingError(what, hint=f"{hint}, and go on from step {step_of(newest)}, such as: vpipe train --resume "
-                           f"{quote(str(newest))} --set {setting}")
+                           f"{quote(str(newest))} --set {setting}", stage=stage, microbatch=microbatch)
