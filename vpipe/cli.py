@@ -118,14 +118,14 @@ class _Parser(argparse.ArgumentParser):
         return self.add_subparsers(required=True, metavar="COMMAND")
 
 
-def _add(commands: Any, name: str, run: str, text: str, new_output: bool = False) -> Any:
+def _add(commands: Any, name: str, run: str, text: str, new_output: bool = False, aliases: Sequence[str] = ()) -> Any:
     """Add a command.
 
     Args:
         run: ``MODULE.FUNCTION`` in ``vpipe.commands``.
         new_output: whether ``--output`` must not exist yet; this is checked before torch is loaded.
     """
-    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser = commands.add_parser(name, aliases=aliases, help=text, description=f"{text[0].upper()}{text[1:]}.")
     module, _, function = run.partition(".")
     parser.set_defaults(module=module, function=function, new_output=new_output)
     return parser
@@ -317,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_checkpoint(commands: Any) -> None:
     where = "folder of a run, or one of its checkpoints"
 
-    ls = _add(commands, "ls", "checkpoint.run_ls", "list the checkpoints of a run")
+    ls = _add(commands, "ls", "checkpoint.run_ls", "list the checkpoints of a run", aliases=["list"])
     ls.add_argument("folder", type=Path, metavar="RUN", help=where)
 
     show = _add(commands, "show", "checkpoint.run_show", "show the sizes, layers, files and config of a checkpoint")

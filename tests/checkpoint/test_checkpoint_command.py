@@ -91,7 +91,7 @@ def test_ls_has_a_line_for_each(vpipe: Vpipe, run: Path) -> None:
         "step-2         2       16  138 KiB  2026-11-02 10:00:00  1f1b of [3, 2], 4 microbatches",
         "step-10       10       80  138 KiB  2026-11-10 10:00:00  1f1b of [3, 2], 4 microbatches",
         "step-11.tmp: a save that was cut short; it counts for nothing"]
-    assert vpipe("ls", run / "checkpoints")[1] == out
+    assert vpipe("ls", run / "checkpoints")[1] == vpipe("list", run)[1] == out
     (run / "checkpoints" / "step-2" / "checkpoint.json").write_text("{}")
     assert "step-2: the manifest of the checkpoint is damaged" in vpipe("ls", run)[1]
 
