@@ -1,5 +1,6 @@
 # make train   installs into .venv and trains a small GPT through a four-stage pipeline
 # make test    the whole suite: ruff, mypy strict, pytest
+# make site    the documentation with API, playground and a gallery of reports, in English and in Chinese, in build/site
 # make soak    an hour of training with random kills, resumes and re-splits against the oracle; SOAK_MINUTES=5 for less
 # make test-system    every failure at every moment of a run; over several hosts: ssh between network namespaces, a
 #              SLURM; the playground in Chromium; installs these when root on Debian
@@ -13,7 +14,7 @@ INSTALLED := .venv/installed
 # An import compiles a file once, not in every process of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test mypy pytest test-system soak gpu install
+.PHONY: train test mypy pytest test-system site soak gpu install
 
 train: $(INSTALLED)
 	$(BIN)/vpipe train configs/gpt_mini_4stage.yaml
@@ -32,11 +33,16 @@ pytest:
 	@echo "== pytest"
 	@$(BIN)/pytest --numprocesses 3 --dist loadgroup
 
-test-system: $(INSTALLED)
+test-system: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== installing ssh, SLURM and Chromium"
 	@tests/system/install
 	@echo "== pytest tests/system"
 	@$(BIN)/pytest tests/system -m system -rs --numprocesses 3 --dist loadgroup
+
+site: $(INSTALLED) $(BIN)/mkdocs
+	@echo "== building build/site (trains the gallery's six runs)"
+	@rm -rf build/site
+	@$(BIN)/python site/build.py build/site
 
 soak: $(INSTALLED)
 	$(BIN)/python benchmarks/soak/run.py --minutes $(SOAK_MINUTES)
@@ -52,3 +58,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,hf]"
 	@touch $(INSTALLED)
+
+$(BIN)/mkdocs: $(INSTALLED)
+	@echo "== installing MkDocs"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[site]"
+	@touch $(BIN)/mkdocs

@@ -116,7 +116,9 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
 
     Args:
         name: in configs.
-        huggingface, stage_order, flops: see :class:`Family`.
+        huggingface: as in :class:`Family`.
+        stage_order: as in :class:`Family`.
+        flops: as in :class:`Family`.
         options: a frozen dataclass whose fields are the keys of ``model.options``, each with a type (``int``,
             ``float``, ``bool``, ``str``, ``Path``, ``Literal``, a tuple, or one of them or None) and a default. The
             ``metadata`` of a field may have ``help``, a text for errors, and the bounds ``gt``, ``ge``, ``lt``, ``le``.
