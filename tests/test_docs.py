@@ -28,7 +28,6 @@ from vpipe.config.validation import Section, section_of
 from vpipe.config.vpipe_flat import FlatConfig, PartitionFile, RankFile
 from vpipe.errors import UserError
 from vpipe.schedules import registry
-from vpipe.schedules.action import Op
 from vpipe.schedules.build import build
 from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.registry import recipe_named, schedule_names
@@ -286,37 +285,6 @@ def test_the_page_that_adds_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- figures, links, commands, files -------------------------------------------------------------------
-
-
-def picture(name: str, ranks: int, microbatches: int) -> list[str]:
-    """One row per rank, one column per unit of time, as docs/concepts.md and README.md have it."""
-    timeline = Summary.of(build(name, default_placement(ranks), microbatches), RankCosts()).timeline
-    rows = []
-    for rank, events in enumerate(timeline.events):
-        cells = ["."] * int(timeline.makespan_s)
-        for event in events:
-            start, end = int(event.start_s), int(event.end_s)
-            if event.action.op is Op.STEP:
-                cells[start - 1] = "-S"
-            else:
-                cells[start:end] = [f"{event.action.op}{event.action.microbatch}", *["--"] * (end - start - 1)]
-        rows.append((f"rank {rank}  " + " ".join(f"{cell:2}" for cell in cells)).rstrip(" ."))
-    return rows
-
-
-def test_figures_of_schedules_are_what_the_generators_make() -> None:
-    page = (ROOT / "docs" / "concepts.md").read_text()
-    figures = re.findall(r"^(gpipe|1f1b|pipedream), (.*)\n((?:rank .*\n)+)", page, re.MULTILINE)
-    assert [name for name, _, _ in figures] == ["gpipe", "1f1b", "pipedream"]
-    for name, title, text in figures:
-        drawn, microbatches = text.splitlines(), re.search(r"m = (\d+)", title)
-        whole = picture(name, len(drawn), int(microbatches[1]) if microbatches else 16)
-        if microbatches:
-            assert drawn == whole
-            continue
-        for row, executed in zip(drawn, whole, strict=True):
-            assert row.endswith(" ...")
-            assert executed.startswith(row.removesuffix("..."))
 
 
 def anchors(page: Path) -> set[str]:
