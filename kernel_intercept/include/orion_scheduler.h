@@ -66,7 +66,7 @@ typedef struct orion_totals {
   uint64_t passed;   /* launches on streams that no client has bound */
   uint64_t captured; /* launches on bound streams under capture: passed on, not gated */
   uint64_t hooked;   /* how often a library looked up a function that launches kernels and received ours */
-  uint64_t unhooked; /* how often a library looked up a cuLaunch* function that is not gated (WARN names each once) */
+  uint64_t unhooked; /* how often a library looked up a cuLaunch* function that this library does not know (WARN: which) */
   uint64_t unnamed;  /* kernels, each counted once, whose name the driver does not tell: they have no kernel info */
 } orion_totals;
 
