@@ -4,17 +4,20 @@
 # make soak    an hour of training with random kills, resumes and re-splits against the oracle; SOAK_MINUTES=5 for less
 # make test-system    every failure at every moment of a run; over several hosts: ssh between network namespaces, a
 #              SLURM; the playground in Chromium; installs these when root on Debian
+# make orion   builds the library that lets microbatches share a GPU by priority; needs a C++ compiler, no CUDA
 # make gpu     on a machine with a GPU, with the Python that is there: tests and measures, under 9 minutes; installs nothing
 
 PYTHON ?= python3
 SOAK_MINUTES ?= 60
+CMAKE ?= cmake
 BIN := .venv/bin
+ORION := kernel_intercept
 INSTALLED := .venv/installed
 
 # An import compiles a file once, not in every process of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test mypy pytest test-system site soak gpu install
+.PHONY: train test mypy pytest test-system site soak gpu orion install
 
 train: $(INSTALLED)
 	$(BIN)/vpipe train configs/gpt_mini_4stage.yaml
@@ -49,6 +52,14 @@ soak: $(INSTALLED)
 
 gpu:
 	@$(PYTHON) benchmarks/gpu/run.py $(GPU)
+
+orion:
+	@mkdir -p $(ORION)/build
+	@if command -v $(CMAKE) > /dev/null; then $(CMAKE) -S $(ORION) -B $(ORION)/build && $(CMAKE) --build $(ORION)/build; \
+	else $(CXX) -std=c++17 -O2 -fPIC -shared -fvisibility=hidden -pthread -static-libstdc++ -static-libgcc \
+	    -Wl,--version-script=$(ORION)/src/exports.map -I$(ORION)/include $(ORION)/src/*.cpp -ldl \
+	    -o $(ORION)/build/libgpu_scheduler.so; fi
+	@echo "LD_PRELOAD=$(CURDIR)/$(ORION)/build/libgpu_scheduler.so"
 
 install: $(INSTALLED)
 

@@ -3,10 +3,9 @@
 #include <cxxabi.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
-#include <sstream>
 
 namespace orion {
 namespace {
@@ -61,10 +60,13 @@ void KernelInfo::reset(int clients) {
 }
 
 int KernelInfo::load(int client, const char* path, std::string& error) {
-  std::ifstream file(path);
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path, "r"), std::fclose);
   std::string line;
   const auto next = [&] {
-    if (!std::getline(file, line)) return false;
+    line.clear();
+    int c = std::getc(file.get());
+    if (c == EOF) return false;
+    for (; c != EOF && c != '\n'; c = std::getc(file.get())) line += static_cast<char>(c);
     if (!line.empty() && line.back() == '\r') line.pop_back();
     return true;
   };
@@ -85,11 +87,8 @@ int KernelInfo::load(int client, const char* path, std::string& error) {
     int kind = 0;
     if (fields.size() != 5 || fields[0].empty() || !read_int(fields[1], -1, 1, kind) ||
         !read_int(fields[3], 0, 1 << 20, kernel.multiprocessors)) {
-      std::ostringstream text;
-      text << path << ": line " << number
-           << " must have five fields: a name, a profile of -1, 0 or 1, a footprint, multiprocessors (a number from 0), a "
-              "duration";
-      error = text.str();
+      error = std::string(path) + ": line " + std::to_string(number) +
+              " must have five fields: a name, a profile of -1, 0 or 1, a footprint, multiprocessors (a whole number), a duration";
       return -1;
     }
     kernel.kind = static_cast<KernelClass>(kind);
