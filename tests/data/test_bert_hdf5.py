@@ -49,7 +49,11 @@ def test_an_epoch_crosses_shards_and_neither_loses_nor_doubles(folder: Path) -> 
     assert len(partial) == len(set(partial)) == 28
     assert rows_of(dataset, batch_size=4) == partial
     assert rows_of(dataset, batch_size=4, seed=1) != partial
-    assert rows_of(dataset, "test", 3, seed=0) == rows_of(dataset, "test", 3, seed=1) == list(range(900, 906))
+    for batch_size in (3, 4, 9):
+        assert rows_of(dataset, "test", batch_size, seed=0) == list(range(900, 906))
+    assert rows_of(dataset, "test", 3, seed=1) == list(range(900, 906))
+    hidden = dataset.batches("test", 4, seed=0, fields=["input_ids"])
+    assert [len(batch["input_mask"]) for batch in hidden] == [4, 2]
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

@@ -46,6 +46,19 @@ def test_labels_are_the_tokens_that_follow_and_nothing_is_skipped(dtype: str) ->
     assert torch.equal(next(dataset.batches("test", 2, seed=9))["labels"], torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
 
 
+def test_held_out_samples_that_fill_no_batch_are_one_nevertheless() -> None:
+    rows = {"test": np.arange(29, dtype=np.uint16)}
+    dataset = TokenDataset(29, 4, {"train": 0, "test": 7}, rows.__getitem__)
+    for batch_size, sizes in ((9, [7]), (7, [7]), (3, [3, 3, 1])):
+        batches = list(dataset.batches("test", batch_size, seed=0, fields=["labels"]))
+        assert [len(batch["labels"]) for batch in batches] == [len(batch["input_ids"]) for batch in batches] == sizes
+        assert torch.cat([batch["labels"] for batch in batches]).flatten().tolist() == list(range(1, 29))
+    with pytest.raises(UserError, match="the train split holds 0 samples, fewer than one batch of 1"):
+        dataset.batches("train", 1, seed=0)
+    with pytest.raises(UserError, match="the test split holds 0 samples"):
+        TokenDataset(29, 4, {"train": 7, "test": 0}, rows.__getitem__).batches("test", 1, seed=0)
+
+
 def test_a_token_out_of_the_vocabulary_is_noticed_when_it_is_read(tmp_path: Path) -> None:
     rows = {"train": np.array([1, 2, 3, 4, 65535], np.uint16), "test": np.arange(5, dtype=np.uint16)}
     dataset = TokenDataset(8, 2, {"train": 2, "test": 2}, rows.__getitem__, tmp_path / "tokenizer.json")
@@ -70,7 +83,7 @@ def test_an_epoch_is_in_an_order_from_its_seed_and_begins_with_any_batch(split: 
     def epoch(seed: int, first: int = 0) -> list[list[list[int]]]:
         return [batch["input_ids"].tolist() for batch in dataset.batches(split, 5, seed=seed, first=first)]
 
-    assert len(epoch(1)) == 2
+    assert [len(batch) for batch in epoch(1)] == ([5, 5] if split == "train" else [5, 5, 2])
     assert (epoch(1) != epoch(2)) == (split == "train")
     for first in range(3):
         assert epoch(1, first) == epoch(1)[first:]

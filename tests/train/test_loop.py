@@ -101,13 +101,16 @@ def test_a_time_limit_leaves_no_gap(tmp_path: Path, changes: dict[str, Any]) -> 
     assert losses(tmp_path) == oracle(job, len(losses(tmp_path))).losses[:len(losses(tmp_path))]
 
 
-def test_evaluation_every_few_updates_and_at_the_end(tmp_path: Path) -> None:
-    job = run(tmp_path, training__evaluate_every=2, training__max_steps=5)
+@pytest.mark.parametrize("samples", [64, 72])
+def test_evaluation_every_few_updates_and_at_the_end(tmp_path: Path, samples: int) -> None:
+    """Of 8 or 9 held-out samples in batches of 8, which have 4 microbatches."""
+    job = run(tmp_path, training__evaluate_every=2, training__max_steps=5, dataset__samples=samples)
     _, evaluations = metrics(tmp_path)
     assert [line["step"] for line in evaluations] == [1, 3, 4]
     computed = oracle(job, 5)
     assert losses(tmp_path) == computed.losses
     batches = list(job.evaluation_batches(tuple(job.dataset.fields)))
+    assert [len(batch["input_ids"]) for batch in batches] == ([8] if samples == 64 else [8, 1])
     assert evaluations[-1]["evaluation_loss"] == evaluate_oracle(job.model, computed.state, batches, 4)
 
 

@@ -203,7 +203,7 @@ class BertHdf5:
         Train: shards in an order made from ``seed``, the rows within each too; a batch may cross from one shard to the
         next. While it runs, raises :class:`UserError` for a shard that cannot be read or an id out of the vocabulary.
         """
-        check_batch_size(split, self.samples(split), batch_size)
+        check_batch_size(split, self.samples(split), batch_size, whole=split == "train")
         needed = needed_fields(self.fields, fields)
         return self._epoch(split, batch_size, seed if split == "train" else None, needed, first * batch_size)
 
@@ -229,6 +229,8 @@ class BertHdf5:
                               {name: array[start:start + batch_size] for name, array in left.items()})
             waiting = available % batch_size
             left = {name: array[available - waiting:] for name, array in left.items()}
+        if waiting and split == "test":
+            yield tensors(self.fields, waiting, left)
 
     def _read(self, shard: Shard, needed: frozenset[str]) -> Samples:
         """Read the needed fields of a shard; without any the file is not opened."""

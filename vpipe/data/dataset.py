@@ -48,12 +48,13 @@ class Dataset(Protocol):
 
     def batches(self, split: Split, batch_size: int, *, seed: int,
                 fields: Collection[str] | None = None, first: int = 0) -> Iterator[dict[str, Tensor]]:
-        """Yield one epoch of whole batches, from the batch ``first`` on; an incomplete last one is dropped.
+        """Yield one epoch, from the batch ``first`` on.
 
         Every tensor is ``[batch_size, *Field.shape]``. ``train`` is shuffled by ``seed`` alone, in the same order in
-        every process; ``test`` keeps its order. Fields outside ``fields`` (None = all are needed) are tensors on the
-        ``meta`` device and are not read. Raises :class:`UserError` at once, not at the first ``next``, when a batch
-        is larger than the split or a field is unknown.
+        every process, and an incomplete last batch is dropped; ``test`` keeps its order, and its last batch may have
+        fewer samples. Fields outside ``fields`` (None = all are needed) are tensors on the ``meta`` device and are not
+        read. Raises :class:`UserError` at once, not at the first ``next``, when a batch is larger than the ``train``
+        split, there is no sample, or a field is unknown.
         """
 
 

@@ -39,19 +39,23 @@ def check_split(split: str) -> None:
         raise UserError(f"no split is called '{split}'", hint=nearest(split, SPLITS))
 
 
-def check_batch_size(split: Split, samples: int, batch_size: int) -> None:
-    """Raise :class:`UserError` unless the split holds at least one whole batch."""
+def check_batch_size(split: Split, samples: int, batch_size: int, *, whole: bool = True) -> None:
+    """Raise :class:`UserError` unless the split holds at least one batch, or unless ``whole`` one sample."""
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}", hint="a batch holds at least 1 sample")
-    if samples < batch_size:
+    if samples < (batch_size if whole else 1):
         raise UserError(f"the {split} split holds {samples} samples, fewer than one batch of {batch_size}",
                         hint=f"use a batch size of at most {samples}, or more data" if samples else "add data")
 
 
-def epoch_rows(samples: int, batch_size: int, *, seed: int | None) -> Iterator[Rows]:
-    """Yield the row numbers of each whole batch; shuffled by ``seed``, or in order when it is None."""
+def epoch_rows(samples: int, batch_size: int, *, seed: int | None, whole: bool = True) -> Iterator[Rows]:
+    """Yield the row numbers of each batch; shuffled by ``seed``, or in order when it is None.
+
+    Args:
+        whole: leave out the last batch if it has fewer samples.
+    """
     order = np.arange(samples) if seed is None else seeded_generator(seed).permutation(samples)
-    for start in range(0, samples - batch_size + 1, batch_size):
+    for start in range(0, samples - batch_size + 1 if whole else samples, batch_size):
         yield order[start:start + batch_size]
 
 
@@ -101,17 +105,17 @@ class ArrayDataset:
     def batches(self, split: Split, batch_size: int, *, seed: int,
                 fields: Collection[str] | None = None, first: int = 0) -> Iterator[dict[str, Tensor]]:
         """Yield one epoch; see :class:`~vpipe.data.dataset.Dataset`."""
-        check_batch_size(split, self.samples(split), batch_size)
+        check_batch_size(split, self.samples(split), batch_size, whole=split == "train")
         needed = needed_fields(self.fields, fields)
         return self._epoch(split, batch_size, seed if split == "train" else None, needed, first)
 
     def _epoch(self, split: Split, batch_size: int, seed: int | None, needed: frozenset[str],
                first: int) -> Iterator[dict[str, Tensor]]:
         arrays = {name: self._load(split, name) for name in self.fields if name in needed}
-        for rows in islice(epoch_rows(self._counts[split], batch_size, seed=seed), first, None):
+        for rows in islice(epoch_rows(self._counts[split], batch_size, seed=seed, whole=split == "train"), first, None):
             taken = {name: array[rows] for name, array in arrays.items()}
             self._check(split, taken)
-            yield tensors(self.fields, batch_size, taken)
+            yield tensors(self.fields, len(rows), taken)
 
     def _check(self, split: Split, taken: Mapping[str, Array]) -> None:
         """Raise :class:`UserError` for impossible values; to be overridden."""
