@@ -109,6 +109,15 @@ def test_reports_of_the_gallery(site: Path, pages: dict[str, _Page]) -> None:
     assert pipedream[versions] > one_f_one_b[versions] == 1
 
 
+def test_the_straggler_is_paused() -> None:
+    rank = ("import sys, time\nlast = time.monotonic()\nend, longest = last + 2, 0.0\nwhile last < end:\n"
+            "    now = time.monotonic()\n    longest, last = max(longest, now - last), now\nsys.exit(longest < 0.09)")
+    launcher = ("import os, subprocess, sys\nenvironment = os.environ | {'RANK': '1'}\n"
+                f"sys.exit(subprocess.run([sys.executable, '-c', {rank!r}], env=environment).returncode)")
+    done = subprocess.run([sys.executable, "site/pause_rank.py", "1", sys.executable, "-c", launcher], cwd=ROOT)
+    assert done.returncode == 0
+
+
 @pytest.fixture(scope="module")
 def browser(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, str]]:
     """A browser, and the address of the site."""
