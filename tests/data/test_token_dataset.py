@@ -288,12 +288,19 @@ def test_sequences_longer_than_the_data_are_refused_with_both_numbers(settings: 
                                         r"takes 5001"):
         code_search_net(replace(settings, sequence_length=5000))
     with pytest.raises(UserError) as caught:
-        code_search_net(replace(settings, batch_size=50))
+        code_search_net(replace(settings, sequence_length=200))
     [problem] = caught.value.problems
-    assert re.search(r"the test split has \d+ tokens, but a batch of 50 samples of sequence_length 16 takes 801$",
+    assert re.search(r"the test split has \d+ tokens, but a batch of 1 sample of sequence_length 200 takes 201$",
                      problem.what)
-    assert problem.hint == ("use a shorter model.sequence_length or a smaller dataset.batch_size, or add data; held "
-                            "out is what is marked test, else 1 document in 20")
+    assert problem.hint == ("use a shorter model.sequence_length, or add data; held out is what is marked test, else 1 "
+                            "document in 20")
+
+
+def test_held_out_samples_need_not_fill_a_batch(settings: DatasetSettings) -> None:
+    dataset = code_search_net(replace(settings, batch_size=(train := code_search_net(settings).samples("train"))))
+    assert dataset.samples("test") < train
+    [batch] = dataset.batches("test", train, seed=0)
+    assert len(batch["labels"]) == dataset.samples("test")
 
 
 def test_a_tokenizer_that_cuts_and_fills_up_gives_whole_texts(tmp_path: Path) -> None:

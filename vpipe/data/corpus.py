@@ -148,13 +148,13 @@ def token_dataset(corpus: Corpus, settings: DatasetSettings) -> TokenDataset:
     cache = prepare_tokens(corpus, settings.vocab_size, settings.tokenizer, settings.cache_directory)
     counts: dict[Split, int] = {split: samples_in(cache.count(split), length) for split in SPLITS}
     for split, samples in counts.items():
-        if samples < settings.batch_size:
-            held_out = "" if split == "train" else "; held out is what is marked test, else 1 document in 20"
-            tokens, batch = counted(cache.count(split), "token"), counted(settings.batch_size, "sample")
+        batch_size = settings.batch_size if split == "train" else 1  # held-out samples may fill a part of a batch
+        if samples < batch_size:
+            tokens, batch = counted(cache.count(split), "token"), counted(batch_size, "sample")
             raise UserError(f"{corpus.name}: the {split} split has {tokens}, but a batch of {batch} of sequence_length "
-                            f"{length} takes {settings.batch_size * length + 1}",
-                            hint="use a shorter model.sequence_length or a smaller dataset.batch_size, or add data"
-                                 f"{held_out}")
+                            f"{length} takes {batch_size * length + 1}", hint="use a shorter model.sequence_length"
+                            + (" or a smaller dataset.batch_size, or add data" if split == "train" else
+                               ", or add data; held out is what is marked test, else 1 document in 20"))
     opened: dict[Split, Array] = {split: cache.tokens(split) for split in SPLITS}
     return TokenDataset(cache.vocab_size, length, first_samples(counts, settings.samples), opened.__getitem__,
                         cache.tokenizer_path, cache.manifest_count("counts", "test_bytes"))
