@@ -38,8 +38,8 @@ def plain_mean(model: Model, pipe: Pipeline, batches: Sequence[Batch]) -> float:
     return total / sum(len(batch["ids"]) for batch in batches)
 
 
-@settings(max_examples=20, deadline=None)
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), microbatches=st.integers(1, 5),
+@settings(max_examples=12, deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=10), microbatches=st.integers(1, 5),
        placement=st.sampled_from(PLACEMENTS), schedule=st.sampled_from(["gpipe", "pipedream"]),
        executor=st.sampled_from(["overlapped", "naive"]))
 def test_batches_of_any_sizes(sizes: list[int], microbatches: int, placement: list[list[int]], schedule: str,
