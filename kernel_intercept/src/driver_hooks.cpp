@@ -143,7 +143,7 @@ template <typename Call>
 Result gated(Handle stream, Handle function, Call call) {
   orion::Stream* entered = orion::gate().enter(stream, function);
   const Result result = call();
-  if (entered) orion::gate().leave(entered, result == orion::cuda::kSuccess);
+  if (entered) orion::gate().leave(entered);
   return result;
 }
 

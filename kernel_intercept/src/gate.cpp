@@ -60,9 +60,7 @@ class Gate::Round final : public Device {
   }
 
  private:
-  static int unfinished(const Stream& stream) {
-    return static_cast<int>(stream.launched.load() - stream.finished) + stream.launching.load();
-  }
+  static int unfinished(const Stream& stream) { return static_cast<int>(stream.entered.load() - stream.finished); }
 
   Activity activity(Stream& stream) {
     if (stream.round != gate_.round_) {
@@ -73,25 +71,27 @@ class Gate::Round final : public Device {
   }
 
   Activity ask(Stream& stream) {
-    // In this order: a launch counts as launched before it stops counting as launching.
-    const bool launching = stream.launching.load() > 0;
-    const uint64_t launched = stream.launched.load();
-    if (!launching && stream.finished == launched) return Activity::Idle;
+    const uint64_t left = stream.left.load();  // first: what has left has entered
+    const uint64_t entered = stream.entered.load();
+    if (entered != stream.seen) {
+      stream.seen = entered;
+      stream.launch_ns = stream.progress_ns = now_ns_;
+    }
+    if (stream.finished == entered) return Activity::Idle;
     relax();
-    if (!launching) {
+    if (entered == left) {
       int capture = cuda::kCaptureNone;
       // Under capture nothing can be asked, and nothing of it runs. An error is the client's to hear, nobody waits for it.
-      if (gate_.driver_.stream_is_capturing(stream.handle, &capture) != cuda::kSuccess) return finish(stream, launched);
+      if (gate_.driver_.stream_is_capturing(stream.handle, &capture) != cuda::kSuccess) return finish(stream, left);
       if (capture != cuda::kCaptureNone) return Activity::Idle;
-      if (gate_.driver_.stream_query(stream.handle) != cuda::kNotReady) return finish(stream, launched);
+      if (gate_.driver_.stream_query(stream.handle) != cuda::kNotReady) return finish(stream, left);
     }
     gate_.look_at_marks(stream, now_ns_);
-    return now_ns_ - std::min(now_ns_, stream.progress_ns.load()) < gate_.limits_.max_wait_ns ? Activity::Busy
-                                                                                               : Activity::Parked;
+    return now_ns_ - stream.progress_ns < gate_.limits_.max_wait_ns ? Activity::Busy : Activity::Parked;
   }
 
-  Activity finish(Stream& stream, uint64_t launched) {
-    stream.finished = launched;
+  Activity finish(Stream& stream, uint64_t left) {
+    stream.finished = left;
     stream.progress_ns = now_ns_;
     return Activity::Idle;
   }
@@ -120,7 +120,6 @@ int Gate::start(int clients, const Limits& limits, const cuda::Driver& driver, s
   limits_.mode = mode;
   clients_ = clients;
   last_client_ = 0;
-  hp_launched_ = false;
   hp_kernel_ = pack({});
   waiting_.reserve(ORION_MAX_CLIENTS);
   reset_stats();
@@ -187,7 +186,8 @@ void Gate::unbind_locked(Stream& stream) {
   streams.erase(std::find(streams.begin(), streams.end(), &stream));
   stream.client.store(-1, std::memory_order_release);
   drop_marks(stream);
-  stream.finished = stream.launched;
+  stream.finished = stream.seen = stream.left;
+  stream.launch_ns = 0;
 }
 
 std::vector<cuda::Handle> Gate::streams(int index) {
@@ -219,19 +219,15 @@ Stream* Gate::enter(cuda::Handle handle, cuda::Handle function) {
     return nullptr;
   }
   const Kernel kernel = kernel_info_.find(index, function, driver_);
-  const uint64_t now_ns = clock_->now_ns();
-  if (index == 0) {  // takes no lock that another thread may hold
-    stream->launching.fetch_add(1);
-    stream->progress_ns.store(now_ns, std::memory_order_relaxed);
-    hp_launch_ns_.store(now_ns, std::memory_order_relaxed);
+  if (index == 0) {  // takes no lock that another thread may hold, and no time to read the clock
+    stream->entered.fetch_add(1);
     hp_kernel_.store(pack(kernel), std::memory_order_relaxed);
-    hp_launched_.store(true, std::memory_order_relaxed);
     client(0).submitted.fetch_add(1, std::memory_order_relaxed);
     return stream;
   }
   Request request;
   request.client = index;
-  request.since_ns = now_ns;
+  request.since_ns = clock_->now_ns();
   request.kernel = kernel;
   request.stream = stream;
   wait_for_grant(request);
@@ -239,12 +235,9 @@ Stream* Gate::enter(cuda::Handle handle, cuda::Handle function) {
   return request.stream;
 }
 
-void Gate::leave(Stream* stream, bool launched) {
-  if (launched) {
-    stream->launched.fetch_add(1);
-    if (clients_.load(std::memory_order_relaxed) > 1) mark(*stream);
-  }
-  stream->launching.fetch_sub(1);
+void Gate::leave(Stream* stream) {
+  const uint64_t left = stream->left.fetch_add(1) + 1;
+  if (left - stream->last_marked.load(std::memory_order_relaxed) >= Stream::kLaunchesPerMark) mark(*stream);
 }
 
 void Gate::wait_for_grant(Request& request) {
@@ -280,11 +273,16 @@ void Gate::wait_for_grant(Request& request) {
 
 void Gate::grant_what_may_go(uint64_t now_ns, const Request* own) {
   if (waiting_.empty()) return;
-  History history{last_client_, hp_launched_.load(), hp_launch_ns_.load(), unpack(hp_kernel_.load())};
-  // Client 0 may have launched after this thread read the clock.
-  now_ns = std::max(now_ns, history.hp_launch_ns);
-  for (const Launch* launch : waiting_) now_ns = std::max(now_ns, launch->since_ns);
+  // Another thread may have read the clock later and come here first.
+  for (const Launch* launch : waiting_) looked_ns_ = std::max(looked_ns_, launch->since_ns);
+  now_ns = looked_ns_ = std::max(now_ns, looked_ns_);
   Round round(*this, now_ns);
+  History history{last_client_, false, 0, unpack(hp_kernel_.load())};
+  round.activity(0);
+  for (const Stream* stream : client(0).streams) {
+    history.hp_launched |= stream->launch_ns > 0;
+    history.hp_launch_ns = std::max(history.hp_launch_ns, stream->launch_ns);
+  }
   while (!waiting_.empty()) {
     const Choice choice = choose(limits_, history, waiting_, now_ns, round);
     if (choice.index < 0) return;
@@ -292,8 +290,7 @@ void Gate::grant_what_may_go(uint64_t now_ns, const Request* own) {
     waiting_.erase(waiting_.begin() + choice.index);
     request.starved = choice.starved;
     if (request.stream->client.load() >= 0) {
-      request.stream->progress_ns = now_ns;
-      request.stream->launching.fetch_add(1);
+      request.stream->entered.fetch_add(1);
       request.stream->activity = Activity::Busy;
       request.stream->round = round_;
     } else {
@@ -320,14 +317,14 @@ void Gate::wake(Request& request) {
 void Gate::mark(Stream& stream) {
   // A thread that looks at the marks keeps this one waiting for nothing: the next launch makes the mark.
   const std::unique_lock<std::mutex> lock(stream.marks_lock, std::try_to_lock);
-  const uint64_t launched = stream.launched.load();
-  if (!lock || launched - stream.last_marked < Stream::kLaunchesPerMark) return;
-  if (stream.next_mark - stream.first_mark == Stream::kMarks || stream.client < 0) return;
+  if (!lock || stream.client < 0) return;
+  if (stream.next_mark - stream.first_mark == Stream::kMarks) ++stream.first_mark;  // nobody looked: the latest matter
+  const uint64_t left = stream.left.load();
   Stream::Mark& mark = stream.marks[stream.next_mark % Stream::kMarks];
   if (!mark.event && driver_.event_create(&mark.event, cuda::kEventDisableTiming) != cuda::kSuccess) return;
   if (driver_.event_record(mark.event, stream.handle) != cuda::kSuccess) return;
-  mark.launched = launched;
-  stream.last_marked = launched;
+  mark.left = left;
+  stream.last_marked.store(left, std::memory_order_relaxed);
   ++stream.next_mark;
 }
 
@@ -336,8 +333,8 @@ void Gate::look_at_marks(Stream& stream, uint64_t now_ns) {
   while (stream.first_mark != stream.next_mark) {
     const Stream::Mark& mark = stream.marks[stream.first_mark % Stream::kMarks];
     if (driver_.event_query(mark.event) != cuda::kSuccess) return;
-    if (mark.launched > stream.finished) {
-      stream.finished = mark.launched;
+    if (mark.left > stream.finished) {
+      stream.finished = mark.left;
       stream.progress_ns = now_ns;
     }
     ++stream.first_mark;
@@ -351,7 +348,7 @@ void Gate::drop_marks(Stream& stream) {
     mark.event = nullptr;
   }
   stream.first_mark = stream.next_mark;
-  stream.last_marked = stream.launched;
+  stream.last_marked.store(stream.left, std::memory_order_relaxed);
 }
 
 void Gate::set_mode(Mode mode) {

@@ -22,24 +22,28 @@ struct Stream {
   explicit Stream(cuda::Handle handle) : handle(handle) {}
 
   const cuda::Handle handle;
-  std::atomic<int> client{-1};           // -1: not bound
-  std::atomic<int> launching{0};         // launches let through that the driver has not returned from
-  std::atomic<uint64_t> launched{0};     // launches that the driver took
-  std::atomic<uint64_t> progress_ns{0};  // when something was last launched or seen to end
+  std::atomic<int> client{-1};       // -1: not bound
+  std::atomic<uint64_t> entered{0};  // launches let through
+  std::atomic<uint64_t> left{0};     // of them, those that the driver has returned from
 
-  uint64_t finished = 0;  // of launched, seen to have ended; under the gate's lock, as the next two
-  uint64_t round = 0;     // in which `activity` was asked for
+  // Under the gate's lock:
+  uint64_t finished = 0;      // of left, seen to have ended
+  uint64_t seen = 0;          // entered, when last looked at
+  uint64_t launch_ns = 0;     // when a look last found new launches
+  uint64_t progress_ns = 0;   // when a look last found new launches or ends
+  uint64_t round = 0;         // of the last look, and what it found
   Activity activity = Activity::Idle;
 
   // Events between launches show that a long queue moves, which a query of the stream does not.
   static constexpr uint64_t kLaunchesPerMark = 4;
-  static constexpr uint64_t kMarks = 64;
+  static constexpr uint64_t kMarks = 256;  // a driver takes about 1024 launches ahead of the device
+  std::atomic<uint64_t> last_marked{0};
   std::mutex marks_lock;  // of what follows; never held over a wait
   struct Mark {
     cuda::Handle event = nullptr;
-    uint64_t launched = 0;  // so many launches have ended when the event has
+    uint64_t left = 0;  // so many launches have ended when the event has
   } marks[kMarks];
-  uint64_t first_mark = 0, next_mark = 0, last_marked = 0;
+  uint64_t first_mark = 0, next_mark = 0;
 };
 
 class Gate {
@@ -56,7 +60,7 @@ class Gate {
 
   // Around a launch. enter() waits until the launch may go; null: it is not gated. leave() only if it was not null.
   Stream* enter(cuda::Handle handle, cuda::Handle function);
-  void leave(Stream* stream, bool launched);
+  void leave(Stream* stream);
 
   // Held while a capture begins: no stream may be queried that is being captured.
   std::mutex& lock() { return mutex_; }
@@ -108,8 +112,6 @@ class Gate {
 
   std::atomic<bool> running_{false};
   std::atomic<uint64_t> passed_{0}, captured_{0};
-  std::atomic<bool> hp_launched_{false};
-  std::atomic<uint64_t> hp_launch_ns_{0};
   std::atomic<uint64_t> hp_kernel_{0};  // packed: one store, so that class and size belong together
   std::atomic<int> clients_{0};
   cuda::Driver driver_{};
@@ -121,6 +123,7 @@ class Gate {
   Limits limits_;
   int last_client_ = 0;
   uint64_t round_ = 0;
+  uint64_t looked_ns_ = 0;  // when, last
   std::vector<Launch*> waiting_;  // Requests, on the stacks of their threads
 };
 

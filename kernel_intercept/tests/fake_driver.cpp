@@ -34,6 +34,7 @@ struct Operation {
 
 struct Stream {
   std::deque<Operation> operations;  // first: on the device, or next
+  uint64_t served = 0;           // the order of its last kernel on the device
   bool capturing = false, invalidated = false;
   int mode = 0;
 };
@@ -67,7 +68,7 @@ uint64_t device_free_ns = 0;
 std::deque<Actor*> runnable;
 std::vector<Actor*> sleeping;  // in the order in which they began to wait
 Actor* running = nullptr;
-bool nothing = false, initialised = false;
+bool in_turn = false, nothing = false, initialised = false;
 
 thread_local Actor* self = nullptr;
 thread_local int capture_mode = 0;
@@ -92,10 +93,13 @@ void start_device() {
   Stream* next = nullptr;
   for (Stream& stream : streams) {
     if (idle(stream) || stream.operations.front().kind != Operation::Kernel) continue;
-    if (!next || stream.operations.front().order < next->operations.front().order) next = &stream;
+    const bool sooner = !next || (in_turn ? stream.served < next->served
+                                          : stream.operations.front().order < next->operations.front().order);
+    if (sooner) next = &stream;
   }
   if (!next) return;
   on_device = next;
+  next->served = ++order;
   FakeLaunch& launch = launches[next->operations.front().launch];
   launch.began_ns = now;
   launch.ended_ns = device_free_ns = now + launch.kernel->ns;
@@ -293,6 +297,11 @@ EXPORTED void fake_forget_launches(void) {
 EXPORTED uint64_t fake_stream_queries(void) {
   const std::unique_lock<std::mutex> held(lock);
   return queries;
+}
+
+EXPORTED void fake_serve_in_turn(void) {
+  const std::unique_lock<std::mutex> held(lock);
+  in_turn = true;
 }
 
 EXPORTED void fake_hold(void* event) {

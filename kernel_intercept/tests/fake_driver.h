@@ -43,6 +43,9 @@ FakeLaunch fake_launch(size_t index);
 void fake_forget_launches(void);
 uint64_t fake_stream_queries(void);
 
+// From now on the device takes streams in turn, as a GPU may; at first it takes kernels in the order of their launches.
+void fake_serve_in_turn(void);
+
 // Streams that are told to wait for the event after hold wait until release: something outside of the device, a receive.
 void fake_hold(void* event);
 void fake_release(void* event);
