@@ -18,8 +18,9 @@
  *                                   client 0 is at work; 16 times as many while it is not. At least 1.
  *   ORION_SM_THRESHOLD        (half of the device's multiprocessors)  see orion_set_sm_threshold.
  *   ORION_KERNEL_INFO         (none)  a file for orion_load_kernel_info, for every client.
- * Read when the library is loaded:
- *   ORION_LOG_LEVEL           WARN  NONE, ERROR, WARN, INFO, DEBUG, TRACE or 0 to 5; the log goes to stderr.
+ * Read once:
+ *   ORION_LOG_LEVEL           WARN  NONE, ERROR, WARN, INFO, DEBUG, TRACE or 0 to 5; the log goes to stderr. Why a function
+ *                                   failed is INFO: its caller knows from orion_last_error.
  */
 #ifndef ORION_SCHEDULER_H
 #define ORION_SCHEDULER_H

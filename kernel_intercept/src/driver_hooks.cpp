@@ -15,13 +15,14 @@
 
 #include "log.h"
 
-#define EXPORTED extern "C" __attribute__((visibility("default")))
+// Protected: within this library, dlsym and the others mean its own, also where it was not loaded first.
+#define EXPORTED extern "C" __attribute__((visibility("protected")))
 
 using orion::cuda::Handle;
 using orion::cuda::LaunchConfig;
 using orion::cuda::Result;
 
-// The first four are versions of one function: by stream (_ptsz: a null stream means the thread's own) and by interface.
+// _ptsz: to this version a null stream means the thread's own.
 EXPORTED Result cuLaunchKernel(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**,
                                void**);
 EXPORTED Result cuLaunchKernel_ptsz(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle,

@@ -394,6 +394,16 @@ void Gate::reset_stats() {
   captured_ = 0;
 }
 
+void Gate::before_fork() {
+  mutex_.lock();
+  kernel_info_.lock().lock();
+}
+
+void Gate::after_fork_in_parent() {
+  kernel_info_.lock().unlock();
+  mutex_.unlock();
+}
+
 void Gate::after_fork_in_child() {
   running_ = false;
   waiting_.clear();
@@ -404,7 +414,7 @@ void Gate::after_fork_in_child() {
   // Another thread may have held a stream's lock: the child starts with new ones.
   for (std::atomic<Stream*>& slot : slots_) slot = nullptr;
   used_slots_ = 0;
-  mutex_.unlock();
+  after_fork_in_parent();
 }
 
 }  // namespace orion

@@ -79,8 +79,8 @@ class Gate {
   void use_clock(const Clock* clock) { clock_ = clock; }
 
   // Around fork(): the child's scheduler does not run.
-  void before_fork() { mutex_.lock(); }
-  void after_fork_in_parent() { mutex_.unlock(); }
+  void before_fork();
+  void after_fork_in_parent();
   void after_fork_in_child();
 
  private:

@@ -22,6 +22,8 @@ class KernelInfo {
   int load(int client, const char* path, std::string& error);
   // The profile of the kernel that a launch names; unknown where none was loaded or the driver tells no name.
   Kernel find(int client, cuda::Handle function, const cuda::Driver& driver);
+  // Held around fork().
+  std::mutex& lock() { return mutex_; }
   uint64_t unnamed() const { return unnamed_count_.load(std::memory_order_relaxed); }
 
  private:

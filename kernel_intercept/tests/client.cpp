@@ -1,5 +1,5 @@
 // Programs that use the driver as libraries do, to be run with libgpu_scheduler.so in LD_PRELOAD over the fake driver.
-// client TEST runs one, says on stderr what is not as it must be, and ends with status 1 then.
+// client TEST [NUMBER [in-turn]] runs one, says on stderr what is not as it must be, and ends with status 1 then.
 #include <dlfcn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -644,6 +644,7 @@ void environment() {
 
 int main(int argc, char** argv) {
   const std::string test = argc > 1 ? argv[1] : "";
+  if (argc > 3) fake_serve_in_turn();
   const int mode = argc > 2 ? std::atoi(argv[2]) : ORION_ROUND_ROBIN;
   const std::map<std::string, std::function<void()>> tests = {
       {"routes", routes},   {"errors", errors}, {"passes", passes},  {"order", order},
