@@ -258,7 +258,10 @@ def _wanted(losses: Losses, update_s: UpdateTime) -> Iterator[Run]:
             yield from course.seeds(losses)[seed:seed + 1]
     if all(course.mean(losses, 1.0, FEW, FEW) is not None for course in core):
         yield from _decisive(losses, update_s)
-    for course in courses(arms()):
+    rest = sorted(courses(arms()), key=lambda course: course.family != course)  # those that choose rates first
+    for course in rest:
+        yield from course.grid(losses)[1:2]
+    for course in rest:
         yield from course.grid(losses)
 
 

@@ -144,6 +144,7 @@ def verdicts(results: Results) -> Iterator[str]:
             yield (f"- time, at most {limit} x the {name} arm's: **{verdict}**, {ratio:.3f} ({label(mine)} against "
                    f"{label(its)})" + "".join(_with_shorter_steps(results, core, schedules, limit))
                    + (f"; {len(waiting)} arms are not at L* yet" if waiting else ""))
+        deciding = [] if target is None else contenders(results.losses, depth, update_s)
         for arm in core:
             gaps = [] if arm.synchronous else results.gaps(arm)
             if not gaps:
@@ -151,7 +152,8 @@ def verdicts(results: Results) -> Iterator[str]:
             mean = fmean(gaps)
             error = stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
             passed = mean <= GAP and error <= ERROR
-            verdict = "open" if len(gaps) < SEEDS else "passed" if passed else "failed"
+            verdict = "not among the two fastest" if arm not in deciding else \
+                "open" if len(gaps) < SEEDS else "passed" if passed else "failed"
             yield (f"- gap of {label(arm)}, at most {100 * GAP:g} %, error at most {100 * ERROR:g} %: **{verdict}**, "
                    f"{100 * mean:+.2f} %, error {100 * error:.2f} %, {len(gaps)} of {SEEDS} seeds")
 
