@@ -44,7 +44,7 @@ def test_the_script_runs_as_it_stands(tmp_path: Path, forked: None) -> None:
     (tmp_path / "script.py").write_text(script[1].replace("count=300", "count=100"))
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
                           check=True)
-    said = re.fullmatch(r"update 100: loss (\S+)\nheld out: loss (\S+)\n", done.stdout)
+    said = re.fullmatch(r"update 50: loss (\S+)\nupdate 100: loss (\S+)\nheld out: loss (\S+)\n", done.stdout)
     assert said is not None, done.stdout
     assert max(map(float, said.groups())) < 2.0  # 2.3 before training
     assert (tmp_path / "checkpoint").is_dir()

@@ -164,7 +164,7 @@ def test_without_a_profile_the_runs_own_medians_stand_there_and_it_is_said(tmp_p
     evidence = load_report_data(make_run(tmp_path / "run", updates=4), {})
     assert evidence.expected is not None
     assert evidence.expected.prediction is None
-    assert "There is no profile.json" in evidence.expected.basis
+    assert "there is no profile.json" in evidence.expected.basis
 
 
 def test_a_profile_of_another_model_does_not_serve_and_it_is_said(tmp_path: Path) -> None:

@@ -203,10 +203,10 @@ def _expected(recording: Recording, producers: Producers, profile: Profile | Non
         return None, [*notes, "The recorded order of actions cannot be simulated: actions are missing from it."]
     if timeline is None:
         return None, [*notes, "There is no expected run to compare with: no whole step was recorded."]
-    why = "There is no profile.json" if profile is None else "The profile does not serve"
+    why = "there is no profile.json to simulate" if profile is None else "its profile.json does not serve"
     return _made(recording, timeline, None,
-                 f"{why}, so what stands here as planned is the run's own order of actions with every action at its "
-                 "median duration: it shows what waiting and stragglers cost, not how good a prediction was."), notes
+                 "At medians: the run's own order of actions, each at its median duration. It shows what waiting and "
+                 f"stragglers cost, not how good a prediction was ({why})."), notes
 
 
 def _of_profile(recording: Recording, profile: Profile, plan: Plan | None) -> ExpectedRun:

@@ -24,7 +24,8 @@ h1{font-size:26px;line-height:1.2;margin:0 0 6px;overflow-wrap:anywhere;letter-s
 h2{font-size:18px;margin:40px 0 4px;letter-spacing:-.005em}
 h3{font-size:13px;margin:0 0 6px;font-weight:600}
 p{margin:0 0 12px;max-width:78ch}.soft{color:var(--soft)}.lead{font-size:14px}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(148px,1fr));gap:12px;margin:20px 0 0;padding:0}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(max(148px,22%),1fr));gap:12px;margin:20px 0 0;
+padding:0}
 .card{background:var(--panel);border:1px solid var(--line);border-radius:10px;padding:12px 14px;min-width:0}
 .card dt{font-size:12px;color:var(--soft)}.card dd{margin:0}
 .card .big{font-size:23px;font-weight:650;line-height:1.3;letter-spacing:-.01em;overflow-wrap:anywhere}

@@ -119,8 +119,9 @@ class _Figure:
                 yield f'<line class="mark" x1="{_n(x)}%" x2="{_n(x)}%" y1="{y + _HEAD - 6}" y2="{bottom}"/>'
         starts = [(window.first, window.start_s), *((step + 1, end) for step, end in bounds if end > window.start_s)]
         free = 0.0  # from where on a label meets no other
-        for step, start in starts:
-            x, label = self._x(start - window.start_s), f"{self._unit} {step}"
+        for step, start in starts:  # both timelines count alike
+            number = step + self._lanes[-1].window.first - window.first
+            x, label = self._x(start - window.start_s), f"{self._unit} {number}"
             wide = 100 * (len(label) * 6.4 + 12) / _NARROWEST_PX
             if free <= x <= min(100, width) - wide:
                 yield f'<text class="ax" x="{_n(x)}%" dx="4" y="{y + _HEAD - 8}">{label}</text>'

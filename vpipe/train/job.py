@@ -141,7 +141,7 @@ class Job:
         name, what = self.config.model.name, "training.sample_prompts are given, but"
         if self.tokenizer_path is None:
             raise UserError(f"{what} the data set '{self.config.dataset.name}' has no tokenizer",
-                            hint="leave them out, or train on texts")
+                            hint="leave them out (training.sample_prompts=[]), or train on texts")
         if name == BERT:
             tokenizer = load_wordpiece(self.tokenizer_path)
             for prompt in self.config.training.sample_prompts:

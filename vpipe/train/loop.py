@@ -238,6 +238,10 @@ class _TrainingRun:
         complete = metrics.steps == job.updates
         if not complete:
             signal = broadcast_value(signal, self._pipe.placement[-1][0])
+            if signal is None and perf_counter() > deadline:
+                of = f" of {job.updates}" if job.updates is not None else ""
+                self._progress.note(f"training.max_minutes, {minutes:g}, is over: {job.step_name} {metrics.steps}{of} "
+                                    "was the last")
         if signal is None or complete:
             if self._evaluated != metrics.steps:
                 self._evaluate()
