@@ -161,8 +161,8 @@ def test_an_evaluation_that_fails_leaves_the_pipeline_as_it_was(schedule: str, r
     breaker.arm("forward", 3)
     with pytest.raises(RunError, match="broken"):
         pipe.evaluate(held_out)
-    with pytest.raises(UserError, match="a batch of 6 samples cannot be cut"):
-        pipe.evaluate([*held_out, *rich_batches(1, 6)])
+    with pytest.raises(UserError, match="a batch has no samples"):
+        pipe.evaluate([*held_out, {name: field[:0] for name, field in held_out[0].items()}])
     assert pipe.evaluate(held_out) == whole.evaluate(held_out)
     assert train(pipe, batches[2:]) == train(whole, batches[2:])
     assert fingerprint(pipe.state_dict()) == fingerprint(whole.state_dict())
