@@ -17,7 +17,7 @@ INSTALLED := .venv/installed
 # An import compiles a file once, not in every process of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test mypy pytest test-system site soak gpu orion install
+.PHONY: train test mypy pytest test-system test-site site soak gpu orion install
 
 train: $(INSTALLED)
 	$(BIN)/vpipe train configs/gpt_mini_4stage.yaml
@@ -36,11 +36,15 @@ pytest:
 	@echo "== pytest"
 	@$(BIN)/pytest --numprocesses 3 --dist loadgroup
 
-test-system: $(INSTALLED) $(BIN)/mkdocs
+test-system: $(INSTALLED)
 	@echo "== installing ssh, SLURM and Chromium"
 	@tests/system/install
 	@echo "== pytest tests/system"
-	@$(BIN)/pytest tests/system -m system -rs --numprocesses 3 --dist loadgroup
+	@$(BIN)/pytest tests/system -m system -rs --numprocesses 3 --dist loadgroup --ignore tests/system/test_site.py
+
+# Apart: it trains the six runs of the gallery, whose figures other tests beside it would change.
+test-site: $(INSTALLED) $(BIN)/mkdocs
+	@$(BIN)/pytest tests/system/test_site.py -m system -rs
 
 site: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== building build/site (trains the gallery's six runs)"
