@@ -4,6 +4,7 @@
 # make soak    an hour of training with random kills, resumes and re-splits against the oracle; SOAK_MINUTES=5 for less
 # make test-system    every failure at every moment of a run; over several hosts: ssh between network namespaces, a
 #              SLURM; the playground in Chromium; installs these when root on Debian
+# make test-site  builds the site and looks at it in Chromium: dead links, other hosts, phones
 # make orion   builds the library that lets microbatches share a GPU by priority; needs a C++ compiler, no CUDA
 # make gpu     on a machine with a GPU, with the Python that is there: tests and measures, under 9 minutes; installs nothing
 
