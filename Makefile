@@ -3,8 +3,7 @@
 # make site    the documentation with API, playground and a gallery of reports, in English and in Chinese, in build/site
 # make soak    an hour of training with random kills, resumes and re-splits against the oracle; SOAK_MINUTES=5 for less
 # make test-system    every failure at every moment of a run; over several hosts: ssh between network namespaces, a
-#              SLURM; the playground in Chromium; installs these when root on Debian
-# make test-site  builds the site and looks at it in Chromium: dead links, other hosts, phones
+#              SLURM; the site and its playground in Chromium; installs these when root on Debian
 # make orion   builds the library that lets microbatches share a GPU by priority; needs a C++ compiler, no CUDA
 # make gpu     on a machine with a GPU, with the Python that is there: tests and measures, under 9 minutes; installs nothing
 
@@ -18,7 +17,7 @@ INSTALLED := .venv/installed
 # An import compiles a file once, not in every process of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test mypy pytest test-system test-site site soak gpu orion install
+.PHONY: train test mypy pytest test-system site soak gpu orion install
 
 train: $(INSTALLED)
 	$(BIN)/vpipe train configs/gpt_mini_4stage.yaml
@@ -37,15 +36,11 @@ pytest:
 	@echo "== pytest"
 	@$(BIN)/pytest --numprocesses 3 --dist loadgroup
 
-test-system: $(INSTALLED)
+test-system: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== installing ssh, SLURM and Chromium"
 	@tests/system/install
 	@echo "== pytest tests/system"
-	@$(BIN)/pytest tests/system -m system -rs --numprocesses 3 --dist loadgroup --ignore tests/system/test_site.py
-
-# Apart: it trains the six runs of the gallery, whose figures other tests beside it would change.
-test-site: $(INSTALLED) $(BIN)/mkdocs
-	@$(BIN)/pytest tests/system/test_site.py -m system -rs
+	@$(BIN)/pytest tests/system -m system -rs --numprocesses 3 --dist loadgroup
 
 site: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== building build/site (trains the gallery's six runs)"
