@@ -65,7 +65,7 @@ install: $(INSTALLED)
 
 # A changed list of requirements installs anew.
 $(INSTALLED): pyproject.toml constraints.txt
-	@echo "== installing into .venv (a few minutes the first time)"
+	@echo "== installing vpipe and the tools of its tests into .venv (a few minutes the first time)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,hf]"
 	@touch $(INSTALLED)

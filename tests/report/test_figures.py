@@ -204,13 +204,13 @@ def totals(folder: Path) -> Totals:
 
 
 SUMMARY = {"samples_per_s": 7.5, "tokens_per_s": 75.0, "step_median_s": 0.25, "bubble": 0.375, "mfu": 1.25, "hfu": 1.5,
-           "memory_bytes": 5 << 20, "peak_is": "2 x 1 TFLOP/s", "doubt": "the MFU of 125 % cannot be"}
+           "memory_bytes": 5 << 20, "peak_is": "2 devices x 1 TFLOP/s", "doubt": "the MFU of 125 % cannot be"}
 
 
 def test_the_headline_is_what_the_run_said_at_its_end(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", updates=6)
     write_metrics(folder, 6, SUMMARY)
-    assert totals(folder) == Totals(7.5, 75.0, 0.25, 0.375, 1.25, 1.5, 5 << 20, "2 x 1 TFLOP/s",
+    assert totals(folder) == Totals(7.5, 75.0, 0.25, 0.375, 1.25, 1.5, 5 << 20, "2 devices x 1 TFLOP/s",
                                     "the MFU of 125 % cannot be")
     assert load_report_data(folder, {}).notes == ("The MFU of 125 % cannot be.",)
 

@@ -111,7 +111,7 @@ def test_a_speed_that_cannot_be_is_doubted_once(clock: Clock) -> None:
         metrics.update(step(index))
         said += metrics.warnings()
     assert said == [
-        "the HFU of 101 % cannot be: the peak is wrong (2 x 0.01 TFLOP/s fp32, measured); the devices reached 0.01008 "
+        "the HFU of 101 % cannot be: the peak is wrong (2 devices x 0.01 TFLOP/s fp32, measured); the devices reached 0.01008 "
         "TFLOP/s each, so set metrics.peak_tflops to more than that"]
 
 

@@ -75,7 +75,7 @@ def test_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "     32.0       512  250 ms  250 ms  15.4 %  16.6 %   6.1 %  3.26 GiB  1.91 MiB",
         "(bubble: share of time in which ranks wait for others; memory: peak of the fullest",
         "  process; sent: by all, per update)",
-        "(without the first 2 updates; MFU, HFU: of 2 x 0.01 TFLOP/s fp32, measured)",
+        "(without the first 2 updates; MFU, HFU: of 2 devices x 0.01 TFLOP/s fp32, measured)",
         *TABLE]
     job = job_of(tmp_path, parallel__schedule="pipedream", training__num_microbatches=None)
     lines = summary(job, metrics, RunFigures.from_metrics(metrics, USAGES, PLACEMENT)).splitlines()
@@ -149,7 +149,7 @@ def test_a_utilization_that_cannot_be_is_never_shown_without_a_warning(tmp_path:
                                                                         "as metrics.peak_tflops says"))))
     lines = summary(job, metrics, RunFigures.from_metrics(metrics, USAGES, PLACEMENT)).splitlines()
     assert "  153.6 % (!)  153.6 % (!)" in lines[5]
-    assert ("warning: the MFU of 154 % cannot be: the peak is wrong (2 x 0.001 TFLOP/s fp32, as "
+    assert ("warning: the MFU of 154 % cannot be: the peak is wrong (2 devices x 0.001 TFLOP/s fp32, as "
                         "metrics.peak_tflops says); the devices reached 0.001536 TFLOP/s each, so set "
                         "metrics.peak_tflops to more than that") in lines
 
@@ -227,7 +227,7 @@ def test_the_same_figures_as_json_and_as_csv(monkeypatch: pytest.MonkeyPatch, tm
     row, content = figures.as_row(), json.loads(json.dumps(figures.as_json()))
     assert {**row, "usage_steps": 2, "stages": content["stages"]} == content
     assert (row["mfu"], row["hfu"], row["peak_tflops"], row["devices"]) == (7.2e-05, 9.6e-05, 0.333333, 4)
-    assert row["peak_is"] == "4 x 0.3333 TFLOP/s bf16, measured"
+    assert row["peak_is"] == "4 devices x 0.3333 TFLOP/s bf16, measured"
     config = load_config(write_config(tmp_path))
     [cells] = csv.DictReader(io.StringIO(csv_text([config_row(config) | row])))
     assert (cells["model.hidden_size"], cells["training.learning_rate"], cells["trace"]) == ("16", "0.01", "false")

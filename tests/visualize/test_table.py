@@ -22,13 +22,13 @@ def test_schedules_are_compared_the_least_bubble_first() -> None:
 schedule     stages/rank  bubble  share  makespan  peak activations  versions  staleness
 zb_h1                  1       3   11 %        27                 4         1          0
 interleaved            2     4.5   16 %      28.5          5.5 (11)         1          0
-pipedream              1       9   27 %        33                 4         4          3
+pipedream              1       9   once        33                 4         4          3
 gpipe                  1       9   27 %        33                 8         1          0
 none         not possible: 'none' needs 9 ranks
 
 peak activations: of the rank that holds most, in microbatches of a whole rank (of one stage);
 versions, staleness: of the stage with most
-without a flush (pipedream) the bubble comes once in a run, not at every update
+once: without a flush (pipedream) the bubble comes once in a run, not at every update
 """
 
 

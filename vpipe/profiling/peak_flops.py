@@ -94,7 +94,7 @@ class PeakFlops:
         return 1e12 * self.tflops * self.devices
 
     def __str__(self) -> str:
-        several = "" if self.devices == 1 else f"{self.devices} x "
+        several = "" if self.devices == 1 else f"{self.devices} devices x "
         return f"{several}{self.tflops:,.4g} TFLOP/s {self.kind}, {self.source}"
 
 

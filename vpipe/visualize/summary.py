@@ -147,7 +147,8 @@ def compare(found: Mapping[str, Summary | str]) -> str:
     summaries = sorted((one for one in found.values() if isinstance(one, Summary)),
                        key=lambda one: (one.timeline.bubble_s, one.peak, one.schedule.name))
     head = ["schedule", "stages/rank", "bubble", "share", "makespan", "peak activations", "versions", "staleness"]
-    rows = [[one.schedule.name, one.chunks, number(one.timeline.bubble_s), percent(one.timeline.bubble_share),
+    rows = [[one.schedule.name, one.chunks, number(one.timeline.bubble_s),
+             percent(one.timeline.bubble_share) if one.schedule.flush else "once",
              number(one.timeline.makespan_s), _peak_text(one), str(max(stage.versions for stage in one.stages)),
              str(max(stage.staleness for stage in one.stages))] for one in summaries]
     lines = table(head, rows, left=1)
@@ -157,7 +158,7 @@ def compare(found: Mapping[str, Summary | str]) -> str:
     lines += ["", "peak activations: of the rank that holds most, in microbatches of a whole rank (of one stage);",
               "versions, staleness: of the stage with most"]
     if streams := [one.schedule.name for one in summaries if not one.schedule.flush]:
-        lines.append(f"without a flush ({', '.join(streams)}) the bubble comes once in a run, not at every update")
+        lines.append(f"once: without a flush ({', '.join(streams)}) the bubble comes once in a run, not at every update")
     return "\n".join(lines) + "\n"
 
 
