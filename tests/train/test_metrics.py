@@ -111,8 +111,8 @@ def test_a_speed_that_cannot_be_is_doubted_once(clock: Clock) -> None:
         metrics.update(step(index))
         said += metrics.warnings()
     assert said == [
-        "the HFU of 101 % cannot be: the peak is wrong (2 devices x 0.01 TFLOP/s fp32, measured); the devices reached 0.01008 "
-        "TFLOP/s each, so set metrics.peak_tflops to more than that"]
+        "the HFU of 101 % cannot be: the peak is wrong (2 devices x 0.01 TFLOP/s fp32, measured); the devices reached "
+        "0.01008 TFLOP/s each, so set metrics.peak_tflops to more than that"]
 
 
 def test_other_ranks_write_no_file(clock: Clock) -> None:

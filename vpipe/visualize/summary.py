@@ -158,7 +158,8 @@ def compare(found: Mapping[str, Summary | str]) -> str:
     lines += ["", "peak activations: of the rank that holds most, in microbatches of a whole rank (of one stage);",
               "versions, staleness: of the stage with most"]
     if streams := [one.schedule.name for one in summaries if not one.schedule.flush]:
-        lines.append(f"once: without a flush ({', '.join(streams)}) the bubble comes once in a run, not at every update")
+        lines.append(f"once: without a flush ({', '.join(streams)}) the bubble comes once in a run, not at every "
+                     "update")
     return "\n".join(lines) + "\n"
 
 
