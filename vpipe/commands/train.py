@@ -13,6 +13,7 @@ from vpipe.commands.trace import write_report
 from vpipe.config import config as configs
 from vpipe.config.config import Config
 from vpipe.distributed.environment import RankEnvironment
+from vpipe.distributed.orion import switched_on
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.launch.restart import Starter
 from vpipe.plugins import import_files
@@ -124,9 +125,10 @@ def _resume_point(options: argparse.Namespace) -> ResumePoint | None:
 
 
 def _config(options: argparse.Namespace, start: ResumePoint | None) -> Config:
+    settings = [*(["parallel.use_orion_scheduler=true"] if switched_on() else []), *options.settings]
     if start is None:
-        return configs.load_config(options.config, options.settings, options.scheduler)
-    return resumed_config(start, options.config, options.settings, options.scheduler)
+        return configs.load_config(options.config, settings, options.scheduler)
+    return resumed_config(start, options.config, settings, options.scheduler)
 
 
 def _run_of_same_starter(options: argparse.Namespace) -> ResumePoint | None:

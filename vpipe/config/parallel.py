@@ -19,7 +19,6 @@ from vpipe.config.validation import (
     Section,
     check_entries,
     is_share,
-    unavailable,
 )
 from vpipe.config.yaml_tree import describe
 from vpipe.errors import UserError, nearest_registered
@@ -142,7 +141,11 @@ class ParallelSection(Section):
     scheduler: Scheduler | None = Field(None, description=(
         "OurGPipe's name for schedule gpipe with this executor; --scheduler on the command line overrides the "
         "schedule and the executor of the config"))
-    use_orion_scheduler: bool = Field(False, description="let Orion share a GPU between microbatches")
+    use_orion_scheduler: bool = Field(False, description=(
+        "share a GPU between microbatches by priority, with the executor async_threaded: kernels of the first one go "
+        "at once, others wait while it is at work; also USE_ORION_SCHEDULER=1"))
+    orion_strict: bool = Field(False, description=(
+        "refuse to train where use_orion_scheduler has no effect, instead of a warning"))
     executor: Executor = Field("overlapped", description=(
         "how a rank runs its actions, with the same results: overlapped sends and receives during compute; naive ends "
         "each action before the next; async_threaded, for gpipe on GPUs, runs each microbatch's forwards in a thread "
@@ -290,8 +293,6 @@ class ParallelSection(Section):
         return data
 
     def mistakes(self) -> Iterator[Mistake]:
-        if self.use_orion_scheduler:
-            yield unavailable("use_orion_scheduler", "the Orion scheduler", "set it to false")
         stages = self.model_parallel_size
         for key, entries in (("partition", self.partition), ("recompute", self.recompute),
                              ("warmup_depth", self.warmup_depth)):
@@ -312,6 +313,9 @@ class ParallelSection(Section):
         yield from self._schedule()
         if self.executor == THREADED and (refused := threads_refused(self.schedule)):
             yield Mistake(("executor",), f"is {refused[0]}", refused[1])
+        if self.use_orion_scheduler and self.executor != THREADED:
+            yield Mistake(("use_orion_scheduler",), f"is true, but the executor is {self.executor}, which has one "
+                          "stream for all microbatches", f"set executor: {THREADED}, or use_orion_scheduler: false")
         yield from self._warmup()
 
     def _warmup(self) -> Iterator[Mistake]:

@@ -16,6 +16,7 @@ from vpipe.config.config import Config
 from vpipe.config.machines import Hosts, host_of
 from vpipe.distributed.environment import HOST, RUN, RankEnvironment
 from vpipe.distributed.network import interface_towards, meeting_address
+from vpipe.distributed.orion import preload_variable
 from vpipe.errors import UserError, counted
 from vpipe.launch.container import Container
 from vpipe.plugins import IMPORTS, imported_files
@@ -108,6 +109,7 @@ class HostRanks:
         python: runs the ranks without one.
         interface_found: whether nobody chose the interface; then this process's environment may.
         run: what tells it from another run at the same port.
+        orion: whether the Orion library is preloaded; a container has none.
     """
 
     devices: Mapping[int, int]
@@ -122,15 +124,17 @@ class HostRanks:
     python: str = sys.executable
     interface_found: bool = False
     run: str = field(default_factory=lambda: token_hex(4))
+    orion: bool = False
 
     @classmethod
     def alone(cls, ranks: int, port: int, threads: int, task: Sequence[str] = ("train",), *,
               devices: Mapping[int, int] | None = None, container: Container | None = None,
-              address: str | None = None, interface: str | None = None) -> HostRanks:
+              address: str | None = None, interface: str | None = None, orion: bool = False) -> HostRanks:
         """Return all ranks on this host; when no address and interface are chosen, by its loopback."""
         found = "lo" if sys.platform == "linux" else None  # whatever the name of this host resolves to
         return cls(devices or {rank: rank for rank in range(ranks)}, ranks, address or "127.0.0.1", port,
-                   interface or found, threads, task, container=container, interface_found=interface is None)
+                   interface or found, threads, task, container=container, interface_found=interface is None,
+                   orion=orion)
 
     def command(self, folder: Path | str) -> list[str]:
         """Return what every rank runs; ``folder`` tells it the rest."""
@@ -155,6 +159,8 @@ class HostRanks:
             variables[HOST] = self.host
         if self.container is not None:
             variables |= self.container.environment
+        elif self.orion:
+            variables |= preload_variable()
         return variables
 
 
@@ -169,10 +175,12 @@ def ranks_here(config: Config, hosts: Hosts | None, ranks: int, port: int) -> Ho
     if hosts is None or not hosts.others:
         devices = None if hosts is None else hosts.on(None)
         return HostRanks.alone(ranks, port, threads, devices=devices, container=container,
-                               address=parallel.master_address, interface=parallel.interface)
+                               address=parallel.master_address, interface=parallel.interface,
+                               orion=parallel.use_orion_scheduler)
     address = parallel.master_address or meeting_address(hosts.first, [host_of(login) for login in hosts.others])
     return HostRanks(hosts.on(None), ranks, address, port, parallel.interface or interface_towards(address), threads,
-                     host=hosts.first, container=container, interface_found=parallel.interface is None)
+                     host=hosts.first, container=container, interface_found=parallel.interface is None,
+                     orion=parallel.use_orion_scheduler)
 
 
 def interface_variables(interface: str) -> dict[str, str]:

@@ -214,7 +214,8 @@ def _ranks_here(run: dict[str, Any], folder: Path) -> HostRanks:
     return HostRanks({int(rank): int(device) for rank, device in run["devices"].items()}, int(run["world"]), address,
                      port, interface, config.training.threads, tuple(map(str, run["task"])), str(run["host"]),
                      Container.from_config(config) if config.container else None,
-                     interface_found=config.parallel.interface is None, run=str(run["run"]))
+                     interface_found=config.parallel.interface is None, run=str(run["run"]),
+                     orion=config.parallel.use_orion_scheduler)
 
 
 def _import_files(digests: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from math import inf, isfinite
 from pathlib import Path
 from shlex import quote
 from time import perf_counter
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -40,6 +40,7 @@ from vpipe.train.job import Job, delay_line, delay_warning, device_of, join, siz
 from vpipe.train.load_balance import MEASURED, BalanceCheck
 from vpipe.train.load_balance import WARM_UP as BALANCE_WARM_UP
 from vpipe.train.metrics import Efficiency, EventWriter, Metrics, PastMetrics, ProgressBar, StepSize
+from vpipe.train.orion import Orion, orion, orion_lines
 from vpipe.train.rank_times import RankTimes
 from vpipe.train.run_folder import METRICS, SUMMARY, running
 from vpipe.train.summary import RunFigures, evaluation_text, samples, summary
@@ -95,14 +96,15 @@ def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest |
         if checkpoint is not None and manifest is not None:
             with message_if_slow(f"reading {checkpoint.name}", first):
                 restore(pipe, job, checkpoint, manifest)
-        return _TrainingRun(job, pipe, devices.hosts, folder).train()
+        with orion(job, pipe) as scheduler:
+            return _TrainingRun(job, pipe, devices.hosts, folder, scheduler).train()
 
 
 class _TrainingRun:
     """The training of a run on this rank, from its first step to its end."""
 
-    def __init__(self, job: Job, pipe: Pipeline, hosts: int, folder: Path) -> None:
-        self._job, self._pipe, self._hosts, self._folder = job, pipe, hosts, folder
+    def __init__(self, job: Job, pipe: Pipeline, hosts: int, folder: Path, scheduler: Orion | None) -> None:
+        self._job, self._pipe, self._hosts, self._folder, self._orion = job, pipe, hosts, folder, scheduler
         self._policy = job.lr_policy()
         self._fields = tuple(name for stage in pipe.engine.local_stages for name in stage.spec.fields)
         self._warm_usage: LocalUsage | None = None  # at the first step that the figures count
@@ -140,9 +142,11 @@ class _TrainingRun:
             counted_steps = len(counted_updates(self._metrics.update_s))
             before = self._warm_usage if counted_steps < len(self._metrics.update_s) else None
             usages = pipe.engine.collectives.usage(before)
+            gated = None if self._orion is None else self._orion.figures()
             if show:
                 self._summarize(RunFigures.from_metrics(self._metrics, usages, job.placement,
-                                                        None if before is None else counted_steps, job.mean_delay))
+                                                        None if before is None else counted_steps, job.mean_delay),
+                                gated)
             if config.training.sample_prompts and stopped is None:
                 self._show_samples()
         if show:
@@ -170,6 +174,8 @@ class _TrainingRun:
         on_cpu = pipe.engine.local_stages[0].device.type == "cpu"
         if config.parallel.executor == THREADED and on_cpu:
             note(NO_GAIN)
+        if self._orion is not None and self._orion.inactive is not None and pipe.rank == 0:
+            note(f"warning: {self._orion.inactive}")
         slow = few_microbatches(job.schedule, "training.num_microbatches", config.dataset.batch_size)
         for warning in (slow, delay_warning(job)) if pipe.rank == 0 else ():
             if warning is not None:
@@ -180,14 +186,16 @@ class _TrainingRun:
         self._balance = BalanceCheck(job, pipe, self._folder, note) \
             if on_cpu and long_enough and job.schedule.ranks > 1 else None
 
-    def _summarize(self, figures: RunFigures | None) -> None:
+    def _summarize(self, figures: RunFigures | None, gated: dict[str, Any] | None) -> None:
         """Print the summary, and write it to the log, ``metrics.jsonl`` and the CSV file."""
         text = summary(self._job, self._metrics, figures, self._saving.summary())
+        if gated is not None:
+            text = "\n".join([text, "", *orion_lines(gated)])
         log.info("summary\n%s", text)
         print(text, flush=True)
         if figures is None:
             return
-        self._metrics.summary(figures.as_json())
+        self._metrics.summary(figures.as_json() | ({} if gated is None else {"orion": gated}))
         try:
             (self._folder / SUMMARY).write_text(csv_text([config_row(self._job.config) | figures.as_row()]))
         except OSError as error:  # the log has the figures, too

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from vpipe.distributed.orion import OrionScheduler
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import RunError
 from vpipe.model.sequential import loss_buffers
@@ -24,6 +25,9 @@ from vpipe.schedules.action import Action, Op
 
 class Streams:
     """Streams of the CPU, where everything is done when its call returns; the contract of :class:`CudaStreams`."""
+
+    def schedule(self, orion: OrionScheduler) -> None:
+        """Give the microbatches that come streams of descending priority, each a client of Orion."""
 
     def receiving(self) -> AbstractContextManager[None]:
         """Return the context of receives and copies to the device; the caller's stream waits for them at its end."""
@@ -73,9 +77,14 @@ class CudaStreams(Streams):
         self._of: dict[int, torch.cuda.Stream] = {}
         self._ends: dict[int, torch.cuda.Event] = {}
         self._newest: torch.cuda.Stream | None = None  # that a forward was queued in
+        self._orion: OrionScheduler | None = None
         # The microbatches' graphs share the nodes that accumulate a weight's gradient, which have the stream of one of
         # them. Autograd waits there, so the mismatch is harmless.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+
+    def schedule(self, orion: OrionScheduler) -> None:
+        assert not self._of, "streams keep their priority"
+        self._orion = orion
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
@@ -87,10 +96,19 @@ class CudaStreams(Streams):
 
     def begin(self, microbatch: int, given: Iterable[Tensor]) -> None:
         if microbatch not in self._of:
-            self._of[microbatch] = _stream(self._device)
+            self._of[microbatch] = self._new_stream(client=len(self._of))
         stream, caller = self._of[microbatch], torch.cuda.current_stream(self._device)
         stream.wait_stream(caller)
         _record(given, caller, stream)
+
+    def _new_stream(self, client: int) -> torch.cuda.Stream:
+        if self._orion is None:
+            return _stream(self._device)
+        stream = _stream(self._device, min(0, client - HIGHEST_PRIORITY))
+        if self._orion.bind_stream(client, stream.cuda_stream):
+            raise RunError(f"Orion refuses the stream of microbatch {client}: {self._orion.last_error()}",
+                           hint="this is a defect of vpipe: please report it")
+        return stream
 
     @contextmanager
     def computing(self, microbatch: int, *, ordered: bool) -> Iterator[None]:
@@ -123,8 +141,12 @@ class CudaStreams(Streams):
         self._ends.clear()
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+HIGHEST_PRIORITY = 3
+"""Of a stream, where torch counts it as -3; those after the third have 0, as all others."""
+
+
+def _stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
 
 
 def _record(tensors: Iterable[Tensor], *streams: torch.cuda.Stream) -> None:
@@ -181,12 +203,22 @@ class ThreadedWorker(Worker):
         self._deferred: deque[Action] = deque()  # ends of forwards, and sends, in the program's order
         self._apart: dict[int, dict[int, _Gradients]] = defaultdict(dict)  # by stage and microbatch
         self._at_fault: Action | None = None  # its failure shows in a later action
+        self._backward_here = False  # in the calling thread, not in autograd's
         self.operations = {op: operation if op in _BESIDE_FORWARDS else partial(_after, self._gather, operation)
                            for op, operation in self.operations.items()}
         self.operations[Op.SEND_F] = self._send_forward
         if self.transport.ordered:  # deferred sends come before the receives behind them
             self.operations[Op.RECV_F] = partial(_after, self._catch_up, self.operations[Op.RECV_F])
         self.operations[Op.SEND_B] = partial(self._send_backward, self.operations[Op.SEND_B])
+
+    def schedule(self, orion: OrionScheduler) -> None:
+        """Let Orion gate the kernels of the microbatches; called before the first one.
+
+        Backwards then run in the calling thread. Autograd's own thread serves all backwards of a device, so a launch of
+        one that waits would hold up the others.
+        """
+        self._streams.schedule(orion)
+        self._backward_here = True
 
     # -- forwards, in threads --------------------------------------------------------------------------
 
@@ -288,6 +320,10 @@ class ThreadedWorker(Worker):
             self._catch_up()
 
     # -- backwards, in the calling thread ----------------------------------------------------------------
+
+    def _backward(self, stage_index: int, microbatch: int) -> None:
+        with torch.autograd.set_multithreading_enabled(False) if self._backward_here else nullcontext():
+            super()._backward(stage_index, microbatch)
 
     def _output_gradients(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
         with self._streams.receiving():

@@ -1,0 +1,106 @@
+"""Gate the kernels of a run's microbatches by the Orion scheduler, and report what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from vpipe.distributed.orion import Inactive, Launch, OrionScheduler, start
+from vpipe.errors import StartError, counted
+from vpipe.pipeline import Pipeline
+from vpipe.runtime.executors.async_threaded import ThreadedWorker
+from vpipe.train.job import Job
+from vpipe.visualize.table import fitted, terminal_columns
+
+
+class Orion:
+    """The scheduler on all ranks of a run: it is active on every rank or on none.
+
+    Attributes:
+        inactive: why it is not active: of the first rank that cannot start it, with its number.
+    """
+
+    def __init__(self, scheduler: OrionScheduler | None, inactive: Inactive | None, pipe: Pipeline,
+                 clients: int) -> None:
+        self._scheduler, self.inactive, self._pipe, self._clients = scheduler, inactive, pipe, clients
+
+    def figures(self) -> dict[str, Any]:
+        """Return what each client of each rank did, for ``metrics.jsonl``. All ranks must call it."""
+        if self.inactive is not None:
+            return {"active": False, **self.inactive._asdict()}
+        assert self._scheduler is not None, "it is active"
+        own = {**self._scheduler.totals(), "rank": self._pipe.rank,
+               "microbatches": [self._scheduler.client_stats(client) for client in range(self._clients)]}
+        return {"active": True, "ranks": json.loads(self._pipe.engine.collectives.agree(json.dumps(own), _united))}
+
+
+def _united(votes: Sequence[str]) -> str:
+    return f"[{', '.join(votes)}]"
+
+
+def _first_inactive(votes: Sequence[str]) -> str:
+    return next(filter(None, votes), "")
+
+
+@contextmanager
+def orion(job: Job, pipe: Pipeline) -> Iterator[Orion | None]:
+    """Start the scheduler on every rank, let the pipeline's microbatches use it, and stop it at the end; None where
+    the config does not ask for it. All ranks must call it.
+
+    Raises:
+        StartError: ``parallel.orion_strict`` is true, and the scheduler cannot be active.
+    """
+    parallel = job.config.parallel
+    if not parallel.use_orion_scheduler:
+        yield None
+        return
+    device = pipe.engine.local_stages[0].device
+    clients = _microbatches_of_rank(job)
+    own = start(Launch(device.type, device.index or 0, clients))
+    scheduler = own if isinstance(own, OrionScheduler) else None
+    try:
+        where = f"rank {pipe.rank}: " if job.schedule.ranks > 1 else ""
+        vote = "" if not isinstance(own, Inactive) else json.dumps([where + own.reason, own.remedy])
+        found = pipe.engine.collectives.agree(vote, _first_inactive)
+        inactive = Inactive(*json.loads(found)) if found else None
+        if inactive is not None and parallel.orion_strict:
+            raise StartError(f"Orion is inactive: {inactive.reason}",
+                             hint=f"{inactive.remedy}; or set parallel.orion_strict: false")
+        if inactive is None and scheduler is not None:
+            for worker in pipe.engine.workers.values():
+                assert isinstance(worker, ThreadedWorker), "checked in the config"
+                worker.schedule(scheduler)
+        yield Orion(scheduler, inactive, pipe, clients)
+    finally:
+        if scheduler is not None:
+            scheduler.stop()
+
+
+def _microbatches_of_rank(job: Job) -> int:
+    """Return the most microbatches that one rank has in a batch: replicas of a stage share them."""
+    return -(-job.schedule.microbatches // min(map(len, job.placement)))
+
+
+def orion_lines(figures: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the summary: a row per microbatch, summed over the ranks.
+
+    Args:
+        figures: see :meth:`Orion.figures`.
+    """
+    if not figures["active"]:
+        return [str(Inactive(figures["reason"], figures["remedy"]))]
+    ranks = figures["ranks"]
+    rows = []
+    for client, of_ranks in enumerate(zip(*(rank["microbatches"] for rank in ranks), strict=True)):
+        grants, waits, starved, waited_ns = (sum(stats[key] for stats in of_ranks)
+                                             for key in ("submitted", "queued", "starved", "wait_ns"))
+        longest_ns = max(stats["max_wait_ns"] for stats in of_ranks)
+        rows.append([str(client), f"{grants:,}", f"{waits:,}", f"{starved:,}", f"{waited_ns / 1e6:,.1f} ms",
+                     f"{longest_ns / 1e6:,.2f} ms"])
+    titles = ["microbatch", "grants", "waits", "starved", "waited", "longest"]
+    idle = [str(rank["rank"]) for rank in ranks if not rank["gated"]]
+    warning = f"warning: no kernel came through the gate on {counted(len(idle), 'rank')} ({', '.join(idle)})"
+    return [f"orion: active on {counted(len(ranks), 'rank')}", *fitted(titles, rows, terminal_columns(), names=1),
+            *([warning] if idle else [])]
