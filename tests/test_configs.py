@@ -21,8 +21,8 @@ from vpipe.train.planning import plan_job
 CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("*.y*ml"))
 LAYERS = {"bert_4gpipe.yml": 49, "bert_4pipedream.yml": 49, "bert_4vpipe.yml": 49, "bert_base.yaml": 25,
-          "gpt2_124m.yaml": 25, "gpt_small.yaml": 33, "gpt_small_orion.yaml": 33, "gpt_8stage.yaml": 33, "gpt_16stage.yaml": 33,
-          "llama_small.yaml": 17}
+          "gpt2_124m.yaml": 25, "gpt_small.yaml": 33, "gpt_small_orion.yaml": 33, "gpt_8stage.yaml": 33,
+          "gpt_16stage.yaml": 33, "llama_small.yaml": 17}
 """The others have 9."""
 
 TINY = ["metrics.peak_tflops=1", "model.hidden_size=16", "model.num_heads=4", "model.sequence_length=8",

@@ -19,7 +19,7 @@ class Orion:
     """The scheduler on all ranks of a run: it is active on every rank or on none.
 
     Attributes:
-        inactive: why it is not active: of the first rank that cannot start it, with its number.
+        inactive: why it is not, on the first rank that cannot start it.
     """
 
     def __init__(self, scheduler: OrionScheduler | None, inactive: Inactive | None, pipe: Pipeline,
@@ -41,7 +41,12 @@ def _united(votes: Sequence[str]) -> str:
 
 
 def _first_inactive(votes: Sequence[str]) -> str:
-    return next(filter(None, votes), "")
+    """Return the reason and remedy of the first rank that has one, named unless all ranks have the same."""
+    rank = next((rank for rank, vote in enumerate(votes) if vote), None)
+    if rank is None:
+        return ""
+    reason, remedy = json.loads(votes[rank])
+    return json.dumps([reason if len(set(votes)) == 1 else f"rank {rank}: {reason}", remedy])
 
 
 @contextmanager
@@ -61,9 +66,7 @@ def orion(job: Job, pipe: Pipeline) -> Iterator[Orion | None]:
     own = start(Launch(device.type, device.index or 0, clients))
     scheduler = own if isinstance(own, OrionScheduler) else None
     try:
-        where = f"rank {pipe.rank}: " if job.schedule.ranks > 1 else ""
-        vote = "" if not isinstance(own, Inactive) else json.dumps([where + own.reason, own.remedy])
-        found = pipe.engine.collectives.agree(vote, _first_inactive)
+        found = pipe.engine.collectives.agree(json.dumps(own) if isinstance(own, Inactive) else "", _first_inactive)
         inactive = Inactive(*json.loads(found)) if found else None
         if inactive is not None and parallel.orion_strict:
             raise StartError(f"Orion is inactive: {inactive.reason}",

@@ -1,0 +1,85 @@
+"""The Python binding under LD_PRELOAD, over the fake driver; orion_binding has the names that its users know."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BINDING = Path(__file__).parents[2] / "kernel_intercept" / "python"
+
+PROGRAM = """
+import ctypes
+from orion_binding import SchedulingMode, get_scheduler
+
+scheduler = get_scheduler()
+assert scheduler is get_scheduler() and scheduler.is_preloaded and not scheduler.is_running
+print(scheduler.start(0), scheduler.last_error())
+print(scheduler.bind_stream(0, 77), scheduler.last_error())
+assert scheduler.set_scheduling_mode(SchedulingMode.MULTI_PRIORITY) == 0
+assert scheduler.get_scheduling_mode() is SchedulingMode.MULTI_PRIORITY
+if (status := scheduler.start(2, device_id=0)) != 0:
+    raise SystemExit(f"{status} {scheduler.last_error()}")
+assert scheduler.is_running and scheduler.start(2) == -2
+assert scheduler.get_client_idx() == -1
+scheduler.set_client_idx(1)  # without torch there is no stream to bind
+assert scheduler.get_client_idx() == 1
+scheduler.set_sm_threshold(7)
+assert scheduler.get_sm_threshold() == 7
+
+class Kernel(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("ns", ctypes.c_uint64), ("error", ctypes.c_int)]
+
+driver, kernel = ctypes.CDLL("libcuda.so.1"), Kernel(b"gemm", 1000, 0)
+driver.cuInit(0)
+streams = [ctypes.c_void_p() for _ in range(2)]
+for client, stream in enumerate(streams):
+    assert driver.cuStreamCreate(ctypes.byref(stream), 0) == 0
+    assert scheduler.bind_stream(client, stream.value) == 0
+
+def work(_):
+    for stream in [streams[0], streams[0], streams[1]]:
+        launched = driver.cuLaunchKernel(ctypes.byref(kernel), 1, 1, 1, 1, 1, 1, 0, stream, None, None)
+        assert launched == 0
+    scheduler.sync_stream(0)
+    scheduler.sync_stream(1)
+
+function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work)
+driver.fake_run(1, ctypes.byref(ctypes.cast(function, ctypes.c_void_p)), ctypes.byref(ctypes.c_void_p()))
+print(scheduler.get_stats(0), scheduler.get_stats(1), scheduler.totals()["gated"])
+stats = scheduler.client_stats(1)  # client 0's kernels end on the virtual clock, which stands still meanwhile
+assert stats["queued"] == 1 and stats["max_wait_ns"] == stats["wait_ns"] > 1_000_000
+scheduler.unbind_stream(streams[1].value)
+scheduler.reset_state()
+print(scheduler.get_stats(0))
+scheduler.stop()
+assert not scheduler.is_running
+"""
+
+
+def run(native: Path, driver: bool = True, preload: bool = True) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items()
+                   if not name.startswith(("ORION_", "LD_")) and name != "PYTHONPATH"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(BINDING), str(BINDING.parents[1])])
+    if driver:
+        environment["LD_LIBRARY_PATH"] = str(native)
+    if preload:
+        environment["LD_PRELOAD"] = str(native / "libgpu_scheduler.so")
+    return subprocess.run([sys.executable, "-S", "-c", PROGRAM], env=environment, capture_output=True, text=True,
+                          timeout=60)
+
+
+def test_names_that_users_know(native: Path) -> None:
+    done = run(native)
+    assert done.returncode == 0, done.stderr
+    bad, unbound, stats, reset = done.stdout.splitlines()
+    assert bad.startswith("-1 ")
+    assert unbound.startswith("-5 ")
+    assert stats == "(2, 0) (1, 0) 3"
+    assert reset == "(0, 0)"
+
+
+def test_it_does_not_start_without_a_driver(native: Path) -> None:
+    done = run(native, driver=False)
+    assert done.stderr.splitlines()[-1].startswith("-3 libcuda.so.1")
