@@ -53,13 +53,17 @@ def test_inactive_and_active_runs_have_the_losses_of_one_without(tmp_path: Path,
         started.append(launch)
         return library
 
+    whole = async_threaded.Worker._backward
+
+    def backward(worker: async_threaded.Worker, stage: int, microbatch: int) -> None:
+        threads.append(torch._C._is_multithreading_enabled())
+        whole(worker, stage, microbatch)
+
     for folder in folders:
         folder.mkdir()
         if folder.name == "active":
             monkeypatch.setattr("vpipe.train.orion.start", start)
-            backward = async_threaded.Worker._backward
-            monkeypatch.setattr(async_threaded.Worker, "_backward", lambda *arguments: (
-                threads.append(torch._C._is_multithreading_enabled()), backward(*arguments))[-1])
+            monkeypatch.setattr(async_threaded.Worker, "_backward", backward)
         train(job_of(folder, **CHANGES, parallel__use_orion_scheduler=folder.name != "without"), folder)
         said = capsys.readouterr()
         text = said.out + said.err

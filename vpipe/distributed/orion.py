@@ -99,7 +99,6 @@ class OrionScheduler:
         """Return whether the process was started with the library in LD_PRELOAD."""
         return bool(self._library.orion_is_preloaded())
 
-    @property
     def is_running(self) -> bool:
         """Return whether launches are gated."""
         return bool(self._library.orion_is_running())
@@ -125,7 +124,7 @@ class OrionScheduler:
         client's own. The default stream, which all threads share, is not bound."""
         self._library.orion_set_client_idx(client)
         torch: Any = sys.modules.get("torch")
-        if client >= 0 and self.is_running and torch is not None and torch.cuda.is_initialized():
+        if client >= 0 and self.is_running() and torch is not None and torch.cuda.is_initialized():
             self.bind_stream(client, torch.cuda.current_stream().cuda_stream)
 
     def get_client_idx(self) -> int:
