@@ -235,6 +235,13 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the profile to this file, such "
                          "as profile.json")
 
+    orion = _add(commands, "orion", "", "prepare files for the Orion library").commands()
+    kernels = _add(orion, "profile", "orion.run_profile", "write the kernels of an update, by name, for "
+                   "ORION_KERNEL_INFO: what bounds them and how many multiprocessors they need; on a GPU")
+    _add_config(kernels)
+    kernels.add_argument("-o", "--output", type=Path, metavar="FILE", default=Path("kernels.csv"),
+                         help="write to this file (default: kernels.csv)")
+
     plan = _add(commands, "plan", "plan.run_plan",
                 "find the fastest partition, recomputation and schedule that fit in memory, and explain the choice")
     _add_config(plan)

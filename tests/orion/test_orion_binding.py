@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from vpipe.profiling.kernels import Bound, KernelProfile, kernel_csv
+
 BINDING = Path(__file__).parents[2] / "kernel_intercept" / "python"
 
 PROGRAM = """
@@ -22,6 +24,7 @@ assert scheduler.get_scheduling_mode() is SchedulingMode.MULTI_PRIORITY
 if (status := scheduler.start(2, device_id=0)) != 0:
     raise SystemExit(f"{status} {scheduler.last_error()}")
 assert scheduler.is_running() and scheduler.start(2) == -2
+assert scheduler.load_kernel_info(-1, "kernels.csv") == 1, scheduler.last_error()
 assert scheduler.get_client_idx() == -1
 scheduler.set_client_idx(1)  # without torch there is no stream to bind
 assert scheduler.get_client_idx() == 1
@@ -58,17 +61,18 @@ assert not scheduler.is_running()
 """
 
 
-def run(native: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(native: Path, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items()
                    if not name.startswith(("ORION_", "LD_")) and name != "PYTHONPATH"}
     environment["PYTHONPATH"] = os.pathsep.join([str(BINDING), str(BINDING.parents[1])])
+    (folder / "kernels.csv").write_text(kernel_csv([KernelProfile('f<1, "x">(int)', Bound.MEMORY, 3, 1e-5)]))
     environment |= {"LD_LIBRARY_PATH": str(native), "LD_PRELOAD": str(native / "libgpu_scheduler.so"), **variables}
     return subprocess.run([sys.executable, "-S", "-c", PROGRAM], env=environment, capture_output=True, text=True,
-                          timeout=60)
+                          timeout=60, cwd=folder)
 
 
-def test_names_that_users_know(native: Path) -> None:
-    done = run(native)
+def test_names_that_users_know(native: Path, tmp_path: Path) -> None:
+    done = run(native, tmp_path)
     assert done.returncode == 0, done.stderr
     bad, unbound, stats, reset = done.stdout.splitlines()
     assert bad.startswith("-1 ")
@@ -77,6 +81,6 @@ def test_names_that_users_know(native: Path) -> None:
     assert reset == "(0, 0)"
 
 
-def test_it_does_not_start_without_a_driver(native: Path) -> None:
-    done = run(native, FAKE_NO_DEVICE="1")
+def test_it_does_not_start_without_a_driver(native: Path, tmp_path: Path) -> None:
+    done = run(native, tmp_path, FAKE_NO_DEVICE="1")
     assert done.stderr.splitlines()[-1] == "-3 the CUDA driver finds no device: cuInit returned 100"
