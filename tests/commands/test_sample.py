@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_it_continues_what_it_has_learned_and_prints_it_as_it_comes(gpt: Path, s
     assert LINE.startswith(out.rstrip("\n"))
     assert len(out) > len("the cat sat on the")
     assert err.startswith(f"{gpt}/checkpoints/step-120: gpt, ")
-    assert err.endswith("parameters, after step 120\n")
+    assert re.search(r"parameters, after step 120\n8 tokens in [\d.]+ s, [\d,]+ tokens/s, on 1 rank\n$", err)
 
 
 def test_a_seed_and_a_step_decide(gpt: Path, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +82,59 @@ def test_a_seed_and_a_step_decide(gpt: Path, sample: Sample, monkeypatch: pytest
     (["--temperature", "nan"], "error: --temperature is nan\nhint: "),
     (["--top-k", "0"], "error: --top-k is 0\nhint: "),
     (["--seed", "-1"], "error: --seed is -1\nhint: "),
+    (["--top-p", "0"], "error: --top-p is 0\nhint: give a share above 0, at most 1"),
+    (["--beams", "0"], "error: --beams is 0\nhint: "),
+    (["--beams", "2", "--top-p", "0.9", "--seed", "1"],
+     "error: --top-p and --seed cannot be given with --beams: a beam search draws nothing\nhint: "),
+    (["--best", "2"], "error: --best can be given for a beam search alone\nhint: add --beams 4"),
+    (["--beams", "2", "--best", "3"], "error: --best is 3, but there are 2 beams\nhint: set --beams to 3 or more"),
+    (["--beams", "2", "--length-penalty", "-1"], "error: --length-penalty is -1\nhint: "),
+    (["--ranks", "4"], "error: --ranks is 4, but the model has only 3 layers\nhint: use 3 ranks at most"),
     (["--tokenizer", "nowhere.json"], "error: nowhere.json is not a tokenizer: "),
 ])
 def test_mistakes_are_refused(gpt: Path, sample: Sample, words: list[str], said: str) -> None:
     status, out, err = sample(gpt, "--prompt", "the", *words)
     assert (status, out) == (2, "")
     assert err.replace(str(gpt), "RUN").startswith(said)
+
+
+def test_several_prompts_give_the_texts_of_each_alone(gpt: Path, sample: Sample, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, words = ["the cat", "sat on", "the dog sat on the"], ("--tokens", 12, "--seed", 5, "--top-p", 0.9)
+    alone = [sample(gpt, "--prompt", prompt, *words)[1] for prompt in prompts]
+    status, out, _ = sample(gpt, *(word for prompt in prompts for word in ("--prompt", prompt)), *words)
+    assert (status, out) == (0, "\n".join(alone))
+    (tmp_path / "prompts.txt").write_text("\n\n".join(prompts) + "\n")
+    assert sample(gpt, "--prompts", tmp_path / "prompts.txt", *words)[1] == out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(prompts).encode())))
+    assert sample(gpt, "--prompts", "-", *words)[1] == out
+    (tmp_path / "empty.txt").write_text("\n")
+    assert "there is no prompt in" in sample(gpt, "--prompts", tmp_path / "empty.txt")[2]
+    assert "cannot read the prompts in" in sample(gpt, "--prompts", tmp_path / "nowhere.txt")[2]
+
+
+def test_a_beam_search_prints_its_best_texts(gpt: Path, sample: Sample) -> None:
+    words = ("--prompt", "the cat sat", "--tokens", 8, "--beams", 3)
+    best = sample(gpt, *words)[1]
+    assert LINE.startswith(best.rstrip("\n"))
+    found = sample(gpt, *words, "--best", 3)[1].splitlines()
+    scores = [float(line.split("  ")[0]) for line in found]
+    assert len(found) == 3
+    assert scores == sorted(scores, reverse=True)
+    assert found[0].split("  ")[1] == best.rstrip("\n")
+
+
+@pytest.mark.usefixtures("forked")
+def test_ranks_give_the_texts_of_one_process(gpt: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = [word for prompt in ("the cat", "sat", "the dog sat on the") for word in ("--prompt", prompt)]
+    words = (*prompts, "--tokens", "20", "--seed", "5", "--temperature", "2")
+    capfd.readouterr()
+    assert main(["sample", str(gpt), *words]) == 0
+    alone = capfd.readouterr().out
+    assert main(["sample", str(gpt), *words, "--ranks", "2"]) == 0
+    found = capfd.readouterr()
+    assert found.out == alone
+    assert re.search(r"after step 120\n[\d,]+ tokens in [\d.]+ s, [\d,]+ tokens/s, on 2 ranks\n$", found.err)
 
 
 def test_changed_data_have_another_tokenizer(gpt: Path, sample: Sample) -> None:

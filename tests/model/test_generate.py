@@ -1,36 +1,42 @@
-"""Text from a model of next tokens: what is chosen, and from which scores."""
+"""Text from a model of next tokens: what is chosen, from which scores, and that caches do not change it."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vpipe.errors import UserError
+from vpipe.model import transformer
 from vpipe.model.bert import BertConfig, bert
-from vpipe.model.generate import WholeForward, fill_masks, generate, load_weights
-from vpipe.model.gpt import GptConfig, gpt
-from vpipe.model.layer import Model
+from vpipe.model.generate import (
+    BeamSearch,
+    Chosen,
+    DecoderModel,
+    Request,
+    Sampler,
+    Search,
+    StageDecoder,
+    Text,
+    chooser,
+    decode,
+    fill_masks,
+    load_weights,
+)
+from vpipe.model.gpt import GptConfig, GptEmbeddings, gpt
+from vpipe.model.layer import Layer, Model
 from vpipe.model.llama import LlamaConfig, llama
+from vpipe.model.transformer import NextTokenHead
 
-GPT = gpt(GptConfig(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2))
-LLAMA = llama(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-                          max_position_embeddings=16))
-
-
-class Fixed:
-    """The same scores for every text; it keeps what is appended."""
-
-    def __init__(self, *scores: float) -> None:
-        self.scores, self.appended = torch.tensor(scores), list[list[int]]()
-
-    def append(self, ids: Sequence[int]) -> Tensor:
-        self.appended.append(list(ids))
-        return self.scores
+GPT = gpt(GptConfig(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3))
+LLAMA = llama(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+                          num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.3))
 
 
 def weights_of(model: Model, seed: int) -> dict[str, Tensor]:
@@ -38,47 +44,193 @@ def weights_of(model: Model, seed: int) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.materialize(seed).state_dict().items() if name not in tied}
 
 
-def test_each_token_is_appended_once_so_that_a_cache_needs_no_more() -> None:
-    scores = Fixed(0.0, 3.0, 1.0, 9.0)
-    assert list(islice(generate(scores, [7, 8], 3, temperature=0), 3)) == [1, 1, 1]  # 3 is no token
-    assert scores.appended == [[7, 8], [1], [1]]
+def counts_of(scores: Sequence[float], number: int = 1500, **options: Any) -> Counter[int]:
+    """How often each token is drawn when the scores are always these; ids from 3 on are no tokens."""
+    sampler = Sampler(Search(number, 3, **options))
+    return Counter(sampler.choose(torch.tensor([scores])).tokens[0] for _ in range(number))
 
 
 def test_a_seed_decides_and_tokens_come_as_often_as_their_probability_says() -> None:
-    scores = torch.tensor([0.5, 0.3, 0.2]).log().tolist()
+    scores = [*torch.tensor([0.5, 0.3, 0.2]).log().tolist(), 9.0]
 
-    def counts(seed: int, **options: float) -> Counter[int]:
-        return Counter(islice(generate(Fixed(*scores), [0], 3, seed=seed, **options), 1500))  # type: ignore[arg-type]
+    def shares(**options: Any) -> list[float]:
+        return [counts_of(scores, **options)[token] / 1500 for token in range(3)]
 
-    assert counts(1) == counts(1) != counts(2)
-    assert [counts(1)[token] / 1500 for token in range(3)] == pytest.approx([0.5, 0.3, 0.2], abs=0.04)
-    assert [counts(1, top_k=2)[token] / 1500 for token in range(3)] == pytest.approx([0.625, 0.375, 0], abs=0.04)
-    assert [counts(1, temperature=0.5)[token] / 1500 for token in range(3)] == pytest.approx(
-        [0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38], abs=0.04)
-    assert counts(1, temperature=1e-300) == counts(1, top_k=1) == counts(1, temperature=0) == {0: 1500}
+    assert counts_of(scores, seed=1) == counts_of(scores, seed=1) != counts_of(scores, seed=2)
+    assert shares() == pytest.approx([0.5, 0.3, 0.2], abs=0.04)
+    assert shares(top_k=2) == pytest.approx([0.625, 0.375, 0], abs=0.04)
+    assert shares(temperature=0.5) == pytest.approx([0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38], abs=0.04)
+    assert shares(barred=0) == pytest.approx([0, 0.6, 0.4], abs=0.04)
+    certain = {0: 1500}
+    assert counts_of(scores, temperature=1e-300) == counts_of(scores, top_k=1) == counts_of(scores, temperature=0)
+    assert counts_of(scores, temperature=0) == certain
 
 
+def test_top_p_draws_from_the_fewest_tokens_with_that_share() -> None:
+    scores = torch.tensor([0.2, 0.5, 0.3]).log().tolist()
+    assert set(counts_of(scores, top_p=0.01)) == set(counts_of(scores, top_p=0.49)) == {1}
+    assert set(counts_of(scores, top_p=0.51)) == set(counts_of(scores, top_p=0.79)) == {1, 2}
+    assert set(counts_of(scores, top_p=0.81)) == set(counts_of(scores, top_p=1.0)) == {0, 1, 2}
+    assert counts_of(scores, top_p=0.7)[1] / 1500 == pytest.approx(0.625, abs=0.04)
+    # The temperature and top_k come first: half the temperature gives 0.25, 0.09 and 0.04 of 0.38.
+    assert set(counts_of(scores, top_p=0.6, temperature=0.5)) == {1}
+    assert set(counts_of(scores, top_p=0.6, top_k=2)) == {1}
+
+
+def test_a_drawn_text_ends_with_its_end_or_its_last_token() -> None:
+    sampler, scores = Sampler(Search(3, 4, end=2, temperature=0)), torch.eye(4)[None]
+    assert [sampler.choose(scores[:, token]) for token in (1, 3)] == [Chosen([1], [0]), Chosen([3], [0])]
+    assert sampler.choose(scores[:, 2]).texts == [Text((1, 3))]
+    sampler = Sampler(Search(2, 4, end=2, temperature=0))
+    assert [sampler.choose(scores[:, token]).texts for token in (1, 3)] == [None, [Text((1, 3))]]
+
+
+def whole_forward(model: Model, modules: nn.ModuleDict, request: Request, window: int) -> list[Text]:
+    """The texts by forwards of all layers over the last tokens of every row."""
+    choose, rows = chooser(request.search).choose, [list(request.prompt)]
+    while True:
+        with torch.no_grad():
+            h_rsh = torch.tensor([row[-window:] for row in rows])
+            for layer in model.layers[:-1]:
+                h_rsh = modules[layer.name](h_rsh)
+            chosen = choose(modules["head"].scores(h_rsh)[:, -1])
+        if chosen.texts is not None:
+            return chosen.texts
+        rows = [[*rows[parent], token] for parent, token in zip(chosen.parents, chosen.tokens, strict=True)]
+
+
+SEARCHES = {"greedy": {"temperature": 0}, "drawn": {"seed": 3}, "nucleus": {"seed": 4, "top_p": 0.8, "top_k": 9},
+            "beams": {"beams": 3, "best": 3, "end": 7}}
+
+
+@pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_the_scores_are_those_of_the_whole_model_for_its_last_tokens(model: Model) -> None:
-    weights = weights_of(model, 3)
-    modules = load_weights(model, weights, 0)
-    whole = model.materialize(3).eval()
-    drawn = load_weights(model, weights, 0, draw=True)
-    ids = torch.randint(40, (1, 20), generator=torch.Generator().manual_seed(0))
-    found = WholeForward(model, modules, 16)
-    found.append(ids[0, :5].tolist())
-    last = found.append(ids[0, 5:].tolist())
-    for same in (whole, drawn):
-        h_bsh = ids[:, 4:]
-        for layer in model.layers[:-1]:
-            h_bsh = same[layer.name](h_bsh)
-        assert torch.allclose(last, same["head"].scores(h_bsh)[0, -1], atol=1e-6)
+def test_caches_give_the_tokens_of_whole_forwards(model: Model, search: str) -> None:
+    """Also of a prompt of one token, and of texts that outgrow the window."""
+    modules, decoder = model.materialize(3).eval(), DecoderModel(model)
+    assert decoder.cached
+    for prompt, window, tokens in (([5], 16, 12), ([1, 2, 3, 4], 16, 12), ([1, 2, 3], 6, 9), ([9] * 9, 6, 4)):
+        request = Request(tuple(prompt), Search(tokens, 38, **SEARCHES[search]))
+        last = list(decode(StageDecoder(decoder, modules, window), request))[-1]
+        expected = whole_forward(model, modules, request, window)
+        assert last.texts is not None
+        assert [text.tokens for text in last.texts] == [text.tokens for text in expected]
+        assert [text.score or 0 for text in last.texts] == pytest.approx([text.score or 0 for text in expected])
+
+
+def test_a_cache_computes_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    forward = GptEmbeddings.forward
+    monkeypatch.setattr(GptEmbeddings, "forward", lambda self, ids, start=0: (
+        seen.append([start, *ids.flatten().tolist()]), forward(self, ids, start))[1])
+    found = decode(StageDecoder(DecoderModel(GPT), GPT.materialize(0).eval(), 16), Request((4, 5), Search(3, 40)))
+    tokens = [chosen.tokens[0] for chosen in found]
+    assert seen == [[0, 4, 5], [2, tokens[0]], [3, tokens[1]]]
+
+
+class Backwards(nn.Module):
+    """A layer without ``step``: it mixes tokens in its own way."""
+
+    def forward(self, h_bsh: Tensor) -> Tensor:
+        return h_bsh + h_bsh.cumsum(1) / 9
+
+
+def test_a_model_with_a_layer_without_step_computes_whole_forwards() -> None:
+    model = Model([*GPT.layers[:2], Layer("own", Backwards), *GPT.layers[2:]], GPT.batch)
+    decoder, modules = DecoderModel(model), model.materialize(3).eval()
+    assert not decoder.cached
+    request = Request((1, 2), Search(8, 40, seed=1))
+    *_, last = decode(StageDecoder(decoder, modules, 16), request)
+    assert last.texts == whole_forward(model, modules, request, 16)
+    own = transformer.decoder(1, lambda: nn.Embedding(40, 16), Backwards, Backwards,
+                              lambda: NextTokenHead(nn.Identity(), nn.Linear(16, 40)), tied=False)
+    assert not DecoderModel(own).cached
+
+
+class Chain:
+    """Log probabilities of the next token by the last one, of a tiny vocabulary in which 0 ends a text."""
+
+    def __init__(self, words: int, seed: int) -> None:
+        scores = 2 * torch.randn(words, words, words, generator=torch.Generator().manual_seed(seed))
+        self.words, self.logs = words, scores.double().log_softmax(-1)
+
+    def scores(self, row: Sequence[int]) -> Tensor:
+        return self.logs[tuple([1, 1, *row][-2:])]
+
+    def total(self, row: Sequence[int]) -> float:
+        return sum(float(self.scores(row[:place])[token]) for place, token in enumerate(row))
+
+    def searched(self, search: Search) -> tuple[list[Text], int]:
+        """The texts of a beam search, and its steps."""
+        beams, rows, steps = BeamSearch(search), [list[int]()], 0
+        while True:
+            chosen = beams.choose(torch.stack([self.scores(row) for row in rows]))
+            steps += 1
+            if chosen.texts is not None:
+                return chosen.texts, steps
+            rows = [[*rows[parent], token] for parent, token in zip(chosen.parents, chosen.tokens, strict=True)]
+
+    def all_texts(self, length: int, alpha: float) -> list[Text]:
+        """Every text of at most that many tokens, by its score, with the formula of Wu et al. written out."""
+        found = []
+        for number in range(1, length + 1):
+            for row in product(range(self.words), repeat=number):
+                if 0 in row[:-1] or (row[-1] != 0 and number < length):
+                    continue
+                score = self.total(row) / ((5 + number) ** alpha / (5 + 1) ** alpha)
+                found.append(Text(row[:-1] if row[-1] == 0 else row, score))
+        return sorted(found, key=lambda text: -(text.score or 0))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_wide_beam_finds_what_a_search_of_all_texts_finds(seed: int, alpha: float) -> None:
+    chain = Chain(4, seed)
+    found, _ = chain.searched(Search(4, 4, end=0, beams=4 ** 4, length_penalty=alpha, best=9))
+    expected = chain.all_texts(4, alpha)[:9]
+    assert [text.tokens for text in found] == [text.tokens for text in expected]
+    assert [text.score for text in found] == pytest.approx([text.score for text in expected])
+
+
+def test_a_beam_of_one_is_greedy_and_a_wider_one_is_no_worse_here() -> None:
+    for seed in range(5):
+        chain = Chain(5, seed)
+        row = list[int]()
+        while len(row) < 6 and (not row or row[-1] != 0):
+            row.append(int(chain.scores(row).argmax()))
+        greedy, wide = (chain.searched(Search(6, 5, end=0, beams=beams, length_penalty=0))[0][0] for beams in (1, 4))
+        assert greedy.score == pytest.approx(chain.total(row))
+        assert list(greedy.tokens) == [token for token in row if token != 0]
+        assert (wide.score or 0) >= (greedy.score or 0)
+
+
+def test_a_beam_search_ends_when_no_beginning_can_become_better() -> None:
+    certain = Chain(3, 0)
+    certain.logs = torch.tensor([0.98, 0.01, 0.01]).double().log().expand(3, 3, 3)
+    texts, steps = certain.searched(Search(50, 3, end=0, beams=1))
+    assert (texts[0].tokens, steps) == ((), 1)
+    assert certain.searched(Search(50, 3, end=0, beams=2))[1] < 10
+    cut, steps = certain.searched(Search(5, 3, beams=2, best=2))  # nothing ends a text
+    assert steps == 5
+    assert [len(text.tokens) for text in cut] == [5, 5]
 
 
 def test_weights_that_are_lost_are_named() -> None:
-    for scores in (Fixed(0.0, float("nan")), Fixed(float("inf"), 0.0)):
-        with pytest.raises(UserError, match=r"not finite numbers(?s:.*)--step"):
-            next(generate(scores, [0], 2))
+    for choose in (Sampler(Search(3, 2)).choose, BeamSearch(Search(3, 2, beams=2)).choose):
+        for scores in ([0.0, math.nan], [math.inf, 0.0]):
+            with pytest.raises(UserError, match=r"not finite numbers(?s:.*)--step"):
+                choose(torch.tensor([scores]))
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_weights_are_loaded_for_all_layers_or_some(model: Model) -> None:
+    weights, whole = weights_of(model, 3), model.materialize(3).eval()
+    loaded = {"all": load_weights(model, weights, 0), "drawn": load_weights(model, weights, 0, draw=True)}
+    for modules in loaded.values():
+        assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in modules.state_dict().items())
+    last = load_weights(model, weights, 0, layers=range(3, 5))
+    assert set(last) == {"block1.mlp", "head"}
+    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in last.state_dict().items())
 
 
 def test_bert_gives_the_probabilities_of_masked_words_and_continues_nothing() -> None:
@@ -89,6 +241,6 @@ def test_bert_gives_the_probabilities_of_masked_words_and_continues_nothing() ->
     assert torch.allclose(found.sum(1), torch.ones(2, dtype=found.dtype))
     assert not torch.equal(found[0], found[1])
     with pytest.raises(UserError, match="does not predict the next token"):
-        WholeForward(model, modules, 16)
+        DecoderModel(model)
     with pytest.raises(UserError, match="does not predict masked tokens"):
         fill_masks(GPT, load_weights(GPT, weights_of(GPT, 0), 0), [1], [0], 40)

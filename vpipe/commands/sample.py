@@ -1,160 +1,170 @@
-"""Run ``vpipe sample``: continue a text with the model of a checkpoint, or fill in its masked words."""
+"""Run ``vpipe sample``: continue texts with the model of a checkpoint, or fill in its masked words."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from vpipe.checkpoint.export import weights_of
-from vpipe.checkpoint.load import check_compatible
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.commands.checkpoint import checkpoints_in
-from vpipe.data.tokenizers import ids_in, load_tokenizer, load_wordpiece
-from vpipe.errors import UserError, counted_with_commas
-from vpipe.model.generate import load_weights
-from vpipe.progress import byte_progress
-from vpipe.train.checkpoint_model import CheckpointModel, checkpoint_config, data_tokenizer, has_model
-from vpipe.train.sampling import BERT, CANDIDATES, TEMPERATURE, TextModel, masked_ids, prompt_ids
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from vpipe.commands.profile import folder_unless_failed
+from vpipe.data.tokenizers import load_tokenizer, load_wordpiece
+from vpipe.distributed.network import free_port
+from vpipe.errors import RunError, UserError, counted
+from vpipe.launch.local import run_ranks
+from vpipe.launch.rank_env import HostRanks, check_alone
+from vpipe.train.checkpoint_model import data_tokenizer, has_model
+from vpipe.train.generation import GenerationTask, SampledCheckpoint, generate_alone
+from vpipe.train.sampling import BERT, CANDIDATES, TEMPERATURE, masked_ids, prompt_ids, search_for
 
 TOKENS = 100
 """Default of ``--tokens``."""
 
 
 def run_sample(options: argparse.Namespace) -> None:
-    """Print a continuation of the prompt as it comes, or for BERT the most probable words of every mask."""
+    """Print a continuation of every prompt, or for BERT the most probable words of every mask."""
     _check(options)
-    prompt = _prompt(options.prompt)
-    checkpoint = _Checkpoint.find(options.folder, options.step)
-    tokenizer = checkpoint.tokenizer(options.tokenizer)
+    prompts = _prompts(options)
+    checkpoint = _find(options.folder, options.step)
+    tokenizer = _tokenizer(checkpoint, options.tokenizer)
     if checkpoint.found.name == BERT:
-        _fill(options, checkpoint, load_wordpiece(tokenizer), prompt)
+        _fill(options, checkpoint, tokenizer, prompts)
     else:
-        _continue(options, checkpoint, load_tokenizer(tokenizer), prompt)
+        _continue(options, checkpoint, tokenizer, prompts)
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name, least in (("tokens", 1), ("top_k", 1), ("seed", 0), ("step", 0)):
+    for name, least in (("tokens", 1), ("top_k", 1), ("seed", 0), ("step", 0), ("beams", 1), ("best", 1),
+                        ("ranks", 1)):
         value = getattr(options, name)
         if value is not None and not least <= value < 2**63:
             raise UserError(f"--{name.replace('_', '-')} is {value}", hint=f"give a whole number, {least} or more")
     if options.temperature is not None and not 0 <= options.temperature < inf:
         raise UserError(f"--temperature is {options.temperature:g}",
                         hint="give a number from 0 (the most probable token) on, such as 0.8")
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p is {options.top_p:g}", hint="give a share above 0, at most 1, such as 0.9")
+    if options.length_penalty is not None and not 0 <= options.length_penalty < inf:
+        raise UserError(f"--length-penalty is {options.length_penalty:g}",
+                        hint="give a number from 0 (none) on, such as 0.6")
+    drawn = _given(options, "temperature", "top_k", "top_p", "seed")
+    if options.beams is not None and drawn:
+        raise UserError(f"{' and '.join(drawn)} cannot be given with --beams: a beam search draws nothing",
+                        hint="leave out one or the other")
+    searched = _given(options, "length_penalty", "best")
+    if options.beams is None and searched:
+        raise UserError(f"{' and '.join(searched)} can be given for a beam search alone", hint="add --beams 4")
+    if options.best is not None and options.best > options.beams:
+        raise UserError(f"--best is {options.best}, but there are {counted(options.beams, 'beam')}",
+                        hint=f"set --beams to {options.best} or more")
 
 
-def _prompt(given: str) -> str:
-    """Return the prompt; ``-`` reads it from standard input."""
-    if given != "-":
-        return given
+def _given(options: argparse.Namespace, *names: str) -> list[str]:
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    """Return the prompts; ``-`` is standard input, as one prompt or as a file of one per line."""
+    if options.prompts is None:
+        return [_decoded(sys.stdin.buffer.read(), "the prompt on standard input").rstrip("\n") if prompt == "-"
+                else prompt for prompt in options.prompt]
+    if str(options.prompts) == "-":
+        content, where = sys.stdin.buffer.read(), "standard input"
+    else:
+        where = f"'{options.prompts}'"
+        try:
+            content = options.prompts.read_bytes()
+        except OSError as error:
+            raise UserError(f"cannot read the prompts in {where}: {error.strerror}",
+                            hint="name a file with a prompt per line as --prompts") from None
+    lines = _decoded(content, f"the file of prompts, {where},").splitlines()
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"there is no prompt in {where}", hint="write one per line")
+    return prompts
+
+
+def _decoded(content: bytes, what: str) -> str:
     try:
-        return sys.stdin.buffer.read().decode().rstrip("\n")
+        return content.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"the prompt on standard input is not UTF-8 (byte {error.start})",
+        raise UserError(f"{what} is not UTF-8 (byte {error.start})",
                         hint="convert it: iconv -f LATIN1 -t UTF-8") from None
 
 
-@dataclass(frozen=True)
-class _Checkpoint:
-    """A checkpoint whose model is known."""
+def _find(folder: Path, step: int | None) -> SampledCheckpoint:
+    """Return the newest checkpoint of a run, or that of a step.
 
-    folder: Path
-    manifest: Manifest
-    found: CheckpointModel
-
-    @classmethod
-    def find(cls, folder: Path, step: int | None) -> _Checkpoint:
-        """Return the newest checkpoint of a run, or that of a step.
-
-        Raises:
-            UserError: there is none, or it does not describe its model.
-        """
-        paths = checkpoints_in(folder)
-        manifest = Manifest.load(path := paths[-1])
-        if step is not None and manifest.step != step:
-            loaded = {(one := Manifest.load(other)).step: (other, one) for other in paths}
-            if step not in loaded:
-                raise UserError(f"there is no checkpoint of step {step} in '{folder}'",
-                                hint=f"give one of the steps {', '.join(map(str, sorted(loaded)))}")
-            path, manifest = loaded[step]
-        if not has_model(manifest):
-            raise UserError(f"the checkpoint '{path}' does not say what model it is of: Pipeline.save wrote it",
-                            hint="sample a run of 'vpipe train', or what 'vpipe checkpoint import' made")
-        return cls(path, manifest, CheckpointModel.from_manifest(manifest, path))
-
-    @property
-    def window(self) -> int:
-        """Return the tokens of a sample of the run; of a model without one the positions that it has."""
-        trained, settings = checkpoint_config(self.manifest), self.found.settings
-        assert settings.sequence_length is not None, "a config has one"
-        huggingface = self.found.family.huggingface
-        if trained is not None or huggingface is None:
-            return settings.sequence_length
-        sizes = huggingface.config(settings)
-        positions = sizes.get("n_positions", sizes.get("max_position_embeddings"))
-        return positions if isinstance(positions, int) else settings.sequence_length
-
-    def tokenizer(self, given: Path | None) -> Path:
-        """Return the ``tokenizer.json`` that is given, or that of the data of the run.
-
-        Raises:
-            UserError: there is none.
-        """
-        if given is not None:
-            return given
-        path, why = data_tokenizer(self.manifest)
-        if path is None:
-            raise UserError(f"there is no tokenizer for the checkpoint '{self.folder}': {why}",
-                            hint="name a tokenizer.json with --tokenizer, such as the one beside imported weights")
-        return path
-
-    def load(self, length: int, tokenizer: Tokenizer) -> TextModel:
-        """Return the model for texts of up to ``length`` tokens, with its weights.
-
-        Raises:
-            UserError: it has fewer tokens than the tokenizer.
-        """
-        words, size = ids_in(tokenizer), self.found.settings.vocab_size
-        if words > size:
-            raise UserError(f"the tokenizer has {words:,} tokens, but the model only {size:,}",
-                            hint="name the tokenizer.json that the model was trained with as --tokenizer")
-        if checkpoint_config(self.manifest) is None:  # tables of positions for all that it could read would be large
-            settings = replace(self.found.settings, sequence_length=length)
-            model = self.found.family.factory(settings)
-        else:
-            model = self.found.model()
-        check_compatible(self.manifest, model, "its code has changed since: take the one that it was trained with")
-        with byte_progress(f"reading {self.folder.name}") as progress:
-            weights = weights_of(self.folder, self.manifest, progress, checked=True)
-        own = self.found.family.factory.__module__.startswith("vpipe.")
-        modules = load_weights(model, weights, self.manifest.seed, draw=not own)
-        count = sum(weight.numel() for weight in weights.values())
-        print(f"{self.folder}: {self.found.name}, {counted_with_commas(count, 'parameter')}, after step "
-              f"{self.manifest.step:,}", file=sys.stderr, flush=True)
-        return TextModel(model, modules.float(), tokenizer, length)
+    Raises:
+        UserError: there is none, or it does not describe its model.
+    """
+    paths = checkpoints_in(folder)
+    manifest = Manifest.load(path := paths[-1])
+    if step is not None and manifest.step != step:
+        loaded = {(one := Manifest.load(other)).step: (other, one) for other in paths}
+        if step not in loaded:
+            raise UserError(f"there is no checkpoint of step {step} in '{folder}'",
+                            hint=f"give one of the steps {', '.join(map(str, sorted(loaded)))}")
+        path, manifest = loaded[step]
+    if not has_model(manifest):
+        raise UserError(f"the checkpoint '{path}' does not say what model it is of: Pipeline.save wrote it",
+                        hint="sample a run of 'vpipe train', or what 'vpipe checkpoint import' made")
+    return SampledCheckpoint.from_manifest(path, manifest)
 
 
-def _continue(options: argparse.Namespace, checkpoint: _Checkpoint, tokenizer: Tokenizer, prompt: str) -> None:
-    ids = prompt_ids(tokenizer, prompt, own_beginning=options.tokenizer is not None)
+def _tokenizer(checkpoint: SampledCheckpoint, given: Path | None) -> Path:
+    """Return the ``tokenizer.json`` that is given, or that of the data of the run.
+
+    Raises:
+        UserError: there is none.
+    """
+    if given is not None:
+        return given
+    path, why = data_tokenizer(checkpoint.manifest)
+    if path is None:
+        raise UserError(f"there is no tokenizer for the checkpoint '{checkpoint.folder}': {why}",
+                        hint="name a tokenizer.json with --tokenizer, such as the one beside imported weights")
+    return path
+
+
+def _continue(options: argparse.Namespace, checkpoint: SampledCheckpoint, path: Path, prompts: Sequence[str]) -> None:
+    tokenizer = load_tokenizer(path)
+    ids = [prompt_ids(tokenizer, prompt, own_beginning=options.tokenizer is not None) for prompt in prompts]
     most = TOKENS if options.tokens is None else options.tokens
-    text = checkpoint.load(min(checkpoint.window, len(ids) + most), tokenizer)
-    print(prompt, end="", flush=True)
-    for piece in text.continued(ids, most, temperature=TEMPERATURE if options.temperature is None else
-                                options.temperature, top_k=options.top_k, seed=options.seed or 0):
-        print(piece, end="", flush=True)
-    print()
+    given = {name: value for name in ("top_k", "top_p", "seed", "beams", "length_penalty", "best")
+             if (value := getattr(options, name)) is not None}
+    search = search_for(tokenizer, most, **given,
+                        temperature=TEMPERATURE if options.temperature is None else options.temperature)
+    length = min(checkpoint.window, max(map(len, ids)) + most)
+    checkpoint.check(length, tokenizer)
+    ranks = options.ranks or 1
+    task = GenerationTask(str(checkpoint.folder), length, str(path), checkpoint.partition(ranks, length),
+                          checkpoint.threads(ranks), tuple(prompts), tuple(map(tuple, ids)), search)
+    if ranks == 1:
+        generate_alone(task, checkpoint, tokenizer)
+        return
+    check_alone("vpipe sample", os.environ)
+    with folder_unless_failed("vpipe-sample-") as folder:
+        task.save(folder)
+        try:
+            run_ranks(HostRanks.alone(ranks, free_port(None), task.threads, ("sample",)), folder, task.describe)
+        except RunError:
+            print(f"logs of the ranks: {folder}", file=sys.stderr, flush=True)
+            raise
 
 
-def _fill(options: argparse.Namespace, checkpoint: _Checkpoint, tokenizer: Tokenizer, prompt: str) -> None:
-    given = [f"--{name}" for name in ("tokens", "temperature", "seed") if getattr(options, name) is not None]
+def _fill(options: argparse.Namespace, checkpoint: SampledCheckpoint, path: Path, prompts: Sequence[str]) -> None:
+    given = _given(options, "tokens", "temperature", "top_p", "seed", "beams", "ranks")
     if given:
         raise UserError(f"{' and '.join(given)} cannot be given for BERT, which fills in masks and chooses nothing",
                         hint="leave it out; --top-k is the number of words that are shown")
-    ids = masked_ids(tokenizer, prompt, checkpoint.window)
-    print("\n".join(checkpoint.load(len(ids), tokenizer).filled(ids, options.top_k or CANDIDATES).lines()))
+    tokenizer = load_wordpiece(path)
+    ids = [masked_ids(tokenizer, prompt, checkpoint.window) for prompt in prompts]
+    length = max(map(len, ids))
+    checkpoint.check(length, tokenizer)
+    text = checkpoint.text_model(length, tokenizer)
+    print("\n\n".join("\n".join(text.filled(one, options.top_k or CANDIDATES).lines()) for one in ids))

@@ -6,7 +6,8 @@ reads and checks the config and makes the folder, and hands both out. All descri
 LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
 The tasks: ``train``, with the folder of a checkpoint to resume, if any; ``verify N``: record N updates;
-``compare``, with the arguments of :func:`vpipe.compare.run.run_comparison`; ``profile``, with sizes of microbatches.
+``compare``, with the arguments of :func:`vpipe.compare.run.run_comparison`; ``profile``, with sizes of microbatches;
+``sample``, with what :class:`vpipe.train.generation.GenerationTask` saved instead of a config.
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ def main(folder: Path, task: str, *arguments: str) -> int:
 
     def work() -> Stopped | None:
         import_files(imported_files())
+        if task == "sample":
+            from vpipe.train.generation import generate_rank
+
+            generate_rank(folder, rank)
+            return None
         config = load_resolved(folder / CONFIG)
         _keep_memory(config)
         if task == "train":

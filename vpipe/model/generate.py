@@ -1,106 +1,369 @@
 """Continue a text with a model of next tokens, and fill in masked words with BERT.
 
-Shapes, as names end: b batch (samples), s sequence (tokens), h hidden size, p masked positions, v vocabulary size.
+A text grows in passes over the layers: the first has the prompt, every later one a token for each row. Rows are the
+beams of a beam search; a text that is drawn has one. :class:`StageDecoder` computes a pass, with caches of keys and
+values where all layers have a ``step`` (:mod:`vpipe.model.kv_cache`); :class:`Sampler` or :class:`BeamSearch` chooses
+the next tokens by its scores; :class:`Rows` makes the next pass of them. :func:`decode` does so in one process,
+:mod:`vpipe.runtime.generation` on several ranks.
+
+Shapes, as names end: b batch (samples), r rows, s sequence (tokens), h hidden size, p masked positions, v vocabulary
+size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from math import inf
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
 from vpipe.model.bert import BertHead
-from vpipe.model.layer import Model, without_random_values
-from vpipe.model.transformer import NextTokenHead
+from vpipe.model.kv_cache import KeyValueCache
+from vpipe.model.layer import Model, build_outline, set_parameter, share_modules, without_random_values
+from vpipe.model.split import alive, resolve_tie
+from vpipe.model.transformer import EmbeddingsAndAttention, NextTokenHead
 
 
-def load_weights(model: Model, weights: Mapping[str, Tensor], seed: int, draw: bool = False) -> nn.ModuleDict:
-    """Return the whole model with these weights, in eval mode.
+def load_weights(model: Model, weights: Mapping[str, Tensor], seed: int, draw: bool = False,
+                 layers: range | None = None) -> nn.ModuleDict:
+    """Return layers of a model with these weights, in eval mode.
 
     Args:
-        weights: of all parameters and buffers, ``<layer>.<parameter>``, tied ones under their owner's name.
+        weights: of all their parameters and buffers, ``<layer>.<parameter>``, tied ones under their owner's name.
         seed: of the run, for what its layers draw beside the weights.
         draw: whether they draw at all; without, building is faster.
+        layers: their numbers; None for all.
     """
+    here = {number: model.layers[number] for number in (range(len(model)) if layers is None else layers)}
     with nullcontext() if draw else without_random_values():
-        modules = model.materialize(seed)
-    for layer in model.layers:
+        modules = {layer.name: layer.materialize(number, seed) for number, layer in here.items()}
+    share_modules(modules, {layer.name: layer.shared for layer in here.values()})
+    parameters: dict[str, nn.Parameter] = {}
+    for layer in here.values():
         module = modules[layer.name]
         module.load_state_dict({name: weights[f"{layer.name}.{name}"] for name in module.state_dict()
                                 if name not in layer.ties}, strict=False)
-    return modules.eval()
+        for own, target in layer.ties.items():
+            owner = resolve_tie(model, target)
+            if owner not in parameters:  # its layer is not here
+                parameters[owner] = nn.Parameter(weights[owner])
+            set_parameter(module, own, parameters[owner])
+        parameters |= {f"{layer.name}.{name}": parameter for name, parameter in module.named_parameters()}
+    whole = nn.ModuleDict()
+    whole._modules.update(modules)  # layer names may hold dots, which add_module refuses
+    return whole.eval()
 
 
-class NextTokenScores(Protocol):
-    """Score the next token of a text that grows."""
-
-    def append(self, ids: Sequence[int]) -> Tensor:
-        """Add tokens to the end of the text, and return the scores [V] of the token after them."""
+# -- what is asked for ---------------------------------------------------------------------------------------------
 
 
-class WholeForward:
-    """Score the next token by a forward of the whole text, which computes every token again.
+@dataclass(frozen=True)
+class Search:
+    """How the tokens of a text are chosen: drawn one by one, or by a beam search.
 
-    A class with the same :meth:`append` that keeps the keys and values of earlier tokens may stand in for it.
+    Attributes:
+        tokens: most tokens of a text, with the one that ends it.
+        vocabulary: ids from here on are no tokens, though the model may have scores for them.
+        end: the token that ends a text; None: only ``tokens`` does.
+        barred: a token that is never chosen, such as padding.
+        temperature: divides the scores; 0 takes the most probable token.
+        top_k: number of most probable tokens to draw from; None for all.
+        top_p: draw from the fewest most probable tokens whose probabilities add up to this share (Holtzman et al. 2020,
+            arXiv:1904.09751), after the temperature and ``top_k``; None for all.
+        seed: of the draws.
+        beams: rows of a beam search, which draws nothing; None draws.
+        length_penalty: exponent of the length by which a beam search divides, see :class:`BeamSearch`.
+        best: texts that a beam search returns.
+    """
+
+    tokens: int
+    vocabulary: int
+    end: int | None = None
+    barred: int | None = None
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    beams: int | None = None
+    length_penalty: float = 0.6
+    best: int = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how its text is chosen."""
+
+    prompt: tuple[int, ...]
+    search: Search
+
+
+class Text(NamedTuple):
+    """A finished text: its tokens behind the prompt without the one that ends it, and its score in a beam search."""
+
+    tokens: tuple[int, ...]
+    score: float | None = None
+
+
+class Chosen(NamedTuple):
+    """The next token of every row, the earlier row that each continues, and at the end the texts, the best first."""
+
+    tokens: list[int]
+    parents: list[int]
+    texts: list[Text] | None = None
+
+
+# -- choosing tokens -----------------------------------------------------------------------------------------------
+
+
+class Sampler:
+    """Draw the tokens of a text one by one. Equal seeds and scores give equal tokens."""
+
+    def __init__(self, search: Search) -> None:
+        self._search, self._tokens = search, list[int]()
+        self._generator = torch.Generator().manual_seed(search.seed)
+
+    def choose(self, scores_rv: Tensor) -> Chosen:
+        """Choose the next token by the scores [1, V].
+
+        Raises:
+            UserError: a score is not a finite number.
+        """
+        search = self._search
+        token = self._draw(_allowed(scores_rv, search)[0])
+        self._tokens.append(token)
+        ended = token == search.end
+        return Chosen([token], [0], [Text(tuple(self._tokens[:-1] if ended else self._tokens))]
+                      if ended or len(self._tokens) == search.tokens else None)
+
+    def _draw(self, scores_v: Tensor) -> int:
+        search = self._search
+        if search.temperature == 0:
+            return int(scores_v.argmax())
+        if search.top_k is None and search.top_p is None:
+            return self._draw_from(scores_v - scores_v.max())
+        best, tokens = scores_v.topk(min(len(scores_v), search.top_k or len(scores_v)))
+        best = best - best[0]
+        if search.top_p is not None:
+            shares = (best / search.temperature).softmax(0)
+            before = shares.cumsum(0) - shares  # the share of those that are more probable
+            best = best[before < search.top_p]
+        return int(tokens[self._draw_from(best)])
+
+    def _draw_from(self, scores: Tensor) -> int:
+        """Return a place; the largest score is 0: no temperature overflows."""
+        return int(torch.multinomial((scores / self._search.temperature).softmax(0), 1, generator=self._generator))
+
+
+class BeamSearch:
+    """Keep the ``beams`` most probable beginnings of a text; return the best texts that have ended.
+
+    The score of a text Y of a prompt X is log P(Y | X) / ((5 + |Y|) / 6)^a with the length penalty a, as in section 7
+    of Wu et al. 2016 (arXiv:1609.08144), without their coverage penalty; |Y| counts the token that ends it. A text ends
+    where its end is among the best ``beams`` candidates. The search ends when no beginning could still give a better
+    text than the worst of ``beams`` ended ones; texts that are cut at their greatest length count as ended.
+    """
+
+    def __init__(self, search: Search) -> None:
+        assert search.beams is not None, "a beam search"
+        self._search, self._beams = search, search.beams
+        self._rows: list[tuple[int, ...]] = [()]
+        self._sums_r = torch.zeros(1, dtype=torch.float64)  # log probabilities of the rows
+        self._ended: list[Text] = []
+
+    def choose(self, scores_rv: Tensor) -> Chosen:
+        """Choose the next tokens of all rows by their scores [R, V].
+
+        Raises:
+            UserError: a score is not a finite number.
+        """
+        search = self._search
+        logs_rv = self._sums_r[:, None] + _allowed(scores_rv, search).log_softmax(-1)
+        best, places = logs_rv.flatten().topk(min(2 * self._beams, logs_rv.numel()))  # half of them may be ends
+        length = len(self._rows[0]) + 1
+        rows, tokens, parents, sums = list[tuple[int, ...]](), list[int](), list[int](), list[float]()
+        for rank, (total, place) in enumerate(zip(best.tolist(), places.tolist(), strict=True)):
+            parent, token = divmod(place, logs_rv.shape[1])
+            if total == -inf:
+                break
+            if token == search.end:
+                if rank < self._beams:
+                    self._ended.append(Text(self._rows[parent], total / self._penalty(length)))
+            elif len(rows) < self._beams:
+                rows.append((*self._rows[parent], token))
+                tokens.append(token)
+                parents.append(parent)
+                sums.append(total)
+        last = length == search.tokens
+        if last:
+            self._ended += [Text(row, total / self._penalty(length)) for row, total in zip(rows, sums, strict=True)]
+        self._ended = sorted(self._ended, key=lambda text: -(text.score or 0.0))[:self._beams]
+        self._rows, self._sums_r = rows, torch.tensor(sums, dtype=torch.float64)
+        done = last or not rows or (len(self._ended) == self._beams and sums[0] / self._penalty(
+            search.tokens) <= (self._ended[-1].score or 0.0))
+        return Chosen(tokens, parents, self._ended[:search.best] if done else None)
+
+    def _penalty(self, length: int) -> float:
+        return float(((5 + length) / 6) ** self._search.length_penalty)
+
+
+def chooser(search: Search) -> Sampler | BeamSearch:
+    """Return what chooses the tokens of one text."""
+    return Sampler(search) if search.beams is None else BeamSearch(search)
+
+
+def _allowed(scores_rv: Tensor, search: Search) -> Tensor:
+    """Return the scores of what may be chosen, in fp64."""
+    scores_rv = _finite(scores_rv[:, :search.vocabulary])
+    return scores_rv if search.barred is None else scores_rv.index_fill(1, torch.tensor([search.barred]), -inf)
+
+
+def _finite(scores: Tensor) -> Tensor:
+    scores = scores.double()
+    if not scores.abs().max() < inf:
+        raise UserError("the model's scores are not finite numbers: its weights are lost",
+                        hint="sample an older checkpoint with --step; vpipe checkpoint ls RUN lists them")
+    return scores
+
+
+# -- passes over the layers ----------------------------------------------------------------------------------------
+
+
+class Pass(NamedTuple):
+    """What is computed next for a request.
+
+    Attributes:
+        rows: the earlier row that each continues, with its caches; None: each begins anew, with all its tokens.
+        ids_rs: the tokens of each row, int64 [R, S]; S is 1 where rows continue.
+    """
+
+    rows: list[int] | None
+    ids_rs: Tensor
+
+
+class Rows:
+    """The rows of a request as they grow, and the passes that they need.
 
     Args:
-        modules: the layers of ``model``, in eval mode.
-        window: of a longer text the model reads this many tokens, the last ones.
+        window: of a longer text the model reads this many tokens, the last ones. Their positions change with every
+            token, so that their keys and values do, too: from there on every pass begins anew.
+        cached: whether layers keep keys and values.
+    """
+
+    def __init__(self, request: Request, window: int, cached: bool) -> None:
+        self._rows, self._window, self._cached = [list(request.prompt)], window, cached
+
+    def first(self) -> Pass:
+        """Return the pass of the prompt."""
+        return self._anew()
+
+    def next(self, chosen: Chosen) -> Pass:
+        """Return the pass behind a choice."""
+        self._rows = [[*self._rows[parent], token] for parent, token in zip(chosen.parents, chosen.tokens, strict=True)]
+        if not self._cached or len(self._rows[0]) > self._window:
+            return self._anew()
+        return Pass(chosen.parents, torch.tensor(chosen.tokens)[:, None])
+
+    def _anew(self) -> Pass:
+        return Pass(None, torch.tensor([row[-self._window:] for row in self._rows]))
+
+
+class DecoderModel:
+    """A model of next tokens, as it is computed token by token.
+
+    Attributes:
+        cached: whether every layer can keep keys and values (:mod:`vpipe.model.kv_cache`).
 
     Raises:
         UserError: it is no model of next tokens.
     """
 
-    def __init__(self, model: Model, modules: nn.ModuleDict, window: int) -> None:
-        head = modules[model.layers[-1].name]
-        if not isinstance(head, NextTokenHead) or set(model.batch) != {"input_ids", "labels"}:
+    def __init__(self, model: Model) -> None:
+        outlines = [build_outline(layer, number) for number, layer in enumerate(model.layers)]
+        if not isinstance(outlines[-1], NextTokenHead) or set(model.batch) != {"input_ids", "labels"}:
             raise UserError("the model does not predict the next token of a text",
                             hint="sample a model of the family gpt or llama, or one whose last layer is a "
                                  "NextTokenHead")
-        self._model, self._modules, self._head, self._window = model, modules, head, window
-        self._ids: list[int] = []
-
-    def append(self, ids: Sequence[int]) -> Tensor:
-        """Add tokens to the end of the text, and return the scores [V] of the token after them."""
-        self._ids = [*self._ids, *ids][-self._window:]
-        with torch.inference_mode():
-            h_bsh = _below_head(self._model, self._modules, {"input_ids": torch.tensor([self._ids])})
-            return self._head.scores(h_bsh[:, -1:])[0, 0]
+        self.model = model
+        self.cached = all(map(_has_step, outlines[:-1]))
 
 
-def generate(scores: NextTokenScores, prompt: Sequence[int], vocabulary: int, *, temperature: float = 1.0,
-             top_k: int | None = None, seed: int = 0) -> Iterator[int]:
-    """Yield the tokens of a continuation of ``prompt`` one by one, without end.
+def _has_step(module: nn.Module) -> bool:
+    parts = (module.embeddings, module.attention) if isinstance(module, EmbeddingsAndAttention) else (module,)
+    return all(hasattr(part, "step") for part in parts)
 
-    Equal arguments give equal tokens on the same machine.
+
+class StageDecoder:
+    """Compute the passes of requests with the layers of a stage, or of the whole model.
 
     Args:
-        vocabulary: ids from here on are no tokens, though the model may have scores for them.
-        temperature: divides the scores; 0 takes the most probable token.
-        top_k: number of most probable tokens to choose from; None for all.
-        seed: of the choices.
+        modules: of these layers, in eval mode.
+        layers: their numbers; None for all.
+        window: see :class:`Rows`.
+    """
+
+    def __init__(self, decoder: DecoderModel, modules: nn.ModuleDict, window: int, layers: range | None = None) -> None:
+        model = decoder.model
+        layers = range(len(model)) if layers is None else layers
+        self.window, self.cached = window, decoder.cached
+        self.is_last = layers.stop == len(model)
+        self._layers = [(model.layers[number], modules[model.layers[number].name]) for number in layers]
+        self._inputs = alive(model, layers.start)
+        self._outputs = () if self.is_last else alive(model, layers.stop)
+        self._caches: dict[int, tuple[int, dict[str, KeyValueCache]]] = {}  # by slot: rows, caches by layer
+
+    def run(self, request: Request, slot: int, one: Pass, received: Sequence[Tensor]) -> list[Tensor]:
+        """Run a pass; return the tensors for the next stage, on the last one the scores [R, V] of the next tokens.
+
+        Args:
+            slot: where the caches of the request are. A pass that begins anew drops what is there.
+            received: the tensors of the stage before.
+        """
+        tensors = {"input_ids": one.ids_rs, **dict(zip(self._inputs, received, strict=True))}
+        with torch.inference_mode():
+            caches = self._caches_for(request, slot, one) if self.cached else None
+            for layer, module in self._layers:
+                inputs = [tensors.get(name) for name in layer.inputs]
+                if isinstance(module, NextTokenHead):
+                    assert inputs[0] is not None
+                    return [module.scores(inputs[0][:, -1:])[:, 0]]
+                found = module(*inputs) if caches is None else module.step(*inputs, caches[layer.name])  # type: ignore[operator]
+                tensors.update(zip(layer.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+            return [tensors[name] for name in self._outputs]
+
+    def _caches_for(self, request: Request, slot: int, one: Pass) -> dict[str, KeyValueCache]:
+        if one.rows is None:
+            capacity = min(self.window, len(request.prompt) + request.search.tokens)
+            caches = {layer.name: KeyValueCache(capacity) for layer, _ in self._layers}
+        else:
+            before, caches = self._caches[slot]
+            if one.rows != list(range(before)):
+                rows = torch.tensor(one.rows)
+                for cache in caches.values():
+                    cache.select(rows)
+        self._caches[slot] = len(one.ids_rs), caches
+        return caches
+
+
+def decode(stage: StageDecoder, request: Request) -> Iterator[Chosen]:
+    """Yield the choices of a request one by one, in this process; the last has its texts.
 
     Raises:
         UserError: a score is not a finite number.
     """
-    generator, ids = torch.Generator().manual_seed(seed), list(prompt)
-    while True:
-        token = _choose(_finite(scores.append(ids)[:vocabulary]), temperature, top_k, generator)
-        yield token
-        ids = [token]
+    rows, choose = Rows(request, stage.window, stage.cached), chooser(request.search).choose
+    chosen = choose(stage.run(request, 0, rows.first(), ())[0])
+    while chosen.texts is None:
+        yield chosen
+        chosen = choose(stage.run(request, 0, rows.next(chosen), ())[0])
+    yield chosen
 
 
-def _choose(scores_v: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(scores_v.argmax())
-    best, tokens = scores_v.topk(min(len(scores_v), top_k or len(scores_v)))
-    probabilities = ((best - best[0]) / temperature).softmax(0)  # the largest is 0: no temperature overflows
-    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+# -- masked words --------------------------------------------------------------------------------------------------
 
 
 def fill_masks(model: Model, modules: nn.ModuleDict, ids: Sequence[int], positions: Sequence[int],
@@ -119,25 +382,11 @@ def fill_masks(model: Model, modules: nn.ModuleDict, ids: Sequence[int], positio
     if not isinstance(head, BertHead):
         raise UserError("the model does not predict masked tokens", hint="sample a model of the family bert")
     input_ids = torch.tensor([ids])
+    tensors = {"input_ids": input_ids, "segment_ids": torch.zeros_like(input_ids),
+               "input_mask": torch.ones_like(input_ids)}
     with torch.inference_mode():
-        h_bsh = _below_head(model, modules, {"input_ids": input_ids, "segment_ids": torch.zeros_like(input_ids),
-                                             "input_mask": torch.ones_like(input_ids)})
-        scores_bpv, _ = head.scores(h_bsh, torch.tensor([positions]))
+        for layer in model.layers[:-1]:
+            found = modules[layer.name](*(tensors[name] for name in layer.inputs))
+            tensors.update(zip(layer.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+        scores_bpv, _ = head.scores(tensors[model.layers[-1].inputs[0]], torch.tensor([positions]))
         return _finite(scores_bpv[0, :, :vocabulary]).softmax(-1)
-
-
-def _below_head(model: Model, modules: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Tensor:
-    """Run all layers but the last, and return ``h``, which that one reads."""
-    tensors = dict(batch)
-    for layer in model.layers[:-1]:
-        found = modules[layer.name](*(tensors[name] for name in layer.inputs))
-        tensors.update(zip(layer.outputs, found if isinstance(found, tuple) else (found,), strict=True))
-    return tensors[model.layers[-1].inputs[0]]
-
-
-def _finite(scores: Tensor) -> Tensor:
-    scores = scores.double()
-    if not scores.abs().max() < inf:
-        raise UserError("the model's scores are not finite numbers: its weights are lost",
-                        hint="sample an older checkpoint with --step; vpipe checkpoint ls RUN lists them")
-    return scores

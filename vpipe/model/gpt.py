@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vpipe.model.kv_cache import KeyValueCache, PerToken
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
 from vpipe.model.transformer import Blocks, ConfigKeys, NextTokenHead, attention, decoder, decoder_copies, decoder_names
@@ -166,10 +167,13 @@ class GptEmbeddings(nn.Module):
         for table in (self.token, self.position):
             nn.init.normal_(table.weight, std=config.initializer_range)
 
-    def forward(self, ids_bs: Tensor) -> Tensor:
-        length = ids_bs.shape[1]
-        KEYS.check_length(length, self.position.num_embeddings, "n_positions")
-        return self.dropout(self.token(ids_bs) + self.position.weight[:length])  # type: ignore[no-any-return]
+    def forward(self, ids_bs: Tensor, start: int = 0) -> Tensor:
+        end = start + ids_bs.shape[1]
+        KEYS.check_length(end, self.position.num_embeddings, "n_positions")
+        return self.dropout(self.token(ids_bs) + self.position.weight[start:end])  # type: ignore[no-any-return]
+
+    def step(self, ids_bs: Tensor, cache: KeyValueCache) -> Tensor:
+        return self(ids_bs, cache.length)  # type: ignore[no-any-return]
 
 
 class GptAttention(nn.Module):
@@ -185,16 +189,22 @@ class GptAttention(nn.Module):
         self.output = _linear(size, size, config, residual=True)
         self.dropout = nn.Dropout(config.resid_pdrop)
 
-    def forward(self, h_bsh: Tensor) -> Tensor:
+    def forward(self, h_bsh: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        start = 0 if cache is None else cache.length
         qkv_bs3ad = self.qkv(self.norm(h_bsh)).unflatten(-1, (3, self.heads, -1))
         query_basd, key_basd, value_basd = qkv_bs3ad.permute(2, 0, 3, 1, 4)
-        mixed_basd = attention(query_basd, key_basd, value_basd, causal=True,
+        if cache is not None:
+            key_basd, value_basd = cache.append(key_basd, value_basd)
+        mixed_basd = attention(query_basd, key_basd, value_basd, causal=start == 0,
                                dropout=self.attention_dropout if self.training else 0.0)
         mixed_bsh = self.output(mixed_basd.transpose(1, 2).flatten(2))
         return h_bsh + self.dropout(mixed_bsh)  # type: ignore[no-any-return]
 
+    def step(self, h_bsh: Tensor, cache: KeyValueCache) -> Tensor:
+        return self(h_bsh, cache)  # type: ignore[no-any-return]
 
-class GptMlp(nn.Module):
+
+class GptMlp(PerToken):
     """Norm, expand to I, GELU, contract, add: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, config: GptConfig) -> None:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
+from vpipe.model.kv_cache import KeyValueCache, PerToken
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
 from vpipe.model.transformer import (
@@ -267,7 +268,7 @@ def rotate(x_basd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
     return torch.cat((first * cos_sd - second * sin_sd, second * cos_sd + first * sin_sd), dim=-1)
 
 
-class LlamaEmbeddings(nn.Module):
+class LlamaEmbeddings(PerToken):
     """Word embeddings: int64 [B, S] -> [B, S, H]."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -298,18 +299,25 @@ class LlamaAttention(nn.Module):
         for name, table in zip(("cos_sd", "sin_sd"), tables, strict=True):
             self.register_buffer(name, table, persistent=False)
 
-    def forward(self, h_bsh: Tensor) -> Tensor:
-        length, normed_bsh = h_bsh.shape[1], self.norm(h_bsh)
-        KEYS.check_length(length, len(self.cos_sd), "max_position_embeddings")
+    def forward(self, h_bsh: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        start, normed_bsh = 0 if cache is None else cache.length, self.norm(h_bsh)
+        end = start + h_bsh.shape[1]
+        KEYS.check_length(end, len(self.cos_sd), "max_position_embeddings")
         query_basd, key_bgsd, value_bgsd = (projection(normed_bsh).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
                                             for projection in (self.query, self.key, self.value))
-        cos_sd, sin_sd = self.cos_sd[:length], self.sin_sd[:length]
-        mixed_basd = attention(rotate(query_basd, cos_sd, sin_sd), rotate(key_bgsd, cos_sd, sin_sd), value_bgsd,
-                               causal=True, dropout=self.attention_dropout if self.training else 0.0)
+        cos_sd, sin_sd = self.cos_sd[start:end], self.sin_sd[start:end]
+        query_basd, key_bgsd = rotate(query_basd, cos_sd, sin_sd), rotate(key_bgsd, cos_sd, sin_sd)
+        if cache is not None:
+            key_bgsd, value_bgsd = cache.append(key_bgsd, value_bgsd)
+        mixed_basd = attention(query_basd, key_bgsd, value_bgsd, causal=start == 0,
+                               dropout=self.attention_dropout if self.training else 0.0)
         return h_bsh + self.output(mixed_basd.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
+    def step(self, h_bsh: Tensor, cache: KeyValueCache) -> Tensor:
+        return self(h_bsh, cache)  # type: ignore[no-any-return]
 
-class LlamaMlp(nn.Module):
+
+class LlamaMlp(PerToken):
     """Norm, SwiGLU, add: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, config: LlamaConfig) -> None:

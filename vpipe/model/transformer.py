@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.model import LARGEST_SIZE, MOST_BLOCKS
+from vpipe.model.kv_cache import KeyValueCache
 from vpipe.model.layer import LOSS, Layer, Model
 from vpipe.model.registry import ModelSettings
 
@@ -206,6 +207,9 @@ class EmbeddingsAndAttention(nn.Module):
 
     def forward(self, ids_bs: Tensor) -> Tensor:
         return self.attention(self.embeddings(ids_bs))  # type: ignore[no-any-return]
+
+    def step(self, ids_bs: Tensor, cache: KeyValueCache) -> Tensor:
+        return self.attention.step(self.embeddings.step(ids_bs, cache), cache)  # type: ignore[operator, no-any-return]
 
 
 class NextTokenHead(nn.Module):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from vpipe.data.tokenizers import CLS, MASK, SEP, end_token, ids_in, token_id
 from vpipe.errors import UserError, counted
-from vpipe.model.generate import WholeForward, fill_masks, generate
+from vpipe.model.generate import Chosen, DecoderModel, Request, Search, StageDecoder, Text, decode, fill_masks
 from vpipe.model.layer import Model
 
 if TYPE_CHECKING:
@@ -41,18 +41,22 @@ class TextModel:
     tokenizer: Tokenizer
     window: int
 
-    def continued(self, ids: Sequence[int], tokens: int, *, temperature: float = TEMPERATURE,
-                  top_k: int | None = None, seed: int = 0) -> Iterator[str]:
+    def choices(self, requests: Sequence[Request]) -> Iterator[tuple[int, Chosen]]:
+        """Yield the choices for requests, one request after the other, with its number."""
+        stage = StageDecoder(DecoderModel(self.model), self.modules, self.window)
+        for number, request in enumerate(requests):
+            for chosen in decode(stage, request):
+                yield number, chosen
+
+    def continued(self, ids: Sequence[int], search: Search) -> Iterator[str]:
         """Yield a continuation of a prompt as it comes, at most to the end of the text.
 
         Args:
             ids: of the prompt (:func:`prompt_ids`).
-            tokens: of the continuation, at most.
+            search: see :func:`search_for`.
         """
-        end = end_token(self.tokenizer)
-        found = generate(WholeForward(self.model, self.modules, self.window), ids, ids_in(self.tokenizer),
-                         temperature=temperature, top_k=top_k, seed=seed)
-        yield from texts(self.tokenizer, ids, islice(found, tokens), None if end is None else end[1])
+        found = ChosenTokens(self.choices([Request(tuple(ids), search)]))
+        yield from texts(self.tokenizer, ids, found.tokens(0), search.end)
 
     def filled(self, ids: Sequence[int], candidates: int = CANDIDATES) -> Filled:
         """Find the most probable words of the masks of a text.
@@ -87,6 +91,53 @@ class Filled:
         """Return a line for each mask, and the text."""
         return [*(f"{MASK} {number}: {', '.join(f'{word} {share:.1%}' for word, share in words)}"
                   for number, words in enumerate(self.words, 1)), self.text]
+
+
+class ChosenTokens:
+    """The tokens of several requests, taken from the choices as they come, in whatever order.
+
+    Args:
+        choices: with the numbers of their requests.
+
+    Attributes:
+        steps: tokens so far; of a beam search those of a row.
+    """
+
+    def __init__(self, choices: Iterator[tuple[int, Chosen]]) -> None:
+        self._choices, self.steps = choices, 0
+        self._waiting: dict[int, deque[int]] = {}
+        self._texts: dict[int, list[Text]] = {}
+
+    def tokens(self, number: int) -> Iterator[int]:
+        """Yield the tokens of a request that draws, as they come."""
+        while True:
+            waiting = self._waiting.get(number)
+            if waiting:
+                yield waiting.popleft()
+            elif number in self._texts:
+                return
+            else:
+                self._take()
+
+    def texts(self, number: int) -> list[Text]:
+        """Return the finished texts of a request."""
+        while number not in self._texts:
+            self._take()
+        return self._texts[number]
+
+    def _take(self) -> None:
+        number, chosen = next(self._choices)
+        self.steps += 1
+        self._waiting.setdefault(number, deque()).append(chosen.tokens[0] if chosen.tokens else -1)
+        if chosen.texts is not None:
+            self._texts[number] = chosen.texts
+
+
+def search_for(tokenizer: Tokenizer, tokens: int, **choice: Any) -> Search:
+    """Return a search whose texts end as those of a tokenizer do; ``choice``: fields of :class:`Search`."""
+    end = end_token(tokenizer)
+    return Search(tokens, ids_in(tokenizer), None if end is None else end[1],
+                  **{"temperature": TEMPERATURE, **choice})
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, own_beginning: bool = False) -> list[int]:

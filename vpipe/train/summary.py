@@ -22,7 +22,7 @@ from vpipe.schedules.delays import describe_delays, mean_delay
 from vpipe.schedules.size import Placement
 from vpipe.train.job import Job, on_processors
 from vpipe.train.metrics import Metrics, finite
-from vpipe.train.sampling import BERT, TextModel, masked_ids, prompt_ids
+from vpipe.train.sampling import BERT, TextModel, masked_ids, prompt_ids, search_for
 from vpipe.units import size_text
 from vpipe.visualize.table import compact, filled, fitted, milliseconds, ms_text, terminal_columns
 
@@ -147,8 +147,8 @@ def samples(job: Job, weights: Mapping[str, Tensor], steps: int) -> Iterator[str
             if masks:
                 found = "\n".join([prompt, *text.filled(masked_ids(tokenizer, prompt, window)).lines()[:-1]])
             else:
-                continued = text.continued(prompt_ids(tokenizer, prompt), _SHOWN_TOKENS, seed=training.seed,
-                                           temperature=_SHOWN_TEMPERATURE)
+                continued = text.continued(prompt_ids(tokenizer, prompt), search_for(
+                    tokenizer, _SHOWN_TOKENS, seed=training.seed, temperature=_SHOWN_TEMPERATURE))
                 found = prompt + "".join(continued)
             yield f"{when}:\n{indent(_printable(found), '    ')}"
 

@@ -1,0 +1,240 @@
+"""Generate the texts of several prompts with the model of a checkpoint: in this process, or on ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from vpipe.checkpoint.export import PREFIX, weights_of
+from vpipe.checkpoint.load import check_compatible, load_tensors
+from vpipe.checkpoint.manifest import Manifest
+from vpipe.config.config import Config
+from vpipe.data.tokenizers import ids_in, load_tokenizer
+from vpipe.distributed.init import join_world
+from vpipe.distributed.watchdog import activity
+from vpipe.errors import UserError, counted, counted_with_commas
+from vpipe.model.generate import Chosen, DecoderModel, Request, Search, StageDecoder, load_weights
+from vpipe.model.layer import Model, build_outline
+from vpipe.model.split import balanced, parameter_counts, resolve_tie, split
+from vpipe.progress import byte_progress
+from vpipe.runtime.generation import GenerationRank, in_flight, run_rank
+from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.schedules.schedule import describe_rank
+from vpipe.train.checkpoint_model import CheckpointModel, checkpoint_config
+from vpipe.train.sampling import ChosenTokens, TextModel, texts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_TASK = "sample.json"
+_TIMEOUT_S = 60.0
+"""Of transfers, with weights of no run."""
+
+
+@dataclass(frozen=True)
+class SampledCheckpoint:
+    """A checkpoint whose model is known.
+
+    Attributes:
+        config: of the run that wrote it; None if no run did.
+    """
+
+    folder: Path
+    manifest: Manifest
+    found: CheckpointModel
+    config: Config | None
+
+    @classmethod
+    def from_manifest(cls, folder: Path, manifest: Manifest) -> SampledCheckpoint:
+        """Read what the manifest of ``folder`` says of the model. Raises UserError where that is wrong."""
+        return cls(folder, manifest, CheckpointModel.from_manifest(manifest, folder), checkpoint_config(manifest))
+
+    @property
+    def window(self) -> int:
+        """Return the tokens of a sample of the run; of a model without one the positions that it has."""
+        huggingface, settings = self.found.family.huggingface, self.found.settings
+        assert settings.sequence_length is not None, "a config has one"
+        if self.config is not None or huggingface is None:
+            return settings.sequence_length
+        sizes = huggingface.config(settings)
+        positions = sizes.get("n_positions", sizes.get("max_position_embeddings"))
+        return positions if isinstance(positions, int) else settings.sequence_length
+
+    def threads(self, ranks: int) -> int:
+        """Return the threads of a process: those of a rank of the run, or without a run its share of the processor."""
+        return max(1, torch.get_num_threads() // ranks) if self.config is None else self.config.training.threads
+
+    @property
+    def timeout_s(self) -> float:
+        return _TIMEOUT_S if self.config is None else self.config.parallel.timeout_s
+
+    def model(self, length: int) -> Model:
+        """Return the model for texts of up to ``length`` tokens."""
+        if self.config is not None:
+            return self.found.model()
+        # Tables of positions for all that it could read would be large.
+        return self.found.family.factory(replace(self.found.settings, sequence_length=length))
+
+    def check(self, length: int, tokenizer: Tokenizer) -> None:
+        """Check that the checkpoint is of this model, for texts of up to ``length`` tokens of a tokenizer.
+
+        Raises:
+            UserError: it is not; or the model has fewer tokens than the tokenizer.
+        """
+        words, size = ids_in(tokenizer), self.found.settings.vocab_size
+        if words > size:
+            raise UserError(f"the tokenizer has {words:,} tokens, but the model only {size:,}",
+                            hint="name the tokenizer.json that the model was trained with as --tokenizer")
+        check_compatible(self.manifest, self.model(length), "its code has changed since: take the one that it was "
+                                                            "trained with")
+
+    def partition(self, ranks: int, length: int) -> tuple[int, ...]:
+        """Return the layers of each rank: as in the run if it had as many stages, else balanced by parameters.
+
+        Raises:
+            UserError: there are more ranks than layers.
+        """
+        model = self.model(length)
+        partition = None if self.config is None else self.config.parallel.partition
+        if not isinstance(partition, str) and partition is not None and len(partition) == ranks:
+            return tuple(partition)
+        if ranks > len(model):
+            raise UserError(f"--ranks is {ranks}, but the model has only {counted(len(model), 'layer')}",
+                            hint=f"use {len(model)} ranks at most")
+        return tuple(balanced(parameter_counts(model), ranks))
+
+    def text_model(self, length: int, tokenizer: Tokenizer) -> TextModel:
+        """Return the whole model with its weights."""
+        model = self.model(length)
+        with byte_progress(f"reading {self.folder.name}") as progress:
+            weights = weights_of(self.folder, self.manifest, progress, checked=True)
+        self.introduce()
+        return TextModel(model, load_weights(model, weights, self.manifest.seed, self._draws).float(), tokenizer,
+                         length)
+
+    def introduce(self) -> None:
+        """Print which checkpoint it is."""
+        count = sum(prod(tensor.shape) for name, tensor in self.manifest.tensors.items() if name.startswith(PREFIX))
+        print(f"{self.folder}: {self.found.name}, {counted_with_commas(count, 'parameter')}, after step "
+              f"{self.manifest.step:,}", file=sys.stderr, flush=True)
+
+    @property
+    def _draws(self) -> bool:
+        return not self.found.family.factory.__module__.startswith("vpipe.")
+
+    def stage(self, length: int, layers: range) -> StageDecoder:
+        """Return layers of the model with their weights; no others are read."""
+        model = self.model(length)
+        names = {f"{model.layers[number].name}.{name}" for number in layers
+                 for name in build_outline(model.layers[number], number).state_dict()
+                 if name not in model.layers[number].ties}
+        names |= {resolve_tie(model, target) for number in layers for target in model.layers[number].ties.values()}
+        found = load_tensors(self.folder, self.manifest, [PREFIX + name for name in names], checked=True)
+        weights = {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
+        modules = load_weights(model, weights, self.manifest.seed, self._draws, layers).float()
+        return StageDecoder(DecoderModel(model), modules, length, layers)
+
+
+@dataclass(frozen=True)
+class GenerationTask:
+    """What is generated, as the command hands it to its ranks.
+
+    Attributes:
+        folder: of the checkpoint.
+        length: most tokens that the model reads at once.
+        tokenizer: file of the tokenizer.
+        partition: layers of each rank.
+        threads: of each process.
+        prompts: texts.
+        ids: of each of them.
+    """
+
+    folder: str
+    length: int
+    tokenizer: str
+    partition: tuple[int, ...]
+    threads: int
+    prompts: tuple[str, ...]
+    ids: tuple[tuple[int, ...], ...]
+    search: Search
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder for the ranks."""
+        (folder / _TASK).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, folder: Path) -> GenerationTask:
+        """Read what :meth:`save` wrote."""
+        content = json.loads((folder / _TASK).read_text())
+        content |= {"partition": tuple(content["partition"]), "prompts": tuple(content["prompts"]),
+                    "ids": tuple(map(tuple, content["ids"])), "search": Search(**content["search"])}
+        return cls(**content)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [Request(ids, self.search) for ids in self.ids]
+
+    def describe(self, rank: int) -> str:
+        """Return ``rank 1 (stage 1)``."""
+        return describe_rank(tuple((stage,) for stage in range(len(self.partition))), rank)
+
+
+def generate_alone(task: GenerationTask, checkpoint: SampledCheckpoint, tokenizer: Tokenizer) -> None:
+    """Print the texts of a task, computed in this process."""
+    torch.set_num_threads(task.threads)
+    text = checkpoint.text_model(task.length, tokenizer)
+    _show(task, tokenizer, DecoderModel(text.model).cached, text.choices(task.requests))
+
+
+def generate_rank(folder: Path, rank: int) -> None:
+    """Run a rank of the task in a folder; rank 0 prints the texts."""
+    task = GenerationTask.load(folder)
+    torch.set_num_threads(task.threads)
+    path, ranks = Path(task.folder), len(task.partition)
+    checkpoint = SampledCheckpoint.from_manifest(path, Manifest.load(path))
+    layers = split(checkpoint.model(task.length), task.partition)[rank].layers
+    if rank == 0:
+        checkpoint.introduce()
+    stage = checkpoint.stage(task.length, layers)
+    join_world("gloo", checkpoint.timeout_s, "cpu")
+    requests = task.requests
+    transport = DistributedTransport(torch.device("cpu"), checkpoint.timeout_s, in_flight(ranks, len(requests)),
+                                     task.describe, buckets=0)
+    show = partial(_show, task, load_tokenizer(Path(task.tokenizer)), stage.cached)
+    with activity.during("generating text"):
+        run_rank(GenerationRank(stage, transport, ranks, requests), show, leads=rank == 0)
+        transport.finish()
+
+
+def _show(task: GenerationTask, tokenizer: Tokenizer, cached: bool, choices: Iterator[tuple[int, Chosen]]) -> None:
+    """Print the texts in the order of their prompts, each as it comes; then how fast they came."""
+    if not cached:
+        print("a layer of the model has no method 'step': every token computes the whole text again (docs/sample.md)",
+              file=sys.stderr, flush=True)
+    began, found = perf_counter(), ChosenTokens(choices)
+    for number, (prompt, ids) in enumerate(zip(task.prompts, task.ids, strict=True)):
+        if number:
+            print()
+        if task.search.beams is None:
+            print(prompt, end="", flush=True)
+            for piece in texts(tokenizer, ids, found.tokens(number), task.search.end):
+                print(piece, end="", flush=True)
+            print(flush=True)
+        else:
+            for text in found.texts(number):
+                score = f"{text.score:.4f}  " if task.search.best > 1 else ""
+                print(score + prompt + "".join(texts(tokenizer, ids, iter(text.tokens), None)), flush=True)
+    for _ in choices:
+        pass
+    seconds = perf_counter() - began
+    print(f"{counted_with_commas(found.steps, 'token')} in {seconds:.1f} s, {found.steps / seconds:,.0f} tokens/s, on "
+          f"{counted(len(task.partition), 'rank')}", file=sys.stderr, flush=True)
