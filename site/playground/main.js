@@ -256,7 +256,7 @@ function showComparison() {
     const first = node("th", {scope: "row"}, choose, row.flush === false ? node("span", {class: "quiet"}, ` ${words.no_flush}`) : "");
     return node("tr", {class: row.name === settings.schedule && text === null ? "chosen" : null}, first,
       ...row.reason ? [node("td", {colspan: heads.length - 1, class: "reason"}, row.reason)]
-        : row.cells.map(cell => node("td", {}, cell)));
+        : row.cells.map(cell => node("td", {}, cell === "once" ? words.once : cell)));
   })));
 }
 

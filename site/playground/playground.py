@@ -17,7 +17,7 @@ from vpipe.errors import CheckError, UserError, counted
 from vpipe.schedules.action import Action
 from vpipe.schedules.csv_format import read_csv, write_csv
 from vpipe.schedules.registry import Recipe, recipe_named, recipes
-from vpipe.visualize.summary import RankCosts, Summary
+from vpipe.visualize.summary import RankCosts, Summary, share_text
 from vpipe.visualize.svg import draw_svg
 from vpipe.visualize.table import number, percent, plain, row_name, sizes
 
@@ -68,7 +68,7 @@ def compare(settings: Mapping[str, str], name: str) -> Mapping[str, Any]:
     period = one.period_s / one.schedule.rounds.per_step
     return {"name": name, "flush": one.schedule.flush,
             "order": [float(one.timeline.bubble_s), float(one.peak), name],
-            "cells": [one.chunks, number(one.timeline.bubble_s), percent(one.timeline.bubble_share),
+            "cells": [one.chunks, number(one.timeline.bubble_s), share_text(one),
                       number(one.timeline.makespan_s), number(period), number(one.peak),
                       str(max(stage.versions for stage in one.stages)),
                       str(max(stage.staleness for stage in one.stages))]}

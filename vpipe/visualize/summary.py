@@ -147,8 +147,7 @@ def compare(found: Mapping[str, Summary | str]) -> str:
     summaries = sorted((one for one in found.values() if isinstance(one, Summary)),
                        key=lambda one: (one.timeline.bubble_s, one.peak, one.schedule.name))
     head = ["schedule", "stages/rank", "bubble", "share", "makespan", "peak activations", "versions", "staleness"]
-    rows = [[one.schedule.name, one.chunks, number(one.timeline.bubble_s),
-             percent(one.timeline.bubble_share) if one.schedule.flush else "once",
+    rows = [[one.schedule.name, one.chunks, number(one.timeline.bubble_s), share_text(one),
              number(one.timeline.makespan_s), _peak_text(one), str(max(stage.versions for stage in one.stages)),
              str(max(stage.staleness for stage in one.stages))] for one in summaries]
     lines = table(head, rows, left=1)
@@ -161,6 +160,11 @@ def compare(found: Mapping[str, Summary | str]) -> str:
         lines.append(f"once: without a flush ({', '.join(streams)}) the bubble comes once in a run, not at every "
                      "update")
     return "\n".join(lines) + "\n"
+
+
+def share_text(summary: Summary) -> str:
+    """Return the bubble's share of an update; ``once`` where it comes only once in a run."""
+    return percent(summary.timeline.bubble_share) if summary.schedule.flush else "once"
 
 
 def _peak_text(summary: Summary) -> str:
