@@ -26,10 +26,16 @@ GPT = {"n_embd": 24, "n_layer": 3, "n_head": 3, "n_inner": 40, "n_positions": 16
        "activation_function": "gelu_pytorch_tanh"}
 BERT = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 40,
         "max_position_embeddings": 16, "type_vocab_size": 3, "layer_norm_eps": 1e-7}
+MARIAN = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 3,
+          "decoder_attention_heads": 2, "encoder_ffn_dim": 40, "decoder_ffn_dim": 56, "max_position_embeddings": 16,
+          "activation_function": "swish", "scale_embedding": True, "pad_token_id": 49, "decoder_start_token_id": 49,
+          "eos_token_id": 0, "decoder_vocab_size": 50}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", BERT), "gpt": ("gpt", GPT), "gpt-new": ("gpt", {**GPT, "activation_function": "gelu_new"}),
     "gpt-exact": ("gpt", {**GPT, "activation_function": "gelu"}),
-    "llama": ("llama", LLAMA), "llama-3.1": ("llama", LLAMA_31)}
+    "llama": ("llama", LLAMA), "llama-3.1": ("llama", LLAMA_31),
+    "marian": ("translation", MARIAN)}
+MARIAN_TIES = "share_encoder_decoder_embeddings"
 
 
 def names_of(family: str) -> HuggingFace:
@@ -48,7 +54,9 @@ def batch() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     mask = torch.ones(4, 11, dtype=torch.int64)
     mask[1:, -3:] = 0
-    return {"input_ids": torch.randint(1, 50, (4, 11), generator=generator) * mask,
+    return {"source_ids": torch.randint(1, 50, (4, 11), generator=generator) * mask, "source_mask": mask,
+            "target_ids": torch.randint(1, 50, (4, 7), generator=generator),
+            "input_ids": torch.randint(1, 50, (4, 11), generator=generator) * mask,
             "segment_ids": torch.randint(0, 3, (4, 11), generator=generator), "input_mask": mask,
             "masked_lm_positions": torch.arange(11).expand(4, 11)}
 
@@ -58,7 +66,7 @@ def our_logits(model: Model, modules: nn.ModuleDict, fields: Mapping[str, Tensor
     """Of every word [B, S, V]; and BERT's of the next sentence [B, 2]."""
     tensors = dict(fields)
     for layer in model.layers[:-1]:
-        tensors["h"] = modules[layer.name](*(tensors[name] for name in layer.inputs))
+        tensors[layer.outputs[0]] = modules[layer.name](*(tensors[name] for name in layer.inputs))
     inputs = [tensors[name] for name in model.layers[-1].inputs if name in tensors]
     found = modules["head"].scores(*inputs)
     return found if isinstance(found, tuple) else (found,)
@@ -66,6 +74,8 @@ def our_logits(model: Model, modules: nn.ModuleDict, fields: Mapping[str, Tensor
 
 @torch.no_grad()
 def their_logits(theirs: Any, fields: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    if theirs.config.model_type == "marian":
+        return (theirs.eval()(fields["source_ids"], fields["source_mask"], fields["target_ids"]).logits,)
     if theirs.config.model_type != "bert":
         return (theirs.eval()(fields["input_ids"]).logits,)
     found = theirs.eval()(fields["input_ids"], fields["input_mask"], fields["segment_ids"])
@@ -88,7 +98,7 @@ def test_an_exported_model_gives_the_same_logits(name: str, tied: bool, transfor
     model = family_named(family).factory(settings)
     torch.manual_seed(1)
     modules = model.materialize().eval()
-    for parameter in modules.parameters():  # norms and biases, too, so that a swap of two is seen
+    for parameter in (*modules.parameters(), *modules["head"].buffers()):  # norms, too, so that a swap of two is seen
         nn.init.normal_(parameter, std=0.3)
     tokenizer = train_wordpiece([["the quick brown fox", "jumps over a dog"]], 60)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -101,7 +111,10 @@ def test_an_exported_model_gives_the_same_logits(name: str, tied: bool, transfor
     fields = batch()
     assert all(map(torch.equal, their_logits(theirs, fields), our_logits(model, modules, fields)))
     assert theirs.config.tie_word_embeddings == tied
-    assert theirs.config.hidden_dropout_prob == 0.1 if family == "bert" else theirs.config.eos_token_id is None
+    if family == "bert":
+        assert theirs.config.hidden_dropout_prob == 0.1
+    else:
+        assert theirs.config.eos_token_id == (0 if family == "translation" else None)
     if tied:
         read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("The fox: a dog", "jumps").input_ids
         ids = tokenizer.encode("The fox: a dog").ids, tokenizer.encode("jumps").ids
@@ -115,7 +128,8 @@ def test_what_transformers_saved_comes_back(name: str, tied: bool, transformers:
     family, sizes = MODELS[name]
     torch.manual_seed(2)
     kind = getattr(transformers, names_of(family).architecture)
-    theirs = kind(kind.config_class(vocab_size=50, tie_word_embeddings=tied, **sizes)).eval()
+    more = {MARIAN_TIES: tied} if family == "translation" else {}
+    theirs = kind(kind.config_class(vocab_size=50, tie_word_embeddings=tied, **sizes, **more)).eval()
     theirs.save_pretrained(tmp_path, max_shard_size="10KB")
     assert (tmp_path / "model.safetensors.index.json").exists(), "several files, as large models come in"
 
@@ -131,7 +145,7 @@ def test_what_transformers_saved_comes_back(name: str, tied: bool, transformers:
     assert all(map(torch.equal, their_logits(theirs, fields), our_logits(model, modules, fields)))
 
 
-@pytest.mark.parametrize("name", ["gpt-new", "llama-3.1"])
+@pytest.mark.parametrize("name", ["gpt-new", "llama-3.1", "marian"])
 def test_the_command_takes_every_family(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """BERT's is tested with its runs; this is what a family changes. No transformers in it."""
     monkeypatch.chdir(tmp_path)

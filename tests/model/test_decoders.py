@@ -17,9 +17,10 @@ from vpipe.errors import UserError
 from vpipe.model.gpt import GptAttention, GptConfig, GptMlp
 from vpipe.model.layer import Model
 from vpipe.model.llama import LlamaConfig, RopeScaling, rotary_tables, rotate
+from vpipe.model.loss import NO_LABEL
 from vpipe.model.registry import ModelSettings, family_named
 from vpipe.model.split import parameter_counts
-from vpipe.model.transformer import NO_LABEL, attention
+from vpipe.model.transformer import attention
 from vpipe.train.job import model_settings
 from vpipe.verify.reference import TrainingRecipe, flush_oracle
 

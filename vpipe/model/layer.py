@@ -37,6 +37,9 @@ from vpipe.model.sequential import (
 
 LOSS = "loss"
 
+NO_LABEL = -100
+"""Label of a token after which there is none to learn."""
+
 
 def seed_of(*parts: int) -> int:
     """Return a 63-bit seed made from integers: the same everywhere, unrelated for neighbouring values."""
@@ -175,11 +178,20 @@ class Model:
     """Layers in order, and the names of the fields of a batch (a dict of tensors, dimension 0 = samples).
 
     The last layer must write the tensor called ``loss``: the mean loss of the samples it was given, a scalar.
+
+    Args:
+        labels: a field that the last layer reads, if the loss is the mean over its entries that are not
+            :data:`NO_LABEL`, of which samples have different numbers. An evaluation is then the mean over all of them.
+            In training an update weights its microbatches alike, as ever.
     """
 
-    def __init__(self, layers: Iterable[Layer], batch: Sequence[str]) -> None:
+    def __init__(self, layers: Iterable[Layer], batch: Sequence[str], labels: str | None = None) -> None:
         self.layers, self.batch = _checked(layers, batch)
+        self.labels = labels
         problems = list(_problems(self.layers, self.batch))
+        if labels is not None and (labels not in self.batch or labels not in self.layers[-1].inputs):
+            problems.append(Problem(f"the labels of the model are {shown(labels)}, which is no field of the batch that "
+                                    "the last layer reads", nearest(str(labels), list(self.batch))))
         if problems:
             raise UserError.all_of(problems)
 

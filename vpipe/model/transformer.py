@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.model import LARGEST_SIZE, MOST_BLOCKS
 from vpipe.model.kv_cache import KeyValueCache
-from vpipe.model.layer import LOSS, Layer, Model
+from vpipe.model.layer import LOSS, NO_LABEL, Layer, Model
 from vpipe.model.registry import ModelSettings
 
 Positive = float
@@ -28,11 +28,15 @@ Positive = float
 Blocks = int
 """Type of a config's field with a model's number of blocks."""
 
+TokenId = int
+"""Type of a config's field with the id of a token."""
+
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: type(value) is int and 1 <= value <= LARGEST_SIZE,
             f"it must be an integer from 1 to {LARGEST_SIZE:,}"),
     "Blocks": (lambda value: type(value) is int and 1 <= value <= MOST_BLOCKS,
                f"it must be an integer from 1 to {MOST_BLOCKS:,}"),
+    "TokenId": (lambda value: type(value) is int and value >= 0, "it must be an integer from 0 on"),
     "float": (lambda value: type(value) in (int, float) and 0 <= value < 1,
               "it must be a number from 0 up to, not including, 1"),
     "Positive": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "it must be a number above 0"),
@@ -180,20 +184,17 @@ def attention(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *, mask:
     return F.scaled_dot_product_attention(query_basd, key_bgsd, value_bgsd, **options)
 
 
-NO_LABEL = -100
-"""Label of a token after which there is none to learn."""
-
-
-def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor) -> Tensor:
+def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor, smoothing: float = 0.0) -> Tensor:
     """Return the mean cross entropy, in fp32 at least, over the tokens with a label; without any it is 0, not nan.
 
     Args:
         logits_bsv: scores [B, S, V].
         labels_bs: int64 [B, S]: the next token, already shifted; :data:`NO_LABEL` where there is none.
+        smoothing: share of a label's probability that is spread evenly over all V tokens.
     """
     precision = torch.promote_types(logits_bsv.dtype, torch.float32)
     total = F.cross_entropy(logits_bsv.to(precision).flatten(0, 1), labels_bs.flatten(), ignore_index=NO_LABEL,
-                            reduction="sum")
+                            reduction="sum", label_smoothing=smoothing)
     return total / (labels_bs != NO_LABEL).sum().clamp(min=1)
 
 

@@ -77,4 +77,5 @@ def compiled_model(model: Model, backend: str) -> Model:
         compile_layers([module], backend)
         return module
 
-    return Model([replace(layer, build=partial(build, layer)) for layer in model.layers], batch=model.batch)
+    return Model([replace(layer, build=partial(build, layer)) for layer in model.layers], model.batch,
+                 model.labels)

@@ -107,7 +107,7 @@ class Engine:
 
     def __init__(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, make_optimizer: MakeOptimizer,
                  settings: Settings, distributed: bool) -> None:
-        self._schedule, self._settings, self._fields = schedule, settings, model.batch
+        self._schedule, self._settings, self._fields, self._labels = schedule, settings, model.batch, model.labels
         self._placement: Placement = schedule.placement
         self.workers = build_workers(model, specs, schedule, make_optimizer, settings, distributed)
         self._programs = RankPrograms(schedule, [stage for stage, layers in enumerate(settings.recompute) if layers],
@@ -299,11 +299,13 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss over the samples of all batches, forward only, with the latest weights.
 
-        The loss of a microbatch is weighted by its samples, so a batch may have any number of them.
+        The loss of a microbatch is weighted by its samples, so a batch may have any number of them; by its labels, if
+        the model says that the loss is their mean.
         """
         self._compare_replicas()
         self.drain()
         losses: dict[int, list[float]] = {rank: [] for rank in self._placement[-1] if rank in self.workers}
+        labels: dict[int, list[float]] = {rank: [] for rank in losses}
         samples: list[int] = []
         # Only as many batches at a time as keep every stage busy: in one process nothing else bounds how far the first
         # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
@@ -322,6 +324,11 @@ class Engine:
                 if loader.error is not None:
                     break
                 rounds = Rounds(self._placement, end - first, True, partial(gt, end - first))
+                if (name := self._labels) is not None:
+                    last = len(self._placement) - 1
+                    for rank, counts in labels.items():
+                        counts += [loader.labelled(i, name) for i in range(first, end)
+                                   if rounds.rank_of(last, i - first) == rank]
                 segment = Segment(loader, first, 0, 0, rounds, training=False)
                 for _ in self._interpreter.run(segment, self._programs.for_evaluation(end - first)):
                     pass
@@ -335,10 +342,13 @@ class Engine:
             self._end_batches(loader)
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
-        in_order = self._results.gather_losses(losses, len(samples))
-        total = sum(loss * size for loss, size in zip(in_order, samples, strict=True))
+        in_order = self._results.gather(losses, len(samples))
+        weights: list[float] = list(samples)
+        if self._labels is not None:
+            weights = self._results.gather(labels, len(samples), kind=1)
+        total = sum(loss * size for loss, size in zip(in_order, weights, strict=True))
         self._interpreter.finish()
-        return total / sum(samples)
+        return total / (sum(weights) or 1.0)
 
     def _loader(self, batches: Iterable[Batch], limit: int | None, period: int | None, begun: int = 0,
                 copied: bool = False, equal: bool = True) -> MicrobatchLoader:

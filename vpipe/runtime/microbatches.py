@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import UserError
+from vpipe.model.layer import NO_LABEL
 from vpipe.schedules.schedule import Rounds
 
 Batch = Mapping[str, Tensor]
@@ -160,6 +161,11 @@ class MicrobatchLoader:
         """Return the shapes of a microbatch whose batch is still in use."""
         _, number, within = self._locate(microbatch)
         return self._open[number].signatures[within]
+
+    def labelled(self, microbatch: int, name: str) -> int:
+        """Return the number of entries with a label in a field of a microbatch whose batch is still in use."""
+        _, number, within = self._locate(microbatch)
+        return int((self._open[number].chunks[within][name] != NO_LABEL).sum())
 
     def consume(self, microbatch: int) -> dict[str, Tensor]:
         """Return the fields of a microbatch; free the batch when every stage has used all of it."""

@@ -120,16 +120,17 @@ class StepResults:
         not_finite = None if isfinite(loss) else segment.base + microbatches[int(losses.isfinite().int().argmin())]
         return loss, bool(results[0][0]), not_finite
 
-    def gather_losses(self, losses: Mapping[int, list[float]], count: int) -> list[float]:
+    def gather(self, numbers: Mapping[int, Sequence[float]], count: int, kind: int = 0) -> list[float]:
         """Return the losses of an evaluation in the order of its ``count`` microbatches, on every rank.
 
         Args:
-            losses: by rank of the last stage in this process.
+            numbers: by rank of the last stage in this process.
+            kind: 0 for losses; other numbers for what else is known of each microbatch there.
         """
-        key, microbatches = TransferKey("L", self._last_stage + 1, 0), range(count)
+        key, microbatches = TransferKey("L", self._last_stage + 1, kind), range(count)
         for rank in self._sources_elsewhere():
             self._post(rank, key, len(self._share(microbatches, rank)))
-        mine = {rank: torch.tensor(own, dtype=torch.float64) for rank, own in losses.items()}
+        mine = {rank: torch.tensor(own, dtype=torch.float64) for rank, own in numbers.items()}
         for own in mine.values():
             self._send(key, own)
         parts = [mine[rank] if rank in mine else self._receive(rank, key) for rank in self._sources

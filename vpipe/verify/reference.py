@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vpipe.model.layer import LOSS, Model, seed_of
+from vpipe.model.layer import LOSS, NO_LABEL, Model, seed_of
 from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS
 from vpipe.verify.reference_model import FP32, ReferenceModel, ReferencePrecision
 from vpipe.verify.reference_optimizer import (
@@ -218,7 +218,7 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
 
 def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable[Batch], microbatches: int,
                     precision: ReferencePrecision = FP32) -> float:
-    """Return the mean loss of a model with the given weights over all samples, in evaluation mode."""
+    """Return the mean loss of a model with the given weights over all samples, or labels, in evaluation mode."""
     modules = model.materialize(0)
     precision.round(modules.values())
     for i, layer in enumerate(model.layers):
@@ -231,10 +231,12 @@ def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable
         for batch in batches:
             for fields in _microbatches(batch, microbatches):
                 size = len(next(iter(fields.values())))
+                if model.labels is not None:
+                    size = int((fields[model.labels] != NO_LABEL).sum())
                 loss = _forward(model, fields, lambda i, inputs: modules[model.layers[i].name](*inputs), (0, 0, 0),
                                 precision=precision)
                 total, samples = total + float(loss) * size, samples + size
-    return total / samples
+    return total / (samples or 1)
 
 
 class _CallInside(nn.Module):
