@@ -62,7 +62,7 @@ def test_the_next_request_begins_where_one_has_ended_and_all_are_in_flight() -> 
 def test_lost_weights_end_all_ranks() -> None:
     ranks = ring(GPT, [3, 2], REQUESTS[:1])
     with torch.no_grad():
-        for _, module in ranks[1]._stage._layers:
+        for _, _, module in ranks[1]._stage._layers:
             for parameter in module.parameters():
                 parameter.fill_(torch.inf)
     with pytest.raises(UserError, match="not finite"):

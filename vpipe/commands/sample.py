@@ -143,7 +143,7 @@ def _continue(options: argparse.Namespace, checkpoint: SampledCheckpoint, path: 
     checkpoint.check(length, tokenizer)
     ranks = options.ranks or 1
     task = GenerationTask(str(checkpoint.folder), length, str(path), checkpoint.partition(ranks, length),
-                          checkpoint.threads(ranks), tuple(prompts), tuple(map(tuple, ids)), search)
+                          checkpoint.threads, tuple(prompts), tuple(map(tuple, ids)), search)
     if ranks == 1:
         generate_alone(task, checkpoint, tokenizer)
         return

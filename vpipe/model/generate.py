@@ -26,7 +26,7 @@ from vpipe.model.bert import BertHead
 from vpipe.model.kv_cache import KeyValueCache
 from vpipe.model.layer import Model, build_outline, set_parameter, share_modules, without_random_values
 from vpipe.model.split import alive, resolve_tie
-from vpipe.model.transformer import EmbeddingsAndAttention, NextTokenHead
+from vpipe.model.transformer import EmbeddingsAndAttention
 
 
 def load_weights(model: Model, weights: Mapping[str, Tensor], seed: int, draw: bool = False,
@@ -96,10 +96,16 @@ class Search:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and how its text is chosen."""
+    """A prompt, and how its text is chosen.
+
+    Attributes:
+        prompt: tokens that the text continues; of a translation the one that starts it.
+        source: tokens of the sentence to translate.
+    """
 
     prompt: tuple[int, ...]
     search: Search
+    source: tuple[int, ...] = ()
 
 
 class Text(NamedTuple):
@@ -272,11 +278,17 @@ class Rows:
         return Pass(None, torch.tensor([row[-self._window:] for row in self._rows]))
 
 
+TRANSLATES = frozenset({"source_ids", "source_mask", "target_ids", "labels"})
+"""Fields of a batch of a model that translates."""
+
+
 class DecoderModel:
     """A model of next tokens, as it is computed token by token.
 
     Attributes:
-        cached: whether every layer can keep keys and values (:mod:`vpipe.model.kv_cache`).
+        translates: whether its text is the translation of a source, and not what continues a prompt.
+        grows: by layer, whether it depends on the text, and not on a source alone.
+        cached: whether every layer of them can keep keys and values (:mod:`vpipe.model.kv_cache`).
 
     Raises:
         UserError: it is no model of next tokens.
@@ -284,12 +296,24 @@ class DecoderModel:
 
     def __init__(self, model: Model) -> None:
         outlines = [build_outline(layer, number) for number, layer in enumerate(model.layers)]
-        if not isinstance(outlines[-1], NextTokenHead) or set(model.batch) != {"input_ids", "labels"}:
+        self.model, self.translates = model, set(model.batch) == TRANSLATES
+        if not hasattr(outlines[-1], "scores") or not (self.translates or set(model.batch) == {"input_ids", "labels"}):
             raise UserError("the model does not predict the next token of a text",
-                            hint="sample a model of the family gpt or llama, or one whose last layer is a "
-                                 "NextTokenHead")
-        self.model = model
-        self.cached = all(map(_has_step, outlines[:-1]))
+                            hint="sample a model of the family gpt, llama or translation, or one whose last layer is "
+                                 "a NextTokenHead")
+        self.growing = "target_ids" if self.translates else "input_ids"
+        self.grows: list[bool] = []
+        growing = {self.growing}
+        for layer in model.layers:
+            self.grows.append(not growing.isdisjoint(layer.inputs))
+            growing = growing | set(layer.outputs) if self.grows[-1] else growing - set(layer.outputs)
+        self.cached = all(_has_step(outline) for outline, grows in zip(outlines[:-1], self.grows[:-1], strict=True)
+                          if grows)
+
+    def crossing(self, cut: int, begins: bool) -> tuple[str, ...]:
+        """Return the tensors that cross the cut before a layer, in a pass that begins anew or in another one."""
+        writer = {name: number for number, layer in enumerate(self.model.layers[:cut]) for name in layer.outputs}
+        return tuple(name for name in alive(self.model, cut) if begins or self.grows[writer[name]])
 
 
 def _has_step(module: nn.Module) -> bool:
@@ -309,11 +333,12 @@ class StageDecoder:
     def __init__(self, decoder: DecoderModel, modules: nn.ModuleDict, window: int, layers: range | None = None) -> None:
         model = decoder.model
         layers = range(len(model)) if layers is None else layers
-        self.window, self.cached = window, decoder.cached
+        self.window, self.cached, self._decoder = window, decoder.cached, decoder
         self.is_last = layers.stop == len(model)
-        self._layers = [(model.layers[number], modules[model.layers[number].name]) for number in layers]
-        self._inputs = alive(model, layers.start)
-        self._outputs = () if self.is_last else alive(model, layers.stop)
+        self._layers = [(decoder.grows[number], model.layers[number], modules[model.layers[number].name])
+                        for number in layers]
+        self._crossing = {begins: [decoder.crossing(cut, begins) for cut in (layers.start, layers.stop)]
+                          for begins in (True, False)}
         self._caches: dict[int, tuple[int, dict[str, KeyValueCache]]] = {}  # by slot: rows, caches by layer
 
     def run(self, request: Request, slot: int, one: Pass, received: Sequence[Tensor]) -> list[Tensor]:
@@ -323,22 +348,28 @@ class StageDecoder:
             slot: where the caches of the request are. A pass that begins anew drops what is there.
             received: the tensors of the stage before.
         """
-        tensors = {"input_ids": one.ids_rs, **dict(zip(self._inputs, received, strict=True))}
+        inputs, outputs = self._crossing[one.rows is None]
+        tensors = {self._decoder.growing: one.ids_rs, **dict(zip(inputs, received, strict=True))}
+        if self._decoder.translates:
+            source_rs = torch.tensor(request.source).expand(len(one.ids_rs), -1)
+            tensors |= {"source_ids": source_rs, "source_mask": torch.ones_like(source_rs)}
         with torch.inference_mode():
             caches = self._caches_for(request, slot, one) if self.cached else None
-            for layer, module in self._layers:
-                inputs = [tensors.get(name) for name in layer.inputs]
-                if isinstance(module, NextTokenHead):
-                    assert inputs[0] is not None
-                    return [module.scores(inputs[0][:, -1:])[:, 0]]
-                found = module(*inputs) if caches is None else module.step(*inputs, caches[layer.name])  # type: ignore[operator]
+            for grows, layer, module in self._layers:
+                if not grows and one.rows is not None:
+                    continue
+                if layer is self._decoder.model.layers[-1]:
+                    return [module.scores(tensors[layer.inputs[0]][:, -1:])[:, 0]]  # type: ignore[operator]
+                arguments = [tensors.get(name) for name in layer.inputs]
+                found = module(*arguments) if caches is None or not grows else \
+                    module.step(*arguments, caches[layer.name])  # type: ignore[operator]
                 tensors.update(zip(layer.outputs, found if isinstance(found, tuple) else (found,), strict=True))
-            return [tensors[name] for name in self._outputs]
+            return [tensors[name] for name in outputs]
 
     def _caches_for(self, request: Request, slot: int, one: Pass) -> dict[str, KeyValueCache]:
         if one.rows is None:
             capacity = min(self.window, len(request.prompt) + request.search.tokens)
-            caches = {layer.name: KeyValueCache(capacity) for layer, _ in self._layers}
+            caches = {layer.name: KeyValueCache(capacity) for grows, layer, _ in self._layers if grows}
         else:
             before, caches = self._caches[slot]
             if one.rows != list(range(before)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -69,9 +70,13 @@ class SampledCheckpoint:
         positions = sizes.get("n_positions", sizes.get("max_position_embeddings"))
         return positions if isinstance(positions, int) else settings.sequence_length
 
-    def threads(self, ranks: int) -> int:
-        """Return the threads of a process: those of a rank of the run, or without a run its share of the processor."""
-        return max(1, torch.get_num_threads() // ranks) if self.config is None else self.config.training.threads
+    @property
+    def threads(self) -> int:
+        """Return the threads of a process: those of the run's ranks; without a run 1, or as OMP_NUM_THREADS says."""
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        if self.config is not None:
+            return self.config.training.threads
+        return max(1, int(given)) if given.isdecimal() else 1
 
     @property
     def timeout_s(self) -> float:

@@ -1,0 +1,190 @@
+"""Compare caches with whole forwards, and ranks with one process; see the README beside this file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vpipe.distributed.init import join_world
+from vpipe.distributed.network import free_port
+from vpipe.model.generate import Chosen, DecoderModel, Pass, Request, Search, StageDecoder, decode
+from vpipe.model.gpt import GptConfig, gpt
+from vpipe.model.layer import Model
+from vpipe.model.split import balanced, parameter_counts, split
+from vpipe.runtime.generation import GenerationRank, in_flight, run_rank
+from vpipe.runtime.transport.distributed import DistributedTransport
+
+WINDOW, PROMPT = 1024, 32
+REAL = {"n_layer": 8, "n_embd": 512, "n_head": 8}
+EMULATED = {"n_layer": 16, "n_embd": 32, "n_head": 2}
+
+
+class SleepingStage(StageDecoder):
+    """A stage whose device takes ``pass_s`` for the whole model, whatever the layers here take themselves."""
+
+    pass_s = 0.0
+    share = 1.0
+
+    def run(self, request: Request, slot: int, one: Pass, received: Sequence[Tensor]) -> list[Tensor]:
+        until = time.perf_counter() + self.pass_s * self.share
+        found = super().run(request, slot, one, received)
+        time.sleep(max(0.0, until - time.perf_counter()))
+        return found
+
+
+def model_of(sizes: dict[str, int]) -> Model:
+    return gpt(GptConfig(vocab_size=8192, n_positions=WINDOW, initializer_range=0.1, **sizes))
+
+
+def requests_of(number: int, tokens: int, **search: Any) -> list[Request]:
+    draw = torch.Generator().manual_seed(0)
+    return [Request(tuple(torch.randint(8192, (PROMPT,), generator=draw).tolist()),
+                    Search(tokens, 8192, seed=seed, **search)) for seed in range(number)]
+
+
+def stage_of(case: dict[str, Any], rank: int) -> tuple[StageDecoder, int]:
+    """Return the layers of a rank, and the number of ranks."""
+    ranks, model = case["ranks"], model_of(case["sizes"])
+    layers = len(model)
+    partition = balanced(parameter_counts(model) if not case["pass_ms"] else [1.0] * layers, ranks)
+    spec = split(model, partition)[rank].layers
+    modules = torch.nn.ModuleDict()
+    whole = model.materialize(0).eval()
+    modules._modules.update({model.layers[number].name: whole[model.layers[number].name] for number in spec})
+    stage = SleepingStage(DecoderModel(model), modules, WINDOW, spec)
+    stage.pass_s, stage.share = case["pass_ms"] / 1e3, len(spec) / layers
+    return stage, ranks
+
+
+def run_entrant(case: dict[str, Any]) -> None:
+    """Run a rank of an entrant; rank 0 generates whenever it reads a line, and prints tokens and seconds."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    stage, ranks = stage_of(case, rank)
+    requests = requests_of(case["requests"], case["tokens"], **case["search"])
+    transport = None
+    if ranks > 1:
+        join_world("gloo", 600.0, "cpu")
+        transport = DistributedTransport(torch.device("cpu"), 600.0, in_flight(ranks, len(requests)),
+                                         lambda rank: f"rank {rank}", buckets=0)
+
+    def count(choices: Iterator[tuple[int, Chosen]]) -> None:
+        began = time.perf_counter()
+        number = sum(1 for _ in choices)
+        print(number, time.perf_counter() - began, flush=True)
+
+    for _ in range(case["turns"]):
+        if rank == 0:
+            sys.stdin.readline()
+        if transport is None:
+            count((number, chosen) for number, request in enumerate(requests) for chosen in decode(stage, request))
+        else:
+            run_rank(GenerationRank(stage, transport, ranks, requests), count, leads=rank == 0)
+            transport.finish()
+
+
+class Entrant:
+    """The processes of a case."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(None)),
+                       "WORLD_SIZE": str(case["ranks"]), "OMP_NUM_THREADS": "1"}
+        self._processes = [subprocess.Popen(
+            [sys.executable, __file__, "--entrant", json.dumps(case)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(case["ranks"])]
+
+    def turn(self) -> float:
+        """Generate once; return tokens per second."""
+        leader = self._processes[0]
+        into, out = leader.stdin, leader.stdout
+        assert into is not None
+        assert out is not None
+        into.write("go\n")
+        into.flush()
+        tokens, seconds = out.readline().split()
+        return int(tokens) / float(seconds)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.wait()
+
+
+def in_turns(cases: dict[str, dict[str, Any]], turns: int) -> None:
+    """Print the tokens per second of each case, medians of as many turns; the first is the measure."""
+    entrants = {name: Entrant({**case, "turns": turns + 1}) for name, case in cases.items()}
+    rates: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(turns + 1):
+        for name, entrant in entrants.items():
+            rate = entrant.turn()
+            if turn:  # the first warms up
+                rates[name].append(rate)
+    for entrant in entrants.values():
+        entrant.end()
+    first = median(next(iter(rates.values())))
+    for name, found in rates.items():
+        spread = f"{min(found):,.1f} to {max(found):,.1f}"
+        print(f"| {name} | {median(found):,.1f} ({spread}) | {median(found) / first:.2f} |", flush=True)
+
+
+def cache(turns: int) -> None:
+    """Print the tokens per second of one process with caches and with whole forwards, in turns."""
+    torch.set_num_threads(1)
+    model = model_of(REAL)
+    modules = model.materialize(0).eval()
+    print("\n| tokens | cached | whole forwards | times |\n|---:|---:|---:|---:|")
+    for tokens in (16, 64, 256):
+        [request] = requests_of(1, tokens)
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        texts = set()
+        for _ in range(max(1, turns // 2)):
+            for cached in rates:
+                decoder = DecoderModel(model)
+                decoder.cached = cached
+                began = time.perf_counter()
+                *_, last = decode(StageDecoder(decoder, modules, WINDOW), request)
+                rates[cached].append(tokens / (time.perf_counter() - began))
+                texts.add(str(last.texts))
+        assert len(texts) == 1, "the same text"
+        with_cache, without = median(rates[True]), median(rates[False])
+        print(f"| {tokens} | {with_cache:.1f} | {without:.2f} | {with_cache / without:.1f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--entrant", help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("cache", "ranks", "emulated"))
+    parser.add_argument("--turns", type=int, default=5)
+    options = parser.parse_args()
+    if options.entrant is not None:
+        run_entrant(json.loads(options.entrant))
+        return
+    if options.only in (None, "cache"):
+        cache(options.turns)
+    head = "tokens/s: median (least to most) | times |\n|---|---:|---:|"
+    if options.only in (None, "ranks"):
+        for requests, search in ((8, {}), (1, {}), (8, {"beams": 4})):
+            case = {"sizes": REAL, "pass_ms": 0, "requests": requests, "tokens": 48, "search": search}
+            what = f"{requests} request{'s' * (requests > 1)}" + (", 4 beams" if search else "")
+            print(f"\n| {what} | {head}")
+            in_turns({f"{ranks} rank{'s' * (ranks > 1)}": {**case, "ranks": ranks} for ranks in (1, 2)}, options.turns)
+    if options.only in (None, "emulated"):
+        for requests in (16, 4, 1):
+            case = {"sizes": EMULATED, "pass_ms": 40, "requests": requests, "tokens": 20, "search": {}}
+            print(f"\n| {requests} request{'s' * (requests > 1)}, 40 ms per pass | {head}")
+            in_turns({f"{ranks} device{'s' * (ranks > 1)}": {**case, "ranks": ranks} for ranks in (1, 2, 4, 8)},
+                     max(1, options.turns // 2))
+
+
+if __name__ == "__main__":
+    main()
