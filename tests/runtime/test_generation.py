@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,12 +13,16 @@ from vpipe.model.gpt import GptConfig, gpt
 from vpipe.model.layer import Model
 from vpipe.model.llama import LlamaConfig, llama
 from vpipe.model.split import split
+from vpipe.model.translation import TranslationConfig, translation
 from vpipe.runtime.generation import GenerationRank, in_flight, run_in_turns
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox
 
 GPT = gpt(GptConfig(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3))
 LLAMA = llama(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
                           num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.3))
+TRANSLATION = translation(TranslationConfig(
+    vocab_size=40, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+    init_std=0.3, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=1), length=16)
 REQUESTS = [Request(tuple(prompt), Search(tokens, 38, **search)) for prompt, tokens, search in (
     ([1, 2, 3], 6, {"temperature": 0}), ([4], 14, {"seed": 1}), ([5, 6], 6, {"beams": 3, "best": 2, "end": 7}),
     ([9] * 14, 5, {"seed": 2, "top_p": 0.7}), ([1, 2], 1, {}), ([8, 9], 9, {"beams": 4, "end": 30}),
@@ -50,6 +56,17 @@ def test_every_request_gives_the_tokens_of_one_process(model: Model, partition: 
     for rank in ranks:
         rank._transport.finish()
     assert found[1] == found[6]
+
+
+@pytest.mark.parametrize("partition", [[2, 4, 3, 2], [4, 7], [6, 5]])
+def test_translations_are_those_of_one_process(partition: list[int]) -> None:
+    """Cut within the encoder, behind it, and within the decoder; all embeddings and the head are tied."""
+    requests = [Request((0,), replace(request.search, barred=0, end=1, tokens=min(9, request.search.tokens)),
+                        (*(token + 2 for token in request.prompt[:5]), 1)) for request in REQUESTS]
+    found: dict[int, list[Chosen]] = {}
+    for number, chosen in run_in_turns(ring(TRANSLATION, partition, requests)):
+        found.setdefault(number, []).append(chosen)
+    assert [found[number] for number in range(len(requests))] == [alone(TRANSLATION, request) for request in requests]
 
 
 def test_the_next_request_begins_where_one_has_ended_and_all_are_in_flight() -> None:

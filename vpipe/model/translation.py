@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe.errors import UserError
+from vpipe.model.kv_cache import KeyValueCache
 from vpipe.model.layer import LOSS, Layer, Model
 from vpipe.model.registry import HuggingFace, ModelSettings, register_model
 from vpipe.model.transformer import (
@@ -320,11 +321,11 @@ class TranslationEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.register_buffer("positions_sh", sinusoids(length, config.d_model), persistent=False)
 
-    def forward(self, ids_bs: Tensor) -> Tensor:
-        length = ids_bs.shape[1]
-        KEYS.check_length(length, len(self.positions_sh), "max_position_embeddings")
+    def forward(self, ids_bs: Tensor, start: int = 0) -> Tensor:
+        end = start + ids_bs.shape[1]
+        KEYS.check_length(end, len(self.positions_sh), "max_position_embeddings")
         token_bsh = self.token(ids_bs) * self.scale
-        return self.dropout(token_bsh + self.positions_sh[:length].to(token_bsh.dtype))  # type: ignore[no-any-return]
+        return self.dropout(token_bsh + self.positions_sh[start:end].to(token_bsh.dtype))  # type: ignore[no-any-return]
 
 
 class _Sublayer(nn.Module):
@@ -350,9 +351,14 @@ class _Attention(_Sublayer):
 
     def _mixed(self, h_bth: Tensor, read_bsh: Tensor, mask_bs: Tensor | None, causal: bool) -> Tensor:
         """Return, for every token of ``h``, a mixture of the tokens of ``read`` that it sees."""
-        query_batd, key_basd, value_basd = (
-            projection(tokens).unflatten(-1, (self.heads, -1)).transpose(1, 2) for projection, tokens in (
-                (self.query, h_bth), (self.key, read_bsh), (self.value, read_bsh)))
+        return self._attended(self._heads(self.query, h_bth), self._heads(self.key, read_bsh),
+                              self._heads(self.value, read_bsh), mask_bs, causal)
+
+    def _heads(self, projection: nn.Module, tokens_bsh: Tensor) -> Tensor:
+        return projection(tokens_bsh).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # type: ignore[no-any-return]
+
+    def _attended(self, query_batd: Tensor, key_basd: Tensor, value_basd: Tensor, mask_bs: Tensor | None,
+                  causal: bool) -> Tensor:
         mask = None if mask_bs is None else (mask_bs != 0)[:, None, None, :]
         mixed_batd = attention(query_batd, key_basd, value_basd, mask=mask, causal=causal,
                                dropout=self.attention_dropout if self.training else 0.0)
@@ -369,12 +375,28 @@ class TranslationAttention(_Attention):
     def forward(self, h_bsh: Tensor, mask_bs: Tensor | None = None) -> Tensor:
         return self._wrapped(h_bsh, lambda x_bsh: self._mixed(x_bsh, x_bsh, mask_bs, self.causal))
 
+    def step(self, h_bsh: Tensor, cache: KeyValueCache) -> Tensor:
+        """Return the output for new tokens of the decoder."""
+        def mixed(x_bsh: Tensor) -> Tensor:
+            first = cache.length == 0
+            keys_basd, values_basd = cache.append(self._heads(self.key, x_bsh), self._heads(self.value, x_bsh))
+            return self._attended(self._heads(self.query, x_bsh), keys_basd, values_basd, None, causal=first)
+
+        return self._wrapped(h_bsh, mixed)
+
 
 class TranslationCrossAttention(_Attention):
     """Attention to the encoder's output: [B, T, H], [B, S, H] and the mask int64 [B, S] -> [B, T, H]."""
 
     def forward(self, h_bth: Tensor, memory_bsh: Tensor, mask_bs: Tensor) -> Tensor:
         return self._wrapped(h_bth, lambda x_bth: self._mixed(x_bth, memory_bsh, mask_bs, causal=False))
+
+    def step(self, h_bth: Tensor, memory_bsh: Tensor | None, mask_bs: Tensor, cache: KeyValueCache) -> Tensor:
+        """Return the output for new tokens; the encoder's output comes with the first of them."""
+        if memory_bsh is not None:
+            cache.keep(self._heads(self.key, memory_bsh), self._heads(self.value, memory_bsh))
+        return self._wrapped(h_bth, lambda x_bth: self._attended(
+            self._heads(self.query, x_bth), *cache.contents(), mask_bs, causal=False))
 
 
 class EmbeddingsAndAttention(nn.Module):
@@ -387,6 +409,9 @@ class EmbeddingsAndAttention(nn.Module):
 
     def forward(self, ids_bs: Tensor, mask_bs: Tensor | None = None) -> Tensor:
         return self.attention(self.embeddings(ids_bs), mask_bs)  # type: ignore[no-any-return]
+
+    def step(self, ids_bs: Tensor, cache: KeyValueCache) -> Tensor:
+        return self.attention.step(self.embeddings(ids_bs, cache.length), cache)  # type: ignore[operator, no-any-return]
 
 
 class TranslationMlp(_Sublayer):
@@ -409,6 +434,9 @@ class TranslationMlp(_Sublayer):
             return self.contract(inner_bsi)  # type: ignore[no-any-return]
 
         return self.final_norm(self._wrapped(h_bsh, mlp))  # type: ignore[no-any-return]
+
+    def step(self, h_bsh: Tensor, cache: KeyValueCache) -> Tensor:
+        return self(h_bsh)  # type: ignore[no-any-return]
 
 
 class TranslationHead(nn.Module):
