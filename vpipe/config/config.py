@@ -116,10 +116,17 @@ class DatasetSection(Section):
     """The data."""
 
     name: Name = Field(description=(
-        "registered data set, such as text, code_search_net, bert_hdf5, huggingface or synthetic"))
+        "registered data set, such as text, code_search_net, bert_hdf5, huggingface, pairs or synthetic"))
     path: FilePath | None = Field(None, description="file or folder of the data, relative to the current folder")
     batch_size: int = Field(ge=1, le=MOST_SAMPLES, description=(
         "samples per batch, which is split into num_microbatches microbatches; with a flush, one update per batch"))
+    max_tokens: int | None = Field(None, ge=1, le=10**12, description=(
+        "largest number of samples times the longest side of a batch of pairs, padding included; a batch then has any "
+        "multiple of batch_size samples; null: exactly batch_size"))
+    source_language: Name | None = Field(None, description=(
+        "language that pairs are translated from, where a data set has several; null takes the data set's first"))
+    target_language: Name | None = Field(None, description=(
+        "language that pairs are translated into; null takes the other one, or of catalogues that with the most"))
     num_workers: int = Field(0, ge=0, le=1024, description=(
         "batches that a thread prepares ahead on each rank that reads data; 0 prepares each batch when it is needed"))
     samples: int | None = Field(None, ge=1, le=10**12, description=(

@@ -11,20 +11,17 @@ or of a folder above it. Other keys are not read, other files (the layout has pi
 
 from __future__ import annotations
 
-import gzip
 import json
-import re
-import zlib
-from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vpipe.data.cache import existing_files, file_states
+from vpipe.data.cache import file_states
 from vpipe.data.corpus import PARTS, Corpus, Document, Part, token_dataset
 from vpipe.data.dataset import DatasetSettings
 from vpipe.data.epoch import TokenDataset
+from vpipe.data.line_files import MOST_PROBLEMS, line_files, part_of_path, read_lines
 from vpipe.data.local_corpus import machine_functions
 from vpipe.data.registry import register_dataset
 from vpipe.errors import Problem, UserError
@@ -33,25 +30,11 @@ SUFFIXES = (".jsonl", ".jsonl.gz")
 CODE = ("func_code_string", "code", "whole_func_string")
 DOCUMENTATION = ("func_documentation_string", "docstring")
 PARTITION = ("partition", "split", "split_name")
-_MOST_PROBLEMS = 10
-_LONGEST_LINE = 4 << 20
 
 
 def jsonl_files(path: Path) -> list[Path]:
     """Return the file itself, or those in the folder and below, sorted. Raises :class:`UserError` without any."""
-    if not path.exists():
-        raise UserError(f"{path} does not exist", hint="name a file or a folder of *.jsonl or *.jsonl.gz files as "
-                                                       "dataset.path")
-    if not path.is_dir():
-        if not path.is_file() or not path.name.endswith(SUFFIXES):
-            raise UserError(f"{path} is no *.jsonl or *.jsonl.gz file", hint="name one, or a folder that holds some")
-        return [path]
-    files = existing_files(file for file in path.rglob("*") if file.name.endswith(SUFFIXES))
-    if not files:
-        others = sum(1 for _ in path.iterdir())
-        raise UserError(f"no *.jsonl or *.jsonl.gz file in {path} or below it ({others} other entries)",
-                        hint="unpack the data there: a JSON object with the key 'code' per line")
-    return files
+    return line_files(path, SUFFIXES, "a JSON object with the key 'code' per line")
 
 
 def read_functions(files: Sequence[Path], root: Path) -> Iterator[Document]:
@@ -62,36 +45,16 @@ def read_functions(files: Sequence[Path], root: Path) -> Iterator[Document]:
     """
     problems: list[Problem] = []
     for file in files:
-        part_of_file = _part_of_path(file.relative_to(root))
-        for number, line in _lines(file, problems):
+        part_of_file = part_of_path(file.relative_to(root))
+        for number, line in read_lines(file, problems):
             try:
                 yield _document(line, part_of_file)
             except ValueError as error:
                 problems.append(Problem(str(error), "correct or remove the line", f"{file}:{number}"))
-                if len(problems) == _MOST_PROBLEMS:
+                if len(problems) == MOST_PROBLEMS:
                     raise UserError.all_of(problems) from None
     if problems:
         raise UserError.all_of(problems)
-
-
-def _lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, with their numbers from 1 on; a file that ends too early is a problem."""
-    number = 0
-    try:
-        if file.name.endswith(".gz") and not file.stat().st_size:
-            raise EOFError("it has 0 bytes")  # which gzip takes for the end of the last member
-        with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
-            for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE + 1), b""), 1):
-                if len(line) > _LONGEST_LINE:
-                    problems.append(Problem(f"the line has more than {_LONGEST_LINE >> 20} MiB; the file is not read "
-                                            "on", "correct or remove the line", f"{file}:{number}"))
-                    return
-                line = line.removeprefix(BOM_UTF8) if number == 1 else line
-                if line.strip():
-                    yield number, line
-    except (OSError, EOFError, zlib.error) as error:
-        problems.append(Problem(f"{file.name} cannot be read on: {error}", "copy or download it again",
-                                f"{file}:{number + 1}"))
 
 
 def _document(line: bytes, part_of_file: Part | None) -> Document:
@@ -139,18 +102,6 @@ def _text(record: Mapping[str, Any], keys: Sequence[str]) -> str | None:
         except UnicodeEncodeError as error:
             raise ValueError(f"'{key}' holds half of a surrogate pair (character {error.start})") from error
         return value
-    return None
-
-
-def _part_of_path(path: Path) -> Part | None:
-    """Return the part that the file's name contains, or else the nearest folder's.
-
-    ``python_train_0.jsonl.gz`` and ``train/0.jsonl`` are ``train``. A name that holds two such words gives no part.
-    """
-    for name in reversed(path.parts):
-        found = {PARTS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in PARTS}
-        if len(found) == 1:
-            return found.pop()
     return None
 
 

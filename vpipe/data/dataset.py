@@ -6,13 +6,15 @@ data without paying for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
 Split = Literal["train", "test"]
@@ -21,7 +23,10 @@ SPLITS: tuple[Split, ...] = ("train", "test")
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a batch: ``shape`` of one sample (without the batch dimension) and ``dtype`` of the tensor."""
+    """One field of a batch: ``shape`` of one sample (without the batch dimension) and ``dtype`` of the tensor.
+
+    A length of -1 is that of the longest sample of a batch, and differs between batches.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,7 +55,8 @@ class Dataset(Protocol):
                 fields: Collection[str] | None = None, first: int = 0) -> Iterator[dict[str, Tensor]]:
         """Yield one epoch, from the batch ``first`` on.
 
-        Every tensor is ``[batch_size, *Field.shape]``. ``train`` is shuffled by ``seed`` alone, in the same order in
+        Every tensor is ``[batch_size, *Field.shape]`` (with :class:`VaryingBatches` any number of samples that
+        ``batch_size`` divides). ``train`` is shuffled by ``seed`` alone, in the same order in
         every process, and an incomplete last batch is dropped; ``test`` keeps its order, and its last batch may have
         fewer samples. Fields outside ``fields`` (None = all are needed) are tensors on the ``meta`` device and are not
         read. Raises :class:`UserError` at once, not at the first ``next``, when a batch is larger than the ``train``
@@ -67,6 +73,29 @@ class Tokenized(Protocol):
         """Return the path of a ``tokenizer.json``; None when there is none."""
 
 
+@runtime_checkable
+class VaryingBatches(Protocol):
+    """A data set whose batches for training differ in length, and maybe in their number of samples.
+
+    Every epoch has equally many batches, and the same sizes in another order.
+    """
+
+    def batch_tokens(self, batch_size: int, *, seed: int) -> Sequence[NDArray[np.int64]]:
+        """Return, for every batch of the epoch of this ``seed``, the tokens of each sample that the loss counts."""
+
+    def largest_batch(self, batch_size: int) -> Mapping[str, Tensor]:
+        """Return all fields of the batch with the longest samples, whose memory is planned for."""
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A data set that says at the beginning of a run what it is made of."""
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """Return the lines to print."""
+
+
 @dataclass(frozen=True)
 class DatasetSettings:
     """The data of a config file; every registered factory takes one.
@@ -81,6 +110,8 @@ class DatasetSettings:
     ``fields``: of a batch, that the model reads. A data set that can be made for several kinds of model chooses by
     them: with ``labels`` among them the samples are those of a language model (:mod:`vpipe.data.corpus`),
     otherwise BERT's. ``batch_size``: samples of a batch; a data set that is made up has enough for some batches.
+    ``max_tokens``: of a batch, of a data set with :class:`VaryingBatches`; None = batches of ``batch_size`` samples.
+    ``source_language``, ``target_language``: of pairs, where the data have several languages; None = the data set's.
     """
 
     path: Path | None = None
@@ -93,3 +124,6 @@ class DatasetSettings:
     tokenizer: Path | None = None
     fields: tuple[str, ...] = ()
     batch_size: int = 1
+    max_tokens: int | None = None
+    source_language: str | None = None
+    target_language: str | None = None

@@ -1,11 +1,11 @@
-"""The data set ``synthetic``: random samples for any of the models, for timing and tests. Nothing is read."""
+"""The data set ``synthetic``: random samples for BERT, a language model or a translation model, for timing and tests.
+
+Nothing is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import islice
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 import numpy as np
@@ -20,22 +20,12 @@ from vpipe.data.bert_samples import (
     mask_tokens,
     pack,
 )
-from vpipe.data.dataset import DatasetSettings, Field, Split
-from vpipe.data.epoch import (
-    Array,
-    ArrayDataset,
-    TokenDataset,
-    epoch_rows,
-    for_language_model,
-    seeded_generator,
-    tensors,
-)
+from vpipe.data.dataset import DatasetSettings, Split
+from vpipe.data.epoch import Array, TokenDataset, for_language_model, seeded_generator
+from vpipe.data.length_buckets import SOURCE_IDS, LengthBuckets, PairDataset, TokenPairs
 from vpipe.data.registry import register_dataset
-from vpipe.data.tokenizers import DEFAULT_VOCAB_SIZE
+from vpipe.data.tokenizers import DEFAULT_VOCAB_SIZE, PAIR_TOKENS
 from vpipe.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: int, *, seed: int = 0) -> TokenDataset:
@@ -56,55 +46,6 @@ def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: in
     return TokenDataset(vocab_size, sequence_length, counts, drawn)
 
 
-class SyntheticPairs(ArrayDataset):
-    """Pairs of random sentences for a translation model, each of half a length to a full one.
-
-    A batch is as wide as its longest source and target. Id 0 is padding and what the decoder begins with, 1 the end.
-    Values are made when an epoch first needs one, and kept in memory: 16 S bytes a sample.
-    """
-
-    def __init__(self, vocab_size: int, sequence_length: int, counts: Mapping[Split, int], *, seed: int = 0) -> None:
-        if vocab_size <= _END + 1 or sequence_length < 2:
-            raise UserError(f"vocab_size is {vocab_size} and sequence_length {sequence_length}",
-                            hint=f"use at least {_END + 2} and 2: a sentence is a word and its end")
-
-        def describe() -> dict[str, Field]:
-            import torch
-
-            return {name: Field((sequence_length,), torch.int64) for name in PAIR_FIELDS}
-
-        @cache
-        def made(split: Split) -> dict[str, Array]:
-            rng, fields = seeded_generator(seed, crc32(split.encode())), {}
-            for side in ("source", "target"):
-                lengths = rng.integers(-(-sequence_length // 2), sequence_length + 1, size=(counts[split], 1))
-                words = rng.integers(_END + 1, vocab_size, size=(counts[split], sequence_length), dtype=np.int32)
-                places = np.arange(sequence_length)
-                words[places == lengths - 1] = _END
-                fields[side], fields[f"{side}_mask"] = np.where(places < lengths, words, 0), places < lengths
-            target, there = fields["target"], fields["target_mask"]
-            shifted = np.concatenate((np.zeros_like(target[:, :1]), target[:, :-1]), axis=1)
-            return dict(zip(PAIR_FIELDS, (fields["source"], fields["source_mask"], np.where(there, shifted, 0),
-                                          np.where(there, target, -100)), strict=True))
-
-        super().__init__(vocab_size, sequence_length, describe, counts, lambda split, field: made(split)[field])
-
-    def _epoch(self, split: Split, batch_size: int, seed: int | None, needed: frozenset[str],
-               first: int) -> Iterator[dict[str, Tensor]]:
-        arrays = {name: self._load(split, name) for name in PAIR_FIELDS}
-        rows_of = epoch_rows(self.samples(split), batch_size, seed=seed, whole=split == "train")
-        for rows in islice(rows_of, first, None):
-            source, target = (int(there[rows].sum(1).max()) for there in (
-                arrays["source_mask"], arrays["labels"] != -100))
-            width = dict(zip(PAIR_FIELDS, (source, source, target, target), strict=True))
-            fields = {name: Field((width[name],), field.dtype) for name, field in self.fields.items()}
-            yield tensors(fields, len(rows), {name: arrays[name][rows, :width[name]] for name in needed})
-
-
-PAIR_FIELDS = ("source_ids", "source_mask", "target_ids", "labels")
-"""Fields of a batch of a translation model, int64 [B, S], [B, S], [B, T] and [B, T]."""
-
-_END = 1
 _SPECIAL = 5  # ids 0 .. 4: padding, unknown, [CLS], [SEP], [MASK]
 _CLS, _SEP, _MASK = 2, 3, 4
 _DEFAULT_SAMPLES = 1024
@@ -157,8 +98,31 @@ def _counts(samples: int, batch_size: int) -> dict[Split, int]:
     return {"train": samples, "test": max(batch_size, samples // _TEST_SHARE)}
 
 
+def synthetic_pairs(vocab_size: int, sequence_length: int, samples: int = _DEFAULT_SAMPLES, *, seed: int = 0,
+                    batch_size: int = 1, max_tokens: int | None = None) -> PairDataset:
+    """Return ``samples`` training pairs of random tokens, either side half a length to a full one, and some test pairs.
+
+    Those are an eighth as many, but no fewer than ``batch_size``. The arguments decide every value. All are kept in
+    memory: 8 S bytes a pair at most. Raises :class:`UserError` for wrong sizes.
+    """
+    if sequence_length < 2:
+        raise UserError(f"sequence_length is {sequence_length}", hint="a side has at least a token and its end")
+    if vocab_size <= len(PAIR_TOKENS):
+        raise UserError(f"vocab_size is {vocab_size}, but {len(PAIR_TOKENS)} ids are special tokens",
+                        hint=f"use at least {len(PAIR_TOKENS) + 1}")
+    pairs: dict[Split, TokenPairs] = {}
+    for split, count in _counts(samples, batch_size).items():
+        rng = seeded_generator(seed, crc32(split.encode()))
+        lengths = rng.integers(max(1, sequence_length // 2 - 1), sequence_length, size=(count, 2))
+        source, target = (rng.integers(len(PAIR_TOKENS), vocab_size, size=int(total), dtype=np.uint32)
+                          for total in lengths.sum(0))
+        pairs[split] = TokenPairs.from_lengths(source, target, lengths)
+    LengthBuckets(pairs["train"].widths, batch_size, max_tokens)  # which checks the sizes
+    return PairDataset(vocab_size, sequence_length, pairs, 0, 1, max_tokens)
+
+
 @register_dataset("synthetic")
-def synthetic(settings: DatasetSettings) -> BertDataset | TokenDataset | SyntheticPairs:
+def synthetic(settings: DatasetSettings) -> BertDataset | TokenDataset | PairDataset:
     """Return random samples of the sizes in ``settings``, for the model that reads ``settings.fields``.
 
     For -1 the vocabulary is 8192 and a sequence 128 tokens; for None there are 1024 samples, or 8 batches where those
@@ -175,10 +139,11 @@ def synthetic(settings: DatasetSettings) -> BertDataset | TokenDataset | Synthet
         raise UserError(f"{samples:,} synthetic samples of {length:,} tokens are too many to be kept in memory",
                         hint=f"use {min(_MOST_SAMPLES, _MOST_TOKENS // length):,} at most: set dataset.samples, or a "
                              "smaller dataset.batch_size or model.sequence_length")
-    counts = _counts(samples, size)
-    if "source_ids" in settings.fields:
-        return SyntheticPairs(vocab_size, length, counts, seed=settings.seed)
+    if SOURCE_IDS in settings.fields:
+        return synthetic_pairs(vocab_size, length, samples, seed=settings.seed, batch_size=size,
+                               max_tokens=settings.max_tokens)
     if for_language_model(settings.fields):
+        counts = _counts(samples, size)
         return synthetic_tokens(vocab_size, length, counts["train"], counts["test"], seed=settings.seed)
     return synthetic_bert(vocab_size, length, samples, seed=settings.seed, max_predictions=settings.max_predictions,
                           batch_size=size)

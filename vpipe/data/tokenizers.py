@@ -136,16 +136,18 @@ _BYTES = 256
 _FEWEST = 2  # a pair that occurs once is not worth a token
 
 
-def train_byte_bpe(texts: Iterable[str], vocab_size: int, *, total: int | None = None) -> Tokenizer:
+def train_byte_bpe(texts: Iterable[str], vocab_size: int, *, total: int | None = None,
+                   special: Sequence[str] = (END_OF_TEXT,)) -> Tokenizer:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016) of at most ``vocab_size`` tokens: it spells any text.
 
-    Words are divided by GPT-2's pattern (Radford et al. 2019, section 2.2). Token 0 is the end of a text. Small texts
-    give fewer tokens. The order of the texts does not matter. ``total``: number of texts, for the progress line. Raises
-    UserError when ``vocab_size`` is too small for the bytes.
+    Words are divided by GPT-2's pattern (Radford et al. 2019, section 2.2). The first tokens are ``special``, by
+    default the end of a text. Small texts give fewer tokens. The order of the texts does not matter. ``total``: number
+    of texts, for the progress line. Raises UserError when ``vocab_size`` is too small for the bytes.
     """
-    if vocab_size < _BYTES + 1:
-        raise UserError(f"vocab_size is {vocab_size}, but {_BYTES} bytes and the end of a text are {_BYTES + 1} tokens",
-                        hint=f"use at least {_BYTES + 1}, or -1")
+    fewest = _BYTES + len(special)
+    if vocab_size < fewest:
+        raise UserError(f"vocab_size is {vocab_size}, but {_BYTES} bytes and {' and '.join(special)} are {fewest} "
+                        "tokens", hint=f"use at least {fewest}, or -1")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -157,7 +159,7 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int, *, total: int | None =
             merging.enter_context(message_if_slow(f"training a tokenizer of {vocab_size} tokens"))
 
         tokenizer.train_from_iterator(counted(), trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=[END_OF_TEXT], min_frequency=_FEWEST,
+            vocab_size=vocab_size, special_tokens=list(special), min_frequency=_FEWEST,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     return tokenizer
 
@@ -174,3 +176,18 @@ def load_with_end(path: Path) -> Tokenizer:
 def end_token(tokenizer: Tokenizer) -> tuple[str, int] | None:
     """Return the token that ends a text, and its id; None where a tokenizer has none."""
     return next(((end, number) for end in _KNOWN_ENDS if (number := tokenizer.token_to_id(end)) is not None), None)
+
+
+PADDING, END = PAIR_TOKENS = ("<pad>", "</s>")
+"""Special tokens of pairs, as Marian's: padding also starts a target."""
+
+
+def load_for_pairs(path: Path) -> Tokenizer:
+    """Load a tokenizer for pairs. Raises :class:`UserError` when the file is none, or lacks one of their tokens."""
+    tokenizer = load_tokenizer(path)
+    missing = [token for token in PAIR_TOKENS if tokenizer.token_to_id(token) is None]
+    if missing:
+        raise UserError(f"{path.name} has no {' and no '.join(missing)}", where=str(path),
+                        hint="padding starts a target and fills batches, the other ends a text: add both as special "
+                             "tokens")
+    return tokenizer

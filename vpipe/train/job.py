@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from itertools import count, islice
 from math import isfinite
@@ -21,8 +21,9 @@ from vpipe.config.config import Config, ModelSection
 from vpipe.config.options import all_options, make_options
 from vpipe.config.parallel import AUTO
 from vpipe.config.yaml_tree import read_json_tree
-from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized
+from vpipe.data.dataset import Dataset, DatasetSettings, Described, Tokenized, VaryingBatches
 from vpipe.data.epoch import HeldOutText, TokenDataset
+from vpipe.data.length_buckets import SOURCE_IDS, PairDataset
 from vpipe.data.registry import dataset_named
 from vpipe.data.tokenizers import load_wordpiece
 from vpipe.distributed.device import DeviceMap, Visible, choose_device, device_name, make_current
@@ -42,6 +43,7 @@ from vpipe.schedules.delays import describe_delays, fewer_updates, mean_delay, w
 from vpipe.schedules.prepare import ScheduleSpec, has_flush
 from vpipe.schedules.schedule import Schedule, describe_rank
 from vpipe.schedules.size import Placement
+from vpipe.train.epochs import Epochs
 from vpipe.train.optimizers import (
     MATRIX_OPTIMIZERS,
     LearningRatePolicy,
@@ -99,7 +101,9 @@ class Job:
         dataset = dataset_named(config.dataset.name)(DatasetSettings(
             path=config.dataset.path, sequence_length=config.model.sequence_length, vocab_size=vocab_size,
             samples=config.dataset.samples, cache_directory=config.dataset.cache_directory, seed=_data_seed(config),
-            fields=model.batch, batch_size=config.dataset.batch_size, tokenizer=config.dataset.tokenizer))
+            fields=model.batch, batch_size=config.dataset.batch_size, tokenizer=config.dataset.tokenizer,
+            max_tokens=config.dataset.max_tokens, source_language=config.dataset.source_language,
+            target_language=config.dataset.target_language))
         if checked:
             return cls._prepare(config, dataset, model, None, proved=True)
         if vocab_size == -1:
@@ -175,7 +179,8 @@ class Job:
             config = config.with_parallel(partition=partition)
         if config.parallel.warmup_depth == AUTO and "warmup_depth" not in to_plan:  # one stage
             config = config.with_parallel(warmup_depth=None)
-        return cls(config, dataset, model, partition, recomputed, schedule, _updates(config, dataset, schedule), plan)
+        return cls(config, dataset, model, partition, recomputed, schedule,
+                   _updates(config, _epochs(config, dataset), schedule), plan)
 
     def with_plan(self, plan: Plan, *, proved: bool = False) -> Job:
         """Return this job with the partition, schedule and microbatches of a plan.
@@ -209,9 +214,8 @@ class Job:
         """Return this job after ``steps`` steps of ``samples`` samples in total, under whatever schedule."""
         if not samples:
             return self
-        done = samples // self.config.microbatch_size
-        return replace(self, steps_done=steps, samples_done=samples,
-                       updates=_updates(self.config, self.dataset, self.schedule, steps, done))
+        return replace(self, steps_done=steps, samples_done=samples, updates=_updates(
+            self.config, self.epochs, self.schedule, steps, self.epochs.microbatches_done(samples)))
 
     def keep_plan(self, folder: Path) -> None:
         """Write the plan that the job follows, if any, into the run folder; also its profile, if it is cached."""
@@ -242,10 +246,25 @@ class Job:
         rounds = self.schedule.rounds
         return "update" if all(rounds.per_update(s) == rounds.per_step for s in range(len(self.placement))) else "step"
 
+    @cached_property
+    def epochs(self) -> Epochs:
+        """The epochs of training."""
+        return _epochs(self.config, self.dataset)
+
     @property
     def samples_per_update(self) -> int:
-        """Samples of a step of training."""
-        return self.config.microbatch_size * self.schedule.rounds.per_step
+        """Samples of a step of training; their mean where they differ."""
+        return self.epochs.per_step(self.schedule.rounds.per_step)[0]
+
+    def microbatch_samples(self, size: int) -> int:
+        """Return the samples of a microbatch of the largest batch, where one of ``dataset.batch_size`` has ``size``."""
+        return size * self._largest_batch // self.config.dataset.batch_size
+
+    @cached_property
+    def _largest_batch(self) -> int:
+        size = self.config.dataset.batch_size
+        return len(self.dataset.largest_batch(size)[self.model.batch[0]]) \
+            if isinstance(self.dataset, VaryingBatches) else size
 
     @property
     def mean_delay(self) -> float:
@@ -254,7 +273,8 @@ class Job:
 
     @property
     def tokens_per_update(self) -> int:
-        return self.samples_per_update * self.config.model.sequence_length
+        """Tokens of a step of training, padding excluded; their mean where they differ."""
+        return self.epochs.per_step(self.schedule.rounds.per_step)[1]
 
     @property
     def learns_next_tokens(self) -> bool:
@@ -271,6 +291,8 @@ class Job:
     def held_out_text(self) -> HeldOutText | None:
         """What the loss of a model of next tokens compares with; None for other models, and without a text."""
         dataset = self.dataset
+        if isinstance(dataset, PairDataset):
+            return dataset.held_out_text
         return dataset.held_out_text if self.learns_next_tokens and isinstance(dataset, TokenDataset) else None
 
     def same_program(self, other: Job) -> bool:
@@ -300,14 +322,13 @@ class Job:
 
         Begins with the batch that holds the first sample that is not done.
         """
-        epochs, size = self.config.training.epochs, self.config.dataset.batch_size
-        first, done = divmod(self.samples_done // size, self.dataset.samples("train") // size)
-        for epoch in count(first) if epochs is None else range(first, epochs):
-            yield from self._epoch(epoch, fields, done if epoch == first else 0)
+        epochs, at = self.config.training.epochs, self.epochs.locate(self.samples_done)
+        for epoch in count(at.epoch) if epochs is None else range(at.epoch, epochs):
+            yield from self._epoch(epoch, fields, at.batch if epoch == at.epoch else 0)
 
     def _epoch(self, epoch: int, fields: tuple[str, ...], first: int = 0) -> Iterator[Mapping[str, Tensor]]:
         """Return an epoch from batch ``first`` on; earlier ones are read only if the data set cannot skip them."""
-        size, seed = self.config.dataset.batch_size, seed_of(_data_seed(self.config), epoch)
+        size, seed = self.config.dataset.batch_size, self.epochs.seed(epoch)
         batches = self.dataset.batches
         if "first" in signature(batches).parameters:
             return batches("train", size, fields=fields, seed=seed, first=first)
@@ -331,7 +352,13 @@ class Job:
         return (batch for batch, _ in zip(held_out, range(self.config.training.evaluation_batches), strict=False))
 
 
-def _updates(config: Config, dataset: Dataset, schedule: Schedule, steps_done: int = 0,
+def _epochs(config: Config, dataset: Dataset) -> Epochs:
+    """Return the epochs of a config's training."""
+    return Epochs(dataset, config.dataset.batch_size, config.microbatches, config.model.sequence_length,
+                  partial(seed_of, _data_seed(config)))
+
+
+def _updates(config: Config, epochs: Epochs, schedule: Schedule, steps_done: int = 0,
              microbatches_done: int = 0) -> int | None:
     """Return the number of steps at which the first limit that counts steps or epochs is reached."""
     training, per_step = config.training, schedule.rounds.per_step
@@ -340,8 +367,7 @@ def _updates(config: Config, dataset: Dataset, schedule: Schedule, steps_done: i
         batch_steps = schedule.microbatches // per_step if not schedule.stream else 1  # a file ends with its batch
         limits.append(-(-max(0, training.max_steps - steps_done) // batch_steps) * batch_steps)
     if training.epochs is not None:
-        batches = dataset.samples("train") // config.dataset.batch_size
-        microbatches = training.epochs * batches * config.microbatches
+        microbatches = training.epochs * epochs.batches * config.microbatches
         limits.append(-(-max(0, microbatches - microbatches_done) // per_step))
     return steps_done + min(limits) if limits else None
 
@@ -351,10 +377,14 @@ def _check_data(model: Model, dataset: Dataset, config: Config) -> None:
     if given is not None and (not isinstance(dataset, Tokenized) or dataset.tokenizer_path is None):
         raise UserError(f"dataset.tokenizer is '{given}', but the data set '{name}' holds no text that it could cut",
                         hint="leave it out, or choose a data set of text")
+    if config.dataset.max_tokens is not None and not isinstance(dataset, VaryingBatches):
+        raise UserError(f"dataset.max_tokens is {config.dataset.max_tokens}, but all samples of the data set '{name}' "
+                        "have equally many tokens", hint="leave it out, and set dataset.batch_size")
     if missing := [field for field in model.batch if field not in dataset.fields]:
         raise UserError(f"the model '{config.model.name}' reads {missing}, which the data set '{name}' does not hold "
                         f"(it holds {sorted(dataset.fields)})", hint="choose a data set made for this model"
-                        + (", such as text or synthetic" if "input_ids" in model.batch else ""))
+                        + (", such as text or synthetic" if "input_ids" in model.batch else
+                           ", such as pairs" if SOURCE_IDS in model.batch else ""))
 
 
 def _data_seed(config: Config) -> int:
@@ -397,7 +427,7 @@ def check_plan(job: Job, warn: Callable[[str], None] = to_stderr) -> None:
         raise UserError(f"the plan is for another model: {made_for.get('model_name')} (digest {made_for.get('model')}) "
                         f"there, {model_name(job)} (digest {here}) here",
                         hint="vpipe plan CONFIG makes a plan for the model of a config")
-    wanted: dict[str, object] = {"microbatch_size": job.config.microbatch_size,
+    wanted: dict[str, object] = {"microbatch_size": job.microbatch_samples(job.config.microbatch_size),
                                  "precision": job.config.training.precision}
     if on_processors(job.config):  # only ranks know the name of a GPU
         wanted["device"] = device_name(torch.device("cpu"))
@@ -421,8 +451,17 @@ def model_digest(job: Job) -> str:
 
 
 def microbatch_of(job: Job, size: int) -> Mapping[str, Tensor]:
-    """Return the first ``size`` training samples, repeated if a batch has fewer."""
-    batch = next(job.training_batches(job.model.batch))
+    """Return the first ``size`` training samples, repeated if a batch has fewer.
+
+    Where batches differ, ``size`` is that of a batch with ``dataset.batch_size`` samples, and the samples are those
+    of a microbatch of the largest batch.
+    """
+    dataset, batch_size = job.dataset, job.config.dataset.batch_size
+    if isinstance(dataset, VaryingBatches):
+        batch = dataset.largest_batch(batch_size)
+        size = job.microbatch_samples(size)
+    else:
+        batch = next(job.training_batches(job.model.batch))
     return {name: batch[name][torch.arange(size) % len(batch[name])] for name in job.model.batch}
 
 
@@ -455,16 +494,22 @@ def headline(job: Job) -> str:
 
 def size_lines(job: Job) -> str:
     """Describe the size of the model, of an epoch and of a held-out text in lines, which follow a run's first."""
-    config, samples, tokens = job.config, job.dataset.samples("train"), "input_ids" in job.model.batch
-    length, size = config.model.sequence_length, config.dataset.batch_size
-    steps, rest = divmod(samples // size * config.microbatches, job.schedule.rounds.per_step)
+    config, samples, dataset = job.config, job.dataset.samples("train"), job.dataset
+    tokens = not {"input_ids", SOURCE_IDS}.isdisjoint(job.model.batch)
+    length = config.model.sequence_length
+    steps, rest = divmod(job.epochs.batches * config.microbatches, job.schedule.rounds.per_step)
+    varying = isinstance(dataset, VaryingBatches)
     epoch = [counted_with_commas(samples, "sample"),
-             *([counted_with_commas(samples * length, "token")] if tokens else []),
+             *([counted_with_commas(job.epochs.tokens if varying else samples * length, "token")] if tokens else []),
              "about " * (rest > 0) + counted_with_commas(steps, job.step_name)]
+    if isinstance(dataset, PairDataset):
+        epoch.append(f"{100 * dataset.padding_share(config.dataset.batch_size):.1f} % padding")
     parameters = _parameter_count(job.model)
     text = job.held_out_text
     return (("parameters unknown" if parameters is None else counted_with_commas(parameters, "parameter"))
-            + f", vocabulary of {config.model.vocab_size:,}" * tokens + f"\nan epoch: {', '.join(epoch)}"
+            + f", vocabulary of {config.model.vocab_size:,}" * tokens
+            + "".join(f"\n{line}" for line in (dataset.lines if isinstance(dataset, Described) else ()))
+            + f"\nan epoch: {', '.join(epoch)}"
             + ("" if text is None else f"\nheld out: {counted_with_commas(text.tokens, 'token')} of "
                f"{text.bytes / text.tokens:.2f} bytes, unigram entropy {text.unigram_entropy:.2f} nats"))
 

@@ -7,10 +7,10 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -84,12 +84,14 @@ class StepSize:
     Attributes:
         efficiency: None for a model family that does not give its FLOPs.
         next_tokens: whether the loss is the mean cross-entropy of the next token, which has a perplexity.
+        each: the samples and tokens of every step of this attempt, where they differ; the others are then their mean.
     """
 
     samples: int
     tokens: int
     efficiency: Efficiency | None = None
     next_tokens: bool = False
+    each: Iterator[tuple[int, int]] | None = None
 
     def perplexity(self, loss: float) -> float | None:
         """Return the perplexity at a loss; None for a model without, and where it is huge or no number."""
@@ -127,7 +129,7 @@ class Metrics:
 
     Attributes:
         size: of a step.
-        update_s, losses: of the updates of this attempt.
+        update_s, samples, tokens, losses: of the updates of this attempt.
         skipped: number of those that were skipped.
         evaluations: of this attempt, step and loss.
     """
@@ -143,7 +145,10 @@ class Metrics:
         self._started = self._last = perf_counter()
         self._started -= self.past.time_s
         self._first = first
+        self._sizes = size.each or repeat((size.samples, size.tokens))
         self.update_s: list[float] = []
+        self.samples: list[int] = []
+        self.tokens: list[int] = []
         self.losses: list[float] = []
         self.skipped = 0
         self.evaluations: list[tuple[int, float]] = []
@@ -171,7 +176,7 @@ class Metrics:
     @property
     def recent_tokens_per_s(self) -> float:
         """Return the tokens per second over the last updates."""
-        return self.size.tokens / self.recent_update_s if self.update_s else 0.0
+        return fmean(self.tokens[-RECENT:]) / self.recent_update_s if self.update_s else 0.0
 
     def update(self, *steps: Step) -> None:
         """Record steps that have just ended; several of a draining pipeline share the time."""
@@ -179,16 +184,19 @@ class Metrics:
         for number, step in enumerate(steps, 1):
             seconds = (now - begun) / len(steps)
             self._last = now if number == len(steps) else begun + number * seconds
+            samples, tokens = next(self._sizes)
             self.update_s.append(seconds)
+            self.samples.append(samples)
+            self.tokens.append(tokens)
             self.losses.append(step.loss)
             line: Line = {
                 "step": step.index, "loss": finite(step.loss), **self._perplexity(step.loss),
                 "learning_rate": step.learning_rate,
                 "time_s": round(self.time_s, 4), "step_s": round(seconds, 6),
-                "samples_per_s": round(self.size.samples / seconds, 2),
-                "tokens_per_s": round(self.size.tokens / seconds, 1)}
+                "samples_per_s": round(samples / seconds, 2),
+                "tokens_per_s": round(tokens / seconds, 1)}
             if self.size.efficiency is not None:
-                used = self.size.efficiency.utilization(self.size.tokens / seconds)
+                used = self.size.efficiency.utilization(tokens / seconds)
                 line |= {"mfu": float(f"{used.model:.4g}"), "hfu": float(f"{used.hardware:.4g}")}
             if step.gradient_norm is not None:
                 line["gradient_norm"] = finite(step.gradient_norm)

@@ -218,7 +218,7 @@ def identities_of(job: Job, sizes: Sequence[int], ranks_per_host: int, ranks: in
                   cores: int | None = None) -> list[Identity]:
     """Return the identities for several microbatch sizes; inspects the layers once."""
     first = identity_of(job, sizes[0], ranks_per_host, ranks, hosts, cores)
-    return [replace(first, microbatch_size=size) for size in sizes]
+    return [replace(first, microbatch_size=job.microbatch_samples(size)) for size in sizes]
 
 
 def _optimizer(settings: OptimizerSettings) -> str:

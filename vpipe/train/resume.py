@@ -58,6 +58,7 @@ RUN = "run"
 
 _BINDING = {"training.seed": "the initial weights, dropout and the order of the data follow from it",
             "dataset.batch_size": "which samples are done follows from it",
+            "dataset.max_tokens": "which samples are done follows from it",
             "training.optimizer": "the state in the checkpoint is the other optimizer's"}
 """Keys that a resumed run may not change, and why."""
 
@@ -469,13 +470,13 @@ def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:
         yield Problem(f"the data are not those of the checkpoint: their fingerprint is {data}, it was {manifest.data} "
                       "(a hash of the vocabulary's size, the numbers of samples and the first batch)",
                       "set dataset.* as it was, or bring the files back")
-    size = job.config.microbatch_size
-    if manifest.samples % size:
+    at = job.epochs.locate(manifest.samples)
+    size = at.samples // job.config.microbatches
+    if at.done % size:
         yield Problem(f"the checkpoint was made after {manifest.samples} samples, which are no whole number of "
                       f"microbatches of {size}", "set training.num_microbatches as it was")
-    batch = job.config.dataset.batch_size
-    if not job.schedule.stream and manifest.samples % batch:
-        yield Problem(f"the checkpoint was made after {manifest.samples % batch} of the {batch} samples of a batch, "
+    if not job.schedule.stream and at.done:
+        yield Problem(f"the checkpoint was made after {at.done} of the {at.samples} samples of a batch, "
                       f"but the schedule {job.config.parallel.schedule} takes whole batches", "go on with the schedule "
                       "that made it, or from a checkpoint at the end of a batch")
 

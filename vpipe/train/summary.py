@@ -205,8 +205,9 @@ class RunFigures:
             return None
         usage_steps = usage_steps or steps
         counted = counted_updates(metrics.update_s)
-        rate, efficiency = len(counted) / sum(counted), size.efficiency
-        used = None if efficiency is None else efficiency.utilization(rate * size.tokens)
+        per_s = [sum(own[-len(counted):]) / sum(counted) for own in (metrics.samples, metrics.tokens)]
+        efficiency = size.efficiency
+        used = None if efficiency is None else efficiency.utilization(per_s[1])
         stages_of: dict[int, list[StageUsage]] = {}
         for rank, usage in zip((rank for ranks in placement for rank in ranks), usages, strict=True):
             stages_of.setdefault(rank, []).append(usage)
@@ -217,7 +218,7 @@ class RunFigures:
         return cls(
             ranks=len(ranks), steps=steps, steps_done=metrics.steps, samples_per_step=size.samples,
             skipped=metrics.skipped, time_s=metrics.attempt_s, counted_steps=len(counted),
-            samples_per_s=rate * size.samples, tokens_per_s=rate * size.tokens, step_median_s=median(counted),
+            samples_per_s=per_s[0], tokens_per_s=per_s[1], step_median_s=median(counted),
             step_p95_s=p95(counted), peak=None if efficiency is None else efficiency.peak,
             mfu=None if used is None else used.model, hfu=None if used is None else used.hardware,
             bubble=finite(bubble((rank.idle_s, rank.working_s) for rank in ranks)),
