@@ -170,3 +170,8 @@ def test_prepared_pairs_that_were_changed_are_made_again_or_refused(
     assert "prepared data is built again: test.jsonl" in capsys.readouterr().err
     shutil.rmtree(cache)
     assert pairs(settings_of(folder, tmp_path)).samples("test") == 10
+
+
+def test_tab_separated_files_do_not_name_languages(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="target_language is de, but tab-separated files do not name languages"):
+        pairs(replace(settings_of(folder, tmp_path), target_language="de"))

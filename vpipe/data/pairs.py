@@ -266,4 +266,8 @@ def pairs(settings: DatasetSettings) -> PairDataset:
     if settings.path is None:
         raise UserError("the data set 'pairs' has no path",
                         hint="name a file or a folder of *.tsv or *.tsv.gz files as dataset.path")
+    for side, language in (("source", settings.source_language), ("target", settings.target_language)):
+        if language is not None:
+            raise UserError(f"dataset.{side}_language is {language}, but tab-separated files do not name languages",
+                            hint="leave it out: the first column is the source, the second the target")
     return pair_dataset(tab_separated(settings.path), settings)
