@@ -9,6 +9,7 @@ import pytest
 from made_profile import MIB, made_profile
 
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
+from vpipe.plan.profile import TensorBytes
 from vpipe.plan.solver.request import Alternative
 from vpipe.plan.stage_costs import StageMemory
 from vpipe.visualize.explain_plan import PlanExplanation, alternatives_table, memory_table, peak_bytes
@@ -56,6 +57,18 @@ def test_the_delay_of_gradients_without_a_flush() -> None:
     assert "delay" not in explained(planned()).text(80)
 
 
+def test_what_crosses_the_cuts() -> None:
+    """A tensor that skips layers, another that needs no gradient."""
+    made = made_profile()
+    layers = list(made.layers)
+    mask = TensorBytes("mask", MIB // 2, wants_gradient=False)
+    layers[2] = replace(layers[2], writes=(*layers[2].writes, mask))
+    layers[5] = replace(layers[5], reads=("h", "mask"))
+    assert sentence("sent by one microbatch", explained(planned(), profile=replace(made, layers=tuple(layers)))) == (
+        "sent by one microbatch: 1 MiB forward and back behind stage 0 (h); 1.5 MiB forward, 1 MiB back behind stage 1 "
+        "(h 1 MiB, mask 512 KiB); 1 MiB forward and back behind stage 2 (h)")
+
+
 def other(what: str, plan: Plan | None, seconds: float | None = None, simulated: bool = True,
           why: str = "") -> Alternative:
     if plan is not None and plan.predictions is not None:
@@ -95,6 +108,7 @@ memory: stage 3 holds most, 282 MiB of 1 GiB on a rank, 43 % of it what the
   optimizer keeps
 recompute: 3 of 9 layers, 10 % of the computing; none from 1.08 GiB per rank on,
   which would give 133 samples/s (+27 %)
+sent by one microbatch: 1 MiB forward and back behind stages 0, 1, 2 (h)
 solver: exact for the measured costs; 31 choices in 0.3 s
 
                   schedule  layers per stage  m  recompute  samples/s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 from vpipe.errors import counted
 from vpipe.plan.plan import Plan, StagePrediction
@@ -64,8 +65,9 @@ class PlanExplanation:
                   *filled("in ms: forward, backward and recompute of one microbatch; step of the optimizer; comm "
                           f"(transfers, mostly while it computes) and idle of a rank per {self._step_name}", width)],
                  memory_table(self.plan, self.limit_bytes, width),
-                 [line for text in (self._bottleneck(), self._memory(), self._recompute(), *self._warmup(),
-                                        *self._delay(), f"solver: {self.solver}") for line in filled(text, width)],
+                 [line for text in (self._bottleneck(), self._memory(), self._recompute(), *self._cuts(),
+                                    *self._warmup(), *self._delay(), f"solver: {self.solver}")
+                  for line in filled(text, width)],
                  alternatives_table(self.plan, self.others, width)]
         return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
@@ -136,6 +138,22 @@ class PlanExplanation:
         return (f"memory: {_numbered('stage', groups[most])} hold{'s' * (len(groups[most]) == 1)} most, "
                 f"{size_text(peak)}{limit} on a rank, {100 * getattr(held[most], kind) / peak:.0f} % of it "
                 f"{_KINDS[kind]}")
+
+    def _cuts(self) -> Iterator[str]:
+        """Yield what one microbatch sends through the cuts between stages; equal cuts in a row together."""
+        activations, cuts = self.profile.activations, list(accumulate(self.plan.partition))[:-1]
+        groups = [list(group) for _, group in groupby(enumerate(cuts), lambda cut: activations.crossing(cut[1]))]
+        said = []
+        for group in groups:
+            cut = group[0][1]
+            tensors = [f"{tensor.name} {size_text(tensor.bytes)}" for tensor in activations.crossing(cut)]
+            forward, back = activations.output_bytes(cut), activations.gradient_bytes(cut)
+            said.append(f"{size_text(forward)} forward" + (" and back" if back == forward else
+                                                           f", {size_text(back)} back")
+                        + f" behind {_numbered('stage', [stage for stage, _ in group])}"
+                        + (f" ({', '.join(tensors)})" if len(tensors) > 1 else f" ({tensors[0].split()[0]})"))
+        if said:
+            yield f"sent by one microbatch: {'; '.join(said)}"
 
     def _delay(self) -> Iterator[str]:
         """Yield the delay of gradients without a flush, and a warning where it costs much."""
