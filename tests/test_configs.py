@@ -22,7 +22,8 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("*.y*ml"))
 LAYERS = {"bert_4gpipe.yml": 49, "bert_4pipedream.yml": 49, "bert_4vpipe.yml": 49, "bert_base.yaml": 25,
           "gpt2_124m.yaml": 25, "gpt_small.yaml": 33, "gpt_small_orion.yaml": 33, "gpt_8stage.yaml": 33,
-          "gpt_16stage.yaml": 33, "llama_small.yaml": 17}
+          "gpt_16stage.yaml": 33, "llama_small.yaml": 17, "translation_4vpipe_tiny.yml": 11,
+          "translation_mini_4stage.yaml": 11}
 """The others have 9."""
 
 TINY = ["metrics.peak_tflops=1", "model.hidden_size=16", "model.num_heads=4", "model.sequence_length=8",
@@ -45,7 +46,7 @@ def made_up(path: Path) -> list[str]:
 
 def test_the_families_are_complete() -> None:
     names = {path.name for path in FILES}
-    assert len(FILES) == 16
+    assert len(FILES) == 18
     assert set(LAYERS) <= names
     for kind in ("4gpipe", "4pipedream", "4vpipe"):
         assert f"bert_{kind}_tiny.yml" in names

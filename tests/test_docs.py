@@ -23,7 +23,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from vpipe.cli import _parser, main
-from vpipe.config.config import Config, load_config
+from vpipe.config.config import Config
 from vpipe.config.validation import Section, section_of
 from vpipe.config.vpipe_flat import FlatConfig, PartitionFile, RankFile
 from vpipe.errors import UserError
@@ -114,24 +114,6 @@ def test_defaults_of_the_page_are_those_of_the_code() -> None:
     assert said["learning_rate"] == "required"
     assert said["momentum"] == "`0.9`"
     assert said["warmup_steps"] == "`0`"
-
-
-# -- what is refused -----------------------------------------------------------------------------------
-
-
-def refusals(heading: str) -> list[str]:
-    """The settings in the first column of the table under a heading."""
-    return [row[0].strip("`") for row in table_below(heading)]
-
-
-FLAT = "configs/bert_4vpipe_tiny.yml"
-
-
-@pytest.mark.parametrize("setting", refusals("Refused in a flat file"))
-def test_what_the_page_calls_refused_is(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match="not available in this version"):
-        load_config(Path(FLAT), [setting])
 
 
 # -- docs/schedules.md ---------------------------------------------------------------------------------

@@ -121,6 +121,19 @@ def test_data_and_sizes(flat: Path, tmp_path: Path) -> None:
     assert (config.dataset.name, config.dataset.path) == ("synthetic", None)
 
 
+def test_a_translation_model_is_base_or_of_the_sizes_in_its_file(flat: Path, tmp_path: Path) -> None:
+    translation = {"model_type": "translation", "data_dir": ""}
+    config = load(flat, translation)
+    assert (config.model.name, config.model.preset, config.training.optimizer) == ("translation", "base", "adamw")
+    assert (config.dataset.name, config.dataset.path) == ("pairs", None)
+    sizes = tmp_path / "configs/bert/translation_config.json"
+    sizes.write_text('{"model_type": "marian", "d_model": 64}')
+    config = load(flat, {"model_type": "translation"})
+    assert (config.model.preset, config.model.config_file) == (None, sizes)
+    assert config.dataset.path == tmp_path / "configs/bert/data/shards"
+    assert load(flat, translation, "synthetic_data: true\n").dataset.name == "synthetic"
+
+
 def test_defaults(flat: Path) -> None:
     names = ("log_directory", "module", "machines", "weight_decay", "epochs", "print_frequency", "verbose_frequency",
              "learning_rate_policy", "distributed_backend")
@@ -234,8 +247,6 @@ def test_all_mistakes_of_the_flat_file_at_once(flat: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "value", "what", "where", "hint"), [
-    ("model_type", "translation",
-     "model_type asks for the translation model, which is not available in this version", "16:15", "use bert"),
     ("machines", "['-oProxyCommand=x:0', 'node1:0']", "machines[0] is '-oProxyCommand=x:0'", "7:14",
      "write host:gpu, such as localhost:0"),
     ("machines", "[]", "machines is empty", "7:13", "give one host:gpu per rank, or leave it out"),

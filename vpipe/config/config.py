@@ -78,13 +78,14 @@ def neighbours(size: int, divisor: int) -> tuple[int, int]:
 class ModelSection(Section):
     """The model. Sizes given here override those of ``preset`` or ``config_file``."""
 
-    name: Name = Field(description="model family, such as bert, gpt or llama")
+    name: Name = Field(description="model family, such as bert, gpt, llama or translation")
     preset: str | None = Field(None, description=(
         "named sizes of the family: for bert tiny, mini, small, medium, base or large; for gpt small, medium, large "
-        "or xl; for llama 15m, 110m, 135m, 360m, 1b, 7b or 13b"))
+        "or xl; for llama 15m, 110m, 135m, 360m, 1b, 7b or 13b; for translation tiny, small, base or big"))
     hidden_size: Size | None = Field(None, description="hidden size: features of a layer's output")
     num_layers: int | None = Field(None, ge=1, le=MOST_BLOCKS, description=(
-        "number of transformer blocks; each is split into two layers"))
+        "number of transformer blocks, for translation of the encoder and of the decoder; each is split into two "
+        "layers, one of a decoder with an encoder into three"))
     num_heads: Size | None = Field(None, description="attention heads per block; must divide hidden_size")
     num_kv_heads: Size | None = Field(None, description=(
         "heads of keys and values per block, for llama: groups of num_heads share one; null gives every head its own"))

@@ -44,11 +44,6 @@ class Mistake:
     hint: str
 
 
-def unavailable(key: str, asks: str, hint: str) -> Mistake:
-    """Return the mistake of a value that needs a feature which this version does not have."""
-    return Mistake((key,), f"asks for {asks}, which is not available in this version", hint)
-
-
 class MistakesError(ValueError):
     """Raised by a validator: one or several mistakes."""
 

@@ -32,7 +32,6 @@ from vpipe.config.validation import (
     check_entries,
     checked,
     is_share,
-    unavailable,
 )
 from vpipe.config.yaml_tree import Place, Tree, read_json_tree
 from vpipe.errors import Problem, UserError
@@ -83,7 +82,9 @@ class FlatConfig(Section):
     distributed_backend: Literal["gloo", "nccl"] | None = Field(None, description=(
         "communication between ranks, which compute on the GPUs of machines, else on processors; null takes nccl "
         "where every rank has a GPU of its own, else gloo"))
-    data_dir: FilePath | None = Field(None, description="folder of HDF5 shards; required without synthetic_data")
+    data_dir: FilePath | None = Field(None, description=(
+        "folder of HDF5 shards, required for bert without synthetic_data; for translation file or folder of "
+        "tab-separated pairs, null takes the pairs in the message catalogues of this machine"))
     synthetic_data: bool = Field(False, description="random batches instead of those in data_dir")
     log_directory: FilePath = Field(Path("output"), description="parent folder of the run folders")
     schedule: str | None = Field(None, min_length=1, description="schedule in place of sync_mode's own")
@@ -98,8 +99,6 @@ class FlatConfig(Section):
     trace: bool = Field(False, description="write the timeline of the run")
 
     def mistakes(self) -> Iterator[Mistake]:
-        if self.model_type == "translation":
-            yield unavailable("model_type", "the translation model", "use bert")
         if self.compress_in_gpu and not self.compress_activations:
             yield Mistake(("compress_in_gpu",), "is true, but compress_activations is false", "set both, or neither")
         if self.machines is not None:
@@ -111,7 +110,7 @@ class FlatConfig(Section):
         if self.macrobatch and self.sync_mode == "bsp":
             yield Mistake(("macrobatch",), f"is true, but sync_mode bsp takes {MINIBATCHES_PER_FLUSH} minibatches per "
                                            "update already", "set it to false, or write sync_mode: asp")
-        if self.data_dir is None and not self.synthetic_data:
+        if self.data_dir is None and not self.synthetic_data and self.model_type == "bert":
             yield Mistake(("data_dir",), "is missing", "name the folder of HDF5 shards, or set synthetic_data: true")
 
 
@@ -233,12 +232,13 @@ def to_native(tree: Tree, folder: Path, native_keys: Iterable[str], *, shipped: 
 
 def _put_model_and_data(flat: FlatConfig, base: Path, users: Path, put: Callable[[str, str, object], None]) -> None:
     put("model.name", "model_type", flat.model_type)
-    sizes = base / "bert_config.json"
+    sizes = base / f"{flat.model_type}_config.json"
+    preset, dataset = {"bert": ("large", "bert_hdf5"), "translation": ("base", "pairs")}[flat.model_type]
     if os.path.exists(sizes):
         put("model.config_file", "directory", str(sizes))
     else:
-        put("model.preset", "directory", "large")
-    put("dataset.name", "synthetic_data", "synthetic" if flat.synthetic_data else "bert_hdf5")
+        put("model.preset", "directory", preset)
+    put("dataset.name", "synthetic_data", "synthetic" if flat.synthetic_data else dataset)
     if not flat.synthetic_data and flat.data_dir is not None:
         put("dataset.path", "data_dir", str(users / flat.data_dir))
 
@@ -249,7 +249,7 @@ def _put_updates(flat: FlatConfig, stages: int, put: Callable[[str, str, object]
     microbatches = every if asp else MINIBATCHES_PER_FLUSH
     put("dataset.batch_size", "batch_size", flat.batch_size * microbatches)
     put("training.num_microbatches", "sync_mode", microbatches)
-    put("training.optimizer", "model_type", "lamb")
+    put("training.optimizer", "model_type", "lamb" if flat.model_type == "bert" else "adamw")
     put("training.lr_policy", "learning_rate_policy", flat.learning_rate_policy)
     if flat.learning_rate_policy != "step":
         put("training.warmup_steps", "learning_rate_policy", WARMUP_SHARE)
