@@ -264,13 +264,14 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_checkpoint(_add(commands, "checkpoint", "", "list, show, verify, export or import checkpoints").commands())
 
-    sample = _add(commands, "sample", "sample.run_sample", "continue texts with the model of a checkpoint, in one "
-                  "process or on several ranks, or let BERT fill in masked words")
+    sample = _add(commands, "sample", "sample.run_sample", "continue or translate texts with the model of a "
+                  "checkpoint, in one process or on several ranks, or let BERT fill in masked words")
     sample.add_argument("folder", type=Path, metavar="RUN|STEP", help="folder of a run, or one of its checkpoints; for "
                         "a run: the newest")
     prompts = sample.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; - reads it from standard "
-                         "input; for BERT a text with [MASK] in it; may be given several times")
+                         "input; for BERT a text with [MASK] in it, for a translation model the source; may be given "
+                         "several times")
     prompts.add_argument("--prompts", type=Path, metavar="FILE", help="file with one prompt per line")
     sample.add_argument("--tokens", type=int, metavar="N", help="tokens to add at most (default: 100)")
     sample.add_argument("--temperature", type=float, metavar="T", help="how evenly tokens are chosen; 0 takes the most "
@@ -282,7 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--seed", type=int, metavar="N", help="seed of the choices, the same for every prompt "
                         "(default: 0)")
     sample.add_argument("--beams", type=int, metavar="K", help="search for the most probable text with K beams instead "
-                        "of drawing one")
+                        "of drawing one (default for translations: 4)")
     sample.add_argument("--length-penalty", type=float, metavar="A", help="of a beam search: divide log probabilities "
                         "by ((5 + length) / 6)^A (default: 0.6)")
     sample.add_argument("--best", type=int, metavar="N", help="of a beam search: print the N best texts with their "

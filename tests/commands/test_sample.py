@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -18,6 +19,8 @@ from vpipe.checkpoint.export import make_checkpoint
 from vpipe.checkpoint.manifest import CheckpointInfo
 from vpipe.cli import main
 from vpipe.data.tokenizers import load_tokenizer, train_byte_bpe
+from vpipe.model.generate import Request, Search
+from vpipe.train.generation import GenerationTask
 from vpipe.train.loop import train
 from vpipe.train.sampling import texts
 
@@ -135,6 +138,48 @@ def test_ranks_give_the_texts_of_one_process(gpt: Path, capfd: pytest.CaptureFix
     found = capfd.readouterr()
     assert found.out == alone
     assert re.search(r"after step 120\n[\d,]+ tokens in [\d.]+ s, [\d,]+ tokens/s, on 2 ranks\n$", found.err)
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned the word for every word of a tiny language."""
+    folder, rng = tmp_path_factory.mktemp("pairs"), random.Random(0)
+    words = {"one": "eins", "two": "zwei", "cat": "Katze", "dog": "Hund"}
+    chosen = [rng.choices(list(words), k=rng.randint(1, 2)) for _ in range(400)]
+    (folder / "a.tsv").write_text("".join(
+        f"{' '.join(one)}\t{' '.join(words[word] for word in one)}\n" for one in chosen))
+    (folder / "run").mkdir()
+    job = job_of(folder, dataset__name="pairs", dataset__path=str(folder / "a.tsv"), dataset__samples=None,
+                 dataset__cache_directory=str(folder / "cache"), model__name="translation", model__preset=None,
+                 model__num_layers=1, model__num_heads=2, model__hidden_size=32, model__dropout=0.0,
+                 model__vocab_size=-1, training__learning_rate=0.01, training__max_steps=150,
+                 training__num_microbatches=1, parallel__model_parallel_size=1, parallel__partition=[6],
+                 checkpoint__at_end=True)
+    train(job, folder / "run")
+    return folder / "run"
+
+
+def test_a_translation_is_a_line_and_beams_search_it(translator: Path, sample: Sample) -> None:
+    status, out, err = sample(translator, "--prompt", "two", "--prompt", "one dog")
+    assert (status, out) == (0, "zwei\neins Hund\n")
+    assert re.search(r"translation, .*\n\d+ tokens in .* tokens/s, on 1 rank, 4 beams\n$", err)
+    assert sample(translator, "--prompt", "one dog", "--temperature", 0)[1] == "eins Hund\n"
+    best = sample(translator, "--prompt", "one cat", "--best", 2)[1].splitlines()
+    assert best[0].split("  ")[1] == "eins Katze"
+    assert len(best) == 2
+    status, _, err = sample(translator, "--prompt", "one " * 40)
+    assert status == 2
+    assert re.search(r"error: the prompt has \d+ tokens with its end, but the model reads 16\nhint: translate", err)
+    assert "--best is 5, but there are 4 beams" in sample(translator, "--prompt", "one", "--best", 5)[2]
+
+
+def test_ranks_read_what_the_command_writes(tmp_path: Path) -> None:
+    search = Search(5, 30, end=1, barred=0, beams=4, best=2)
+    task = GenerationTask("step-1", 16, "tokenizer.json", (2, 4), 1, ("a b", "c"), ((5, 6, 1), (7, 1)), search, True)
+    task.save(tmp_path)
+    assert GenerationTask.load(tmp_path) == task
+    assert task.requests == [Request((0,), search, (5, 6, 1)), Request((0,), search, (7, 1))]
+    assert task.describe(1) == "rank 1 (stage 1)"
 
 
 def test_changed_data_have_another_tokenizer(gpt: Path, sample: Sample) -> None:

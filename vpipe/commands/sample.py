@@ -8,18 +8,29 @@ import sys
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.commands.checkpoint import checkpoints_in
 from vpipe.commands.profile import folder_unless_failed
-from vpipe.data.tokenizers import load_tokenizer, load_wordpiece
+from vpipe.data.tokenizers import load_for_pairs, load_tokenizer, load_wordpiece
 from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError, counted
 from vpipe.launch.local import run_ranks
 from vpipe.launch.rank_env import HostRanks, check_alone
 from vpipe.train.checkpoint_model import data_tokenizer, has_model
 from vpipe.train.generation import GenerationTask, SampledCheckpoint, generate_alone
-from vpipe.train.sampling import BERT, CANDIDATES, TEMPERATURE, masked_ids, prompt_ids, search_for
+from vpipe.train.sampling import (
+    BEAMS,
+    BERT,
+    CANDIDATES,
+    TEMPERATURE,
+    masked_ids,
+    prompt_ids,
+    search_for,
+    source_ids,
+    translation_search,
+)
 
 TOKENS = 100
 """Default of ``--tokens``."""
@@ -51,16 +62,30 @@ def _check(options: argparse.Namespace) -> None:
     if options.length_penalty is not None and not 0 <= options.length_penalty < inf:
         raise UserError(f"--length-penalty is {options.length_penalty:g}",
                         hint="give a number from 0 (none) on, such as 0.6")
-    drawn = _given(options, "temperature", "top_k", "top_p", "seed")
+    drawn = _given(options, *_DRAWN)
     if options.beams is not None and drawn:
         raise UserError(f"{' and '.join(drawn)} cannot be given with --beams: a beam search draws nothing",
                         hint="leave out one or the other")
+
+
+_DRAWN = ("temperature", "top_k", "top_p", "seed")
+"""Options of a text that is drawn."""
+
+
+def _choice(options: argparse.Namespace, translates: bool) -> dict[str, Any]:
+    """Return how texts are chosen; translations by a beam search, unless an option of drawing is given."""
+    beams = options.beams
+    if beams is None and translates and not _given(options, *_DRAWN):
+        beams = BEAMS
     searched = _given(options, "length_penalty", "best")
-    if options.beams is None and searched:
+    if beams is None and searched:
         raise UserError(f"{' and '.join(searched)} can be given for a beam search alone", hint="add --beams 4")
-    if options.best is not None and options.best > options.beams:
-        raise UserError(f"--best is {options.best}, but there are {counted(options.beams, 'beam')}",
+    if options.best is not None and options.best > beams:
+        raise UserError(f"--best is {options.best}, but there are {counted(beams, 'beam')}",
                         hint=f"set --beams to {options.best} or more")
+    given = {name: getattr(options, name) for name in (*_DRAWN, "length_penalty", "best")}
+    return {"beams": beams, "temperature": TEMPERATURE,
+            **{name: value for name, value in given.items() if value is not None}}
 
 
 def _given(options: argparse.Namespace, *names: str) -> list[str]:
@@ -132,18 +157,23 @@ def _tokenizer(checkpoint: SampledCheckpoint, given: Path | None) -> Path:
 
 
 def _continue(options: argparse.Namespace, checkpoint: SampledCheckpoint, path: Path, prompts: Sequence[str]) -> None:
-    tokenizer = load_tokenizer(path)
-    ids = [prompt_ids(tokenizer, prompt, own_beginning=options.tokenizer is not None) for prompt in prompts]
-    most = TOKENS if options.tokens is None else options.tokens
-    given = {name: value for name in ("top_k", "top_p", "seed", "beams", "length_penalty", "best")
-             if (value := getattr(options, name)) is not None}
-    search = search_for(tokenizer, most, **given,
-                        temperature=TEMPERATURE if options.temperature is None else options.temperature)
-    length = min(checkpoint.window, max(map(len, ids)) + most)
+    translates, window = checkpoint.translates, checkpoint.window
+    most, choice = TOKENS if options.tokens is None else options.tokens, _choice(options, translates)
+    if translates:
+        tokenizer = load_for_pairs(path)
+        ids = [source_ids(tokenizer, prompt, window) for prompt in prompts]
+        most = min(most, window)
+        length = max(most, *map(len, ids))
+        search = translation_search(tokenizer, most, **choice)
+    else:
+        tokenizer = load_tokenizer(path)
+        ids = [prompt_ids(tokenizer, prompt, own_beginning=options.tokenizer is not None) for prompt in prompts]
+        length = min(window, max(map(len, ids)) + most)
+        search = search_for(tokenizer, most, **choice)
     checkpoint.check(length, tokenizer)
     ranks = options.ranks or 1
     task = GenerationTask(str(checkpoint.folder), length, str(path), checkpoint.partition(ranks, length),
-                          checkpoint.threads, tuple(prompts), tuple(map(tuple, ids)), search)
+                          checkpoint.threads, tuple(prompts), tuple(map(tuple, ids)), search, translates)
     if ranks == 1:
         generate_alone(task, checkpoint, tokenizer)
         return
@@ -158,7 +188,7 @@ def _continue(options: argparse.Namespace, checkpoint: SampledCheckpoint, path: 
 
 
 def _fill(options: argparse.Namespace, checkpoint: SampledCheckpoint, path: Path, prompts: Sequence[str]) -> None:
-    given = _given(options, "tokens", "temperature", "top_p", "seed", "beams", "ranks")
+    given = _given(options, "tokens", "temperature", "top_p", "seed", "beams", "length_penalty", "best", "ranks")
     if given:
         raise UserError(f"{' and '.join(given)} cannot be given for BERT, which fills in masks and chooses nothing",
                         hint="leave it out; --top-k is the number of words that are shown")

@@ -23,7 +23,7 @@ from vpipe.data.tokenizers import ids_in, load_tokenizer
 from vpipe.distributed.init import join_world
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import UserError, counted, counted_with_commas
-from vpipe.model.generate import Chosen, DecoderModel, Request, Search, StageDecoder, load_weights
+from vpipe.model.generate import TRANSLATES, Chosen, DecoderModel, Request, Search, StageDecoder, load_weights
 from vpipe.model.layer import Model, build_outline
 from vpipe.model.split import balanced, parameter_counts, resolve_tie, split
 from vpipe.progress import byte_progress
@@ -31,7 +31,7 @@ from vpipe.runtime.generation import GenerationRank, in_flight, run_rank
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.schedules.schedule import describe_rank
 from vpipe.train.checkpoint_model import CheckpointModel, checkpoint_config
-from vpipe.train.sampling import ChosenTokens, TextModel, texts
+from vpipe.train.sampling import ChosenTokens, TextModel, line_of, texts, translation_request
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -69,6 +69,11 @@ class SampledCheckpoint:
         sizes = huggingface.config(settings)
         positions = sizes.get("n_positions", sizes.get("max_position_embeddings"))
         return positions if isinstance(positions, int) else settings.sequence_length
+
+    @property
+    def translates(self) -> bool:
+        """Return whether the model's text is the translation of a source."""
+        return set(self.found.model().batch) == TRANSLATES
 
     @property
     def threads(self) -> int:
@@ -161,6 +166,7 @@ class GenerationTask:
         threads: of each process.
         prompts: texts.
         ids: of each of them.
+        translates: whether they are sources to translate.
     """
 
     folder: str
@@ -171,6 +177,7 @@ class GenerationTask:
     prompts: tuple[str, ...]
     ids: tuple[tuple[int, ...], ...]
     search: Search
+    translates: bool
 
     def save(self, folder: Path) -> None:
         """Write it into a folder for the ranks."""
@@ -186,7 +193,8 @@ class GenerationTask:
 
     @property
     def requests(self) -> list[Request]:
-        return [Request(ids, self.search) for ids in self.ids]
+        return [translation_request(self.search, ids) if self.translates else Request(ids, self.search)
+                for ids in self.ids]
 
     def describe(self, rank: int) -> str:
         """Return ``rank 1 (stage 1)``."""
@@ -225,21 +233,23 @@ def _show(task: GenerationTask, tokenizer: Tokenizer, cached: bool, choices: Ite
     if not cached:
         print("a layer of the model has no method 'step': every token computes the whole text again (docs/sample.md)",
               file=sys.stderr, flush=True)
-    began, found = perf_counter(), ChosenTokens(choices)
+    began, found, search = perf_counter(), ChosenTokens(choices), task.search
     for number, (prompt, ids) in enumerate(zip(task.prompts, task.ids, strict=True)):
-        if number:
+        if number and not task.translates:
             print()
-        if task.search.beams is None:
+        if search.beams is None and not task.translates:
             print(prompt, end="", flush=True)
-            for piece in texts(tokenizer, ids, found.tokens(number), task.search.end):
+            for piece in texts(tokenizer, ids, found.tokens(number), search.end):
                 print(piece, end="", flush=True)
             print(flush=True)
-        else:
-            for text in found.texts(number):
-                score = f"{text.score:.4f}  " if task.search.best > 1 else ""
-                print(score + prompt + "".join(texts(tokenizer, ids, iter(text.tokens), None)), flush=True)
+            continue
+        for text in found.texts(number):
+            score = f"{text.score:.4f}  " if search.best > 1 else ""
+            print(score + (line_of(tokenizer, text) if task.translates else
+                           prompt + "".join(texts(tokenizer, ids, iter(text.tokens), None))), flush=True)
     for _ in choices:
         pass
     seconds = perf_counter() - began
     print(f"{counted_with_commas(found.steps, 'token')} in {seconds:.1f} s, {found.steps / seconds:,.0f} tokens/s, on "
-          f"{counted(len(task.partition), 'rank')}", file=sys.stderr, flush=True)
+          f"{counted(len(task.partition), 'rank')}" + (f", {counted(search.beams, 'beam')}" if search.beams else ""),
+          file=sys.stderr, flush=True)

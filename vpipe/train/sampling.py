@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from vpipe.data.tokenizers import CLS, MASK, SEP, end_token, ids_in, token_id
+from vpipe.data.tokenizers import CLS, END, MASK, PADDING, SEP, end_token, ids_in, token_id
 from vpipe.errors import UserError, counted
 from vpipe.model.generate import Chosen, DecoderModel, Request, Search, StageDecoder, Text, decode, fill_masks
 from vpipe.model.layer import Model
@@ -22,6 +22,9 @@ BERT = "bert"
 
 TEMPERATURE, CANDIDATES = 0.8, 5
 """Temperature of a continuation; most probable words of a mask."""
+
+BEAMS = 4
+"""Beams that translate, as in Vaswani et al. 2017, section 6.1."""
 
 _CUT = "\ufffd"
 """Stands for bytes that are no character yet: the next tokens complete it."""
@@ -57,6 +60,18 @@ class TextModel:
         """
         found = ChosenTokens(self.choices([Request(tuple(ids), search)]))
         yield from texts(self.tokenizer, ids, found.tokens(0), search.end)
+
+    def translated(self, sentences: Sequence[str], tokens: int) -> Iterator[str]:
+        """Yield the translations of sentences by a beam search of :data:`BEAMS` beams, of at most so many tokens each.
+
+        Raises:
+            UserError: a sentence is longer than what the model reads.
+        """
+        search = translation_search(self.tokenizer, min(tokens, self.window), beams=BEAMS)
+        found = ChosenTokens(self.choices([translation_request(search, source_ids(
+            self.tokenizer, sentence, self.window)) for sentence in sentences]))
+        for number in range(len(sentences)):
+            yield line_of(self.tokenizer, found.texts(number)[0])
 
     def filled(self, ids: Sequence[int], candidates: int = CANDIDATES) -> Filled:
         """Find the most probable words of the masks of a text.
@@ -138,6 +153,36 @@ def search_for(tokenizer: Tokenizer, tokens: int, **choice: Any) -> Search:
     end = end_token(tokenizer)
     return Search(tokens, ids_in(tokenizer), None if end is None else end[1],
                   **{"temperature": TEMPERATURE, **choice})
+
+
+def translation_search(tokenizer: Tokenizer, tokens: int, **choice: Any) -> Search:
+    """Return a search for translations with a tokenizer of pairs; padding, which starts them, is never chosen."""
+    return Search(tokens, ids_in(tokenizer), token_id(tokenizer, END), token_id(tokenizer, PADDING), **choice)
+
+
+def translation_request(search: Search, source: Sequence[int]) -> Request:
+    """Return the request to translate a source (:func:`source_ids`)."""
+    assert search.barred is not None, "it starts a translation"
+    return Request((search.barred,), search, tuple(source))
+
+
+def source_ids(tokenizer: Tokenizer, sentence: str, window: int) -> list[int]:
+    """Return the tokens of a sentence to translate, with its end.
+
+    Raises:
+        UserError: they are more than what the model reads.
+    """
+    tokenizer.encode_special_tokens = True  # as in training
+    ids = [*tokenizer.encode(sentence, add_special_tokens=False).ids, token_id(tokenizer, END)]
+    if len(ids) > window:
+        raise UserError(f"the prompt has {counted(len(ids), 'token')} with its end, but the model reads {window}",
+                        hint="translate its sentences one by one")
+    return ids
+
+
+def line_of(tokenizer: Tokenizer, text: Text) -> str:
+    """Return a finished text as one line."""
+    return " ".join(str(tokenizer.decode(list(text.tokens))).split("\n"))
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, own_beginning: bool = False) -> list[int]:
