@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from vpipe.profiling.kernels import Bound, KernelProfile, kernel_csv
 
@@ -61,13 +65,21 @@ assert not scheduler.is_running()
 """
 
 
-def run(native: Path, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+START = """
+from vpipe.distributed.orion import Inactive, Launch, start
+
+found = start(Launch("cuda", 0, 4))
+print(found if isinstance(found, Inactive) else f"{found.is_running()} {len(found.totals())}")
+"""
+
+
+def run(native: Path, folder: Path, program: str = PROGRAM, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items()
                    if not name.startswith(("ORION_", "LD_")) and name != "PYTHONPATH"}
     environment["PYTHONPATH"] = os.pathsep.join([str(BINDING), str(BINDING.parents[1])])
     (folder / "kernels.csv").write_text(kernel_csv([KernelProfile('f<1, "x">(int)', Bound.MEMORY, 3, 1e-5)]))
     environment |= {"LD_LIBRARY_PATH": str(native), "LD_PRELOAD": str(native / "libgpu_scheduler.so"), **variables}
-    return subprocess.run([sys.executable, "-S", "-c", PROGRAM], env=environment, capture_output=True, text=True,
+    return subprocess.run([sys.executable, "-S", "-c", program], env=environment, capture_output=True, text=True,
                           timeout=60, cwd=folder)
 
 
@@ -84,3 +96,17 @@ def test_names_that_users_know(native: Path, tmp_path: Path) -> None:
 def test_it_does_not_start_without_a_driver(native: Path, tmp_path: Path) -> None:
     done = run(native, tmp_path, FAKE_NO_DEVICE="1")
     assert done.stderr.splitlines()[-1] == "-3 the CUDA driver finds no device: cuInit returned 100"
+
+
+@pytest.mark.parametrize(("variables", "found"), [
+    ({}, "True 6"),
+    ({"LD_LIBRARY_PATH": ""}, r"orion: inactive \(no CUDA driver: libcuda.so.1: .*; start it where nvidia-smi .*\)"),
+    ({"FAKE_NO_DEVICE": "1"}, r"orion: inactive \(the CUDA driver finds no device: .*; start it where nvidia-smi .*\)"),
+    ({"ORION_BE_MAX_WAIT_US": "0"}, r"orion: inactive \(ORION_BE_MAX_WAIT_US=0 is no number from 1 to \d+; correct it, "
+     r"or leave it out\)")])
+def test_a_rank_starts_it_or_says_why_not(native: Path, tmp_path: Path, variables: dict[str, str], found: str) -> None:
+    if "LD_LIBRARY_PATH" in variables and ctypes.util.find_library("cuda"):
+        pytest.skip("this machine has a CUDA driver")
+    done = run(native, tmp_path, START, **variables)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(found, done.stdout.strip())
