@@ -237,7 +237,8 @@ def _parser() -> argparse.ArgumentParser:
 
     orion = _add(commands, "orion", "", "prepare files for the Orion library").commands()
     kernels = _add(orion, "profile", "orion.run_profile", "write the kernels of an update, by name, for "
-                   "ORION_KERNEL_INFO: what bounds them and how many multiprocessors they need; on a GPU")
+                   "ORION_KERNEL_INFO: what bounds them and how many multiprocessors they need; on a GPU, or "
+                   "from the folder of a run with training.profile_iteration")
     _add_config(kernels)
     kernels.add_argument("-o", "--output", type=Path, metavar="FILE", default=Path("kernels.csv"),
                          help="write to this file (default: kernels.csv)")

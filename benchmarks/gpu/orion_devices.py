@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import shutil
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+TRITON = "compiled by Triton"
 
 Work = Callable[[], None]
 
@@ -37,11 +44,20 @@ class Device(Protocol):
 
     def stream(self, priority: int = 0) -> Any: ...
 
-    def launch(self, stream: Any, kind: str) -> None:
+    def launch(self, stream: Any, kind: str, times: int = 1) -> None:
         """Launch the kernels of a kind of work."""
 
     def backward(self, stream: Any, here: bool) -> None:
         """Launch a forward and its backward, in the calling thread or as the framework does."""
+
+    def mixed(self, stream: Any, after: Any) -> None:
+        """Let a stream wait for another one, do a forward and a backward that recomputes it, and read the result."""
+
+    def collective(self, stream: Any) -> None:
+        """Let a stream wait for a collective operation of one rank."""
+
+    def query(self, stream: Any) -> None:
+        """Ask whether a stream has done all its work."""
 
     def wait(self, stream: Any) -> None:
         """Wait until a stream has done all its work."""
@@ -105,21 +121,49 @@ class TorchDevice:
             "product and bias": lambda: F.linear(x.bfloat16(), w.bfloat16(), w[0].bfloat16()),
             "convolution": lambda: F.conv2d(image, filters), "layer norm": lambda: F.layer_norm(x, (512,)),
             "cross entropy": lambda: F.cross_entropy(x, labels),
-            "attention, forward and backward": lambda: F.scaled_dot_product_attention(q, q, q).sum().backward(),
+            "attention, forward and backward": lambda: torch.autograd.grad(
+                F.scaled_dot_product_attention(q, q, q).sum(), q),
             "fused Adam": adam.step}
+        if find_spec("triton") is not None and (shutil.which("gcc") or shutil.which("clang")):
+            os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in this process
+            compiled = torch.compile(lambda x: torch.relu(2 * x + 1))
+            self.kinds = {**self.kinds, TRITON: lambda: compiled(x)}
         self._layer = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.Linear(512, 1)).cuda()
         self._x = x
+        torch.cuda.synchronize()  # other streams read these
 
     def stream(self, priority: int = 0) -> TorchStream:
         return TorchStream(priority)
 
-    def launch(self, stream: TorchStream, kind: str) -> None:
+    def launch(self, stream: TorchStream, kind: str, times: int = 1) -> None:
+        work = self.kinds[kind]
         with torch.cuda.stream(stream.torch):
-            self.kinds[kind]()
+            for _ in range(times):
+                work()
 
     def backward(self, stream: TorchStream, here: bool) -> None:
         with torch.cuda.stream(stream.torch), torch.autograd.set_multithreading_enabled(not here):
             torch.autograd.grad(self._layer(self._x).sum(), list(self._layer.parameters()))
+
+    def mixed(self, stream: TorchStream, after: TorchStream) -> None:
+        stream.torch.wait_event(after.torch.record_event())
+        with torch.cuda.stream(stream.torch), torch.autograd.set_multithreading_enabled(False):
+            x = self._x.detach().requires_grad_()
+            result = checkpoint(self._layer, x, use_reentrant=False).sum()
+            torch.autograd.grad(result, x)
+            result.item()
+        torch.cuda.empty_cache()
+
+    def collective(self, stream: TorchStream) -> None:
+        numbers = torch.ones(1 << 20, device="cuda")
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        with torch.cuda.stream(stream.torch):
+            dist.all_reduce(numbers, async_op=True).wait()
+        torch.cuda.synchronize()
+        dist.destroy_process_group()
+
+    def query(self, stream: TorchStream) -> None:
+        stream.torch.query()
 
     def wait(self, stream: TorchStream) -> None:
         stream.torch.synchronize()
@@ -206,15 +250,29 @@ class FakeDevice:
     def stream(self, priority: int = 0) -> FakeStream:
         return FakeStream(self._driver)
 
-    def launch(self, stream: FakeStream, kind: str) -> None:
-        status = self._driver.cuLaunchKernel(ctypes.byref(self.kinds[kind]), 1, 1, 1, 1, 1, 1, 0,
-                                             ctypes.c_void_p(stream.handle), None, None)
-        if status:
-            raise RuntimeError(f"cuLaunchKernel returned {status}")
+    def launch(self, stream: FakeStream, kind: str, times: int = 1) -> None:
+        kernel, handle = ctypes.byref(self.kinds[kind]), ctypes.c_void_p(stream.handle)
+        for _ in range(times):
+            if status := self._driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, handle, None, None):
+                raise RuntimeError(f"cuLaunchKernel returned {status}")
 
     def backward(self, stream: FakeStream, here: bool) -> None:
         for kind in ("product", "norm", "product"):
             self.launch(stream, kind)
+
+    def mixed(self, stream: FakeStream, after: FakeStream) -> None:
+        event = ctypes.c_void_p()
+        self._driver.cuEventCreate(ctypes.byref(event), 0)
+        self._driver.cuEventRecord(event, ctypes.c_void_p(after.handle))
+        self._driver.cuStreamWaitEvent(ctypes.c_void_p(stream.handle), event, 0)
+        self.backward(stream, here=True)
+        self.wait(stream)
+
+    def collective(self, stream: FakeStream) -> None:
+        self.launch(FakeStream(self._driver), "small")
+
+    def query(self, stream: FakeStream) -> None:
+        self._driver.cuStreamQuery(ctypes.c_void_p(stream.handle))
 
     def wait(self, stream: FakeStream) -> None:
         self._driver.cuStreamSynchronize(stream.handle)

@@ -1,4 +1,4 @@
-"""Test and measure vpipe on the GPUs of this machine, in one command and under eleven minutes. See README.md.
+"""Test and measure vpipe on the GPUs of this machine, in one command and under twelve minutes. See README.md.
 
 python benchmarks/gpu/run.py [--device cuda|cpu] [--only PART ...] [--out FOLDER]
 """
@@ -26,9 +26,9 @@ PARTS = {
     "prediction": ("predicted memory and step time beside the measured ones", 90),
     "utilization": ("a stage beside the plain model", 80),
     "host": ("cost of an action on the host, gaps between kernels, executors", 70),
-    "orion": ("kernels of microbatches through the gate of Orion", 100),
+    "orion": ("kernels of microbatches through the gate of Orion", 180),
 }
-"""Each a program beside this one, what it is about, and the seconds that it may take on a GPU: 630 in all."""
+"""Each a program beside this one, what it is about, and the seconds that it may take on a GPU: 710 in all."""
 NEEDED = {"torch": "everything", "numpy": "everything", "pydantic": "configs", "yaml": "configs",
           "safetensors": "checkpoints"}
 """Modules without which nothing runs, and what for."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vpipe.cli import main
+from vpipe.config.config import Config
 from vpipe.errors import UserError
 from vpipe.profiling.kernels import Bound, bound_of, kernel_csv, kernel_profiles, multiprocessors_needed
 
@@ -88,3 +89,22 @@ def test_without_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["orion", "profile", "gpt_small", "--set", "parallel.device=cpu", *out]) == 2
     assert "kernels run on GPUs, but the ranks of this config compute on processors here" in capsys.readouterr().err
     assert kernel_csv([]) == "Name,Profile,Memory_footprint,SM_usage,Duration\n"
+
+
+def test_a_config_is_trained_until_an_update_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Config] = []
+
+    def run(config: Config, start: None, restarts: None) -> Path:
+        trained.append(config)
+        trace(tmp_path / "profiler_async_threaded" / "rank0" / "rank0.3.pt.trace.json", launch("gemm"))
+        return tmp_path
+
+    monkeypatch.setattr("vpipe.launch.launcher.run", run)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    out = tmp_path / "kernels.csv"
+    assert main(["orion", "profile", "gpt_small_orion", "--set", "training.num_microbatches=2", "-o", str(out)]) == 0
+    [config] = trained
+    assert (config.training.profile_iteration, config.training.exit_after_profile) == (3, True)
+    assert not config.parallel.use_orion_scheduler
+    assert config.training.num_microbatches == 2
+    assert out.read_text().splitlines()[1:] == ["gemm,1,0,1,10000"]

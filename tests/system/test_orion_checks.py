@@ -20,7 +20,7 @@ def test_every_check_passes_in_a_rehearsal(tmp_path: Path) -> None:
                     "--out", tmp_path], check=True, timeout=280, capture_output=True)
     part = json.loads((tmp_path / "report.json").read_text())["parts"]["orion"]
     assert part["failure"] is None
-    assert len(part["findings"]) == 27
+    assert len(part["findings"]) == 33
     assert all(finding["passed"] in (True, None) for finding in part["findings"])
     [priority] = [finding for finding in part["findings"] if finding["subject"] == "priority, demanded"]
     assert priority["passed"]
