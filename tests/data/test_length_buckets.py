@@ -12,6 +12,9 @@ from vpipe.data.length_buckets import LengthBuckets, PairDataset, TokenPairs
 from vpipe.data.synthetic import synthetic_pairs
 from vpipe.errors import UserError
 
+WORDS = ("river", "stone", "quiet", "lantern", "harbour", "winter", "signal", "copper", "meadow", "engine", "silver",
+         "morning", "letter", "garden", "window", "thunder", "market", "bridge", "velvet", "compass")
+
 
 def widths(most: int = 12) -> st.SearchStrategy[np.ndarray]:
     return st.lists(st.integers(1, most), min_size=1, max_size=60).map(lambda found: np.array(found, np.int64))

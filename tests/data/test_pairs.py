@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import WORDS
+from test_length_buckets import WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from vpipe.data.dataset import DatasetSettings, Described, Tokenized

@@ -35,18 +35,38 @@ def huggingface(settings: DatasetSettings) -> TokenDataset:
     if path is None:
         raise UserError("the data set 'huggingface' has no path",
                         hint="name the folder that save_to_disk wrote as dataset.path")
-    if not any((path / mark).is_file() for mark in _MARKS):
+    if not is_saved(path):
         raise UserError(f"{path} is no folder that save_to_disk wrote (no {' or '.join(_MARKS)} in it)",
                         hint="load the data set with the package datasets, and save it with save_to_disk(FOLDER)")
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return token_dataset(Corpus(str(path), {"huggingface": file_states(files, path)}, partial(_read, path)), settings)
+    return token_dataset(Corpus(str(path), saved_facts(path), partial(_read, path)), settings)
 
 
-def _read(path: Path) -> Iterator[Document]:
-    for name, rows in _splits(path).items():
+def is_saved(path: Path) -> bool:
+    """Return whether a folder is one that ``save_to_disk`` wrote."""
+    return any((path / mark).is_file() for mark in _MARKS)
+
+
+def saved_facts(path: Path) -> dict[str, Any]:
+    """Return what decides the content of such a folder."""
+    return {"huggingface": file_states(sorted(file for file in path.rglob("*") if file.is_file()), path)}
+
+
+def saved_splits(path: Path) -> dict[str, Any]:
+    """Return the rows of such a folder by the name of their split, empty for a folder of a single one.
+
+    Raises:
+        UserError: a split has another name than publishers use; the folder cannot be read, or ``datasets`` is missing.
+    """
+    found = _splits(path)
+    for name in found:
         if name and name not in PARTS:
             raise UserError(f"the data set in {path} has a split '{name}'; known are {', '.join(PARTS)}",
                             hint="save what is to be trained on and held out under those names", where=str(path))
+    return found
+
+
+def _read(path: Path) -> Iterator[Document]:
+    for name, rows in saved_splits(path).items():
         column = next((column for column in _COLUMNS if column in rows.column_names), None)
         if column is None:
             raise UserError(f"the data set in {path} has no column of texts (its columns: "

@@ -1,6 +1,7 @@
 """The data set ``pairs``: sentences with their translations, for an encoder-decoder.
 
-Tab-separated files have a pair per line, ``source TAB target``; the cache directory keeps their tokens:
+Sources are tab-separated files with a pair per line, ``source TAB target``; gettext catalogues; and folders that
+``save_to_disk`` of the package ``datasets`` wrote, with a field ``translation``. The cache directory keeps the tokens:
 
     pairs-<key>/  manifest.json  tokenizer.json  train_source.bin  train_target.bin  train_lengths.npy
                   test.jsonl                     test_source.bin   test_target.bin   test_lengths.npy
@@ -13,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +25,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vpipe.data.cache import CachedFolder, cached_folder, file_state, file_states
-from vpipe.data.corpus import Corpus, Document, SplitCorpus
+from vpipe.data.catalogues import Catalogue, catalogues_in, locale_folders, machine_catalogues, most_messages
+from vpipe.data.corpus import PARTS, Corpus, Document, SplitCorpus
 from vpipe.data.dataset import SPLITS, DatasetSettings, Split
+from vpipe.data.huggingface import is_saved, saved_facts, saved_splits
 from vpipe.data.length_buckets import LengthBuckets, PairDataset, TokenPairs
 from vpipe.data.line_files import MOST_PROBLEMS, line_files, part_of_path, read_lines
 from vpipe.data.registry import register_dataset
@@ -41,7 +45,7 @@ from vpipe.data.tokenizers import (
     token_id,
     train_byte_bpe,
 )
-from vpipe.errors import Problem, UserError
+from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.plugins import package_versions
 from vpipe.progress import progress
 
@@ -101,6 +105,89 @@ def tab_separated(path: Path) -> Corpus:
     files, root = line_files(path, SUFFIXES, "a source, a tab and a target per line"), \
         path.parent if path.is_file() else path
     return Corpus(str(path), {"pairs": file_states(files, root)}, partial(read_tab_separated, files, root))
+
+
+def saved_translations(path: Path, source: str | None, target: str | None) -> Corpus:
+    """Return the pairs in a folder that ``save_to_disk`` wrote: its field ``translation`` has a text per language.
+
+    ``source``, ``target``: languages; None = the first, and the other one.
+    """
+    def read() -> Iterator[Pair]:
+        for name, rows in saved_splits(path).items():
+            if _TRANSLATION not in rows.column_names:
+                raise UserError(f"the data set in {path} has no column '{_TRANSLATION}' (its columns: "
+                                f"{', '.join(rows.column_names)})", where=str(path),
+                                hint=f"{_LOOK}; others can be saved as .tsv")
+            for number, row in enumerate(rows.select_columns([_TRANSLATION])):
+                texts = row[_TRANSLATION] or {}
+                if not isinstance(texts, dict) or not all(isinstance(text, str | None) for text in texts.values()):
+                    raise UserError(f"row {number} of the column '{_TRANSLATION}' is no text per language",
+                                    hint=_LOOK, where=str(path))
+                sides = _languages(tuple(texts), source, target, path) if texts else ("", "")
+                yield Pair((texts.get(sides[0]) or "").strip(), PARTS.get(name),
+                           target=(texts.get(sides[1]) or "").strip())
+
+    direction = "" if source is None and target is None else f", {source or 'the other'} to {target or 'the other'}"
+    return Corpus(f"{path}{direction}", {**saved_facts(path), "languages": [source, target]}, read)
+
+
+_TRANSLATION, _LOOK = "translation", 'pairs are {"translation": {"en": ..., "de": ...}}'
+
+
+def _languages(known: tuple[str, ...], source: str | None, target: str | None, path: Path) -> tuple[str, str]:
+    """Return source and target among the languages of a row."""
+    for side, language in (("source", source), ("target", target)):
+        if language is not None and language not in known:
+            raise UserError(f"dataset.{side}_language is {language}, but the languages in {path} are "
+                            f"{', '.join(known)}", hint=nearest(language, known))
+    if len(known) > 2 and (source is None or target is None):
+        raise UserError(f"{path} has the languages {', '.join(known)}",
+                        hint="choose two: dataset.source_language and dataset.target_language")
+    first = source or next((language for language in known if language != target), "")
+    second = target or next((language for language in known if language != first), "")
+    if first == second or not second:
+        raise UserError(f"the pairs in {path} would be from {first} to {second or 'no other language'}",
+                        hint="choose two different languages of the data")
+    return first, second
+
+
+def catalogue_corpus(found: Sequence[Catalogue], where: str, root: Path, target: str | None, *,
+                     skip: bool = False) -> Corpus:
+    """Return the pairs of the catalogues in one language: ``target``, or for None that with the most messages.
+
+    Args:
+        where: for messages.
+        root: of the files' names.
+        skip: leave out files that cannot be read, and say so, instead of raising UserError.
+    """
+    counts = most_messages(found) if target is None else dict.fromkeys(sorted({each.language for each in found}), 0)
+    if not counts:
+        raise UserError(f"there are no gettext catalogues {where}",
+                        hint="name a file or a folder of *.tsv files as dataset.path; or install something with "
+                             "catalogues, such as git, or pip install django")
+    language = next(iter(counts)) if target is None else target
+    if language not in counts:
+        raise UserError(f"dataset.target_language is {language}, but there are no gettext catalogues in it {where}",
+                        hint=f"{nearest(language, list(counts))}; there are {', '.join(counts)}")
+    own = [each for each in found if each.language == language]
+
+    @cache  # so that a damaged file is reported once
+    def read() -> list[Pair]:
+        pairs, damaged = [], []
+        for catalogue in own:
+            try:
+                pairs += [Pair(source, None, catalogue.path.stem, target) for source, target in catalogue.pairs()]
+            except UserError as error:
+                if not skip:
+                    raise
+                damaged.append(error.problems[0].what)
+        if damaged:
+            print(f"vpipe: {counted(len(damaged), 'catalogue')} left out: {'; '.join(damaged[:MOST_PROBLEMS])}",
+                  file=sys.stderr)
+        return pairs
+
+    return Corpus(f"{counted(len(own), 'gettext catalogue')} {where}, from English to {language}",
+                  {"catalogues": file_states([each.path for each in own], root), "language": language}, read)
 
 
 class PairCache(CachedFolder):
@@ -165,15 +252,20 @@ def pair_dataset(corpus: Corpus, settings: DatasetSettings) -> PairDataset:
 def _lines(cache: PairCache, longest: int, too_long: int) -> tuple[str, ...]:
     """Return what the pairs are, and what was left out."""
     manifest, left_out = cache.manifest, []
+    programs = sorted((manifest.get("programs") or {}).items(), key=lambda each: (-each[1], each[0]))
+    most = ", ".join(f"{name} {count:,}" for name, count in programs[:_SHOWN_PROGRAMS])
+    of = f" ({most}{', ...' if len(programs) > _SHOWN_PROGRAMS else ''})" if programs else ""
     for count, why in ((too_long, f"with more than {longest} tokens on a side"),
                        *((cache.count(key), why) for key, why in _LEFT_OUT.items())):
         if count:
             left_out.append(f"{count:,} {why}")
-    return (f"pairs: {cache.count('documents'):,} of {manifest.get('corpus')}; {cache.count('test_pairs'):,} held out",
+    held_out = f"{cache.count('test_pairs'):,} held out"
+    return (f"pairs: {cache.count('documents'):,} of {manifest.get('corpus')}{of}; {held_out}",
             *([f"left out: {', '.join(left_out)}"] if left_out else []))
 
 
-_LEFT_OUT = {"duplicates": "duplicates", "in_both": "whose source is also held out",
+_SHOWN_PROGRAMS = 5
+_LEFT_OUT = {"duplicates": "duplicates", "empty": "with an empty side", "in_both": "whose source is also held out",
              "left_out_documents": "marked valid, as others are marked test"}
 
 
@@ -190,16 +282,19 @@ def prepare_pairs(corpus: Corpus, vocab_size: int = -1, tokenizer: Path | None =
 
 
 class _Distinct:
-    """The pairs of a corpus without duplicates, which are counted."""
+    """The pairs of a corpus without duplicates and those with an empty side, which are counted."""
 
     def __init__(self, corpus: Corpus) -> None:
-        self._corpus, self.duplicates = corpus, 0
+        self._corpus, self.duplicates, self.empty = corpus, 0, 0
 
     def __call__(self) -> Iterator[Pair]:
         known: set[bytes] = set()
-        self.duplicates = 0
+        self.duplicates = self.empty = 0
         for pair in self._corpus.read():
             assert isinstance(pair, Pair), "a corpus of pairs"
+            if not pair.text or not pair.target:
+                self.empty += 1
+                continue
             digest = hashlib.sha256(f"{pair.text}\t{pair.target}".encode()).digest()[:12]
             if digest in known:
                 self.duplicates += 1
@@ -212,7 +307,7 @@ def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) ->
     """Write the tokens of both splits, the held-out texts and the tokenizer; return the entries of the manifest."""
     distinct = _Distinct(corpus)
     divided = SplitCorpus.build(replace(corpus, read=distinct))
-    counts = {**divided.counts, "duplicates": distinct.duplicates}
+    counts = {**divided.counts, "duplicates": distinct.duplicates, "empty": distinct.empty}
     held_out = [pair for pair in distinct() if divided.split_of(pair) == "test"]
     sources = {pair.text for pair in held_out}
     if divided.held_out is None:  # in an order that has nothing to do with the files'
@@ -239,6 +334,7 @@ def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) ->
         file.writelines(json.dumps([pair.text, pair.target], ensure_ascii=False) + "\n" for pair in held_out)
     return {"corpus": corpus.name, "tokenizer": None if given is None else str(given),
             "vocab_size": model_vocab_size(vocab_size, words, given), "dtype": dtype.name, "counts": counts,
+            "programs": divided.languages,
             "packages": package_versions(["tokenizers"])}
 
 
@@ -262,12 +358,23 @@ def _write_tokens(pairs: Iterable[Pair], tokenizer: Tokenizer, dtype: np.dtype[A
 
 @register_dataset("pairs")
 def pairs(settings: DatasetSettings) -> PairDataset:
-    """Return the pairs in the file or folder ``path``. Raises :class:`UserError` for pairs that cannot work."""
-    if settings.path is None:
-        raise UserError("the data set 'pairs' has no path",
-                        hint="name a file or a folder of *.tsv or *.tsv.gz files as dataset.path")
-    for side, language in (("source", settings.source_language), ("target", settings.target_language)):
+    """Return the pairs in the file or folder ``path``; without one, those of the catalogues of this machine.
+
+    Raises :class:`UserError` for pairs that cannot work.
+    """
+    path, source, target = settings.path, settings.source_language, settings.target_language
+    if path is not None and is_saved(path):
+        return pair_dataset(saved_translations(path, source, target), settings)
+    found = machine_catalogues(locale_folders()) if path is None else catalogues_in(path)
+    if path is None or (found and not (path.is_dir() and any(path.rglob("*.tsv*")))):
+        if source is not None:
+            raise UserError(f"dataset.source_language is {source}, but the source of gettext catalogues is what a "
+                            "program says, in English", hint="leave it out; dataset.target_language is the other one")
+        root = Path("/") if path is None else path.parent if path.is_file() else path
+        where = "on this machine" if path is None else f"in {path}"
+        return pair_dataset(catalogue_corpus(found, where, root, target, skip=path is None), settings)
+    for side, language in (("source", source), ("target", target)):
         if language is not None:
             raise UserError(f"dataset.{side}_language is {language}, but tab-separated files do not name languages",
                             hint="leave it out: the first column is the source, the second the target")
-    return pair_dataset(tab_separated(settings.path), settings)
+    return pair_dataset(tab_separated(path), settings)
