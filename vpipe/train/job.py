@@ -283,6 +283,11 @@ class Job:
         return set(self.model.batch) == {"input_ids", "labels"} and fields["labels"].shape == fields["input_ids"].shape
 
     @property
+    def translates(self) -> bool:
+        """Whether the model translates held-out pairs whose texts are there."""
+        return SOURCE_IDS in self.model.batch and isinstance(self.dataset, PairDataset) and bool(self.dataset.held_out)
+
+    @property
     def tokenizer_path(self) -> Path | None:
         """The ``tokenizer.json`` of the data; None where it has none."""
         return self.dataset.tokenizer_path if isinstance(self.dataset, Tokenized) else None

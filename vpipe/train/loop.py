@@ -47,6 +47,7 @@ from vpipe.train.summary import RunFigures, evaluation_text, samples, summary
 from vpipe.train.tensorboard import TensorBoardWriter
 from vpipe.train.torch_profiler import TorchProfiler
 from vpipe.train.trace_writer import TraceWriter
+from vpipe.train.translations import translation_lines
 from vpipe.train.weights_and_biases import WandbWriter
 
 log = logging.getLogger("vpipe")
@@ -149,6 +150,8 @@ class _TrainingRun:
                                 gated)
             if config.training.sample_prompts and stopped is None:
                 self._show_samples()
+            if job.translates and config.training.evaluate_every is not None and stopped is None:
+                self._show_translations()
         if show:
             self._saving.check_end()
             self._metrics.check_end()
@@ -205,6 +208,13 @@ class _TrainingRun:
         weights = self._pipe.state_dict()  # all ranks take part
         if self._pipe.rank == 0:
             for line in samples(self._job, weights, self._metrics.steps):
+                print(line, flush=True)
+
+    def _show_translations(self) -> None:
+        weights = self._pipe.state_dict()  # all ranks take part
+        if self._pipe.rank == 0:
+            for line in translation_lines(self._job, weights, self._metrics.steps):
+                log.info("%s", line.strip())
                 print(line, flush=True)
 
     def _run_steps(self) -> str | None:

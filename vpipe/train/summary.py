@@ -150,10 +150,10 @@ def samples(job: Job, weights: Mapping[str, Tensor], steps: int) -> Iterator[str
                 continued = text.continued(prompt_ids(tokenizer, prompt), search_for(
                     tokenizer, _SHOWN_TOKENS, seed=training.seed, temperature=_SHOWN_TEMPERATURE))
                 found = prompt + "".join(continued)
-            yield f"{when}:\n{indent(_printable(found), '    ')}"
+            yield f"{when}:\n{indent(printable(found), '    ')}"
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return the first lines of a text with a space for what is no character, so that it cannot move the cursor."""
     lines = "".join(each if each.isprintable() or each == "\n" else " " for each in text.expandtabs(4)).split("\n")
     return "\n".join(line[:_SHOWN_COLUMNS].rstrip() for line in lines[:_SHOWN_LINES])
