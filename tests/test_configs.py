@@ -22,7 +22,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("*.y*ml"))
 LAYERS = {"bert_4gpipe.yml": 49, "bert_4pipedream.yml": 49, "bert_4vpipe.yml": 49, "bert_base.yaml": 25,
           "gpt2_124m.yaml": 25, "gpt_small.yaml": 33, "gpt_small_orion.yaml": 33, "gpt_8stage.yaml": 33,
-          "gpt_16stage.yaml": 33, "llama_small.yaml": 17, "translation_4vpipe_tiny.yml": 11,
+          "gpt_16stage.yaml": 33, "llama_small.yaml": 17, "cpm.yaml": 65, "translation_4vpipe_tiny.yml": 11,
           "translation_mini_4stage.yaml": 11}
 """The others have 9."""
 
@@ -46,7 +46,7 @@ def made_up(path: Path) -> list[str]:
 
 def test_the_families_are_complete() -> None:
     names = {path.name for path in FILES}
-    assert len(FILES) == 18
+    assert len(FILES) == 20
     assert set(LAYERS) <= names
     for kind in ("4gpipe", "4pipedream", "4vpipe"):
         assert f"bert_{kind}_tiny.yml" in names
@@ -58,7 +58,7 @@ def test_a_job_can_be_made(path: Path, tmp_path: Path) -> None:
     partition = job.config.parallel.partition
     assert len(job.model) == LAYERS.get(path.name, 9)
     assert partition == "auto" or sum(partition) == len(job.model)
-    assert len(job.partition) == {"gpt_8stage.yaml": 8, "gpt_16stage.yaml": 16}.get(path.name, 4)
+    assert len(job.partition) == {"gpt_8stage.yaml": 8, "gpt_16stage.yaml": 16, "cpm.yaml": 8}.get(path.name, 4)
     again = tmp_path / "config.yaml"
     again.write_text(job.config.resolved_yaml())
     assert load_config(again) == job.config

@@ -72,6 +72,13 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     assert caught.value.problems[0].where == str(tmp_path / "old.txt")
 
 
+def test_chinese_that_is_not_utf8_is_named_so(tmp_path: Path) -> None:
+    (tmp_path / "old.txt").write_bytes("流水线并行训练".encode("gb18030"))
+    with pytest.raises(UserError, match=r"old\.txt is not UTF-8 \(byte 0\)") as caught:
+        list(read_blocks(tmp_path))
+    assert caught.value.problems[0].hint == "convert it: iconv -f GB18030 -t UTF-8"
+
+
 @pytest.mark.parametrize(("text", "sentences"), [
     ("One thing. Another thing! A third? Yes.", ["One thing.", "Another thing!", "A third?", "Yes."]),
     ("Use a list, e.g. Python's own. Then go on.", ["Use a list, e.g. Python's own.", "Then go on."]),
@@ -83,6 +90,8 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     ("Lists, sets etc. Other things (see below.) Next.", ["Lists, sets etc.", "Other things (see below.)", "Next."]),
     ('He said "stop." Then\n   he   left', ['He said "stop."', "Then he left"]),
     ("no capital. follows here", ["no capital. follows here"]),
+    ("这是第一句。“第二句！”第三句？还有……一句", ["这是第一句。", "“第二句！”", "第三句？", "还有……一句"]),
+    ("它是 3.14。见 D. Knuth。完", ["它是 3.14。", "见 D. Knuth。", "完"]),
     ("", []),
     ("  \n ", []),
 ])

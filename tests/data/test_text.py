@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from vpipe.data.bert_hdf5 import BertHdf5
 from vpipe.data.dataset import Dataset, DatasetSettings
-from vpipe.data.text import BertTextSettings, bert_text, build_bert, prepare_text, split_documents
+from vpipe.data.text import BertTextSettings, bert_text, build_bert, prepare_text, split_documents, text
 from vpipe.errors import UserError
 
 PREPARE = """
@@ -195,3 +195,26 @@ def test_nothing_is_left_when_the_text_is_at_fault(wanted: BertTextSettings, tmp
     with pytest.raises(UserError, match="nowhere does not exist"):
         build_bert(replace(wanted, text=tmp_path / "nowhere"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_messages_of_programs_are_text_in_a_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "locale" / "zh_CN" / "LC_MESSAGES"
+    folder.mkdir(parents=True)
+    for program in ("one", "two"):
+        (folder / f"{program}.po").write_text("".join(
+            f'msgid "cannot open file {number}"\nmsgstr "{program}：无法打开文件 {number}。"\n\n'
+            for number in range(200)))
+    monkeypatch.setattr("vpipe.data.text.locale_folders", lambda: [tmp_path / "locale"])
+    settings = DatasetSettings(sequence_length=8, vocab_size=400, language="zh_CN", fields=("input_ids", "labels"),
+                               cache_directory=tmp_path / "cache")
+    dataset = text(settings)
+    assert list(dataset.lines) == ["text: messages in zh_CN of 2 programs on this machine, 400 documents, "
+                                   f"{sum(12 + len(str(number)) for number in range(200)) * 2:,} characters"]
+    assert dataset.tokenizer_path is not None
+    tokenizer = Tokenizer.from_file(str(dataset.tokenizer_path))
+    [batch] = dataset.batches("test", dataset.samples("test"), seed=0)
+    assert "无法打开文件" in tokenizer.decode(batch["input_ids"].flatten().tolist())
+    for changes, what in (({"language": "zh_XX"}, "no program on this machine has messages in the language 'zh_XX'"),
+                          ({"fields": ("input_ids", "masked_lm_ids")}, "BERT's samples are made of prose")):
+        with pytest.raises(UserError, match=what):
+            text(replace(settings, **changes))

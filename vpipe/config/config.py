@@ -124,6 +124,9 @@ class DatasetSection(Section):
     max_tokens: int | None = Field(None, ge=1, le=10**12, description=(
         "largest number of samples times the longest side of a batch of pairs, padding included; a batch then has any "
         "multiple of batch_size samples; null: exactly batch_size"))
+    language: Name | None = Field(None, description=(
+        "language of the text that the data set text finds on this machine without a path, as catalogues of programs "
+        "name it, such as zh_CN; null takes English prose"))
     source_language: Name | None = Field(None, description=(
         "language that pairs are translated from, where a data set has several; null takes the data set's first"))
     target_language: Name | None = Field(None, description=(

@@ -32,7 +32,7 @@ from vpipe.data.tokenizers import (
     save_tokenizer,
     train_byte_bpe,
 )
-from vpipe.errors import UserError, counted
+from vpipe.errors import UserError, counted, counted_with_commas
 from vpipe.plugins import package_versions
 from vpipe.progress import progress
 
@@ -157,7 +157,10 @@ def token_dataset(corpus: Corpus, settings: DatasetSettings) -> TokenDataset:
                                ", or add data; held out is what is marked test, else 1 document in 20"))
     opened: dict[Split, Array] = {split: cache.tokens(split) for split in SPLITS}
     return TokenDataset(cache.vocab_size, length, first_samples(counts, settings.samples), opened.__getitem__,
-                        cache.tokenizer_path, cache.manifest_count("counts", "test_bytes"))
+                        cache.tokenizer_path, cache.manifest_count("counts", "test_bytes"),
+                        [f"text: {corpus.name}, "
+                         f"{counted_with_commas(cache.manifest_count('counts', 'documents'), 'document')}, "
+                         f"{counted_with_commas(cache.manifest_count('counts', 'characters'), 'character')}"])
 
 
 def prepare_tokens(corpus: Corpus, vocab_size: int = -1, tokenizer: Path | None = None,

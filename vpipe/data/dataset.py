@@ -111,6 +111,7 @@ class DatasetSettings:
     them: with ``labels`` among them the samples are those of a language model (:mod:`vpipe.data.corpus`),
     otherwise BERT's. ``batch_size``: samples of a batch; a data set that is made up has enough for some batches.
     ``max_tokens``: of a batch, of a data set with :class:`VaryingBatches`; None = batches of ``batch_size`` samples.
+    ``language``: of the text of this machine, such as ``zh_CN``; None = English.
     ``source_language``, ``target_language``: of pairs, where the data have several languages; None = the data set's.
     """
 
@@ -125,5 +126,6 @@ class DatasetSettings:
     fields: tuple[str, ...] = ()
     batch_size: int = 1
     max_tokens: int | None = None
+    language: str | None = None
     source_language: str | None = None
     target_language: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -168,12 +168,14 @@ class TokenDataset(ArrayDataset):
         counts: samples of each split, at most as many as its tokens have (:func:`samples_in`).
         tokens: split -> its tokens [T], of any type of integers; a map of a file is read where samples are asked for.
         held_out_bytes: of the text that the tokens of ``test`` stand for; None where they stand for none.
+        lines: what a run says of it, see :class:`~vpipe.data.dataset.Described`.
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, counts: Mapping[Split, int],
                  tokens: Callable[[Split], Array], tokenizer_path: Path | None = None,
-                 held_out_bytes: int | None = None) -> None:
+                 held_out_bytes: int | None = None, lines: Sequence[str] = ()) -> None:
         samples_in(0, sequence_length)
+        self.lines = lines
         self._tokens, self._held_out_bytes = tokens, held_out_bytes
 
         def load(split: Split, field: str) -> Array:

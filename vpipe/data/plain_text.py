@@ -14,8 +14,9 @@ _ABBREVIATIONS = frozenset({
     "vol", "pp", "p", "ch", "ref", "refs", "dr", "mr", "mrs", "ms", "prof", "st", "jr", "sr", "inc", "ltd", "dept",
     "est", "jan", "feb", "mar", "apr", "jun", "jul", "aug", "sep", "sept", "oct", "nov", "dec",
 })
-# A closing mark, perhaps quotes or brackets after it, space, and something that can open a sentence.
-_BOUNDARY = re.compile(r"""(?P<mark>[.!?]+)["')\]]*\s+(?=["'(\[]*[A-Z0-9])""")
+# A closing mark, perhaps quotes or brackets after it, space, and something that can open a sentence; or a closing mark
+# of Chinese and Japanese, after which no space stands.
+_BOUNDARY = re.compile(r"""(?P<mark>[.!?]+)["')\]]*\s+(?=["'(\[]*[A-Z0-9])|[。！？]+[”’」』）】]*\s*(?=.)""")
 _LAST_WORD = re.compile(r"""[^\s"'(\[]*$""")
 
 
@@ -25,6 +26,7 @@ def split_sentences(text: str) -> list[str]:
     A boundary is ``.``, ``!`` or ``?`` (or several, as in an ellipsis) followed by white space and a capital letter
     or a digit. It is not one after an abbreviation (``e.g. Python``), after a single capital (``D. Knuth``),
     or within a number (``3.14``: no white space). ``etc.`` may end a sentence, so it does when a capital follows.
+    Of Chinese and Japanese, ``。``, ``！`` and ``？`` are boundaries.
     """
     text = " ".join(text.split())
     sentences, start = [], 0
@@ -81,8 +83,8 @@ def read_blocks(folder: Path) -> Iterator[list[str]]:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(f"{path.name} is not UTF-8 (byte {error.start})",
-                            hint="convert it: iconv -f LATIN1 -t UTF-8", where=str(path)) from error
+            raise UserError(f"{path.name} is not UTF-8 (byte {error.start})", where=str(path),
+                            hint=f"convert it: iconv -f {_likely_encoding(error.object)} -t UTF-8") from error
         except OSError as error:
             raise UserError(f"{path.name} cannot be read: {error.strerror}", hint="repair it, or remove it",
                             where=str(path)) from error
@@ -93,3 +95,10 @@ def read_blocks(folder: Path) -> Iterator[list[str]]:
             elif block:
                 yield block
                 block = []
+
+
+def _likely_encoding(content: bytes) -> str:
+    """Return how a text that is not UTF-8 is likely encoded: as Chinese files often are, or as Western ones."""
+    text = content.decode("gb18030", errors="replace")
+    chinese = sum("\u4e00" <= character <= "\u9fff" for character in text)
+    return "GB18030" if 4 * chinese > len(text) and "\ufffd" not in text else "LATIN1"

@@ -13,7 +13,7 @@ import hashlib
 import json
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -24,6 +24,7 @@ import numpy as np
 from vpipe.data.bert_hdf5 import write_shards
 from vpipe.data.bert_samples import STORAGE, BertDataset, Samples, check_lengths, default_max_predictions, make_samples
 from vpipe.data.cache import CachedFolder, cached_folder, file_state, file_states, write_manifest
+from vpipe.data.catalogues import locale_folders, machine_catalogues, read_messages
 from vpipe.data.corpus import Corpus, Document, token_dataset
 from vpipe.data.dataset import SPLITS, Dataset, DatasetSettings, Split
 from vpipe.data.epoch import Array, first_samples, for_language_model, seeded_generator
@@ -31,7 +32,7 @@ from vpipe.data.local_corpus import PROSE_PACKAGES, Sentences, machine_prose
 from vpipe.data.plain_text import read_blocks, read_documents, text_files
 from vpipe.data.registry import register_dataset
 from vpipe.data.tokenizers import DEFAULT_VOCAB_SIZE, load_wordpiece, model_vocab_size, save_tokenizer, train_wordpiece
-from vpipe.errors import UserError, counted
+from vpipe.errors import UserError, counted, nearest
 from vpipe.plugins import package_versions
 
 if TYPE_CHECKING:
@@ -200,11 +201,17 @@ def build_bert(wanted: BertTextSettings, out: Path, *, samples_per_shard: int = 
     return facts
 
 
-def text_corpus(folder: Path | None) -> Corpus:
-    """Return the documents for a language model, each with its line breaks; None: the prose of this machine."""
+def text_corpus(folder: Path | None, language: str | None = None) -> Corpus:
+    """Return the documents for a language model, each with its line breaks; None: the text of this machine.
+
+    That is English prose, or in another language what programs say in it. Raises UserError for a language without any.
+    """
     if folder is not None:
         return Corpus(str(folder), {"text": file_states(text_files(folder), folder)},
                       lambda: (Document("\n".join(block)) for block in read_blocks(folder)))
+
+    if language is not None:
+        return _messages_corpus(language)
 
     @cache  # reading the sources takes seconds
     def prose() -> list[Document]:
@@ -214,9 +221,29 @@ def text_corpus(folder: Path | None) -> Corpus:
     return Corpus("the prose of this machine", {"prose": versions}, prose)
 
 
+def _messages_corpus(language: str) -> Corpus:
+    """Return the messages of the programs on this machine in a language; one is a document."""
+    found = machine_catalogues(locale_folders())
+    own = [catalogue.path for catalogue in found if catalogue.language == language]
+    if not own:
+        known = sorted({catalogue.language for catalogue in found})
+        raise UserError(f"no program on this machine has messages in the language '{language}'",
+                        hint=nearest(language, known) if known else "name a folder of text as dataset.path")
+
+    def messages() -> Iterator[Document]:
+        texts = (text for path in own for message in read_messages(path) for text in message.translations)
+        return (Document(text) for text in dict.fromkeys(texts) if text.strip())
+
+    return Corpus(f"messages in {language} of {counted(len(own), 'program')} on this machine",
+                  {"messages": file_states(own, Path("/")), "language": language}, messages)
+
+
 @register_dataset("text")
 def text(settings: DatasetSettings) -> Dataset:
     """Return samples for the model that reads ``settings.fields``. Raises :class:`UserError` for impossible text."""
     if for_language_model(settings.fields):
-        return token_dataset(text_corpus(settings.path), settings)
+        return token_dataset(text_corpus(settings.path, settings.language), settings)
+    if settings.language is not None and settings.path is None:
+        raise UserError(f"dataset.language is {settings.language}, but BERT's samples are made of prose, which is "
+                        "found in English alone", hint="name a folder of text as dataset.path, or train a gpt")
     return bert_text(settings)

@@ -28,9 +28,11 @@ from vpipe.model.transformer import Blocks, ConfigKeys, NextTokenHead, attention
 
 KEYS = ConfigKeys(
     "GPT",
-    # Radford et al., table 2; the names are those the weights were published under.
+    # Radford et al., table 2; the names are those the weights were published under. cpm: the Chinese GPT of Zhang et
+    # al. 2020 (arXiv:2012.00413), table 1, whose small and medium have GPT-2's sizes.
     presets={name: {"n_layer": blocks, "n_embd": hidden, "n_head": heads} for name, blocks, hidden, heads in (
-        ("small", 12, 768, 12), ("medium", 24, 1024, 16), ("large", 36, 1280, 20), ("xl", 48, 1600, 25))},
+        ("small", 12, 768, 12), ("medium", 24, 1024, 16), ("large", 36, 1280, 20), ("xl", 48, 1600, 25),
+        ("cpm", 32, 2560, 32))},
     fixed={"model_type": "gpt2", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
            "reorder_and_upcast_attn": False, "add_cross_attention": False, "is_encoder_decoder": False,
            "pruned_heads": {}},

@@ -102,8 +102,8 @@ class Job:
             path=config.dataset.path, sequence_length=config.model.sequence_length, vocab_size=vocab_size,
             samples=config.dataset.samples, cache_directory=config.dataset.cache_directory, seed=_data_seed(config),
             fields=model.batch, batch_size=config.dataset.batch_size, tokenizer=config.dataset.tokenizer,
-            max_tokens=config.dataset.max_tokens, source_language=config.dataset.source_language,
-            target_language=config.dataset.target_language))
+            max_tokens=config.dataset.max_tokens, language=config.dataset.language,
+            source_language=config.dataset.source_language, target_language=config.dataset.target_language))
         if checked:
             return cls._prepare(config, dataset, model, None, proved=True)
         if vocab_size == -1:
