@@ -73,8 +73,8 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 
 
 def test_chinese_that_is_not_utf8_is_named_so(tmp_path: Path) -> None:
-    (tmp_path / "old.txt").write_bytes("流水线并行训练".encode("gb18030"))
-    with pytest.raises(UserError, match=r"old\.txt is not UTF-8 \(byte 0\)") as caught:
+    (tmp_path / "old.txt").write_bytes("def f():  # 流水线，并行（训练）。".encode("gb18030"))
+    with pytest.raises(UserError, match=r"old\.txt is not UTF-8 \(byte 12\)") as caught:
         list(read_blocks(tmp_path))
     assert caught.value.problems[0].hint == "convert it: iconv -f GB18030 -t UTF-8"
 

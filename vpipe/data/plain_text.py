@@ -99,6 +99,6 @@ def read_blocks(folder: Path) -> Iterator[list[str]]:
 
 def _likely_encoding(content: bytes) -> str:
     """Return how a text that is not UTF-8 is likely encoded: as Chinese files often are, or as Western ones."""
-    text = content.decode("gb18030", errors="replace")
-    chinese = sum("\u4e00" <= character <= "\u9fff" for character in text)
-    return "GB18030" if 4 * chinese > len(text) and "\ufffd" not in text else "LATIN1"
+    foreign = [character for character in content.decode("gb18030", errors="replace") if not character.isascii()]
+    chinese = sum("\u4e00" <= character <= "\u9fff" for character in foreign)
+    return "GB18030" if 2 * chinese > len(foreign) else "LATIN1"
