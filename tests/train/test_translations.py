@@ -44,7 +44,7 @@ def test_the_end_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     out = run(tmp_path, capsys)
     assert "nats per token" in out
     [found] = re.findall(r"\nBLEU of (\d+) held-out pairs?, translated greedily: [\d.]+; before training [\d.]+, the "
-                         r"source as it is ([\d.]+)\n", out)
+                         r"source as it is ([\d.]+) \(nrefs:1\|case:mixed\|eff:no\|tok:13a\|smooth:exp\|.*\)\n", out)
     assert float(found[1]) == 0.0, "no word is the same"
     [source] = set(re.findall(r"\nsource          (.*)\nreference       (.*)\nbefore training ", out)[:1])
     assert [NAMES[word] for word in source[0].split()] == source[1].split()
@@ -54,7 +54,7 @@ def test_the_end_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(("changes", "missing"), [({"training__evaluate_every": None}, False), ({}, True)])
 def test_without_evaluations_or_sacrebleu(tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any],
                                           missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics.bleu", None)
     out = run(tmp_path, capsys, **changes)
     assert ("it needs sacrebleu (pip install vpipe[bleu])" in out) == missing
     assert ("\nreference " in out) == missing
@@ -63,8 +63,21 @@ def test_without_evaluations_or_sacrebleu(tmp_path: Path, capsys: pytest.Capture
 def test_bleu() -> None:
     pytest.importorskip("sacrebleu")
     text = ["a text of several words is here", "and another one is there, too"]
-    assert bleu(text, text) == pytest.approx(100)
-    assert bleu([""] * 2, text) == 0
+    found, nothing = bleu(text, text), bleu([""] * 2, text)
+    assert found is not None
+    assert nothing is not None
+    assert (found.score, nothing.score) == (pytest.approx(100), 0)
+    assert re.fullmatch(r"nrefs:1\|case:mixed\|eff:no\|tok:13a\|smooth:exp\|version:[\d.]+", found.signature)
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("错误：无法打开文件 %s", "zh"), ("ファイルを開けません: open", "char"), ("เปิดไฟล์ไม่ได้", "char"),
+    ("cannot open the file 文", "13a"), ("", "13a")])
+def test_words_where_a_script_has_no_spaces(text: str, words: str) -> None:
+    pytest.importorskip("sacrebleu")
+    found = bleu([text], [text])
+    assert found is not None
+    assert f"|tok:{words}|" in found.signature
 
 
 def test_greedy_translations_are_those_of_whole_forwards() -> None:

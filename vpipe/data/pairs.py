@@ -53,13 +53,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SUFFIXES = (".tsv", ".tsv.gz")
-_FORMAT = 1  # raised when the same facts come to mean other tokens, or another manifest
+_FORMAT = 2  # raised when the same facts come to mean other tokens, or another manifest
 _TEXTS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
 class Pair(Document):
-    """A source, which is the ``text``, and its ``target``."""
+    """A source, which is the ``text``, and its ``target``; ``language``: the languages, or the catalogue's name."""
 
     target: str = ""
 
@@ -124,11 +124,10 @@ def saved_translations(path: Path, source: str | None, target: str | None) -> Co
                     raise UserError(f"row {number} of the column '{_TRANSLATION}' is no text per language",
                                     hint=_LOOK, where=str(path))
                 sides = _languages(tuple(texts), source, target, path) if texts else ("", "")
-                yield Pair((texts.get(sides[0]) or "").strip(), PARTS.get(name),
-                           target=(texts.get(sides[1]) or "").strip())
+                yield Pair((texts.get(sides[0]) or "").strip(), PARTS.get(name), " to ".join(sides),
+                           (texts.get(sides[1]) or "").strip())
 
-    direction = "" if source is None and target is None else f", {source or 'the other'} to {target or 'the other'}"
-    return Corpus(f"{path}{direction}", {**saved_facts(path), "languages": [source, target]}, read)
+    return Corpus(str(path), {**saved_facts(path), "languages": [source, target]}, read)
 
 
 _TRANSLATION, _LOOK = "translation", 'pairs are {"translation": {"en": ..., "de": ...}}'
@@ -252,9 +251,9 @@ def pair_dataset(corpus: Corpus, settings: DatasetSettings) -> PairDataset:
 def _lines(cache: PairCache, longest: int, too_long: int) -> tuple[str, ...]:
     """Return what the pairs are, and what was left out."""
     manifest, left_out = cache.manifest, []
-    programs = sorted((manifest.get("programs") or {}).items(), key=lambda each: (-each[1], each[0]))
-    most = ", ".join(f"{name} {count:,}" for name, count in programs[:_SHOWN_PROGRAMS])
-    of = f" ({most}{', ...' if len(programs) > _SHOWN_PROGRAMS else ''})" if programs else ""
+    kinds = sorted((manifest.get("languages") or {}).items(), key=lambda each: (-each[1], each[0]))
+    most = ", ".join(f"{name} {count:,}" for name, count in kinds[:_SHOWN_KINDS])
+    of = f" ({most}{', ...' if len(kinds) > _SHOWN_KINDS else ''})" if kinds else ""
     for count, why in ((too_long, f"with more than {longest} tokens on a side"),
                        *((cache.count(key), why) for key, why in _LEFT_OUT.items())):
         if count:
@@ -264,7 +263,7 @@ def _lines(cache: PairCache, longest: int, too_long: int) -> tuple[str, ...]:
             *([f"left out: {', '.join(left_out)}"] if left_out else []))
 
 
-_SHOWN_PROGRAMS = 5
+_SHOWN_KINDS = 5
 _LEFT_OUT = {"duplicates": "duplicates", "empty": "with an empty side", "in_both": "whose source is also held out",
              "left_out_documents": "marked valid, as others are marked test"}
 
@@ -334,7 +333,7 @@ def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) ->
         file.writelines(json.dumps([pair.text, pair.target], ensure_ascii=False) + "\n" for pair in held_out)
     return {"corpus": corpus.name, "tokenizer": None if given is None else str(given),
             "vocab_size": model_vocab_size(vocab_size, words, given), "dtype": dtype.name, "counts": counts,
-            "programs": divided.languages,
+            "languages": divided.languages,
             "packages": package_versions(["tokenizers"])}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,26 +72,50 @@ def translation_lines(job: Job, weights: Mapping[str, Tensor], steps: int) -> It
               after: load_weights(job.model, weights, seed, draw=True).float()}
     texts = {"source": [source for source, _ in pairs], "reference": [target for _, target in pairs],
              **{when: _translations(job, dataset, modules, len(pairs)) for when, modules in states.items()}}
-    scores = {name: bleu(found, texts["reference"]) for name, found in texts.items()}
+    found_bleu = {name: bleu(found, texts["reference"]) for name, found in texts.items()}
+    scores = {name: found.score for name, found in found_bleu.items() if found is not None}
     how = f"of {counted(len(pairs), 'held-out pair')}, translated greedily"
-    if None in scores.values():
+    if (reference := found_bleu["reference"]) is None:
         yield f"\nno BLEU {how}: it needs sacrebleu (pip install vpipe[bleu])"
     else:
         yield (f"\nBLEU {how}: {scores[after]:.1f}; before training {scores['before training']:.1f}, the source as it "
-               f"is {scores['source']:.1f}")
+               f"is {scores['source']:.1f} ({reference.signature})")
     shown = [number for number, (source, _) in enumerate(pairs) if len(source.split()) >= _FEWEST_WORDS][:_SHOWN]
     width = max(map(len, texts))
     for number in shown:
         yield "\n" + "\n".join(f"{name:{width}}  {printable(found[number])}" for name, found in texts.items())
 
 
-def bleu(translations: Sequence[str], references: Sequence[str]) -> float | None:
-    """Return the BLEU of a corpus (Post 2018, arXiv:1804.08771), 0 to 100; None without sacrebleu."""
+class Bleu(NamedTuple):
+    """The BLEU of a corpus, 0 to 100, and the signature by which sacrebleu says what it computed."""
+
+    score: float
+    signature: str
+
+
+def bleu(translations: Sequence[str], references: Sequence[str]) -> Bleu | None:
+    """Return the BLEU of a corpus (Post 2018, arXiv:1804.08771); None without sacrebleu.
+
+    Words are those of the references' script: sacrebleu's ``zh`` for Chinese, characters where a script has no spaces,
+    else ``13a``.
+    """
     try:
-        from sacrebleu import corpus_bleu
+        from sacrebleu.metrics.bleu import BLEU
     except ImportError:
         return None
-    return float(corpus_bleu(list(translations), [list(references)]).score)
+    metric = BLEU(tokenize=_words_of("".join(references)))
+    score = metric.corpus_score(list(translations), [list(references)])
+    return Bleu(float(score.score), str(metric.get_signature()))
+
+
+_WITHOUT_SPACES = {"char": re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff]"),  # Thai to Khmer, kana
+                   "zh": re.compile("[\u3400-\u9fff]")}
+
+
+def _words_of(text: str) -> str:
+    """Return sacrebleu's tokenizer for the script of a text: one that over a tenth of its letters are of."""
+    letters = sum(map(str.isalpha, text))
+    return next((name for name, script in _WITHOUT_SPACES.items() if 10 * len(script.findall(text)) > letters), "13a")
 
 
 def _translations(job: Job, dataset: PairDataset, modules: nn.ModuleDict, count: int) -> list[str]:
