@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from vpipe.checkpoint.export import export_huggingface
 from vpipe.checkpoint.import_weights import import_weights, read_model_config
 from vpipe.cli import main
-from vpipe.data.tokenizers import train_wordpiece
+from vpipe.data.tokenizers import train_byte_bpe, train_wordpiece
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, family_named
+from vpipe.train.translations import translate
 
 LLAMA = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
          "intermediate_size": 40, "max_position_embeddings": 16, "rope_theta": 300.0, "rms_norm_eps": 1e-5}
@@ -100,10 +101,11 @@ def test_an_exported_model_gives_the_same_logits(name: str, tied: bool, transfor
     modules = model.materialize().eval()
     for parameter in (*modules.parameters(), *modules["head"].buffers()):  # norms, too, so that a swap of two is seen
         nn.init.normal_(parameter, std=0.3)
+    with_tokenizer = tied and family != "translation"
     tokenizer = train_wordpiece([["the quick brown fox", "jumps over a dog"]], 60)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     export_huggingface(weights_of(model, modules), names_of(family), settings, tmp_path / "out",
-                       tmp_path / "tokenizer.json" if tied else None)
+                       tmp_path / "tokenizer.json" if with_tokenizer else None)
 
     theirs, report = getattr(transformers, names_of(family).architecture).from_pretrained(
         tmp_path / "out", output_loading_info=True)
@@ -115,11 +117,31 @@ def test_an_exported_model_gives_the_same_logits(name: str, tied: bool, transfor
         assert theirs.config.hidden_dropout_prob == 0.1
     else:
         assert theirs.config.eos_token_id == (0 if family == "translation" else None)
-    if tied:
+    if with_tokenizer:
         read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("The fox: a dog", "jumps").input_ids
         ids = tokenizer.encode("The fox: a dog").ids, tokenizer.encode("jumps").ids
         cls, sep = (tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]"))
         assert read == ([cls, *ids[0], sep, *ids[1], sep] if family == "bert" else [*ids[0], *ids[1]])
+
+
+def test_a_translation_model_goes_with_its_tokenizer(transformers: Any, tmp_path: Path) -> None:
+    tokenizer = train_byte_bpe(["the quick brown fox"], 300, special=("</s>", "<pad>"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = ModelSettings(300, "tiny", hidden_size=16, num_heads=2)
+    model = family_named("translation").factory(settings)
+    modules = model.materialize(3).eval()
+    export_huggingface(weights_of(model, modules), names_of("translation"), settings, tmp_path / "out",
+                       tmp_path / "tokenizer.json")
+    theirs = transformers.MarianMTModel.from_pretrained(tmp_path / "out").eval()
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    sources = read(["the fox", "brown"], padding=True, return_tensors="pt")
+    assert sources.input_ids[0].tolist() == [*tokenizer.encode("the fox").ids, 0]
+    assert sources.input_ids[1, -1] == 1
+    found = theirs.generate(sources.input_ids, attention_mask=sources.attention_mask, num_beams=1, max_new_tokens=6)
+    mine = translate(model, modules, {"source_ids": sources.input_ids, "source_mask": sources.attention_mask}, 1, 0,
+                     300, 6)
+    assert not found[:, 0].ne(1).any(), "padding starts a target"
+    assert [[token for token in row[1:] if token > 1] for row in found.tolist()] == [row[:5] for row in mine]
 
 
 @pytest.mark.parametrize("tied", [True, False])

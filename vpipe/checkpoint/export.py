@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from vpipe.checkpoint.directory import check_free, sync_folder
@@ -75,7 +77,8 @@ def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, 
                        tokenizer: Path | None = None, end: tuple[str, int] | None = None) -> None:
     """Write a folder for ``from_pretrained``. Raises UserError as :func:`export_safetensors` does.
 
-    ``tokenizer``: a ``tokenizer.json`` to go with it. ``end``: its token between texts and the id; texts begin with it.
+    ``tokenizer``: a ``tokenizer.json`` to go with it; that of a model that translates then ends texts by itself.
+    ``end``: its token between texts and the id; texts begin with it.
     """
     sizes = huggingface.config(settings)
     kinds = {dtype_name(tensor.dtype) for tensor in weights.values() if tensor.is_floating_point()}
@@ -90,12 +93,23 @@ def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, 
     special = {} if end is None else {"bos_token": end[0], "eos_token": end[0]}
     if end is not None:
         config |= {"bos_token_id": end[1], "eos_token_id": end[1]}
+    ending = None
+    if tokenizer is not None and huggingface.special:
+        ending = Tokenizer.from_file(str(tokenizer))
+        special = {kind: token for kind, (token, *_) in huggingface.special.items()}
+        ids = {kind: ending.token_to_id(token) for kind, token in special.items()}
+        config |= {key: ids[kind] for kind, (_, *keys) in huggingface.special.items() for key in keys}
+        eos = special["eos_token"]
+        ending.post_processor = TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, ids["eos_token"])])
     with _written(out) as partial:
         partial.mkdir()
         _write_json(partial / CONFIG, config)
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, partial / "tokenizer.json")
+            if ending is None:
+                shutil.copyfile(tokenizer, partial / "tokenizer.json")
+            else:
+                ending.save(str(partial / "tokenizer.json"))
             _write_json(partial / "tokenizer_config.json", {"tokenizer_class": huggingface.tokenizer, **special})
 
 

@@ -47,7 +47,7 @@ def run_export(options: argparse.Namespace) -> None:
         tokenizer, note = data_tokenizer(manifest)
         if note:
             print(f"note: no tokenizer goes with it: {note}")
-        end = None if tokenizer is None else end_token(load_tokenizer(tokenizer))
+        end = None if tokenizer is None or huggingface.special else end_token(load_tokenizer(tokenizer))
         export_huggingface(weights, huggingface, found.settings, out, tokenizer, end)
         load = f"transformers.{huggingface.architecture}.from_pretrained({str(out)!r})"
     elif options.format == "torch":

@@ -69,6 +69,8 @@ class HuggingFace:
         copies: such a config -> further names that a file may have for tied weights: not written, and equal where read.
         spelled: a name in a file -> as ``names`` has it; None for what is no weight of this computation.
         transposed: suffixes of their names of the matrices that they store as [inputs, outputs].
+        special: of the tokenizer of a model that translates: ``eos_token``, with which each side ends, and others ->
+            the token, and the keys of ``config.json`` with its id. Empty for other models.
     """
 
     model_type: str
@@ -80,6 +82,7 @@ class HuggingFace:
     copies: Callable[[Mapping[str, object]], dict[str, str]]
     spelled: Callable[[str], str | None]
     transposed: tuple[str, ...] = ()
+    special: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

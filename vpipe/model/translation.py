@@ -288,7 +288,9 @@ def _flops(settings: ModelSettings) -> list[int]:
 
 @register_model("translation", flops=_flops, options=TranslationOptions, huggingface=HuggingFace(
     "marian", "MarianMTModel", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
-    huggingface_copies, huggingface_spelled))
+    huggingface_copies, huggingface_spelled, special={
+        "eos_token": ("</s>", "eos_token_id", "forced_eos_token_id"),
+        "pad_token": ("<pad>", "pad_token_id", "decoder_start_token_id")}))
 def translation_from_settings(settings: ModelSettings) -> Model:
     """Return the Transformer from a config file's ``model`` section. Raises UserError for sequences beyond its
     positions."""
