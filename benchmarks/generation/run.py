@@ -18,9 +18,9 @@ from torch import Tensor
 from vpipe.distributed.init import join_world
 from vpipe.distributed.network import free_port
 from vpipe.model.generate import Chosen, DecoderModel, Pass, Request, Search, StageDecoder, decode
-from vpipe.model.gpt import GptConfig, gpt
 from vpipe.model.layer import Model
-from vpipe.model.split import balanced, parameter_counts, split
+from vpipe.model.registry import ModelSettings, family_named
+from vpipe.model.split import balanced, split
 from vpipe.runtime.generation import GenerationRank, in_flight, run_rank
 from vpipe.runtime.transport.distributed import DistributedTransport
 
@@ -42,8 +42,13 @@ class SleepingStage(StageDecoder):
         return found
 
 
-def model_of(sizes: dict[str, int]) -> Model:
-    return gpt(GptConfig(vocab_size=8192, n_positions=WINDOW, initializer_range=0.1, **sizes))
+def model_of(sizes: dict[str, int]) -> tuple[Model, list[float]]:
+    """Return a GPT, and the operations of its layers per token."""
+    settings = ModelSettings(8192, sequence_length=PROMPT, overrides={
+        "n_positions": WINDOW, "initializer_range": 0.1, "activation_function": "gelu", **sizes})
+    family = family_named("gpt")
+    assert family.flops is not None
+    return family.factory(settings), [float(number) for number in family.flops(settings)]
 
 
 def requests_of(number: int, tokens: int, **search: Any) -> list[Request]:
@@ -54,9 +59,9 @@ def requests_of(number: int, tokens: int, **search: Any) -> list[Request]:
 
 def stage_of(case: dict[str, Any], rank: int) -> tuple[StageDecoder, int]:
     """Return the layers of a rank, and the number of ranks."""
-    ranks, model = case["ranks"], model_of(case["sizes"])
+    ranks, (model, costs) = case["ranks"], model_of(case["sizes"])
     layers = len(model)
-    partition = balanced(parameter_counts(model) if not case["pass_ms"] else [1.0] * layers, ranks)
+    partition = balanced([1.0] * layers if case["pass_ms"] else costs, ranks)
     spec = split(model, partition)[rank].layers
     modules = torch.nn.ModuleDict()
     whole = model.materialize(0).eval()
@@ -67,7 +72,8 @@ def stage_of(case: dict[str, Any], rank: int) -> tuple[StageDecoder, int]:
 
 
 def run_entrant(case: dict[str, Any]) -> None:
-    """Run a rank of an entrant; rank 0 generates whenever it reads a line, and prints tokens and seconds."""
+    """Run a rank of an entrant; rank 0 generates whenever it reads a line, and prints tokens and seconds. Every rank
+    prints its CPU seconds of a turn."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     stage, ranks = stage_of(case, rank)
@@ -86,11 +92,13 @@ def run_entrant(case: dict[str, Any]) -> None:
     for _ in range(case["turns"]):
         if rank == 0:
             sys.stdin.readline()
+        began = time.process_time()
         if transport is None:
             count((number, chosen) for number, request in enumerate(requests) for chosen in decode(stage, request))
         else:
             run_rank(GenerationRank(stage, transport, ranks, requests), count, leads=rank == 0)
             transport.finish()
+        print(time.process_time() - began, flush=True)
 
 
 class Entrant:
@@ -104,16 +112,19 @@ class Entrant:
             text=True, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(case["ranks"])]
 
-    def turn(self) -> float:
-        """Generate once; return tokens per second."""
-        leader = self._processes[0]
-        into, out = leader.stdin, leader.stdout
+    def turn(self) -> tuple[float, float]:
+        """Generate once; return tokens per second, and CPU milliseconds per token of the busiest rank."""
+        into = self._processes[0].stdin
         assert into is not None
-        assert out is not None
         into.write("go\n")
         into.flush()
-        tokens, seconds = out.readline().split()
-        return int(tokens) / float(seconds)
+        tokens, seconds = self._read(0)
+        return tokens / seconds, 1e3 * max(self._read(rank)[0] for rank in range(len(self._processes))) / tokens
+
+    def _read(self, rank: int) -> list[float]:
+        out = self._processes[rank].stdout
+        assert out is not None
+        return [float(word) for word in out.readline().split()]
 
     def end(self) -> None:
         for process in self._processes:
@@ -124,23 +135,26 @@ def in_turns(cases: dict[str, dict[str, Any]], turns: int) -> None:
     """Print the tokens per second of each case, medians of as many turns; the first is the measure."""
     entrants = {name: Entrant({**case, "turns": turns + 1}) for name, case in cases.items()}
     rates: dict[str, list[float]] = {name: [] for name in cases}
+    busy: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(turns + 1):
         for name, entrant in entrants.items():
-            rate = entrant.turn()
+            rate, cpu_ms = entrant.turn()
             if turn:  # the first warms up
                 rates[name].append(rate)
+                busy[name].append(cpu_ms)
     for entrant in entrants.values():
         entrant.end()
     first = median(next(iter(rates.values())))
     for name, found in rates.items():
         spread = f"{min(found):,.1f} to {max(found):,.1f}"
-        print(f"| {name} | {median(found):,.1f} ({spread}) | {median(found) / first:.2f} |", flush=True)
+        print(f"| {name} | {median(found):,.1f} ({spread}) | {median(found) / first:.2f} | {median(busy[name]):.2f} |",
+              flush=True)
 
 
 def cache(turns: int) -> None:
     """Print the tokens per second of one process with caches and with whole forwards, in turns."""
     torch.set_num_threads(1)
-    model = model_of(REAL)
+    model, _ = model_of(REAL)
     modules = model.materialize(0).eval()
     print("\n| tokens | cached | whole forwards | times |\n|---:|---:|---:|---:|")
     for tokens in (16, 64, 256):
@@ -171,7 +185,7 @@ def main() -> None:
         return
     if options.only in (None, "cache"):
         cache(options.turns)
-    head = "tokens/s: median (least to most) | times |\n|---|---:|---:|"
+    head = "tokens/s: median (least to most) | times | CPU ms per token, busiest rank |\n|---|---:|---:|---:|"
     if options.only in (None, "ranks"):
         for requests, search in ((8, {}), (1, {}), (8, {"beams": 4})):
             case = {"sizes": REAL, "pass_ms": 0, "requests": requests, "tokens": 48, "search": search}

@@ -108,7 +108,8 @@ class SampledCheckpoint:
                                                             "trained with")
 
     def partition(self, ranks: int, length: int) -> tuple[int, ...]:
-        """Return the layers of each rank: as in the run if it had as many stages, else balanced by parameters.
+        """Return the layers of each rank: as in the run if it had as many stages, else balanced by their operations per
+        token, or by parameters where the family does not count operations.
 
         Raises:
             UserError: there are more ranks than layers.
@@ -120,7 +121,9 @@ class SampledCheckpoint:
         if ranks > len(model):
             raise UserError(f"--ranks is {ranks}, but the model has only {counted(len(model), 'layer')}",
                             hint=f"use {len(model)} ranks at most")
-        return tuple(balanced(parameter_counts(model), ranks))
+        flops = self.found.family.flops
+        return tuple(balanced(parameter_counts(model) if flops is None else flops(
+            replace(self.found.settings, sequence_length=length)), ranks))
 
     def text_model(self, length: int, tokenizer: Tokenizer) -> TextModel:
         """Return the whole model with its weights."""
