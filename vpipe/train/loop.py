@@ -150,7 +150,7 @@ class _TrainingRun:
                                 gated)
             if config.training.sample_prompts and stopped is None:
                 self._show_samples()
-            if job.translates and config.training.evaluate_every is not None and stopped is None:
+            if job.translates and stopped is None:
                 self._show_translations()
         if show:
             self._saving.check_end()
