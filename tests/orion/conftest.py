@@ -43,8 +43,8 @@ def native(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
         if not folder.exists():
             folder.mkdir()
             library, *others = commands(folder)
-            beside = subprocess.Popen(library)
-            for command in others:
-                subprocess.run(command, check=True)
-            assert beside.wait() == 0
+            with subprocess.Popen(library) as beside:
+                for command in others:
+                    subprocess.run(command, check=True)
+            assert beside.returncode == 0
     return folder

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(120, func_only=True)  # not of compilers on a busy machine
+
 MODES = {"FIFO": 0, "MULTI_PRIORITY": 1, "ROUND_ROBIN": 2}
 
 KERNELS = """\

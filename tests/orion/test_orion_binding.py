@@ -13,6 +13,8 @@ import pytest
 
 from vpipe.profiling.kernels import Bound, KernelProfile, kernel_csv
 
+pytestmark = pytest.mark.timeout(120, func_only=True)  # not of compilers on a busy machine
+
 BINDING = Path(__file__).parents[2] / "kernel_intercept" / "python"
 
 PROGRAM = """
