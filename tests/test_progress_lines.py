@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from io import BytesIO, TextIOWrapper
 
 import pytest
 
 from vpipe import progress as slow
-from vpipe.progress import message_if_slow
+from vpipe.progress import accept_any_text, message_if_slow
+
+
+def test_an_encoding_without_a_character_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(written, "latin-1"))
+    accept_any_text()
+    print("é中", flush=True)
+    assert written.getvalue() == b"\xe9\\u4e2d\n"
 
 
 def test_it_is_said_once_it_takes_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

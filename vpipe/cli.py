@@ -15,11 +15,12 @@ from typing import Any, NoReturn
 
 from vpipe.distributed.excepthook import report, user_frames, write_error_file
 from vpipe.errors import UserError, VpipeError, nearest
-from vpipe.progress import LOADING_TORCH, message_if_slow
+from vpipe.progress import LOADING_TORCH, accept_any_text, message_if_slow
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status: 0, 1 for a failed run, 2 for a user's mistake, 128 + n for signal n."""
+    accept_any_text()
     options = _parser().parse_args(arguments)
     try:
         from vpipe.plugins import import_files

@@ -1,10 +1,11 @@
-"""Show that long work is under way: a progress line, or one sentence after two seconds."""
+"""Show that long work is under way: a progress line, or one sentence after two seconds; show text in any encoding."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
+from io import TextIOWrapper
 from threading import Timer
 from typing import TypeVar
 
@@ -14,6 +15,12 @@ SLOW_S = 2.0
 
 LOADING_TORCH = "loading PyTorch"
 """Takes 1.5 s of a core; ten on a machine that is busy, or has not read it before."""
+
+
+def accept_any_text() -> None:
+    """Let standard output show what its encoding lacks as ``\\u4e2d``, as standard error does, instead of failing."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextmanager

@@ -78,6 +78,16 @@ def test_every_process_trains_the_same_whatever_the_order() -> None:
     assert texts == {train_byte_bpe(TEXTS[::-1], 300).to_str()}
 
 
+def test_chinese_round_trips_and_a_word_of_any_length_is_counted_in_pieces() -> None:
+    """Chinese has no spaces: the characters between two marks are one word, without marks a whole text."""
+    run = "".join(chr(0x4e00 + number * number % 331) for number in range(700))
+    tokenizer = train_byte_bpe([f"{run}。"], 600)
+    assert tokenizer.to_str() == train_byte_bpe([run[:256], run[256:512], f"{run[512:]}。"], 600).to_str()
+    ids = tokenizer.encode(f"{run}，“全角”！").ids
+    assert tokenizer.decode(ids) == f"{run}，“全角”！"
+    assert len(ids) < len(run)
+
+
 def test_a_vocabulary_too_small_for_the_bytes_is_an_error() -> None:
     with pytest.raises(UserError, match=r"vocab_size is 256, but 256 bytes and <.endoftext.> are 257") as seen:
         train_byte_bpe(TEXTS, 256)

@@ -25,7 +25,7 @@ from vpipe.train.csv_rows import csv_text
 from vpipe.train.job import headline, model_flops, size_lines
 from vpipe.train.loop import build_pipeline, train
 from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, StepSize
-from vpipe.train.summary import RunFigures, evaluation_text, p95, summary
+from vpipe.train.summary import RunFigures, evaluation_text, p95, printable, summary
 
 USAGES = [StageUsage(forward_s=0.4, backward_s=0.8, step_s=0.08, communication_s=0.008, idle_s=idle, bytes_sent=n,
                      versions=2, staleness=1, peak_activations=2, peak_memory_bytes=3.5e9)
@@ -56,6 +56,10 @@ def trained(worth: StepSize, updates: int = 8) -> Metrics:
         metrics.update(Step(i, 8.0 - i, 0.1, None, stop=False))
     metrics.evaluation(updates - 1, 2.0)
     return metrics
+
+
+def test_a_line_of_a_sample_is_as_wide_as_shown() -> None:
+    assert printable("中" * 60 + "\n\x1b[1mab\tc") == "中" * 50 + "\n [1mab  c"
 
 
 @pytest.mark.usefixtures("_a_quarter_each")

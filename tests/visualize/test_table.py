@@ -8,12 +8,22 @@ from test_terminal import made
 
 from vpipe.errors import counted
 from vpipe.visualize.summary import RankCosts, compare
-from vpipe.visualize.table import listed, number, percent, plain, table
+from vpipe.visualize.table import Column, clipped, columns, fitted, listed, number, percent, plain, table
 
 
 def test_a_table_is_aligned() -> None:
     assert table(["a", "bb"], [["1", "2"], ["333", "4"]]) == ["  a  bb", "  1   2", "333   4"]
     assert table(["a", "bb"], [["1", "2"], ["333", "4"]], left=1) == ["a    bb", "1     2", "333   4"]
+
+
+def test_characters_of_two_columns_keep_a_table_aligned() -> None:
+    assert table(["a", "bb"], [["中文", "2"], ["3", "文"]]) == ["   a  bb", "中文   2", "   3  文"]
+    assert table(["a", "bb"], [["中文", "2"], ["3", "4"]], left=1) == ["a     bb", "中文   2", "3      4"]
+    assert columns([Column("a", ["中文", "b"], left=True), Column("c", ["1", "2"])], 20) == [
+        "a     c", "中文  1", "b     2"]
+    assert fitted(["a", "b", "c"], [["中文", "中文中", "中文"]], 13) == [
+        "   a       b", "中文  中文中", "", "   a     c", "中文  中文"]
+    assert [clipped("中文ab", width) for width in (0, 1, 2, 5, 9)] == ["", "", "中", "中文a", "中文ab"]
 
 
 def test_schedules_are_compared_the_least_bubble_first() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.commands.checkpoint import checkpoints_in
 from vpipe.commands.profile import folder_unless_failed
+from vpipe.data.plain_text import likely_encoding
 from vpipe.data.tokenizers import load_for_pairs, load_tokenizer, load_wordpiece
 from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError, counted
@@ -118,7 +119,7 @@ def _decoded(content: bytes, what: str) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{what} is not UTF-8 (byte {error.start})",
-                        hint="convert it: iconv -f LATIN1 -t UTF-8") from None
+                        hint=f"convert it: iconv -f {likely_encoding(content)} -t UTF-8") from None
 
 
 def _find(folder: Path, step: int | None) -> SampledCheckpoint:

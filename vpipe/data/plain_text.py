@@ -84,7 +84,7 @@ def read_blocks(folder: Path) -> Iterator[list[str]]:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise UserError(f"{path.name} is not UTF-8 (byte {error.start})", where=str(path),
-                            hint=f"convert it: iconv -f {_likely_encoding(error.object)} -t UTF-8") from error
+                            hint=f"convert it: iconv -f {likely_encoding(error.object)} -t UTF-8") from error
         except OSError as error:
             raise UserError(f"{path.name} cannot be read: {error.strerror}", hint="repair it, or remove it",
                             where=str(path)) from error
@@ -97,7 +97,7 @@ def read_blocks(folder: Path) -> Iterator[list[str]]:
                 block = []
 
 
-def _likely_encoding(content: bytes) -> str:
+def likely_encoding(content: bytes) -> str:
     """Return how a text that is not UTF-8 is likely encoded: as Chinese files often are, or as Western ones."""
     foreign = [character for character in content.decode("gb18030", errors="replace") if not character.isascii()]
     chinese = sum("\u4e00" <= character <= "\u9fff" for character in foreign)

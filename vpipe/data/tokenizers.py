@@ -5,6 +5,7 @@ Training is deterministic: equal texts give the same tokenizer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -134,6 +135,7 @@ END_OF_TEXT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # GPT-2, LLaMA 3, LLaMA 2
 _BYTES = 256
 _FEWEST = 2  # a pair that occurs once is not worth a token
+_LONG_WORD = re.compile(r"[^\W\d_]{256}")  # so many letters without a space or a mark
 
 
 def train_byte_bpe(texts: Iterable[str], vocab_size: int, *, total: int | None = None,
@@ -143,6 +145,9 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int, *, total: int | None =
     Words are divided by GPT-2's pattern (Radford et al. 2019, section 2.2). The first tokens are ``special``, by
     default the end of a text. Small texts give fewer tokens. The order of the texts does not matter. ``total``: number
     of texts, for the progress line. Raises UserError when ``vocab_size`` is too small for the bytes.
+
+    A run of Chinese characters is one such word. Of a word of more than 256 letters, pairs are counted in pieces of
+    256, since the time of a merge grows with the length of the words that it is in.
     """
     fewest = _BYTES + len(special)
     if vocab_size < fewest:
@@ -155,13 +160,23 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int, *, total: int | None =
     tokenizer.decoder = decoders.ByteLevel()
     with ExitStack() as merging:
         def counted() -> Iterator[str]:
-            yield from progress(texts, "counting words", unit="text", total=total)
+            for text in progress(texts, "counting words", unit="text", total=total):
+                yield from _pieces(text)
             merging.enter_context(message_if_slow(f"training a tokenizer of {vocab_size} tokens"))
 
         tokenizer.train_from_iterator(counted(), trainers.BpeTrainer(
             vocab_size=vocab_size, special_tokens=list(special), min_frequency=_FEWEST,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     return tokenizer
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield a text cut after every 256 letters of a long word."""
+    start = 0
+    for word in _LONG_WORD.finditer(text):
+        yield text[start:word.end()]
+        start = word.end()
+    yield text[start:]
 
 
 def load_with_end(path: Path) -> Tokenizer:

@@ -36,6 +36,7 @@ from vpipe.launch.failure_report import reported_error, write_report
 from vpipe.launch.rank_env import check_gpus, interface_variables, keep_memory, ranks_of
 from vpipe.launch.restart import Attempt, Starter, fitted
 from vpipe.plugins import import_files, imported_files
+from vpipe.progress import accept_any_text
 from vpipe.train.job import Job, headline
 from vpipe.train.loop import train
 from vpipe.train.resume import ResumePoint, nothing_left
@@ -59,6 +60,7 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         The exit status; of the first rank, when a signal ended the training, one that tells which
         (:func:`~vpipe.distributed.signals.status_after`).
     """
+    accept_any_text()
     handle_signals()
     _follow_launcher()
     rank = int(os.environ["RANK"])

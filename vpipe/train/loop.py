@@ -200,7 +200,8 @@ class _TrainingRun:
             return
         self._metrics.summary(figures.as_json() | ({} if gated is None else {"orion": gated}))
         try:
-            (self._folder / SUMMARY).write_text(csv_text([config_row(self._job.config) | figures.as_row()]))
+            (self._folder / SUMMARY).write_text(csv_text([config_row(self._job.config) | figures.as_row()]),
+                                                  encoding="utf-8")
         except OSError as error:  # the log has the figures, too
             self._progress.note(f"warning: cannot write '{self._folder / SUMMARY}': {error.strerror}")
 

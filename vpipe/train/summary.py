@@ -24,7 +24,7 @@ from vpipe.train.job import Job, on_processors
 from vpipe.train.metrics import Metrics, finite
 from vpipe.train.sampling import BERT, TextModel, masked_ids, prompt_ids, search_for
 from vpipe.units import size_text
-from vpipe.visualize.table import compact, filled, fitted, milliseconds, ms_text, terminal_columns
+from vpipe.visualize.table import clipped, compact, filled, fitted, milliseconds, ms_text, terminal_columns
 
 _COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "idle", "sent", "versions", "staleness",
             "mean delay", "in flight", "memory")
@@ -156,7 +156,7 @@ def samples(job: Job, weights: Mapping[str, Tensor], steps: int) -> Iterator[str
 def printable(text: str) -> str:
     """Return the first lines of a text with a space for what is no character, so that it cannot move the cursor."""
     lines = "".join(each if each.isprintable() or each == "\n" else " " for each in text.expandtabs(4)).split("\n")
-    return "\n".join(line[:_SHOWN_COLUMNS].rstrip() for line in lines[:_SHOWN_LINES])
+    return "\n".join(clipped(line, _SHOWN_COLUMNS).rstrip() for line in lines[:_SHOWN_LINES])
 
 
 @dataclass(frozen=True)

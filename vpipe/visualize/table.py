@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import textwrap
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -91,10 +92,29 @@ def terminal_columns(otherwise: int = FILE_COLUMNS) -> int:
     return shutil.get_terminal_size((otherwise, 24)).columns
 
 
+def shown_width(text: str) -> int:
+    """Return the columns of a terminal that a text takes: two for a character of Chinese, Japanese or Korean."""
+    return len(text) if text.isascii() else sum(
+        1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
+
+
+def _blanks(text: str, width: int) -> str:
+    return " " * (width - shown_width(text))
+
+
+def clipped(text: str, width: int) -> str:
+    """Return as much of the beginning of a text as so many columns of a terminal show."""
+    for number, character in enumerate(text):
+        width -= shown_width(character)
+        if width < 0:
+            return text[:number]
+    return text
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
     """Lay out columns as wide as their widest cell, aligned to the right but for the first ``left``."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return ["  ".join(cell.ljust(width) if column < left else cell.rjust(width)
+    widths = [max(map(shown_width, column)) for column in zip(head, *rows, strict=True)]
+    return ["  ".join(cell + _blanks(cell, width) if column < left else _blanks(cell, width) + cell
                       for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
             for row in (head, *rows)]
 
@@ -114,12 +134,12 @@ def columns(all_of_them: Sequence[Column], width: int) -> list[str]:
     kept = list(all_of_them)
     while True:
         cells = [[column.head, *column.cells] for column in kept]
-        widest = [max(map(len, each)) * column.left for each, column in zip(cells, kept, strict=True)]
-        head, *rows = zip(*([cell.ljust(least) for cell in each] for each, least in zip(cells, widest, strict=True)),
-                          strict=True)
+        widest = [max(map(shown_width, each)) * column.left for each, column in zip(cells, kept, strict=True)]
+        head, *rows = zip(*([cell + _blanks(cell, least) for cell in each]
+                            for each, least in zip(cells, widest, strict=True)), strict=True)
         lines = table(head, rows)
         spare = [number for number, column in enumerate(kept) if column.spare]
-        if not spare or max(map(len, lines)) <= width:
+        if not spare or max(map(shown_width, lines)) <= width:
             return lines
         del kept[spare[-1]]
 
@@ -132,7 +152,7 @@ def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], width: int, left:
     begins with the first ``names`` columns, which name the row.
     """
     columns = list(zip(head, *rows, strict=True))
-    widths = [max(map(len, column)) + 2 for column in columns]
+    widths = [max(map(shown_width, column)) + 2 for column in columns]
     room = width + 2 - sum(widths[:names])
 
     def cut(room: int) -> list[list[int]]:
