@@ -173,7 +173,7 @@ def catalogue_corpus(found: Sequence[Catalogue], where: str, root: Path, target:
     @cache  # so that a damaged file is reported once
     def read() -> list[Pair]:
         pairs, damaged = [], []
-        for catalogue in own:
+        for catalogue in progress(own, "reading catalogues", unit="file"):
             try:
                 pairs += [Pair(source, None, catalogue.path.stem, target) for source, target in catalogue.pairs()]
             except UserError as error:
