@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_configs_lists_and_prints_them(capsys: pytest.CaptureFixture[str], monke
     assert main(["configs"]) == 0
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines() if line[0] != " "] == list(shipped_configs())
-    assert "gpt_small              GPT with 16 blocks of 512 = 33 layers on Python functions" in out
+    assert re.search("^gpt_small +GPT with 16 blocks of 512 = 33 layers on Python functions", out, re.MULTILINE)
     assert main(["configs", "gpt_small"]) == 0
     assert capsys.readouterr().out == (CONFIGS / "gpt_small.yaml").read_text()
     assert main(["configs", "gpt_smal"]) == 2
