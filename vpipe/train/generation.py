@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -136,7 +135,7 @@ class SampledCheckpoint:
 
     def introduce(self) -> None:
         """Print which checkpoint it is."""
-        count = sum(prod(tensor.shape) for name, tensor in self.manifest.tensors.items() if name.startswith(PREFIX))
+        count = sum(parameter_counts(self.found.model()))
         print(f"{self.folder}: {self.found.name}, {counted_with_commas(count, 'parameter')}, after step "
               f"{self.manifest.step:,}", file=sys.stderr, flush=True)
 
