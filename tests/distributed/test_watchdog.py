@@ -77,9 +77,12 @@ def test_the_last_word_is_said_before_the_line_is_closed(ranks: Ranks, monkeypat
 def test_when_rank_0_ends_in_good_order_the_others_go_on_without_a_watch(ranks: Ranks) -> None:
     detector = ranks.start(3)
     ranks.watches.pop(0).leave()
-    detector.stop()
     for rank in (1, 2):
         ranks.watches[rank]._thread.join(WITHIN_S)
+    time.sleep(4 * PACE.beat_s)  # the others have hung up, and the detector sees it
+    assert detector._fault is None
+    detector.stop()
+    for rank in (1, 2):
         assert ranks.ended[rank].empty()
         assert ranks.watches[rank].explain(0, None) == Fault.left(0)
 

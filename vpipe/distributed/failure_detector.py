@@ -332,8 +332,11 @@ class FailureDetector:
             self._broadcast({"stop": self._stop})
 
     def _find_failure(self, now: float) -> None:
-        """Declare the ranks that are gone, silent or absent, all of a kind in one fault."""
-        if self._fault is not None:
+        """Declare the ranks that are gone, silent or absent, all of a kind in one fault.
+
+        None when rank 0 has left: the others hang up when they hear it, and this thread is about to end.
+        """
+        if self._fault is not None or self._members[0].left:
             return
         there = {rank: member for rank, member in enumerate(self._members) if not member.left}
         if gone := [rank for rank, member in there.items() if member.connection is not None
