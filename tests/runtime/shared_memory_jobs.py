@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.transport import distributed, shared_memory
+from vpipe.runtime.transport import connect_host, distributed, link
 from vpipe.runtime.transport.compression import CompressedTransport
 from vpipe.runtime.transport.distributed import DistributedTransport
 
@@ -64,9 +64,9 @@ def train(*, inline_bytes: int = 0, memories: int | None = None, hosts: list[str
     """
     rank, seen, before = dist.get_rank(), [], open_files()
     with new_links() as patch:
-        patch.setattr(shared_memory, "INLINE_BYTES", inline_bytes)
+        patch.setattr(link, "INLINE_BYTES", inline_bytes)
         if hosts is not None:
-            patch.setattr(shared_memory, "_boot", lambda: hosts[rank].encode().ljust(16))
+            patch.setattr(connect_host, "_boot", lambda: hosts[rank].encode().ljust(16))
         if memories is not None and rank == 1:
             allocate, left = os.posix_fallocate, iter(range(memories + 1))  # one at the start
 

@@ -19,16 +19,11 @@ from torch import Tensor
 from world import World
 
 from vpipe.errors import RunError
-from vpipe.runtime.transport import shared_memory
-from vpipe.runtime.transport.shared_memory import (
-    INLINE_BYTES,
-    HostLinks,
-    Layout,
-    Link,
-    LinkClosedError,
-    SharedMemoryTransfers,
-    connect,
-)
+from vpipe.runtime.transport import connect_host, shared_buffers
+from vpipe.runtime.transport.connect_host import connect
+from vpipe.runtime.transport.link import HEAD, INLINE_BYTES, Link, LinkClosedError
+from vpipe.runtime.transport.shared_buffers import Layout
+from vpipe.runtime.transport.shared_memory import HostLinks, SharedMemoryTransfers
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 
 F, B = TransferKey("F", 1, 7), TransferKey("B", 0, 7)
@@ -124,7 +119,7 @@ def test_what_is_sent_may_change_afterwards_and_what_arrived_is_kept_while_it_is
 
 
 def test_memory_of_sizes_that_come_no_more_is_given_back(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "IDLE_SENDS", 10)
+    monkeypatch.setattr(shared_buffers, "IDLE_SENDS", 10)
     left, right = ends
     [there] = right.links.links.values()
     for size in (1 << 14, 1 << 16, 1 << 18):
@@ -219,11 +214,11 @@ def test_more_messages_than_a_socket_takes_are_sent_later(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("message", [
-    b"", b"x", b"x" * 60, shared_memory._HEAD.pack(0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0) + b"\xff\0\0",
-    shared_memory._HEAD.pack(0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0) + struct.pack("<I", 9),
-    shared_memory._HEAD.pack(0, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0),
-    shared_memory._HEAD.pack(0, 0, 11, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0, 0, 0) + b"\0\0\1" + struct.pack("<q", -4),
-    shared_memory._HEAD.pack(9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)])
+    b"", b"x", b"x" * 60, HEAD.pack(0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0) + b"\xff\0\0",
+    HEAD.pack(0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0) + struct.pack("<I", 9),
+    HEAD.pack(0, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0),
+    HEAD.pack(0, 0, 11, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0, 0, 0) + b"\0\0\1" + struct.pack("<q", -4),
+    HEAD.pack(9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)])
 def test_what_is_no_message_ends_the_link(message: bytes) -> None:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link = Link(1, left)
@@ -239,7 +234,7 @@ def test_a_memory_that_could_shrink_is_refused() -> None:
     link, layout = Link(1, left), Layout.from_tensors([torch.ones(4096)])
     descriptor = os.memfd_create("made")
     os.ftruncate(descriptor, 1 << 20)
-    head = shared_memory._HEAD.pack(0, 0, len(layout.code), 0, 0, 0, 0, 0, 0, 0, 0, 1 << 20)
+    head = HEAD.pack(0, 0, len(layout.code), 0, 0, 0, 0, 0, 0, 0, 0, 1 << 20)
     socket.send_fds(right, [head + layout.code], [descriptor])
     assert link.receive() is None
     assert link.closed
@@ -281,7 +276,7 @@ def test_a_child_has_no_end_of_a_link(ends: Ends) -> None:
     ([(1, 0), (3, errno.ENOSPC)], "rank 1 got none: No space left on device"),
     ([(2, 0), (1, 0)], "the system of rank 0 has none without a name (Linux has)")])
 def test_all_ranks_use_it_or_none(states: list[tuple[int, int]], why: str | None) -> None:
-    rows = [shared_memory._OFFER.pack(*state, b"", b"", b"") for state in states]
+    rows = [connect_host._OFFER.pack(*state, b"", b"", b"") for state in states]
     assert connect(0, states[0][0] == 1, None, None, lambda row: rows) == (None, why)
 
 

@@ -30,7 +30,9 @@ from torch import Tensor
 
 from vpipe.distributed.watchdog import current_watchdog
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.transport.shared_memory import HostLinks, LinkClosedError, SharedMemoryTransfers, connect
+from vpipe.runtime.transport.connect_host import connect
+from vpipe.runtime.transport.link import LinkClosedError
+from vpipe.runtime.transport.shared_memory import HostLinks, SharedMemoryTransfers
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 
 SENDS_UNDER_WAY = 4
