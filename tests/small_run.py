@@ -56,7 +56,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch, model: Model,
     """A model in place of the config's, whatever its settings."""
     family = Family(lambda settings: model, flops=flops)
     monkeypatch.setattr("vpipe.train.job.model_named", lambda name: family.factory)
-    monkeypatch.setattr("vpipe.train.job.family_named", lambda name: family)
+    monkeypatch.setattr("vpipe.train.model_section.family_named", lambda name: family)
 
 
 def only_run(runs: Path) -> Path:

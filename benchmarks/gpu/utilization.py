@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from vpipe import Model, Pipeline
 from vpipe.profiling.peak_flops import known_tflops
-from vpipe.train.job import Job, model_flops
+from vpipe.train.job import Job
+from vpipe.train.model_section import model_flops
 
 ROUNDS, BATCHES, GOAL = 5, 3, 0.9
 

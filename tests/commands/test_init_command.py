@@ -17,8 +17,9 @@ from vpipe.config.config import Config, load_config
 from vpipe.config.validation import section_of
 from vpipe.model.registry import family_named
 from vpipe.plan.profile import Profile
-from vpipe.train.job import Job, model_digest, model_settings
+from vpipe.train.job import Job, model_digest
 from vpipe.train.loop import train
+from vpipe.train.model_section import model_settings
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from vpipe.model.loss import NO_LABEL
 from vpipe.model.registry import ModelSettings, family_named
 from vpipe.model.split import parameter_counts
 from vpipe.model.transformer import attention
-from vpipe.train.job import model_settings
+from vpipe.train.model_section import model_settings
 from vpipe.verify.reference import TrainingRecipe, flush_oracle
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from small_run import job_of, losses, write_config
 
 from vpipe.cli import main
 from vpipe.runtime.executors.registry import NO_GAIN
-from vpipe.train.job import headline
+from vpipe.train.headline import headline
 from vpipe.train.loop import train
 from vpipe.verify.differences import batches_for_steps, compare, references, run_in_process
 

@@ -19,7 +19,8 @@ from vpipe.data.tokenizers import train_byte_bpe
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model
 from vpipe.model.registry import ModelSettings
-from vpipe.train.job import Job, model_flops
+from vpipe.train.job import Job
+from vpipe.train.model_section import model_flops
 from vpipe.train.optimizers import hidden_matrices
 from vpipe.train.resume import IMPORTED, other_tokens
 

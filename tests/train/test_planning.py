@@ -16,7 +16,8 @@ from vpipe.launch.rank_env import ranks_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
 from vpipe.profiling.cache import store
-from vpipe.train.job import Job, headline
+from vpipe.train.headline import headline
+from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.planning import identity_of, memory_limit, plan_job, request_of
 

@@ -22,9 +22,10 @@ from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
 from vpipe.train.csv_rows import csv_text
-from vpipe.train.job import headline, model_flops, size_lines
+from vpipe.train.headline import headline, size_lines
 from vpipe.train.loop import build_pipeline, train
 from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, StepSize
+from vpipe.train.model_section import model_flops
 from vpipe.train.summary import RunFigures, evaluation_text, p95, printable, summary
 
 USAGES = [StageUsage(forward_s=0.4, backward_s=0.8, step_s=0.08, communication_s=0.008, idle_s=idle, bytes_sent=n,

@@ -23,7 +23,8 @@ from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings, family_named
 from vpipe.progress import byte_progress
 from vpipe.train.checkpoint_model import CheckpointModel, config_text, data_tokenizer, has_model, model_differences
-from vpipe.train.job import Job, model_file, model_settings
+from vpipe.train.job import Job
+from vpipe.train.model_section import model_file, model_settings
 from vpipe.units import size_text
 
 SLOW_BYTES = 1 << 29

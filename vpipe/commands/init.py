@@ -20,7 +20,7 @@ from vpipe.model.bert import KEYS as BERT
 from vpipe.model.gpt import KEYS as GPT
 from vpipe.model.llama import KEYS as LLAMA
 from vpipe.model.registry import family_named
-from vpipe.train.job import model_settings
+from vpipe.train.model_section import model_settings
 
 FAMILIES = {"gpt": GPT, "llama": LLAMA, "bert": BERT}
 SIZES: Mapping[str, Mapping[str, int]] = {"tiny": {"hidden_size": 128, "num_layers": 2, "num_heads": 2},

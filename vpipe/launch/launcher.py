@@ -117,7 +117,8 @@ class _Run:
         config, hosts, remotes = self._connected(away)
         try:
             # torch is slow to import: only when the config is worth it.
-            from vpipe.train.job import Job, headline, new_run
+            from vpipe.train.headline import headline
+            from vpipe.train.job import Job, new_run
 
             job, start = Job.from_config(config), self._start
             config = job.config

@@ -37,7 +37,8 @@ from vpipe.launch.rank_env import check_gpus, interface_variables, keep_memory, 
 from vpipe.launch.restart import Attempt, Starter, fitted
 from vpipe.plugins import import_files, imported_files
 from vpipe.progress import accept_any_text
-from vpipe.train.job import Job, headline
+from vpipe.train.headline import headline
+from vpipe.train.job import Job
 from vpipe.train.loop import train
 from vpipe.train.resume import ResumePoint, nothing_left
 from vpipe.train.run_folder import CONFIG, log_path

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
+
 from vpipe.errors import UserError, counted
 from vpipe.model.layer import LOSS, Layer, Model, split_target, without_values
 
@@ -115,6 +117,15 @@ def parameter_counts(model: Model) -> list[int]:
             module = layer.make()
         counts.append(sum(p.numel() for name, p in module.named_parameters() if name not in layer.ties))
     return counts
+
+
+def parameter_count(model: Model) -> int | None:
+    """Return the number of parameters; None where a layer cannot be built without values (it reads them)."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return sum(parameter_counts(model))
+    except Exception:  # of a user's layer; where it is an error with values, too, building the pipeline reports it
+        return None
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:

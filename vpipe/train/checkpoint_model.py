@@ -12,7 +12,8 @@ from vpipe.config.yaml_tree import parse, write
 from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.model.registry import Family, ModelSettings, family_named
-from vpipe.train.job import Job, model_file, model_settings
+from vpipe.train.job import Job
+from vpipe.train.model_section import model_file, model_settings
 
 _ONLY_TRAINING = ("dropout", "initializer_range")
 """Parts of keys that change how a model is trained, but not what its weights mean."""

@@ -24,7 +24,7 @@ from vpipe.distributed.watchdog import activity
 from vpipe.errors import UserError, counted, counted_with_commas
 from vpipe.model.generate import TRANSLATES, Chosen, DecoderModel, Request, Search, StageDecoder, load_weights
 from vpipe.model.layer import Model, build_outline
-from vpipe.model.split import balanced, parameter_counts, resolve_tie, split
+from vpipe.model.split import balanced, parameter_count, parameter_counts, resolve_tie, split
 from vpipe.progress import byte_progress
 from vpipe.runtime.generation import GenerationRank, in_flight, run_rank
 from vpipe.runtime.transport.distributed import DistributedTransport
@@ -135,8 +135,9 @@ class SampledCheckpoint:
 
     def introduce(self) -> None:
         """Print which checkpoint it is."""
-        count = sum(parameter_counts(self.found.model()))
-        print(f"{self.folder}: {self.found.name}, {counted_with_commas(count, 'parameter')}, after step "
+        parameters = parameter_count(self.found.model())
+        size = "parameters unknown" if parameters is None else counted_with_commas(parameters, "parameter")
+        print(f"{self.folder}: {self.found.name}, {size}, after step "
               f"{self.manifest.step:,}", file=sys.stderr, flush=True)
 
     @property

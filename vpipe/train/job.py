@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
 from itertools import count, islice
-from math import isfinite
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vpipe.config.config import Config, ModelSection
-from vpipe.config.options import all_options, make_options
+from vpipe.config.config import Config
+from vpipe.config.options import all_options
 from vpipe.config.parallel import AUTO
-from vpipe.config.yaml_tree import read_json_tree
-from vpipe.data.dataset import Dataset, DatasetSettings, Described, Tokenized, VaryingBatches
+from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized, VaryingBatches
 from vpipe.data.epoch import HeldOutText, TokenDataset
 from vpipe.data.length_buckets import SOURCE_IDS, PairDataset
 from vpipe.data.registry import dataset_named
 from vpipe.data.tokenizers import load_wordpiece
 from vpipe.distributed.device import DeviceMap, Visible, choose_device, device_name, make_current
 from vpipe.distributed.init import join_world
-from vpipe.errors import UserError, counted, counted_with_commas
+from vpipe.errors import UserError
 from vpipe.model.layer import Model, seed_of
-from vpipe.model.registry import ModelSettings, family_named, model_named
+from vpipe.model.registry import model_named
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
@@ -39,11 +35,12 @@ from vpipe.profiling.cache import load_by_digest, to_stderr
 from vpipe.profiling.fingerprint import digest, structure
 from vpipe.runtime.compiled import check_compiled, compile_backend
 from vpipe.runtime.executors.registry import THREADED
-from vpipe.schedules.delays import describe_delays, fewer_updates, mean_delay, warn_of_delay
+from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.prepare import ScheduleSpec, has_flush
 from vpipe.schedules.schedule import Schedule, describe_rank
 from vpipe.schedules.size import Placement
 from vpipe.train.epochs import Epochs
+from vpipe.train.model_section import model_file, model_flops, model_settings
 from vpipe.train.optimizers import (
     MATRIX_OPTIMIZERS,
     LearningRatePolicy,
@@ -482,149 +479,3 @@ def new_run(job: Job) -> Path:
     lock_run(folder)
     job.keep_plan(folder)
     return folder
-
-
-def headline(job: Job) -> str:
-    """Describe a job in the line that a run begins with."""
-    ranks = job.schedule.ranks
-    to_plan, parallel = job.config.parallel.to_plan, job.config.parallel.standing_in
-    return (f"{job.config.model.name}: {counted(len(job.model), 'layer')} in {counted(len(job.placement), 'stage')}"
-            + ("" if "partition" in to_plan else f" {list(job.partition)}")
-            + ("" if "schedule" in to_plan else f", schedule {parallel.order}")
-            + ("" if (precision := job.config.training.precision) == "fp32" else f", {precision}") + ", "
-            + (f"{', '.join(to_plan)} to be planned, " if to_plan else "")
-            + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else
-               f"{ranks} process{'es' * (ranks > 1)}"))
-
-
-def size_lines(job: Job) -> str:
-    """Describe the size of the model, of an epoch and of a held-out text in lines, which follow a run's first."""
-    config, samples, dataset = job.config, job.dataset.samples("train"), job.dataset
-    tokens = not {"input_ids", SOURCE_IDS}.isdisjoint(job.model.batch)
-    length = config.model.sequence_length
-    steps, rest = divmod(job.epochs.batches * config.microbatches, job.schedule.rounds.per_step)
-    varying = isinstance(dataset, VaryingBatches)
-    epoch = [counted_with_commas(samples, "sample"),
-             *([counted_with_commas(job.epochs.tokens if varying else samples * length, "token")] if tokens else []),
-             "about " * (rest > 0) + counted_with_commas(steps, job.step_name)]
-    if isinstance(dataset, PairDataset):
-        epoch.append(f"{100 * dataset.padding_share(config.dataset.batch_size):.1f} % padding")
-    parameters = _parameter_count(job.model)
-    text = job.held_out_text
-    return (("parameters unknown" if parameters is None else counted_with_commas(parameters, "parameter"))
-            + f", vocabulary of {config.model.vocab_size:,}" * tokens
-            + "".join(f"\n{line}" for line in (dataset.lines if isinstance(dataset, Described) else ()))
-            + f"\nan epoch: {', '.join(epoch)}"
-            + ("" if text is None else f"\nheld out: {counted_with_commas(text.tokens, 'token')} of "
-               f"{text.bytes / text.tokens:.2f} bytes, unigram entropy {text.unigram_entropy:.2f} nats"))
-
-
-def delay_line(job: Job) -> str | None:
-    """Describe an update without a flush, and the delay of its gradients; None where there is no delay.
-
-    What would lower the delay follows where :func:`delay_warning` says nothing.
-    """
-    said, better = describe_delays(job.schedule), _fewer_updates(job)
-    if said is None:
-        return None
-    update = (f"{'an' if job.step_name == 'update' else 'a'} {job.step_name}: "
-              f"{counted(job.samples_per_update, 'sample')} in {counted(job.schedule.rounds.per_step, 'microbatch')}")
-    return f"{update}; {said}" + (f"; less with {better}" if better is not None and not delay_warning(job) else "")
-
-
-def delay_warning(job: Job) -> str | None:
-    """Return a warning with its remedies where late gradients cost much; None elsewhere."""
-    training, better = job.config.training, _fewer_updates(job)
-    remedies = [] if better is None else [better]
-    if training.optimizer not in ("muon", "soap"):
-        remedies.append("training.optimizer muon")
-    if training.delay_correction == "none":
-        remedies.append("training.delay_correction extrapolate")
-    return warn_of_delay(job.schedule, remedies)
-
-
-def _fewer_updates(job: Job) -> str | None:
-    return fewer_updates(job.schedule, job.config.microbatches, job.config.dataset.batch_size,
-                         ("training.num_microbatches", "parallel.update_every"))
-
-
-def _parameter_count(model: Model) -> int | None:
-    """Return the number of parameters; None where a layer cannot be built without values (it reads them)."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return sum(parameter_counts(model))
-    except Exception:  # of a user's layer; where it is an error with values, too, building the pipeline reports it
-        return None
-
-
-def model_file(section: ModelSection) -> Mapping[str, Any]:
-    """Read the Hugging Face config that gives the model's sizes; empty if the section names none."""
-    path = section.config_file
-    if path is None:
-        return {}
-    if not os.path.isfile(path):
-        raise UserError(f"model.config_file names '{path}', but there is no such file",
-                        hint="it is a JSON file such as bert_config.json, from the current folder")
-    content = read_json_tree(path)
-    if content.problems:
-        raise UserError.all_of(content.problems)
-    family, kind = family_named(section.name).huggingface, content.value.get("model_type")
-    if family is not None and isinstance(kind, str) and kind != family.model_type:
-        raise UserError(f"model.config_file names '{path}', which is of a {kind}, but model.name is {section.name}",
-                        hint="set model.name to the family of that file, or name a file of this one")
-    return dict(content.value)
-
-
-def model_settings(section: ModelSection, vocab_size: int, overrides: Mapping[str, Any]) -> ModelSettings:
-    """Return the settings of a ``model`` section with the size of the vocabulary.
-
-    Args:
-        overrides: content of its ``config_file``.
-    """
-    return ModelSettings(
-        vocab_size=vocab_size, preset=section.preset, hidden_size=section.hidden_size, num_layers=section.num_layers,
-        num_heads=section.num_heads, num_kv_heads=section.num_kv_heads, sequence_length=section.sequence_length,
-        dropout=section.dropout, tie_weights=section.tie_weights, overrides=overrides, options=_options(section))
-
-
-def _options(section: ModelSection) -> object:
-    """Return the family's own options; None for a family that has none."""
-    kind = family_named(section.name).options
-    if kind is not None:
-        return make_options(kind, section.options, section.name)
-    if section.options is not None:
-        raise UserError(f"model.options is given, but the model '{section.name}' has no options", hint="leave it out; "
-                        "a family of your own has those of register_model(options=...)")
-    return None
-
-
-def model_flops(section: ModelSection, layers: int) -> list[int] | None:
-    """Return the FLOPs of a token's forward, per layer; None for a family that does not give them.
-
-    Args:
-        section: with the size of the vocabulary.
-        layers: of the model.
-
-    Raises:
-        UserError: the family gives another number of layers, values that are no numbers, or fails.
-    """
-    flops = family_named(section.name).flops
-    if flops is None:
-        return None
-    settings = model_settings(section, section.vocab_size, model_file(section))
-    hint = "let the flops of its register_model give a number for every layer, in order, or leave them out"
-    try:
-        found = list(flops(settings))
-    except UserError:
-        raise
-    except Exception as error:  # of a package
-        raise UserError(f"the family of the model '{section.name}' failed to count the operations of its layers: "
-                        f"{type(error).__name__}: {error}", hint=hint) from error
-    if len(found) != layers:
-        raise UserError(f"the model '{section.name}' has {counted(layers, 'layer')}, but its family says the "
-                        f"operations of {len(found)}", hint=hint)
-    for number, operations in enumerate(found):
-        if not isinstance(operations, Real) or not isfinite(operations) or operations < 0:
-            raise UserError(f"the family of the model '{section.name}' says that layer {number} has {operations!r} "
-                            "operations per token", hint=hint)
-    return found

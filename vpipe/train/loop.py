@@ -36,7 +36,8 @@ from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.prepare import few_microbatches
 from vpipe.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.train.csv_rows import csv_text
-from vpipe.train.job import Job, delay_line, delay_warning, device_of, join, size_lines
+from vpipe.train.headline import delay_line, delay_warning, size_lines
+from vpipe.train.job import Job, device_of, join
 from vpipe.train.load_balance import MEASURED, BalanceCheck
 from vpipe.train.load_balance import WARM_UP as BALANCE_WARM_UP
 from vpipe.train.metrics import Efficiency, EventWriter, Metrics, PastMetrics, ProgressBar, StepSize

@@ -25,7 +25,8 @@ from vpipe.metric_formulas import Utilization, perplexity
 from vpipe.profiling.peak_flops import PeakFlops, find_peak
 from vpipe.progress import message_if_slow
 from vpipe.runtime.step_results import Step
-from vpipe.train.job import Job, device_of, model_flops
+from vpipe.train.job import Job, device_of
+from vpipe.train.model_section import model_flops
 from vpipe.visualize.table import compact
 
 log = logging.getLogger("vpipe")

@@ -484,7 +484,7 @@ def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:
 def _other_model(manifest: Manifest, job: Job) -> list[str]:
     """Return differences that names and shapes do not show, such as the number of attention heads."""
     from vpipe.train.checkpoint_model import model_differences
-    from vpipe.train.job import model_file, model_settings
+    from vpipe.train.model_section import model_file, model_settings
 
     ours, before = job.config.model, parse(manifest.config, "", "the checkpoint's config")
     if before.get(("model",)) is None:
