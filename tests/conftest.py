@@ -50,6 +50,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the processes that share the tests take them file by file, but one of them all that need the same gloo world,
     or the bench of failures, so that only one builds it."""

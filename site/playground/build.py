@@ -6,7 +6,9 @@ files of vpipe that ``playground.py`` imports. It needs Python 3.11 and npm, and
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -22,8 +24,7 @@ RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.
 
 def build(folder: Path) -> None:
     """Write the playground into ``folder``."""
-    if not PYODIDE.is_dir():
-        install()
+    install()
     (folder / "pyodide").mkdir(parents=True, exist_ok=True)
     for name in PAGE:
         shutil.copyfile(HERE / name, folder / name)
@@ -35,7 +36,17 @@ def build(folder: Path) -> None:
 
 
 def install() -> None:
-    """Install Pyodide as ``package-lock.json`` has it."""
+    """Install Pyodide as ``package-lock.json`` has it, unless it is there; one process at a time."""
+    lock = os.open(HERE, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not all((PYODIDE / name).is_file() for name in RUNTIME):
+            _install()
+    finally:
+        os.close(lock)
+
+
+def _install() -> None:
     if (npm := shutil.which("npm")) is None:
         sys.exit("error: npm is not installed, and Pyodide comes from it\nhint: install npm (Debian: apt-get install "
                  "npm), then run this again")
