@@ -123,7 +123,7 @@ def test_impossible_sizes_are_errors() -> None:
         synthetic_tokens(1, 4, 4, 4)
     with pytest.raises(UserError, match="samples is 0"):
         synthetic(DatasetSettings(samples=0, fields=("labels",)))
-    with pytest.raises(UserError, match="the train split holds 1 samples, fewer than one batch of 2"):
+    with pytest.raises(UserError, match="the train split holds 1 sample, fewer than one batch of 2"):
         counting(6, 4).batches("train", 2, seed=0)
 
 

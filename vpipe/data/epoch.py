@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.data.dataset import SPLITS, Field, Split
-from vpipe.errors import UserError, nearest
+from vpipe.errors import UserError, counted, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ def check_batch_size(split: Split, samples: int, batch_size: int, *, whole: bool
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}", hint="a batch holds at least 1 sample")
     if samples < (batch_size if whole else 1):
-        raise UserError(f"the {split} split holds {samples} samples, fewer than one batch of {batch_size}",
+        raise UserError(f"the {split} split holds {counted(samples, 'sample')}, fewer than one batch of {batch_size}",
                         hint=f"use a batch size of at most {samples}, or more data" if samples else "add data")
 
 
