@@ -14,7 +14,7 @@ from vpipe.compare.systems import SYSTEMS, System, microbatch_counts, plan_syste
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.profile import Profile
-from vpipe.plan.solver import Request, solve
+from vpipe.plan.solver import PlanRequest, solve
 from vpipe.schedules.registry import recipe_named
 
 RANKS = 8
@@ -122,6 +122,6 @@ def _best(system: System, case: Case) -> Run:
 def _published(system: System, case: Case) -> Run:
     size = PUBLISHED_SIZES[system.name]
     every = None if recipe_named(system.schedule).flush else 1
-    plan = solve(Request({BATCH // size: case.profile(BATCH // size)}, RANKS, case.memory_bytes, (system.schedule,),
-                         {BATCH // size: every}, placement=PLACEMENT, recompute=system.recompute)).plan
+    plan = solve(PlanRequest({BATCH // size: case.profile(BATCH // size)}, RANKS, case.memory_bytes, (system.schedule,),
+                             {BATCH // size: every}, placement=PLACEMENT, recompute=system.recompute)).plan
     return Run(system.name, case, plan, size, None)

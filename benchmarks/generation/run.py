@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vpipe.distributed.init import join_world
 from vpipe.distributed.network import free_port
-from vpipe.model.generate import Chosen, DecoderModel, Pass, Request, Search, StageDecoder, decode
+from vpipe.model.generate import Chosen, DecoderModel, Decoding, Pass, Request, StageDecoder, decode
 from vpipe.model.layer import Model
 from vpipe.model.registry import ModelSettings, family_named
 from vpipe.model.split import balanced, split
@@ -51,10 +51,10 @@ def model_of(sizes: dict[str, int]) -> tuple[Model, list[float]]:
     return family.factory(settings), [float(number) for number in family.flops(settings)]
 
 
-def requests_of(number: int, tokens: int, **search: Any) -> list[Request]:
+def requests_of(number: int, tokens: int, **decoding: Any) -> list[Request]:
     draw = torch.Generator().manual_seed(0)
     return [Request(tuple(torch.randint(8192, (PROMPT,), generator=draw).tolist()),
-                    Search(tokens, 8192, seed=seed, **search)) for seed in range(number)]
+                    Decoding(tokens, 8192, seed=seed, **decoding)) for seed in range(number)]
 
 
 def stage_of(case: dict[str, Any], rank: int) -> tuple[StageDecoder, int]:
@@ -77,7 +77,7 @@ def run_entrant(case: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     stage, ranks = stage_of(case, rank)
-    requests = requests_of(case["requests"], case["tokens"], **case["search"])
+    requests = requests_of(case["requests"], case["tokens"], **case["decoding"])
     transport = None
     if ranks > 1:
         join_world("gloo", 600.0, "cpu")
@@ -187,14 +187,14 @@ def main() -> None:
         cache(options.turns)
     head = "tokens/s: median (least to most) | times | CPU ms per token, busiest rank |\n|---|---:|---:|---:|"
     if options.only in (None, "ranks"):
-        for requests, search in ((8, {}), (1, {}), (8, {"beams": 4})):
-            case = {"sizes": REAL, "pass_ms": 0, "requests": requests, "tokens": 48, "search": search}
-            what = f"{requests} request{'s' * (requests > 1)}" + (", 4 beams" if search else "")
+        for requests, decoding in ((8, {}), (1, {}), (8, {"beams": 4})):
+            case = {"sizes": REAL, "pass_ms": 0, "requests": requests, "tokens": 48, "decoding": decoding}
+            what = f"{requests} request{'s' * (requests > 1)}" + (", 4 beams" if decoding else "")
             print(f"\n| {what} | {head}")
             in_turns({f"{ranks} rank{'s' * (ranks > 1)}": {**case, "ranks": ranks} for ranks in (1, 2)}, options.turns)
     if options.only in (None, "emulated"):
         for requests in (16, 4, 1):
-            case = {"sizes": EMULATED, "pass_ms": 40, "requests": requests, "tokens": 20, "search": {}}
+            case = {"sizes": EMULATED, "pass_ms": 40, "requests": requests, "tokens": 20, "decoding": {}}
             print(f"\n| {requests} request{'s' * (requests > 1)}, 40 ms per pass | {head}")
             in_turns({f"{ranks} device{'s' * (ranks > 1)}": {**case, "ranks": ranks} for ranks in (1, 2, 4, 8)},
                      max(1, options.turns // 2))

@@ -26,7 +26,7 @@ from world import run_world
 
 from vpipe import Layer, Model, Pipeline, Plan
 from vpipe.plan.predict import predict
-from vpipe.plan.solver import Request, solve
+from vpipe.plan.solver import PlanRequest, solve
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 
@@ -83,8 +83,8 @@ def work(rounds: int, batches: int, out: Path) -> None:
     identity = identify(model, microbatch, model_name="uneven", optimizer="adamw", device="cpu", ranks_per_host=ranks,
                         backend="gloo")
     profile, = measure(model, [microbatch], lambda named: adamw(list(named.values())), identities=[identity])
-    planned = solve(Request(profiles={MICROBATCHES: profile}, ranks=ranks, schedules=("1f1b",), recompute=0.0,
-                            placement=tuple((r,) for r in range(ranks)))).plan
+    planned = solve(PlanRequest(profiles={MICROBATCHES: profile}, ranks=ranks, schedules=("1f1b",), recompute=0.0,
+                                placement=tuple((r,) for r in range(ranks)))).plan
     every = partitions(len(model), ranks)
     seconds: dict[tuple[int, ...], list[float]] = {cut: [] for cut in every}
     whole = batch(SAMPLES * MICROBATCHES)

@@ -19,7 +19,7 @@ from vpipe.checkpoint.export import make_checkpoint
 from vpipe.checkpoint.manifest import CheckpointInfo
 from vpipe.cli import main
 from vpipe.data.tokenizers import load_tokenizer, train_byte_bpe
-from vpipe.model.generate import Request, Search
+from vpipe.model.generate import Decoding, Request
 from vpipe.train.generation import GenerationTask
 from vpipe.train.loop import train
 from vpipe.train.sampling import texts
@@ -174,11 +174,11 @@ def test_a_translation_is_a_line_and_beams_search_it(translator: Path, sample: S
 
 
 def test_ranks_read_what_the_command_writes(tmp_path: Path) -> None:
-    search = Search(5, 30, end=1, barred=0, beams=4, best=2)
-    task = GenerationTask("step-1", 16, "tokenizer.json", (2, 4), 1, ("a b", "c"), ((5, 6, 1), (7, 1)), search, True)
+    decoding = Decoding(5, 30, end=1, barred=0, beams=4, best=2)
+    task = GenerationTask("step-1", 16, "tokenizer.json", (2, 4), 1, ("a b", "c"), ((5, 6, 1), (7, 1)), decoding, True)
     task.save(tmp_path)
     assert GenerationTask.load(tmp_path) == task
-    assert task.requests == [Request((0,), search, (5, 6, 1)), Request((0,), search, (7, 1))]
+    assert task.requests == [Request((0,), decoding, (5, 6, 1)), Request((0,), decoding, (7, 1))]
     assert task.describe(1) == "rank 1 (stage 1)"
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vpipe.data.bert_samples import (
     SHAPES,
     STORAGE,
-    Pair,
+    SentencePair,
     check_lengths,
     default_max_predictions,
     make_samples,
@@ -73,7 +73,7 @@ def test_one_document_is_too_few() -> None:
 
 
 def test_a_pair_is_packed_between_its_special_tokens() -> None:
-    samples = pack([Pair([7, 8], [9], True)], 8, cls=2, sep=3)
+    samples = pack([SentencePair([7, 8], [9], True)], 8, cls=2, sep=3)
     assert samples["input_ids"].tolist() == [[2, 7, 8, 3, 9, 3, 0, 0]]
     assert samples["input_mask"].tolist() == [[1, 1, 1, 1, 1, 1, 0, 0]]
     assert samples["segment_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 0, 0]]
@@ -84,7 +84,7 @@ def test_a_pair_is_packed_between_its_special_tokens() -> None:
 def masked() -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Token ids before masking, and the samples after it."""
     rng = np.random.default_rng(1)
-    pairs = [Pair(rng.integers(5, 100, size=20).tolist(), rng.integers(5, 100, size=length).tolist(), False)
+    pairs = [SentencePair(rng.integers(5, 100, size=20).tolist(), rng.integers(5, 100, size=length).tolist(), False)
              for length in rng.integers(1, 60, size=5000)]
     samples = pack(pairs, 96, cls=2, sep=3)
     before = samples["input_ids"].copy()

@@ -19,9 +19,9 @@ from vpipe.model.generate import (
     BeamSearch,
     Chosen,
     DecoderModel,
+    Decoding,
     Request,
     Sampler,
-    Search,
     StageDecoder,
     Text,
     chooser,
@@ -47,7 +47,7 @@ def weights_of(model: Model, seed: int) -> dict[str, Tensor]:
 
 def counts_of(scores: Sequence[float], number: int = 1500, **options: Any) -> Counter[int]:
     """How often each token is drawn when the scores are always these; ids from 3 on are no tokens."""
-    sampler = Sampler(Search(number, 3, **options))
+    sampler = Sampler(Decoding(number, 3, **options))
     return Counter(sampler.choose(torch.tensor([scores])).tokens[0] for _ in range(number))
 
 
@@ -79,16 +79,16 @@ def test_top_p_draws_from_the_fewest_tokens_with_that_share() -> None:
 
 
 def test_a_drawn_text_ends_with_its_end_or_its_last_token() -> None:
-    sampler, scores = Sampler(Search(3, 4, end=2, temperature=0)), torch.eye(4)[None]
+    sampler, scores = Sampler(Decoding(3, 4, end=2, temperature=0)), torch.eye(4)[None]
     assert [sampler.choose(scores[:, token]) for token in (1, 3)] == [Chosen([1], [0]), Chosen([3], [0])]
     assert sampler.choose(scores[:, 2]).texts == [Text((1, 3))]
-    sampler = Sampler(Search(2, 4, end=2, temperature=0))
+    sampler = Sampler(Decoding(2, 4, end=2, temperature=0))
     assert [sampler.choose(scores[:, token]).texts for token in (1, 3)] == [None, [Text((1, 3))]]
 
 
 def whole_forward(model: Model, modules: nn.ModuleDict, request: Request, window: int) -> list[Text]:
     """The texts by forwards of all layers over the last tokens of every row."""
-    choose, rows = chooser(request.search).choose, [list(request.prompt)]
+    choose, rows = chooser(request.decoding).choose, [list(request.prompt)]
     while True:
         with torch.no_grad():
             h_rsh = torch.tensor([row[-window:] for row in rows])
@@ -100,18 +100,18 @@ def whole_forward(model: Model, modules: nn.ModuleDict, request: Request, window
         rows = [[*rows[parent], token] for parent, token in zip(chosen.parents, chosen.tokens, strict=True)]
 
 
-SEARCHES = {"greedy": {"temperature": 0}, "drawn": {"seed": 3}, "nucleus": {"seed": 4, "top_p": 0.8, "top_k": 9},
-            "beams": {"beams": 3, "best": 3, "end": 7}}
+DECODINGS = {"greedy": {"temperature": 0}, "drawn": {"seed": 3}, "nucleus": {"seed": 4, "top_p": 0.8, "top_k": 9},
+             "beams": {"beams": 3, "best": 3, "end": 7}}
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("decoding", DECODINGS)
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_caches_give_the_tokens_of_whole_forwards(model: Model, search: str) -> None:
+def test_caches_give_the_tokens_of_whole_forwards(model: Model, decoding: str) -> None:
     """Also of a prompt of one token, and of texts that outgrow the window."""
     modules, decoder = model.materialize(3).eval(), DecoderModel(model)
     assert decoder.cached
     for prompt, window, tokens in (([5], 16, 12), ([1, 2, 3, 4], 16, 12), ([1, 2, 3], 6, 9), ([9] * 9, 6, 4)):
-        request = Request(tuple(prompt), Search(tokens, 38, **SEARCHES[search]))
+        request = Request(tuple(prompt), Decoding(tokens, 38, **DECODINGS[decoding]))
         last = list(decode(StageDecoder(decoder, modules, window), request))[-1]
         expected = whole_forward(model, modules, request, window)
         assert last.texts is not None
@@ -124,14 +124,14 @@ def test_a_cache_computes_each_token_once(monkeypatch: pytest.MonkeyPatch) -> No
     forward = GptEmbeddings.forward
     monkeypatch.setattr(GptEmbeddings, "forward", lambda self, ids, start=0: (
         seen.append([start, *ids.flatten().tolist()]), forward(self, ids, start))[1])
-    found = decode(StageDecoder(DecoderModel(GPT), GPT.materialize(0).eval(), 16), Request((4, 5), Search(3, 40)))
+    found = decode(StageDecoder(DecoderModel(GPT), GPT.materialize(0).eval(), 16), Request((4, 5), Decoding(3, 40)))
     tokens = [chosen.tokens[0] for chosen in found]
     assert seen == [[0, 4, 5], [2, tokens[0]], [3, tokens[1]]]
 
 
 def whole_translation(model: Model, modules: nn.ModuleDict, request: Request) -> list[Text]:
     """The translations by forwards of encoder and decoder over all tokens of every row."""
-    choose, rows = chooser(request.search).choose, [list(request.prompt)]
+    choose, rows = chooser(request.decoding).choose, [list(request.prompt)]
     while True:
         source = torch.tensor([request.source] * len(rows))
         tensors = {"source_ids": source, "source_mask": torch.ones_like(source), "target_ids": torch.tensor(rows)}
@@ -145,8 +145,8 @@ def whole_translation(model: Model, modules: nn.ModuleDict, request: Request) ->
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])
-@pytest.mark.parametrize("search", SEARCHES)
-def test_a_translation_by_caches_is_that_of_whole_forwards(search: str, pre_norm: bool) -> None:
+@pytest.mark.parametrize("decoding", DECODINGS)
+def test_a_translation_by_caches_is_that_of_whole_forwards(decoding: str, pre_norm: bool) -> None:
     model = translation(TranslationConfig(
         vocab_size=40, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
         decoder_attention_heads=2, init_std=0.3, pre_norm=pre_norm, pad_token_id=0, eos_token_id=1,
@@ -157,7 +157,7 @@ def test_a_translation_by_caches_is_that_of_whole_forwards(search: str, pre_norm
     assert decoder.crossing(6, begins=True) == ("h", "memory")
     assert (decoder.crossing(4, begins=False), decoder.crossing(6, begins=False)) == ((), ("h",))
     for source in ((5, 9, 11, 1), (2, 1)):
-        request = Request((0,), Search(10, 38, barred=0, **SEARCHES[search]), source)
+        request = Request((0,), Decoding(10, 38, barred=0, **DECODINGS[decoding]), source)
         *_, last = decode(StageDecoder(decoder, modules, 16), request)
         expected = whole_translation(model, modules, request)
         assert last.texts is not None
@@ -176,7 +176,7 @@ def test_a_model_with_a_layer_without_step_computes_whole_forwards() -> None:
     model = Model([*GPT.layers[:2], Layer("own", Backwards), *GPT.layers[2:]], GPT.batch)
     decoder, modules = DecoderModel(model), model.materialize(3).eval()
     assert not decoder.cached
-    request = Request((1, 2), Search(8, 40, seed=1))
+    request = Request((1, 2), Decoding(8, 40, seed=1))
     *_, last = decode(StageDecoder(decoder, modules, 16), request)
     assert last.texts == whole_forward(model, modules, request, 16)
     own = transformer.decoder(1, lambda: nn.Embedding(40, 16), Backwards, Backwards,
@@ -197,9 +197,9 @@ class Chain:
     def total(self, row: Sequence[int]) -> float:
         return sum(float(self.scores(row[:place])[token]) for place, token in enumerate(row))
 
-    def searched(self, search: Search) -> tuple[list[Text], int]:
+    def searched(self, decoding: Decoding) -> tuple[list[Text], int]:
         """The texts of a beam search, and its steps."""
-        beams, rows, steps = BeamSearch(search), [list[int]()], 0
+        beams, rows, steps = BeamSearch(decoding), [list[int]()], 0
         while True:
             chosen = beams.choose(torch.stack([self.scores(row) for row in rows]))
             steps += 1
@@ -223,7 +223,7 @@ class Chain:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_wide_beam_finds_what_a_search_of_all_texts_finds(seed: int, alpha: float) -> None:
     chain = Chain(4, seed)
-    found, _ = chain.searched(Search(4, 4, end=0, beams=4 ** 4, length_penalty=alpha, best=9))
+    found, _ = chain.searched(Decoding(4, 4, end=0, beams=4 ** 4, length_penalty=alpha, best=9))
     expected = chain.all_texts(4, alpha)[:9]
     assert [text.tokens for text in found] == [text.tokens for text in expected]
     assert [text.score for text in found] == pytest.approx([text.score for text in expected])
@@ -235,7 +235,7 @@ def test_a_beam_of_one_is_greedy_and_a_wider_one_is_no_worse_here() -> None:
         row = list[int]()
         while len(row) < 6 and (not row or row[-1] != 0):
             row.append(int(chain.scores(row).argmax()))
-        greedy, wide = (chain.searched(Search(6, 5, end=0, beams=beams, length_penalty=0))[0][0] for beams in (1, 4))
+        greedy, wide = (chain.searched(Decoding(6, 5, end=0, beams=beams, length_penalty=0))[0][0] for beams in (1, 4))
         assert greedy.score == pytest.approx(chain.total(row))
         assert list(greedy.tokens) == [token for token in row if token != 0]
         assert (wide.score or 0) >= (greedy.score or 0)
@@ -244,16 +244,16 @@ def test_a_beam_of_one_is_greedy_and_a_wider_one_is_no_worse_here() -> None:
 def test_a_beam_search_ends_when_no_beginning_can_become_better() -> None:
     certain = Chain(3, 0)
     certain.logs = torch.tensor([0.98, 0.01, 0.01]).double().log().expand(3, 3, 3)
-    texts, steps = certain.searched(Search(50, 3, end=0, beams=1))
+    texts, steps = certain.searched(Decoding(50, 3, end=0, beams=1))
     assert (texts[0].tokens, steps) == ((), 1)
-    assert certain.searched(Search(50, 3, end=0, beams=2))[1] < 10
-    cut, steps = certain.searched(Search(5, 3, beams=2, best=2))  # nothing ends a text
+    assert certain.searched(Decoding(50, 3, end=0, beams=2))[1] < 10
+    cut, steps = certain.searched(Decoding(5, 3, beams=2, best=2))  # nothing ends a text
     assert steps == 5
     assert [len(text.tokens) for text in cut] == [5, 5]
 
 
 def test_weights_that_are_lost_are_named() -> None:
-    for choose in (Sampler(Search(3, 2)).choose, BeamSearch(Search(3, 2, beams=2)).choose):
+    for choose in (Sampler(Decoding(3, 2)).choose, BeamSearch(Decoding(3, 2, beams=2)).choose):
         for scores in ([0.0, math.nan], [math.inf, 0.0]):
             with pytest.raises(UserError, match=r"not finite numbers(?s:.*)--step"):
                 choose(torch.tensor([scores]))

@@ -10,7 +10,7 @@ import pytest
 from profiles import KIB, any_profile, transformer
 
 from vpipe.errors import UserError
-from vpipe.plan.solver import Request, Solution, solve, without_recompute
+from vpipe.plan.solver import PlanRequest, Solution, solve, without_recompute
 from vpipe.plan.solver.choice import equal_widths
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.registry import planned_schedules
@@ -25,7 +25,7 @@ def seconds(solution: Solution) -> float:
 def test_nothing_that_was_simulated_and_fits_is_faster_than_the_plan() -> None:
     made = replace(any_profile(929316374, 7, latency_s=1e-3, bytes_per_s=1e6, cores=2), dispatch_s=5e-4,
                    accumulate_bytes_per_s=1e7)
-    solution = solve(Request({4: made}, 4, 378662, planned_schedules(flush=False)))
+    solution = solve(PlanRequest({4: made}, 4, 378662, planned_schedules(flush=False)))
     assert solution.alternatives
     assert all(other.seconds_per_sample >= seconds(solution) * (1 - 1e-6) for other in solution.alternatives
                if other.simulated and other.seconds_per_sample is not None)
@@ -34,7 +34,7 @@ def test_nothing_that_was_simulated_and_fits_is_faster_than_the_plan() -> None:
 @pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
 def test_several_stages_on_a_rank_over_the_limit_are_said_to_be(schedule: str) -> None:
     made = transformer(6)
-    request = Request({8: made}, 2, 200 * KIB, (schedule,), placement=equal_widths(schedule, 2, 1))
+    request = PlanRequest({8: made}, 2, 200 * KIB, (schedule,), placement=equal_widths(schedule, 2, 1))
     with pytest.raises(UserError) as error:
         solve(request)
     problem = error.value.problems[0]
@@ -50,8 +50,8 @@ def test_several_stages_on_a_rank_over_the_limit_are_said_to_be(schedule: str) -
 @pytest.mark.parametrize(("seed", "layers", "ranks", "solver"), [
     (387717185, 8, 4, "exact"), (405840948, 7, 3, "vpipe"), (520684370, 9, 4, "vpipe")])
 def test_what_is_said_to_fit_fits(seed: int, layers: int, ranks: int, solver: Literal["exact", "vpipe"]) -> None:
-    request = Request({2: any_profile(seed, layers)}, ranks, 120 * KIB, planned_schedules(flush=False), recompute=0.5,
-                      solver=solver)
+    request = PlanRequest({2: any_profile(seed, layers)}, ranks, 120 * KIB, planned_schedules(flush=False),
+                          recompute=0.5, solver=solver)
     with pytest.raises(UserError) as error:
         solve(request)
     assert "into 120 KiB per rank" in error.value.problems[0].what
@@ -62,7 +62,7 @@ def test_what_is_said_to_fit_fits(seed: int, layers: int, ranks: int, solver: Li
 
 def test_the_limit_without_recomputing_is_one() -> None:
     made = replace(any_profile(855676121, 9, latency_s=1e-3, bytes_per_s=1e6, cores=1), accumulate_bytes_per_s=1e7)
-    request = Request({4: made}, 8, 312390, ("gpipe",), placement=equal_widths("gpipe", 8, 2))
+    request = PlanRequest({4: made}, 8, 312390, ("gpipe",), placement=equal_widths("gpipe", 8, 2))
     tight = solve(request)
     assert any(tight.plan.recomputed)
     found = without_recompute(request, tight)
@@ -73,7 +73,7 @@ def test_the_limit_without_recomputing_is_one() -> None:
 
 def test_a_choice_that_cannot_be_had_is_not_said_not_to_fit() -> None:
     found = {other.what: other.why for other in solve(
-        Request({3: transformer(6), 1: transformer(6)}, 4, 10**9, ("1f1b", "interleaved"))).alternatives}
+        PlanRequest({3: transformer(6), 1: transformer(6)}, 4, 10**9, ("1f1b", "interleaved"))).alternatives}
     assert "microbatches" in found["schedule interleaved"]
     assert "fit" not in found["schedule interleaved"]
 
@@ -82,7 +82,7 @@ def test_a_rank_works_on_one_stage_at_a_time() -> None:
     one = StageMemory(1, 2, 3, 4, 5, 6)
     assert combined_memory([one, replace(one, working=10)]) == StageMemory(2, 4, 6, 8, 10, 10)
     made = transformer(6)
-    plan = solve(Request({8: made}, 2, None, ("interleaved",), placement=equal_widths("interleaved", 2, 1))).plan
+    plan = solve(PlanRequest({8: made}, 2, None, ("interleaved",), placement=equal_widths("interleaved", 2, 1))).plan
     assert plan.predictions is not None
     stages = [stage.memory for stage in plan.predictions.stages]
     assert plan.predictions.fullest_rank[1] == max(combined_memory(stages[:3:2]).peak,
@@ -91,8 +91,8 @@ def test_a_rank_works_on_one_stage_at_a_time() -> None:
 
 def test_a_plan_that_is_known_is_not_lost_to() -> None:
     made = transformer(4)
-    fast = solve(Request({4: made}, 2, None, ("zb_h1",), placement=((0,), (1,))))
-    slow = Request({4: made}, 2, None, ("gpipe",), placement=((0,), (1,)), partition=(8, 1))
+    fast = solve(PlanRequest({4: made}, 2, None, ("zb_h1",), placement=((0,), (1,))))
+    slow = PlanRequest({4: made}, 2, None, ("gpipe",), placement=((0,), (1,)), partition=(8, 1))
     assert seconds(solve(slow)) > seconds(fast)
     assert solve(replace(slow, known=(fast.plan,))).plan.partition == fast.plan.partition
     assert seconds(solve(replace(slow, known=(fast.plan,)))) == seconds(fast)

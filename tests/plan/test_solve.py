@@ -16,7 +16,7 @@ from profiles import KIB, any_profile, layer, profile, transformer
 from vpipe.errors import UserError
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile, Seconds
-from vpipe.plan.solver import Request, better_partition, solve, without_recompute
+from vpipe.plan.solver import PlanRequest, better_partition, solve, without_recompute
 from vpipe.plan.solver.choice import Choice, ScheduleTraits, equal_widths, placement_of_widths, traits_of
 from vpipe.plan.solver.partition_search import TOLERANCE
 from vpipe.plan.solver.search_space import SearchSpace
@@ -128,12 +128,12 @@ def by_formula(made: Profile, model: Choice, partition: tuple[int, ...], widths:
 def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: int | None, room: float) -> None:
     made = replace(any_profile(seed, 6, latency_s=0.001, bytes_per_s=1e7, cores=cores), dispatch_s=0.0005,
                    copy_bytes_per_s=1e7)
-    free = SearchSpace(Request({6: made}, 3, None, (schedule,)))
+    free = SearchSpace(PlanRequest({6: made}, 3, None, (schedule,)))
     choice = Choice(schedule, 6, None, 3, equal_widths(schedule, 3, 1))
     least = free.cost_model(choice, None).leanest()
     assert least is not None
     limit = int(least.bottleneck * (1 + room))
-    candidate = SearchSpace(Request({6: made}, 3, limit, (schedule,))).solve(choice)
+    candidate = SearchSpace(PlanRequest({6: made}, 3, limit, (schedule,))).solve(choice)
     model = Choice(schedule, 6, None, 3, choice.placement)
     tried = {partition: by_formula(made, model, partition, (1, 1, 1), limit) for partition in compositions(6, 3)}
     assert candidate is not None
@@ -149,12 +149,12 @@ def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: 
 @given(seed=st.integers(1, 10**6), room=st.floats(0, 1))
 def test_the_best_widths_are_the_best_of_all(schedule: str, seed: int, room: float) -> None:
     made = any_profile(seed, 4, latency_s=0.001, bytes_per_s=1e7)
-    space = SearchSpace(Request({12: made}, 4, None, (schedule,)))
+    space = SearchSpace(PlanRequest({12: made}, 4, None, (schedule,)))
     choice = Choice(schedule, 12, None, 4, None)
     least = space.cost_model(choice, None).leanest()
     assert least is not None
     limit = int(least.bottleneck * (1 + room))
-    candidate = SearchSpace(Request({12: made}, 4, limit, (schedule,))).solve(choice)
+    candidate = SearchSpace(PlanRequest({12: made}, 4, limit, (schedule,))).solve(choice)
     model = Choice(schedule, 12, None, 4, None)
     best = min(by_formula(made, model, partition, widths, limit) for stages in range(1, 5)
                for partition in compositions(4, stages) for widths in compositions(4, stages))
@@ -189,7 +189,7 @@ def test_what_stages_hold_is_what_the_programs_say(schedule: str, widths: tuple[
 def test_a_plan_keeps_its_limit_when_simulated(schedules: tuple[str, ...]) -> None:
     made = transformer(4, latency_s=1e-4)
     limit = 520 * KIB
-    solution = solve(Request({8: made, 4: made}, 4, limit, schedules))
+    solution = solve(PlanRequest({8: made, 4: made}, 4, limit, schedules))
     predicted = predict(made, solution.plan).prediction
     assert solution.plan.predictions == predicted
     assert predicted.fullest_rank[1] <= limit
@@ -201,7 +201,7 @@ def test_a_plan_keeps_its_limit_when_simulated(schedules: tuple[str, ...]) -> No
 
 def test_more_memory_is_never_slower_and_removes_recomputing() -> None:
     made = transformer(4)
-    request = Request({8: made}, 4, 400 * KIB, ("1f1b",), placement=equal_widths("1f1b", 4, 1))
+    request = PlanRequest({8: made}, 4, 400 * KIB, ("1f1b",), placement=equal_widths("1f1b", 4, 1))
     tight = solve(request)
     assert any(tight.plan.recompute_layers)
     found = without_recompute(request, tight)
@@ -221,9 +221,9 @@ def seconds(solution: object) -> float:
 def test_the_heuristic_of_the_paper_is_never_better(seed: int, schedule: str) -> None:
     made = any_profile(seed, 10)
     choice = Choice(schedule, 6, None, 3, equal_widths(schedule, 3, 1))
-    least = SearchSpace(Request({6: made}, 3)).cost_model(choice, None).leanest()
+    least = SearchSpace(PlanRequest({6: made}, 3)).cost_model(choice, None).leanest()
     assert least is not None
-    space = SearchSpace(Request({6: made}, 3, int(1.5 * least.bottleneck), (schedule,)))
+    space = SearchSpace(PlanRequest({6: made}, 3, int(1.5 * least.bottleneck), (schedule,)))
     exact, moved = space.solve(choice), space.solve_by_heuristic(choice)
     assert exact is not None
     if moved is not None:
@@ -238,47 +238,47 @@ def test_the_heuristic_of_the_paper_is_never_better(seed: int, schedule: str) ->
 
 def test_what_is_told_stays() -> None:
     made = transformer(3)
-    told = Request({4: made}, 2, None, ("1f1b",), placement=((0,), (1,)), partition=(2, 5), recompute=[[1], 0.4])
+    told = PlanRequest({4: made}, 2, None, ("1f1b",), placement=((0,), (1,)), partition=(2, 5), recompute=[[1], 0.4])
     plan = solve(told).plan
     assert (plan.partition, plan.recompute_layers, plan.stage_to_rank_map) == ((2, 5), ((1,), (5, 6)), ((0,), (1,)))
-    everything = solve(Request({4: made}, 2, None, ("gpipe",), recompute=1.0)).plan
+    everything = solve(PlanRequest({4: made}, 2, None, ("gpipe",), recompute=1.0)).plan
     assert sum(map(len, everything.recompute_layers)) == 7
-    shares = solve(Request({4: made}, 2, None, ("gpipe",), placement=((0,), (1,)), recompute=[1.0, 0.0])).plan
+    shares = solve(PlanRequest({4: made}, 2, None, ("gpipe",), placement=((0,), (1,)), recompute=[1.0, 0.0])).plan
     assert [len(layers) for layers in shares.recompute_layers] == [shares.partition[0], 0]
 
 
 def test_what_does_not_fit_is_said_with_what_would() -> None:
     made = transformer(6)
     with pytest.raises(UserError) as error:
-        solve(Request({8: made}, 4, 300 * KIB, ("1f1b",)))
+        solve(PlanRequest({8: made}, 4, 300 * KIB, ("1f1b",)))
     problem = error.value.problems[0]
     assert "no plan fits into 300 KiB per rank: with 1f1b and 8 microbatches, with everything recomputed, stage" in \
         problem.what
     assert "most of it" in problem.what
     needed = problem.hint.split("allow ")[1].split(" KiB")[0]
-    solve(Request({8: made}, 4, int(float(needed) * KIB), ("1f1b",)))
+    solve(PlanRequest({8: made}, 4, int(float(needed) * KIB), ("1f1b",)))
     with pytest.raises(UserError, match="no plan fits"):
-        solve(Request({8: made}, 4, int((float(needed) - 3) * KIB), ("1f1b",)))
+        solve(PlanRequest({8: made}, 4, int((float(needed) - 3) * KIB), ("1f1b",)))
     ranks = int(problem.hint.split("use ")[1].split(" ranks")[0])
-    solve(Request({8: made}, ranks, 300 * KIB, ("1f1b",)))
+    solve(PlanRequest({8: made}, ranks, 300 * KIB, ("1f1b",)))
     with pytest.raises(UserError, match="the plan asked for does not fit into 300 KiB per rank: with 1f1b"):
-        solve(Request({8: made}, 2, 300 * KIB, ("1f1b",), partition=(6, 7), recompute=0.0))
+        solve(PlanRequest({8: made}, 2, 300 * KIB, ("1f1b",), partition=(6, 7), recompute=0.0))
 
 
 def test_impossible_requests_are_refused() -> None:
     made = transformer(2)
     with pytest.raises(UserError, match=r"the partition \[3\] is one of 3 layers, but the profiled model has 5"):
-        Request({4: made}, 1, partition=(3,))
+        PlanRequest({4: made}, 1, partition=(3,))
     with pytest.raises(UserError, match="the placement names 2 ranks, but there are 3"):
-        Request({4: made}, 3, placement=((0,), (1,)))
+        PlanRequest({4: made}, 3, placement=((0,), (1,)))
     with pytest.raises(UserError, match="no schedule can be had"):
-        solve(Request({4: made}, 2, None, ("2bw",), {4: 3}, placement=((0,), (1,))))
+        solve(PlanRequest({4: made}, 2, None, ("2bw",), {4: 3}, placement=((0,), (1,))))
 
 
 def test_ranks_that_share_cores_gain_nothing_from_being_many() -> None:
     layers = [layer(f"l{number}", 0.01) for number in range(8)]
     shared = profile(layers, cores=2, ranks_per_host=4)
-    plan = solve(Request({8: shared}, 4, None, ("1f1b",), placement=equal_widths("1f1b", 4, 1))).plan
+    plan = solve(PlanRequest({8: shared}, 4, None, ("1f1b",), placement=equal_widths("1f1b", 4, 1))).plan
     assert plan.predictions is not None
     assert plan.predictions.seconds_per_sample >= 8 * 0.03 / 2 / 4
 
@@ -286,7 +286,7 @@ def test_ranks_that_share_cores_gain_nothing_from_being_many() -> None:
 def test_a_run_that_is_out_of_balance_gets_a_better_partition() -> None:
     made = profile([layer(f"l{number}", 0.01) for number in range(12)])
     sets = (frozenset[int](),) * 3
-    request = Request({8: made}, 3, schedules=("1f1b",), placement=((0,), (1,), (2,)), recompute=0.0)
+    request = PlanRequest({8: made}, 3, schedules=("1f1b",), placement=((0,), (1,), (2,)), recompute=0.0)
     assert better_partition(request, (4, 4, 4), sets, (0.12, 0.12, 0.12)) == (None, 0.0)
     plan, gain = better_partition(request, (4, 4, 4), sets, (0.12, 0.12, 0.24))
     assert plan is not None
@@ -341,7 +341,7 @@ def test_a_registered_schedule_is_planned_and_chosen_when_it_is_the_best() -> No
     slow = [replace(each, input_half=Seconds(0.03), weight_half=Seconds(0.03)) for each in (
         layer(f"l{number}", 0.01, recompute_s=0.05, saved=64 * KIB) for number in range(4))]
     made = profile(slow, latency_s=0.005)
-    solution = solve(Request({12: made}, 4, 600 * KIB, placement=equal_widths("early", 4, 1)))
+    solution = solve(PlanRequest({12: made}, 4, 600 * KIB, placement=equal_widths("early", 4, 1)))
     assert solution.plan.schedule == "early"
     others = {other.what: other for other in solution.alternatives}
     assert others["schedule 1f1b"].seconds_per_sample > 1.05 * seconds(solution)
@@ -376,10 +376,10 @@ def test_a_share_of_equal_layers_is_counted_wherever_the_stage_begins() -> None:
 
 
 def heavy_first(memory_bytes: int | None = None, stages: int | None = None, ranks: int = 4,
-                schedules: tuple[str, ...] = ("1f1b", "interleaved")) -> Request:
+                schedules: tuple[str, ...] = ("1f1b", "interleaved")) -> PlanRequest:
     """The first of eight layers takes as long as all others: replicas of it gain more than further cuts."""
     made = profile([layer(f"l{number}", 0.07 if number == 0 else 0.01, parameters=0) for number in range(8)])
-    return Request({8: made}, ranks, memory_bytes, schedules, stages=stages)
+    return PlanRequest({8: made}, ranks, memory_bytes, schedules, stages=stages)
 
 
 def test_a_number_of_stages_that_is_asked_for_stays() -> None:
@@ -405,7 +405,7 @@ def test_a_number_of_stages_that_no_schedule_has_or_that_does_not_fit_is_refused
     assert "leave the number of stages free (no --stages)" in str(refusal(tight[0]))
 
 
-def fits(request: Request) -> bool:
+def fits(request: PlanRequest) -> bool:
     try:
         solve(request)
     except UserError:
@@ -413,7 +413,7 @@ def fits(request: Request) -> bool:
     return True
 
 
-def refusal(request: Request) -> UserError:
+def refusal(request: PlanRequest) -> UserError:
     with pytest.raises(UserError) as error:
         solve(request)
     return error.value

@@ -11,7 +11,7 @@ from made_profile import MIB, made_profile
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import LinkProfile, Profile
-from vpipe.plan.solver import Request, Solution, solve
+from vpipe.plan.solver import PlanRequest, Solution, solve
 from vpipe.visualize.explain_plan import PlanExplanation
 
 
@@ -21,8 +21,8 @@ def profile(latency_s: float, layers: int = 8) -> Profile:
 
 
 def planned(latency_s: float, every: int = 1, memory: int | None = None, schedule: str = "pipedream") -> Solution:
-    return solve(Request({8: profile(latency_s)}, 4, memory, (schedule,), {8: every}, ((0,), (1,), (2,), (3,)),
-                         warmup_depth="auto"))
+    return solve(PlanRequest({8: profile(latency_s)}, 4, memory, (schedule,), {8: every}, ((0,), (1,), (2,), (3,)),
+                             warmup_depth="auto"))
 
 
 def step_ms(plan: Plan) -> float:
@@ -69,8 +69,8 @@ def test_memory_and_updates_limit_them() -> None:
 
 
 def test_depths_that_are_given_stay_and_count() -> None:
-    request = Request({8: profile(2e-3)}, 4, None, ("pipedream",), {8: 1}, ((0,), (1,), (2,), (3,)),
-                      warmup_depth=(7, 4, 2, 0))
+    request = PlanRequest({8: profile(2e-3)}, 4, None, ("pipedream",), {8: 1}, ((0,), (1,), (2,), (3,)),
+                          warmup_depth=(7, 4, 2, 0))
     given = solve(request).plan
     assert given.warmup_depth == (7, 4, 2, 0)
     memory, shallow = given.predicted.stages[0].memory, planned(0).plan.predicted.stages[0].memory

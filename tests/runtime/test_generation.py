@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vpipe.errors import UserError
-from vpipe.model.generate import Chosen, DecoderModel, Request, Search, StageDecoder, Text, decode, load_weights
+from vpipe.model.generate import Chosen, DecoderModel, Decoding, Request, StageDecoder, Text, decode, load_weights
 from vpipe.model.gpt import GptConfig, gpt
 from vpipe.model.layer import Model
 from vpipe.model.llama import LlamaConfig, llama
@@ -23,7 +23,7 @@ LLAMA = llama(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, nu
 TRANSLATION = translation(TranslationConfig(
     vocab_size=40, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
     init_std=0.3, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=1), length=16)
-REQUESTS = [Request(tuple(prompt), Search(tokens, 38, **search)) for prompt, tokens, search in (
+REQUESTS = [Request(tuple(prompt), Decoding(tokens, 38, **decoding)) for prompt, tokens, decoding in (
     ([1, 2, 3], 6, {"temperature": 0}), ([4], 14, {"seed": 1}), ([5, 6], 6, {"beams": 3, "best": 2, "end": 7}),
     ([9] * 14, 5, {"seed": 2, "top_p": 0.7}), ([1, 2], 1, {}), ([8, 9], 9, {"beams": 4, "end": 30}),
     ([4], 14, {"seed": 1}))]
@@ -61,7 +61,7 @@ def test_every_request_gives_the_tokens_of_one_process(model: Model, partition: 
 @pytest.mark.parametrize("partition", [[2, 4, 3, 2], [4, 7], [6, 5]])
 def test_translations_are_those_of_one_process(partition: list[int]) -> None:
     """Cut within the encoder, behind it, and within the decoder; all embeddings and the head are tied."""
-    requests = [Request((0,), replace(request.search, barred=0, end=1, tokens=min(9, request.search.tokens)),
+    requests = [Request((0,), replace(request.decoding, barred=0, end=1, tokens=min(9, request.decoding.tokens)),
                         (*(token + 2 for token in request.prompt[:5]), 1)) for request in REQUESTS]
     found: dict[int, list[Chosen]] = {}
     for number, chosen in run_in_turns(ring(TRANSLATION, partition, requests)):
@@ -70,7 +70,7 @@ def test_translations_are_those_of_one_process(partition: list[int]) -> None:
 
 
 def test_the_next_request_begins_where_one_has_ended_and_all_are_in_flight() -> None:
-    requests = [Request((1,), Search(tokens, 38)) for tokens in (1, 5, 2, 2, 3, 1)]
+    requests = [Request((1,), Decoding(tokens, 38)) for tokens in (1, 5, 2, 2, 3, 1)]
     order = [number for number, _ in run_in_turns(ring(GPT, [3, 2], requests))]
     assert in_flight(2, 6) == 4
     assert order == [0, 1, 2, 3, 4, 1, 2, 3, 4, 1, 5, 4, 1, 1]

@@ -18,7 +18,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
 from vpipe.plan.recompute import recomputed_layers
-from vpipe.plan.solver import Alternative, Request, Solution, solve, without_recompute
+from vpipe.plan.solver import Alternative, PlanRequest, Solution, solve, without_recompute
 from vpipe.schedules.prepare import is_file
 from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, DEFAULT_SCHEDULE, planned_schedules
 from vpipe.train.csv_rows import check_output
@@ -70,9 +70,9 @@ def run_plan(options: argparse.Namespace) -> None:
     own = _own_choice(job, by_count, limit_bytes) if ranks == own_ranks else None
     known = (own.plan,) if own is not None and own.plan is not None and options.solver == "exact" and (
         options.stages in (None, len(own.plan.partition))) else ()
-    request = Request(by_count, ranks, limit_bytes, planned_schedules(flush=not job.config.parallel.asynchronous),
-                      updates_every(job.config, by_count), stages=options.stages, known=known,
-                      warmup_depth="auto" if job.config.parallel.asynchronous else None, solver=options.solver)
+    request = PlanRequest(by_count, ranks, limit_bytes, planned_schedules(flush=not job.config.parallel.asynchronous),
+                          updates_every(job.config, by_count), stages=options.stages, known=known,
+                          warmup_depth="auto" if job.config.parallel.asynchronous else None, solver=options.solver)
     if len(job.model) * ranks >= SLOW_SEARCH:
         print(f"searching: {len(job.model)} layers on {ranks} ranks", file=sys.stderr, flush=True)
     solution = solve(request)
@@ -151,7 +151,7 @@ def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | No
     return Alternative(name, plan, seconds, True)
 
 
-def _explanation(solution: Solution, request: Request, limit_from: str, own: Alternative | None) -> PlanExplanation:
+def _explanation(solution: Solution, request: PlanRequest, limit_from: str, own: Alternative | None) -> PlanExplanation:
     kind = "exact for this schedule, m and replicas" if solution.exact else (
         "the VPipe paper's" if request.solver == "vpipe" else "not exact")
     solver = (f"{kind}; {counted(solution.considered, 'choice')} of schedule, microbatches and replicas in "

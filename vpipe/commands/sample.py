@@ -26,11 +26,11 @@ from vpipe.train.sampling import (
     BERT,
     CANDIDATES,
     TEMPERATURE,
+    decoding_for,
     masked_ids,
     prompt_ids,
-    search_for,
     source_ids,
-    translation_search,
+    translation_decoding,
 )
 
 TOKENS = 100
@@ -165,16 +165,16 @@ def _continue(options: argparse.Namespace, checkpoint: SampledCheckpoint, path: 
         ids = [source_ids(tokenizer, prompt, window) for prompt in prompts]
         most = min(most, window)
         length = max(most, *map(len, ids))
-        search = translation_search(tokenizer, most, **choice)
+        decoding = translation_decoding(tokenizer, most, **choice)
     else:
         tokenizer = load_tokenizer(path)
         ids = [prompt_ids(tokenizer, prompt, own_beginning=options.tokenizer is not None) for prompt in prompts]
         length = min(window, max(map(len, ids)) + most)
-        search = search_for(tokenizer, most, **choice)
+        decoding = decoding_for(tokenizer, most, **choice)
     checkpoint.check(length, tokenizer)
     ranks = options.ranks or 1
     task = GenerationTask(str(checkpoint.folder), length, str(path), checkpoint.partition(ranks, length),
-                          checkpoint.threads, tuple(prompts), tuple(map(tuple, ids)), search, translates)
+                          checkpoint.threads, tuple(prompts), tuple(map(tuple, ids)), decoding, translates)
     if ranks == 1:
         generate_alone(task, checkpoint, tokenizer)
         return

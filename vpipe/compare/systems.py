@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vpipe.errors import Problem, UserError, nearest, nearest_registered
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.profile import Profile
-from vpipe.plan.solver import Request, solve
+from vpipe.plan.solver import PlanRequest, solve
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.units import parse_size
 
@@ -124,7 +124,7 @@ def plan_system(system: System, profiles: Mapping[int, Profile], ranks: int, mem
     for count in sorted(profiles):
         every = None if recipe_named(system.schedule).flush else count  # without a flush: as many samples per update
         try:
-            plans[count] = solve(Request(
+            plans[count] = solve(PlanRequest(
                 {count: profiles[count]}, ranks, memory_bytes, (system.schedule,), {count: every},
                 placement=tuple((rank,) for rank in range(ranks)), recompute=system.recompute)).plan
         except UserError as error:

@@ -128,7 +128,7 @@ _SHORT_SHARE = 0.1  # of samples that aim at a random shorter length, so that al
 _SENTENCES_AT_ONCE = 4096
 
 
-class Pair(NamedTuple):
+class SentencePair(NamedTuple):
     """Token ids of two passages; ``is_random``: B is from another document instead of following A."""
 
     a: Sentence
@@ -167,7 +167,7 @@ def encode(documents: Sequence[Sequence[str]], tokenizer: Tokenizer) -> list[lis
 
 
 def sentence_pairs(documents: Sequence[Sequence[Sentence]], sequence_length: int,
-                   rng: np.random.Generator) -> Iterator[Pair]:
+                   rng: np.random.Generator) -> Iterator[SentencePair]:
     """Yield pairs of passages that fill ``sequence_length`` tokens with their three special ones, where there is text.
 
     When B is taken from elsewhere, the sentences that it replaced are used again for the next pair.
@@ -192,7 +192,8 @@ def sentence_pairs(documents: Sequence[Sequence[Sentence]], sequence_length: int
             kept_b = min(len(b), max(room - len(a), room // 2))
             kept_a = min(len(a), room - kept_b)
             is_random = bool(rng.random() < 0.5)
-            yield Pair(a[len(a) - kept_a:], passages.draw(kept_b, number, rng) if is_random else b[:kept_b], is_random)
+            second = passages.draw(kept_b, number, rng) if is_random else b[:kept_b]
+            yield SentencePair(a[len(a) - kept_a:], second, is_random)
             start = middle if is_random else stop
 
 
@@ -216,7 +217,7 @@ class _Passages:
         return list(chain.from_iterable(self._documents[number][start:]))[:length]
 
 
-def pack(pairs: Sequence[Pair], sequence_length: int, *, cls: int, sep: int) -> Samples:
+def pack(pairs: Sequence[SentencePair], sequence_length: int, *, cls: int, sep: int) -> Samples:
     """Return the four fields [N, S] and [N] that describe pairs before masking."""
     shape = (len(pairs), sequence_length)
     ids, mask, segments = (np.zeros(shape, dtype=STORAGE[name]) for name in ("input_ids", "input_mask", "segment_ids"))

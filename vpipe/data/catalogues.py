@@ -29,7 +29,7 @@ _HEADER_OF_MO = 20
 
 
 @dataclass(frozen=True)
-class Message:
+class CatalogueEntry:
     """An entry of a catalogue: what the program says, for one thing and for several, and its translations.
 
     ``plural`` is empty for an entry without; otherwise there is a translation for each form of the language.
@@ -69,7 +69,7 @@ class Catalogue:
                     yield source, target
 
 
-def read_messages(path: Path) -> list[Message]:
+def read_messages(path: Path) -> list[CatalogueEntry]:
     """Return the messages of a catalogue that are translated. Raises :class:`UserError` for a file that is none."""
     try:
         content = read_bounded(path, _MOST_BYTES, "a catalogue")
@@ -83,7 +83,7 @@ def read_messages(path: Path) -> list[Message]:
     raise UserError(what, hint="repair or remove it", where=where)
 
 
-def _read_mo(content: bytes) -> list[Message]:
+def _read_mo(content: bytes) -> list[CatalogueEntry]:
     """Parse a compiled catalogue. Raises ValueError with the mistake in it."""
     order = _MAGIC.get(content[:4])
     if order is None or len(content) < _HEADER_OF_MO:
@@ -112,7 +112,7 @@ def _read_mo(content: bytes) -> list[Message]:
             raise ValueError(f"entry {number} is not {charset} (byte {error.start} of it)") from error
         one, _, several = source.rpartition("\4")[2].partition("\0")
         if source and all(translations := target.split("\0")):
-            found.append(Message(one, several, tuple(translations)))
+            found.append(CatalogueEntry(one, several, tuple(translations)))
     return found
 
 
@@ -141,7 +141,7 @@ _ESCAPE = re.compile(r"\\([0-7]{1,3}|x[0-9a-fA-F]+|.)")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", '"': '"', "\\": "\\"}
 
 
-def _read_po(content: bytes) -> list[Message]:
+def _read_po(content: bytes) -> list[CatalogueEntry]:
     """Parse a catalogue as translators write it. Raises ValueError with the mistake in it."""
     header = re.search(rb'"Content-Type:[^"]*"', content)
     charset = _charset(header.group() if header else b"")
@@ -149,7 +149,7 @@ def _read_po(content: bytes) -> list[Message]:
         text = content.decode(charset)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not {charset} (byte {error.start})") from error
-    found: list[Message] = []
+    found: list[CatalogueEntry] = []
     entry: dict[str, str] = {}
     fuzzy, key = False, ""
     for number, line in enumerate([*text.removeprefix("\ufeff").split("\n"), 'msgid ""'], 1):
@@ -185,11 +185,11 @@ def _unescaped(escape: re.Match[str]) -> str:
     return chr(int(code[1:], 16) % 256) if code[0] == "x" and len(code) > 1 else _ESCAPES.get(code, code)
 
 
-def _add(found: list[Message], entry: dict[str, str], fuzzy: bool) -> None:
+def _add(found: list[CatalogueEntry], entry: dict[str, str], fuzzy: bool) -> None:
     """Add an entry, unless it is the header, has no translation, or is not sure."""
     translations = tuple(text for key, text in entry.items() if key.startswith("msgstr"))
     if entry.get("msgid") and not fuzzy and translations and all(translations):
-        found.append(Message(entry["msgid"], entry.get("msgid_plural", ""), translations))
+        found.append(CatalogueEntry(entry["msgid"], entry.get("msgid_plural", ""), translations))
 
 
 def catalogues_in(path: Path) -> list[Catalogue]:

@@ -13,8 +13,8 @@ import numpy as np
 from vpipe.data.bert_samples import (
     STORAGE,
     BertDataset,
-    Pair,
     Samples,
+    SentencePair,
     check_lengths,
     default_max_predictions,
     mask_tokens,
@@ -80,14 +80,14 @@ def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAUL
     return BertDataset(vocab_size, sequence_length, predictions, counts, lambda split, field: made(split)[field])
 
 
-def random_pairs(count: int, vocab_size: int, sequence_length: int, rng: np.random.Generator) -> list[Pair]:
+def random_pairs(count: int, vocab_size: int, sequence_length: int, rng: np.random.Generator) -> list[SentencePair]:
     """Return pairs of passages of random words; with their special tokens they have S/2 to S tokens."""
     room = sequence_length - 3
     lengths = rng.integers(max(2, room // 2), room + 1, size=count)
     words = rng.integers(_SPECIAL, vocab_size, size=(count, room), dtype=STORAGE["input_ids"])
     middles = rng.integers(1, lengths)
     labels = rng.random(count) < 0.5
-    return [Pair(row[:middle].tolist(), row[middle:length].tolist(), bool(label))
+    return [SentencePair(row[:middle].tolist(), row[middle:length].tolist(), bool(label))
             for row, middle, length, label in zip(words, middles, lengths, labels, strict=True)]
 
 

@@ -50,7 +50,7 @@ class ClientStats(ctypes.Structure):
         return {field[0]: getattr(self, field[0]) for field in self._fields_}
 
 
-class Totals(ctypes.Structure):
+class LaunchTotals(ctypes.Structure):
     """What happened to the launches of the process: ``orion_totals``."""
 
     _fields_ = tuple((name, ctypes.c_uint64) for name in (
@@ -91,7 +91,7 @@ class OrionScheduler:
         library.orion_unbind_stream.argtypes = (ctypes.c_void_p,)
         library.orion_load_kernel_info.argtypes = ctypes.c_int, ctypes.c_char_p
         library.orion_get_stats.argtypes = ctypes.c_int, ctypes.POINTER(ClientStats)
-        library.orion_get_totals.argtypes = (ctypes.POINTER(Totals),)
+        library.orion_get_totals.argtypes = (ctypes.POINTER(LaunchTotals),)
         self._library: Any = library
 
     @property
@@ -173,7 +173,7 @@ class OrionScheduler:
 
     def totals(self) -> dict[str, int]:
         """Return ``gated``, ``passed``, ``captured``, ``hooked``, ``unhooked`` and ``unnamed`` of the process."""
-        totals = Totals()
+        totals = LaunchTotals()
         self._library.orion_get_totals(ctypes.byref(totals))
         return totals.as_dict()
 

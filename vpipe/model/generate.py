@@ -63,7 +63,7 @@ def load_weights(model: Model, weights: Mapping[str, Tensor], seed: int, draw: b
 
 
 @dataclass(frozen=True)
-class Search:
+class Decoding:
     """How the tokens of a text are chosen: drawn one by one, or by a beam search.
 
     Attributes:
@@ -104,7 +104,7 @@ class Request:
     """
 
     prompt: tuple[int, ...]
-    search: Search
+    decoding: Decoding
     source: tuple[int, ...] = ()
 
 
@@ -129,9 +129,9 @@ class Chosen(NamedTuple):
 class Sampler:
     """Draw the tokens of a text one by one. Equal seeds and scores give equal tokens."""
 
-    def __init__(self, search: Search) -> None:
-        self._search, self._tokens = search, list[int]()
-        self._generator = torch.Generator().manual_seed(search.seed)
+    def __init__(self, decoding: Decoding) -> None:
+        self._decoding, self._tokens = decoding, list[int]()
+        self._generator = torch.Generator().manual_seed(decoding.seed)
 
     def choose(self, scores_rv: Tensor) -> Chosen:
         """Choose the next token by the scores [1, V].
@@ -139,30 +139,30 @@ class Sampler:
         Raises:
             UserError: a score is not a finite number.
         """
-        search = self._search
-        token = self._draw(_allowed(scores_rv, search)[0])
+        decoding = self._decoding
+        token = self._draw(_allowed(scores_rv, decoding)[0])
         self._tokens.append(token)
-        ended = token == search.end
+        ended = token == decoding.end
         return Chosen([token], [0], [Text(tuple(self._tokens[:-1] if ended else self._tokens))]
-                      if ended or len(self._tokens) == search.tokens else None)
+                      if ended or len(self._tokens) == decoding.tokens else None)
 
     def _draw(self, scores_v: Tensor) -> int:
-        search = self._search
-        if search.temperature == 0:
+        decoding = self._decoding
+        if decoding.temperature == 0:
             return int(scores_v.argmax())
-        if search.top_k is None and search.top_p is None:
+        if decoding.top_k is None and decoding.top_p is None:
             return self._draw_from(scores_v - scores_v.max())
-        best, tokens = scores_v.topk(min(len(scores_v), search.top_k or len(scores_v)))
+        best, tokens = scores_v.topk(min(len(scores_v), decoding.top_k or len(scores_v)))
         best = best - best[0]
-        if search.top_p is not None:
-            shares = (best / search.temperature).softmax(0)
+        if decoding.top_p is not None:
+            shares = (best / decoding.temperature).softmax(0)
             before = shares.cumsum(0) - shares  # the share of those that are more probable
-            best = best[before < search.top_p]
+            best = best[before < decoding.top_p]
         return int(tokens[self._draw_from(best)])
 
     def _draw_from(self, scores: Tensor) -> int:
         """Return a place; the largest score is 0: no temperature overflows."""
-        return int(torch.multinomial((scores / self._search.temperature).softmax(0), 1, generator=self._generator))
+        return int(torch.multinomial((scores / self._decoding.temperature).softmax(0), 1, generator=self._generator))
 
 
 class BeamSearch:
@@ -174,9 +174,9 @@ class BeamSearch:
     text than the worst of ``beams`` ended ones; texts that are cut at their greatest length count as ended.
     """
 
-    def __init__(self, search: Search) -> None:
-        assert search.beams is not None, "a beam search"
-        self._search, self._beams = search, search.beams
+    def __init__(self, decoding: Decoding) -> None:
+        assert decoding.beams is not None, "a beam search"
+        self._decoding, self._beams = decoding, decoding.beams
         self._rows: list[tuple[int, ...]] = [()]
         self._sums_r = torch.zeros(1, dtype=torch.float64)  # log probabilities of the rows
         self._ended: list[Text] = []
@@ -187,8 +187,8 @@ class BeamSearch:
         Raises:
             UserError: a score is not a finite number.
         """
-        search = self._search
-        logs_rv = self._sums_r[:, None] + _allowed(scores_rv, search).log_softmax(-1)
+        decoding = self._decoding
+        logs_rv = self._sums_r[:, None] + _allowed(scores_rv, decoding).log_softmax(-1)
         best, places = logs_rv.flatten().topk(min(2 * self._beams, logs_rv.numel()))  # half of them may be ends
         length = len(self._rows[0]) + 1
         rows, tokens, parents, sums = list[tuple[int, ...]](), list[int](), list[int](), list[float]()
@@ -196,7 +196,7 @@ class BeamSearch:
             parent, token = divmod(place, logs_rv.shape[1])
             if total == -inf:
                 break
-            if token == search.end:
+            if token == decoding.end:
                 if rank < self._beams:
                     self._ended.append(Text(self._rows[parent], total / self._penalty(length)))
             elif len(rows) < self._beams:
@@ -204,28 +204,28 @@ class BeamSearch:
                 tokens.append(token)
                 parents.append(parent)
                 sums.append(total)
-        last = length == search.tokens
+        last = length == decoding.tokens
         if last:
             self._ended += [Text(row, total / self._penalty(length)) for row, total in zip(rows, sums, strict=True)]
         self._ended = sorted(self._ended, key=lambda text: -(text.score or 0.0))[:self._beams]
         self._rows, self._sums_r = rows, torch.tensor(sums, dtype=torch.float64)
         done = last or not rows or (len(self._ended) == self._beams and sums[0] / self._penalty(
-            search.tokens) <= (self._ended[-1].score or 0.0))
-        return Chosen(tokens, parents, self._ended[:search.best] if done else None)
+            decoding.tokens) <= (self._ended[-1].score or 0.0))
+        return Chosen(tokens, parents, self._ended[:decoding.best] if done else None)
 
     def _penalty(self, length: int) -> float:
-        return float(((5 + length) / 6) ** self._search.length_penalty)
+        return float(((5 + length) / 6) ** self._decoding.length_penalty)
 
 
-def chooser(search: Search) -> Sampler | BeamSearch:
+def chooser(decoding: Decoding) -> Sampler | BeamSearch:
     """Return what chooses the tokens of one text."""
-    return Sampler(search) if search.beams is None else BeamSearch(search)
+    return Sampler(decoding) if decoding.beams is None else BeamSearch(decoding)
 
 
-def _allowed(scores_rv: Tensor, search: Search) -> Tensor:
+def _allowed(scores_rv: Tensor, decoding: Decoding) -> Tensor:
     """Return the scores of what may be chosen, in fp64."""
-    scores_rv = _finite(scores_rv[:, :search.vocabulary])
-    return scores_rv if search.barred is None else scores_rv.index_fill(1, torch.tensor([search.barred]), -inf)
+    scores_rv = _finite(scores_rv[:, :decoding.vocabulary])
+    return scores_rv if decoding.barred is None else scores_rv.index_fill(1, torch.tensor([decoding.barred]), -inf)
 
 
 def _finite(scores: Tensor) -> Tensor:
@@ -368,7 +368,7 @@ class StageDecoder:
 
     def _caches_for(self, request: Request, slot: int, one: Pass) -> dict[str, KeyValueCache]:
         if one.rows is None:
-            capacity = min(self.window, len(request.prompt) + request.search.tokens)
+            capacity = min(self.window, len(request.prompt) + request.decoding.tokens)
             caches = {layer.name: KeyValueCache(capacity) for grows, layer, _ in self._layers if grows}
         else:
             before, caches = self._caches[slot]
@@ -386,7 +386,7 @@ def decode(stage: StageDecoder, request: Request) -> Iterator[Chosen]:
     Raises:
         UserError: a score is not a finite number.
     """
-    rows, choose = Rows(request, stage.window, stage.cached), chooser(request.search).choose
+    rows, choose = Rows(request, stage.window, stage.cached), chooser(request.decoding).choose
     chosen = choose(stage.run(request, 0, rows.first(), ())[0])
     while chosen.texts is None:
         yield chosen

@@ -108,7 +108,7 @@ class GenerationRank:
                 self._send([head, ids_rs, *outputs])
                 continue
             if slot not in choosers or choosers[slot][0] != number:
-                choosers[slot] = number, chooser(self._requests[number].search)
+                choosers[slot] = number, chooser(self._requests[number].decoding)
             self._send(_choice_tensors(slot, choosers[slot][1].choose(outputs[0])))
 
     # -- transfers -------------------------------------------------------------------------------------

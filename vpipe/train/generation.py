@@ -22,7 +22,7 @@ from vpipe.data.tokenizers import ids_in, load_tokenizer
 from vpipe.distributed.init import join_world
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import UserError, counted, counted_with_commas
-from vpipe.model.generate import TRANSLATES, Chosen, DecoderModel, Request, Search, StageDecoder, load_weights
+from vpipe.model.generate import TRANSLATES, Chosen, DecoderModel, Decoding, Request, StageDecoder, load_weights
 from vpipe.model.layer import Model, build_outline
 from vpipe.model.split import balanced, parameter_count, parameter_counts, resolve_tie, split
 from vpipe.progress import byte_progress
@@ -179,7 +179,7 @@ class GenerationTask:
     threads: int
     prompts: tuple[str, ...]
     ids: tuple[tuple[int, ...], ...]
-    search: Search
+    decoding: Decoding
     translates: bool
 
     def save(self, folder: Path) -> None:
@@ -191,12 +191,12 @@ class GenerationTask:
         """Read what :meth:`save` wrote."""
         content = json.loads((folder / _TASK).read_text())
         content |= {"partition": tuple(content["partition"]), "prompts": tuple(content["prompts"]),
-                    "ids": tuple(map(tuple, content["ids"])), "search": Search(**content["search"])}
+                    "ids": tuple(map(tuple, content["ids"])), "decoding": Decoding(**content["decoding"])}
         return cls(**content)
 
     @property
     def requests(self) -> list[Request]:
-        return [translation_request(self.search, ids) if self.translates else Request(ids, self.search)
+        return [translation_request(self.decoding, ids) if self.translates else Request(ids, self.decoding)
                 for ids in self.ids]
 
     def describe(self, rank: int) -> str:
@@ -236,23 +236,24 @@ def _show(task: GenerationTask, tokenizer: Tokenizer, cached: bool, choices: Ite
     if not cached:
         print("a layer of the model has no method 'step': every token computes the whole text again (docs/sample.md)",
               file=sys.stderr, flush=True)
-    began, found, search = perf_counter(), ChosenTokens(choices), task.search
+    began, found, decoding = perf_counter(), ChosenTokens(choices), task.decoding
     for number, (prompt, ids) in enumerate(zip(task.prompts, task.ids, strict=True)):
         if number and not task.translates:
             print()
-        if search.beams is None and not task.translates:
+        if decoding.beams is None and not task.translates:
             print(prompt, end="", flush=True)
-            for piece in texts(tokenizer, ids, found.tokens(number), search.end):
+            for piece in texts(tokenizer, ids, found.tokens(number), decoding.end):
                 print(piece, end="", flush=True)
             print(flush=True)
             continue
         for text in found.texts(number):
-            score = f"{text.score:.4f}  " if search.best > 1 else ""
+            score = f"{text.score:.4f}  " if decoding.best > 1 else ""
             print(score + (line_of(tokenizer, text) if task.translates else
                            prompt + "".join(texts(tokenizer, ids, iter(text.tokens), None))), flush=True)
     for _ in choices:
         pass
     seconds = perf_counter() - began
     print(f"{counted_with_commas(found.steps, 'token')} in {seconds:.1f} s, {found.steps / seconds:,.0f} tokens/s, on "
-          f"{counted(len(task.partition), 'rank')}" + (f", {counted(search.beams, 'beam')}" if search.beams else ""),
+          f"{counted(len(task.partition), 'rank')}"
+          + (f", {counted(decoding.beams, 'beam')}" if decoding.beams else ""),
           file=sys.stderr, flush=True)

@@ -231,15 +231,15 @@ def _advice(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *,
         return "no partition is planned for a schedule from a file"
     if profile is None or len(profile.layers) != len(job.model):
         return "vpipe plan CONFIG finds a better partition"
-    from vpipe.plan.solver import Request, better_partition  # few runs need it
+    from vpipe.plan.solver import PlanRequest, better_partition  # few runs need it
     from vpipe.train.planning import memory_limit
 
     memory, microbatches = memory_limit(job.config, profile), job.config.microbatches
     replan = any(job.recomputed) and not isinstance(parallel.recompute, float)
-    request = Request({microbatches: profile}, job.schedule.ranks, memory, (parallel.schedule,),
-                      {microbatches: parallel.update_every}, job.placement,
-                      recompute=None if replan or isinstance(parallel.recompute, str) else parallel.recompute,
-                      warmup_depth=parallel.depths)
+    request = PlanRequest({microbatches: profile}, job.schedule.ranks, memory, (parallel.schedule,),
+                          {microbatches: parallel.update_every}, job.placement,
+                          recompute=None if replan or isinstance(parallel.recompute, str) else parallel.recompute,
+                          warmup_depth=parallel.depths)
     plan, gain = better_partition(request, job.partition, job.recomputed, microbatch_s)
     if plan is not None and gain >= WORTH:
         return (f"the partition {list(plan.partition)} in place of {list(job.partition)} is expected to save "

@@ -18,7 +18,7 @@ from vpipe.config.parallel import AUTO
 from vpipe.errors import PlanningError, Problem, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, Profile
-from vpipe.plan.solver import Request, Solution, solve
+from vpipe.plan.solver import PlanRequest, Solution, solve
 from vpipe.profiling.cache import cached, store
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
@@ -93,14 +93,14 @@ def memory_limit(config: Config, profile: Profile) -> int | None:
     return profile.device_bytes // sharing or None
 
 
-def request_of(job: Job, profiles: Mapping[int, Profile]) -> Request:
+def request_of(job: Job, profiles: Mapping[int, Profile]) -> PlanRequest:
     """Return the planning request for the keys that a config leaves open; stages, ranks and microbatches stay.
 
     Args:
         profiles: by microbatches per batch.
     """
     parallel, microbatches = job.config.parallel, job.config.microbatches
-    return Request(
+    return PlanRequest(
         profiles, job.schedule.ranks, memory_limit(job.config, profiles[microbatches]),
         planned_schedules(flush=True) if parallel.schedule == AUTO else (parallel.schedule,),
         {microbatches: parallel.update_every}, job.placement,

@@ -11,7 +11,7 @@ from torch import nn
 
 from vpipe.data.tokenizers import CLS, END, MASK, PADDING, SEP, end_token, ids_in, token_id
 from vpipe.errors import UserError, counted
-from vpipe.model.generate import Chosen, DecoderModel, Request, Search, StageDecoder, Text, decode, fill_masks
+from vpipe.model.generate import Chosen, DecoderModel, Decoding, Request, StageDecoder, Text, decode, fill_masks
 from vpipe.model.layer import Model
 
 if TYPE_CHECKING:
@@ -51,15 +51,15 @@ class TextModel:
             for chosen in decode(stage, request):
                 yield number, chosen
 
-    def continued(self, ids: Sequence[int], search: Search) -> Iterator[str]:
+    def continued(self, ids: Sequence[int], decoding: Decoding) -> Iterator[str]:
         """Yield a continuation of a prompt as it comes, at most to the end of the text.
 
         Args:
             ids: of the prompt (:func:`prompt_ids`).
-            search: see :func:`search_for`.
+            decoding: see :func:`decoding_for`.
         """
-        found = ChosenTokens(self.choices([Request(tuple(ids), search)]))
-        yield from texts(self.tokenizer, ids, found.tokens(0), search.end)
+        found = ChosenTokens(self.choices([Request(tuple(ids), decoding)]))
+        yield from texts(self.tokenizer, ids, found.tokens(0), decoding.end)
 
     def translated(self, sentences: Sequence[str], tokens: int) -> Iterator[str]:
         """Yield the translations of sentences by a beam search of :data:`BEAMS` beams, of at most so many tokens each.
@@ -67,8 +67,8 @@ class TextModel:
         Raises:
             UserError: a sentence is longer than what the model reads.
         """
-        search = translation_search(self.tokenizer, min(tokens, self.window), beams=BEAMS)
-        found = ChosenTokens(self.choices([translation_request(search, source_ids(
+        decoding = translation_decoding(self.tokenizer, min(tokens, self.window), beams=BEAMS)
+        found = ChosenTokens(self.choices([translation_request(decoding, source_ids(
             self.tokenizer, sentence, self.window)) for sentence in sentences]))
         for number in range(len(sentences)):
             yield line_of(self.tokenizer, found.texts(number)[0])
@@ -148,22 +148,22 @@ class ChosenTokens:
             self._texts[number] = chosen.texts
 
 
-def search_for(tokenizer: Tokenizer, tokens: int, **choice: Any) -> Search:
-    """Return a search whose texts end as those of a tokenizer do; ``choice``: fields of :class:`Search`."""
+def decoding_for(tokenizer: Tokenizer, tokens: int, **choice: Any) -> Decoding:
+    """Return the decoding whose texts end as those of a tokenizer do; ``choice``: fields of :class:`Decoding`."""
     end = end_token(tokenizer)
-    return Search(tokens, ids_in(tokenizer), None if end is None else end[1],
-                  **{"temperature": TEMPERATURE, **choice})
+    return Decoding(tokens, ids_in(tokenizer), None if end is None else end[1],
+                    **{"temperature": TEMPERATURE, **choice})
 
 
-def translation_search(tokenizer: Tokenizer, tokens: int, **choice: Any) -> Search:
-    """Return a search for translations with a tokenizer of pairs; padding, which starts them, is never chosen."""
-    return Search(tokens, ids_in(tokenizer), token_id(tokenizer, END), token_id(tokenizer, PADDING), **choice)
+def translation_decoding(tokenizer: Tokenizer, tokens: int, **choice: Any) -> Decoding:
+    """Return the decoding of translations with a tokenizer of pairs; padding, which starts them, is never chosen."""
+    return Decoding(tokens, ids_in(tokenizer), token_id(tokenizer, END), token_id(tokenizer, PADDING), **choice)
 
 
-def translation_request(search: Search, source: Sequence[int]) -> Request:
+def translation_request(decoding: Decoding, source: Sequence[int]) -> Request:
     """Return the request to translate a source (:func:`source_ids`)."""
-    assert search.barred is not None, "it starts a translation"
-    return Request((search.barred,), search, tuple(source))
+    assert decoding.barred is not None, "it starts a translation"
+    return Request((decoding.barred,), decoding, tuple(source))
 
 
 def source_ids(tokenizer: Tokenizer, sentence: str, window: int) -> list[int]:

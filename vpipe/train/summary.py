@@ -22,7 +22,7 @@ from vpipe.schedules.delays import describe_delays, mean_delay
 from vpipe.schedules.size import Placement
 from vpipe.train.job import Job, on_processors
 from vpipe.train.metrics import Metrics, finite
-from vpipe.train.sampling import BERT, TextModel, masked_ids, prompt_ids, search_for
+from vpipe.train.sampling import BERT, TextModel, decoding_for, masked_ids, prompt_ids
 from vpipe.units import size_text
 from vpipe.visualize.table import clipped, compact, filled, fitted, milliseconds, ms_text, terminal_columns
 
@@ -147,7 +147,7 @@ def samples(job: Job, weights: Mapping[str, Tensor], steps: int) -> Iterator[str
             if masks:
                 found = "\n".join([prompt, *text.filled(masked_ids(tokenizer, prompt, window)).lines()[:-1]])
             else:
-                continued = text.continued(prompt_ids(tokenizer, prompt), search_for(
+                continued = text.continued(prompt_ids(tokenizer, prompt), decoding_for(
                     tokenizer, _SHOWN_TOKENS, seed=training.seed, temperature=_SHOWN_TEMPERATURE))
                 found = prompt + "".join(continued)
             yield f"{when}:\n{indent(printable(found), '    ')}"

@@ -21,8 +21,8 @@ from world import World
 from vpipe.errors import RunError
 from vpipe.runtime.transport import connect_host, shared_buffers
 from vpipe.runtime.transport.connect_host import connect
-from vpipe.runtime.transport.link import HEAD, INLINE_BYTES, Link, LinkClosedError
-from vpipe.runtime.transport.shared_buffers import Layout
+from vpipe.runtime.transport.link import HEAD, INLINE_BYTES, LinkClosedError, SharedMemoryLink
+from vpipe.runtime.transport.shared_buffers import BufferLayout
 from vpipe.runtime.transport.shared_memory import HostLinks, SharedMemoryTransfers
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 
@@ -48,8 +48,8 @@ def ends() -> Iterator[tuple[SharedMemoryTransfers, SharedMemoryTransfers]]:
 
 def linked() -> tuple[HostLinks, HostLinks]:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return HostLinks({1: Link(1, left)}, complete=True, reports=True), \
-        HostLinks({0: Link(0, right)}, complete=True, reports=False)
+    return HostLinks({1: SharedMemoryLink(1, left)}, complete=True, reports=True), \
+        HostLinks({0: SharedMemoryLink(0, right)}, complete=True, reports=False)
 
 
 def transfers(links: HostLinks, generation: int = 0, most: int = 2) -> SharedMemoryTransfers:
@@ -221,7 +221,7 @@ def test_more_messages_than_a_socket_takes_are_sent_later(ends: Ends) -> None:
     HEAD.pack(9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)])
 def test_what_is_no_message_ends_the_link(message: bytes) -> None:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link = Link(1, left)
+    link = SharedMemoryLink(1, left)
     right.send(message)
     assert link.receive() is None
     assert link.closed
@@ -231,7 +231,7 @@ def test_what_is_no_message_ends_the_link(message: bytes) -> None:
 
 def test_a_memory_that_could_shrink_is_refused() -> None:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link, layout = Link(1, left), Layout.from_tensors([torch.ones(4096)])
+    link, layout = SharedMemoryLink(1, left), BufferLayout.from_tensors([torch.ones(4096)])
     descriptor = os.memfd_create("made")
     os.ftruncate(descriptor, 1 << 20)
     head = HEAD.pack(0, 0, len(layout.code), 0, 0, 0, 0, 0, 0, 0, 0, 1 << 20)

@@ -11,7 +11,7 @@ from vpipe.plan.solver.candidate_trials import Trials
 from vpipe.plan.solver.choice import Choice, equal_widths
 from vpipe.plan.solver.cost_model import CostModel
 from vpipe.plan.solver.partition_search import FoundPartition
-from vpipe.plan.solver.request import Request
+from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
 from vpipe.plan.stage_costs import StageMemory, combined_memory, stage_memory
 from vpipe.schedules.schedule import stages_of_rank
@@ -23,7 +23,7 @@ MORE = (1.0, 1.05, 1.15, 1.3, 1.6, 2.0, 3.0)
 _KINDS = {"weights": "weights", "stashed": "older weight versions", "gradients": "gradients",
           "optimizer": "optimizer state", "activations": "activations", "working": "what a backward works with"}
 
-Fits = Callable[[Request], bool]
+Fits = Callable[[PlanRequest], bool]
 """Tells whether the solver finds a plan for a request."""
 
 
@@ -111,7 +111,7 @@ def _fullest_stage(costs: CostModel, found: FoundPartition) -> tuple[int, StageM
     return max(stages, key=lambda entry: entry[1].peak)
 
 
-def _small(request: Request) -> bool:
+def _small(request: PlanRequest) -> bool:
     """Tell whether the solver can be asked again and again without taking minutes."""
     return request.ranks <= MOST_RANKS and request.layers <= MOST_LAYERS
 

@@ -15,7 +15,7 @@ from vpipe.schedules.size import Placement
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """A request for a plan. What is None is searched; what is given stays."""
 
     # of one model, by the number of microbatches of a batch, each at the size of its microbatches

@@ -11,7 +11,7 @@ from vpipe.plan.solver.choice import Candidate, Choice, Stages, equal_widths, tr
 from vpipe.plan.solver.chunked_partition import chunked_candidate
 from vpipe.plan.solver.cost_model import CostModel
 from vpipe.plan.solver.partition_search import FoundPartition, StageSlice, slices_of
-from vpipe.plan.solver.request import Request
+from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.stage_table import StageTable
 from vpipe.plan.solver.vpipe_heuristic import balanced
 from vpipe.schedules.registry import recipe_named
@@ -27,7 +27,7 @@ MOST_OTHERS = 2
 class SearchSpace:
     """The choices of a request, with the tables that they share."""
 
-    request: Request
+    request: PlanRequest
     tried: dict[Choice, None] = field(default_factory=dict)  # all choices so far
     refusals: dict[Choice, str] = field(default_factory=dict)  # why some of them are impossible, whatever the memory
     considered: int = 0  # how many choices were solved

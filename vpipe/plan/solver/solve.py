@@ -18,7 +18,7 @@ from vpipe.plan.solver.choice import Candidate, Choice
 from vpipe.plan.solver.infeasible import infeasible
 from vpipe.plan.solver.partition_search import TOLERANCE, evenly, slices_of
 from vpipe.plan.solver.recompute_sets import MOST_SETS
-from vpipe.plan.solver.request import Alternative, Request, Solution
+from vpipe.plan.solver.request import Alternative, PlanRequest, Solution
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
 from vpipe.plan.solver.warmup_depth import deepened
 from vpipe.plan.stage_costs import stage_costs
@@ -37,7 +37,7 @@ Compared = tuple[Alternative, Candidate | None]
 """An alternative to a plan, with its candidate where that was simulated and fits."""
 
 
-def solve(request: Request) -> Solution:
+def solve(request: PlanRequest) -> Solution:
     """Return the fastest plan that fits, by predicted time per sample.
 
     For every schedule, number of microbatches and number of replicas, the cost model gives the best partition and what
@@ -69,7 +69,7 @@ def solve(request: Request) -> Solution:
                     perf_counter() - began, shallow)
 
 
-def without_recompute(request: Request, solution: Solution) -> tuple[int, Plan] | None:
+def without_recompute(request: PlanRequest, solution: Solution) -> tuple[int, Plan] | None:
     """Return a limit on the memory of a rank with which :func:`solve` recomputes nothing, and its plan.
 
     None where nothing is recomputed anyway, where the request fixes it, and where no such limit was found.
@@ -151,7 +151,7 @@ def _of_plan(plan: Plan) -> Candidate:
     return Candidate(choice, plan.partition, plan.recomputed, math.inf)
 
 
-def _fits(request: Request) -> bool:
+def _fits(request: PlanRequest) -> bool:
     """Tell whether :func:`solve` finds a plan."""
     space = SearchSpace(request)
     return _best_of(Trials(space), _candidates(space)) is not None
@@ -224,13 +224,13 @@ def _without_recompute(trials: Trials, chosen: Candidate) -> Compared:
     return Alternative(what, None, None, False, why), None
 
 
-def _leaves_sets_out(request: Request, chosen: Candidate) -> bool:
+def _leaves_sets_out(request: PlanRequest, chosen: Candidate) -> bool:
     """Tell whether some sets of recomputed layers of a stage may not have been considered."""
     return (request.memory_bytes is not None and any(chosen.recomputed)
             and max(chosen.partition) > MOST_LAYERS_OF_SETS)
 
 
-def _note(request: Request, space: SearchSpace, candidates: Sequence[Candidate], chosen: Candidate) -> str:
+def _note(request: PlanRequest, space: SearchSpace, candidates: Sequence[Candidate], chosen: Candidate) -> str:
     """Return what was not searched exhaustively."""
     if request.solver == "vpipe":
         return "a heuristic: layers move between neighbouring stages until no move helps"
@@ -253,7 +253,7 @@ def _note(request: Request, space: SearchSpace, candidates: Sequence[Candidate],
 _TIMES = ("forward", "backward", "input_half", "weight_half", "recompute")
 
 
-def better_partition(request: Request, partition: Sequence[int], recomputed: Sequence[Collection[int]],
+def better_partition(request: PlanRequest, partition: Sequence[int], recomputed: Sequence[Collection[int]],
                      measured_stage_s: Sequence[float]) -> tuple[Plan | None, float]:
     """Replan a run: search a partition that is faster by the run's own measurements, and fits.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
-from vpipe.plan.solver.request import Request
+from vpipe.plan.solver.request import PlanRequest
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.size import default_warmup
 
@@ -21,7 +21,7 @@ MOST_ACTIONS = 100_000
 """Actions that are simulated for a plan, about: a few seconds. Up to 12 stages that is enough for every step."""
 
 
-def deepened(request: Request, plan: Plan) -> tuple[Plan, Plan | None]:
+def deepened(request: PlanRequest, plan: Plan) -> tuple[Plan, Plan | None]:
     """Return a plan with the warm-up depths that it needs, and the same with 1F1B's; None where it has no choice.
 
     The depths d(s) = own(s) + e(s) are the smallest that are found with which a sample takes at most 1 % longer than
@@ -42,7 +42,7 @@ def deepened(request: Request, plan: Plan) -> tuple[Plan, Plan | None]:
 class _Search:
     """The depths of one plan; ``more`` are those of every stage beyond 1F1B's."""
 
-    request: Request
+    request: PlanRequest
     plan: Plan
     widths: list[int]
     left: int = MOST_ACTIONS  # actions that may still be simulated

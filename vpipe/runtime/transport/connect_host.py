@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
-from vpipe.runtime.transport.link import Link
+from vpipe.runtime.transport.link import SharedMemoryLink
 from vpipe.runtime.transport.shared_buffers import memory_error
 from vpipe.runtime.transport.shared_memory import HostLinks
 
@@ -70,7 +70,7 @@ def connect(rank: int, wanted: bool, made: HostLinks | None, hosts: Sequence[str
         coming = {peer for peer in near if peer < rank and reach[peer][rank]}
         connected |= _accept_all(listener, coming, token)
         agreed = exchange(_flags(connected, len(offers)))
-        links = {peer: Link(peer, connected.pop(peer)) for peer in sorted(connected) if agreed[peer][rank]}
+        links = {peer: SharedMemoryLink(peer, connected.pop(peer)) for peer in sorted(connected) if agreed[peer][rank]}
         apart = [(a, b) for b in range(len(offers)) for a in range(b) if offers[a][2] == offers[b][2]
                  and (hosts is None or hosts[a] == hosts[b]) and not (agreed[a][b] and agreed[b][a])]
         why = f"ranks {apart[0][0]} and {apart[0][1]} have no sockets in common: they are in different containers or " \

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import RunError
-from vpipe.runtime.transport.shared_buffers import Buffer, BufferPool, Layout, map_memory
+from vpipe.runtime.transport.shared_buffers import Buffer, BufferLayout, BufferPool, map_memory
 from vpipe.runtime.transport.transport import DESCRIPTIONS, TensorSpec, TransferKey
 
 INLINE_BYTES = 4096
@@ -52,7 +52,7 @@ class LinkClosedError(RuntimeError):
 class Arrival(NamedTuple):
     """A message with tensors. A memoryview is over a buffer, which is returned when nothing refers to it any more."""
 
-    layout: Layout
+    layout: BufferLayout
     payload: memoryview | bytes
 
     def tensors(self, specs: Sequence[TensorSpec]) -> list[Tensor]:
@@ -71,7 +71,7 @@ class Arrival(NamedTuple):
         return tensors
 
 
-class Message(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A message of the other end; ``accepted``: how many of the activations of this generation it has accepted."""
 
     what: int
@@ -93,7 +93,7 @@ class _Lease(ref[memoryview]):
     buffer: int
 
 
-class Link:
+class SharedMemoryLink:
     """This rank's end of the connection with another rank of its host.
 
     Attributes:
@@ -113,8 +113,8 @@ class Link:
         self._pool = BufferPool()
         self._scratch = bytearray(INLINE_BYTES + 1)
         self._scratch_at = addressof(c_char.from_buffer(self._scratch))
-        self._layouts: dict[tuple[object, ...], Layout] = {}
-        self._parsed: dict[bytes, Layout] = {}
+        self._layouts: dict[tuple[object, ...], BufferLayout] = {}
+        self._parsed: dict[bytes, BufferLayout] = {}
         self._memories: dict[int, mmap.mmap] = {}
         self._leases: dict[int, _Lease] = {}
         self._input = bytearray(_MESSAGE_BYTES)
@@ -181,13 +181,13 @@ class Link:
                 self.unsent.clear()
                 raise LinkClosedError(f"Connection closed by peer: {error.strerror}") from error
 
-    def _layout(self, tensors: Sequence[Tensor]) -> Layout:
+    def _layout(self, tensors: Sequence[Tensor]) -> BufferLayout:
         key = tuple([(t.dtype, t.shape, t.requires_grad) for t in tensors])
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) > 1000:
                 self._layouts.clear()
-            layout = self._layouts[key] = Layout.from_tensors(tensors)
+            layout = self._layouts[key] = BufferLayout.from_tensors(tensors)
         return layout
 
     def _new_buffer(self, nbytes: int) -> Buffer:
@@ -207,7 +207,7 @@ class Link:
 
     # -- receiving
 
-    def receive(self) -> Message | None:
+    def receive(self) -> ReceivedMessage | None:
         """Return the next message; None if there is none now, or the other end is gone.
 
         Raises:
@@ -239,7 +239,7 @@ class Link:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _read(self, size: int, descriptors: Sequence[int]) -> Message:
+    def _read(self, size: int, descriptors: Sequence[int]) -> ReceivedMessage:
         (what, kind, specs, returned, stage, number, generation, accepted, memory, buffer, offset,
          memory_size) = HEAD.unpack_from(self._input)
         end = HEAD.size + specs
@@ -252,7 +252,7 @@ class Link:
             if layout is None:
                 if len(self._parsed) > 1000:
                     self._parsed.clear()
-                layout = self._parsed[code] = Layout.parse(code)
+                layout = self._parsed[code] = BufferLayout.parse(code)
             if memory == _INLINE:
                 if size != payload + layout.nbytes:
                     raise ValueError("the bytes of tensors")
@@ -261,14 +261,14 @@ class Link:
                 if memory_size:
                     self._memories[memory] = map_memory(descriptors[0], memory_size)
                 arrival = Arrival(layout, self._lease(memory, buffer, offset, layout.nbytes))
-            return Message(what, TransferKey(_KINDS[kind], stage, number), generation, accepted, arrival)
+            return ReceivedMessage(what, TransferKey(_KINDS[kind], stage, number), generation, accepted, arrival)
         if what == _RETIRE:
             del self._memories[memory]
         elif what == FULL:
             self.full_there = True
         elif what != _ACKNOWLEDGE:
             raise ValueError("the type of a message")
-        return Message(what, NO_KEY, generation, accepted, None)
+        return ReceivedMessage(what, NO_KEY, generation, accepted, None)
 
     def _lease(self, memory: int, buffer: int, offset: int, nbytes: int) -> memoryview:
         mapped = self._memories[memory]

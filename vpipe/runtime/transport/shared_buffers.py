@@ -41,7 +41,7 @@ _SPEC = struct.Struct("<BBB")
 """The code of a tensor's dtype, whether it wants a gradient, its number of dimensions; they follow, 8 bytes each."""
 
 
-class Layout(NamedTuple):
+class BufferLayout(NamedTuple):
     """The places of a transfer's tensors in a buffer.
 
     Attributes:
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
     nbytes: int
 
     @classmethod
-    def from_specs(cls, specs: list[TensorSpec], code: bytes) -> Layout:
+    def from_specs(cls, specs: list[TensorSpec], code: bytes) -> BufferLayout:
         places, end = [], 0
         for spec in specs:
             count = prod(spec.shape)
@@ -64,14 +64,14 @@ class Layout(NamedTuple):
         return cls(code, specs, places, end)
 
     @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor]) -> Layout:
+    def from_tensors(cls, tensors: Sequence[Tensor]) -> BufferLayout:
         specs = [TensorSpec.from_tensor(tensor) for tensor in tensors]
         return cls.from_specs(specs, b"".join(
             _SPEC.pack(_CODE_OF_DTYPE[spec.dtype], spec.wants_gradient, len(spec.shape))
             + struct.pack(f"<{len(spec.shape)}q", *spec.shape) for spec in specs))
 
     @classmethod
-    def parse(cls, code: bytes) -> Layout:
+    def parse(cls, code: bytes) -> BufferLayout:
         """Decode specs. Raises ValueError, IndexError or struct.error if the bytes are none."""
         specs, at = [], 0
         while at < len(code):
@@ -129,10 +129,10 @@ class Buffer:
 
     def __init__(self, slab: Slab, number: int, offset: int) -> None:
         self.slab, self.number, self.offset = slab, number, offset
-        self.layout: Layout | None = None
+        self.layout: BufferLayout | None = None
         self.tensors: list[Tensor] = []
 
-    def write(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
+    def write(self, layout: BufferLayout, tensors: Sequence[Tensor]) -> None:
         if self.layout is not layout:
             self.layout, self.tensors = layout, layout.views(self.slab.memory, self.offset)
         for own, tensor in zip(self.tensors, tensors, strict=True):

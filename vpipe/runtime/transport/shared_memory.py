@@ -20,7 +20,15 @@ from weakref import WeakSet, WeakValueDictionary
 from torch import Tensor
 
 from vpipe.errors import RunError
-from vpipe.runtime.transport.link import FULL, NO_GENERATION, NO_KEY, Arrival, Link, LinkClosedError, Message
+from vpipe.runtime.transport.link import (
+    FULL,
+    NO_GENERATION,
+    NO_KEY,
+    Arrival,
+    LinkClosedError,
+    ReceivedMessage,
+    SharedMemoryLink,
+)
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 
 
@@ -36,7 +44,7 @@ class HostLinks:
         full: whether a rank has found the memory full: then no rank of the host sends through it any more.
     """
 
-    def __init__(self, links: Mapping[int, Link], complete: bool, reports: bool) -> None:
+    def __init__(self, links: Mapping[int, SharedMemoryLink], complete: bool, reports: bool) -> None:
         self.links, self.complete, self._reports, self.full = links, complete, reports, False
         self._poll = select.epoll()
         self._of = {link.fileno(): link for link in links.values()}
@@ -45,7 +53,7 @@ class HostLinks:
         self._writing: set[int] = set()
         self._generations: WeakValueDictionary[int, SharedMemoryTransfers] = WeakValueDictionary()
         self._newest = -1
-        self._early: dict[int, list[tuple[int, Message]]] = {}
+        self._early: dict[int, list[tuple[int, ReceivedMessage]]] = {}
         _host_links.add(self)
 
     def register(self, generation: int, transfers: SharedMemoryTransfers) -> None:
@@ -72,7 +80,7 @@ class HostLinks:
                 elif message is not None:
                     self._deliver(link.peer, message)
 
-    def _deliver(self, peer: int, message: Message) -> None:
+    def _deliver(self, peer: int, message: ReceivedMessage) -> None:
         if message.what == FULL:
             self.give_up(message.accepted)
         elif message.generation != NO_GENERATION:
@@ -150,7 +158,7 @@ class SharedMemoryTransfers:
                 and not self.links.full)
 
     def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor]) -> None:
-        """Send tensors. Raises as :meth:`Link.send`."""
+        """Send tensors. Raises as :meth:`SharedMemoryLink.send`."""
         self.links.links[peer].send(key, self._generation, self._accepted[peer], tensors)
         self._told[peer] = self._accepted[peer]
         if key.kind == "F":
@@ -202,7 +210,7 @@ class SharedMemoryTransfers:
                            hint="this is a defect of the schedule or of vpipe: please report it")
         return arrival.tensors(specs)
 
-    def deliver(self, peer: int, message: Message) -> None:
+    def deliver(self, peer: int, message: ReceivedMessage) -> None:
         """Keep what has arrived until it is taken."""
         self._taken[peer] = max(self._taken[peer], message.accepted)
         if message.arrival is not None:
@@ -251,7 +259,7 @@ class SharedMemoryTransfers:
             if not link.closed and self._accepted[peer] != self._told[peer]:
                 self._acknowledge(peer)
         for peer, link in self.links.links.items():
-            def is_done(peer: int = peer, link: Link = link) -> bool:
+            def is_done(peer: int = peer, link: SharedMemoryLink = link) -> bool:
                 return not link.unsent and self._sent[peer] <= self._taken[peer]
 
             if not is_done():
