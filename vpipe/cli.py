@@ -175,11 +175,12 @@ def _parser() -> argparse.ArgumentParser:
 
     init = _add(commands, "init", "init.run_init", "write a commented config for your data, from a few questions; "
                 "an option answers its question, and without a terminal the others take their defaults")
-    init.add_argument("--data", metavar="PATH", help="a .txt file, or a folder of .txt, .jsonl or .hdf5 files "
-                      "(default: the text on this machine)")
-    init.add_argument("--family", metavar="NAME", help="gpt, llama or bert (default: gpt)")
+    init.add_argument("--data", metavar="PATH", help="a .txt file, or a folder of .txt, .jsonl or .hdf5 files, "
+                      "or for translation a .tsv file of pairs (default: what is on this machine)")
+    init.add_argument("--family", metavar="NAME", help="gpt, llama, bert or translation (default: the first that your "
+                      "data suits)")
     init.add_argument("--size", metavar="NAME", help="tiny, mini, or a preset of the family, such as small (default: "
-                      "mini)")
+                      "mini, of translation tiny)")
     init.add_argument("--stages", type=int, metavar="P", help="stages, one process or GPU each (default: 4)")
     init.add_argument("--batch-size", type=int, metavar="N", help="samples per batch (default: 32)")
     init.add_argument("--schedule", metavar="KIND", help="synchronous: 1f1b; asynchronous: pipedream, with what late "

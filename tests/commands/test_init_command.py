@@ -62,9 +62,15 @@ def test_what_it_writes_is_planned_and_trains(here: Path, capsys: pytest.Capture
       "parallel.schedule": "pipedream", "training.optimizer": "muon", "training.delay_correction": "extrapolate"}),
     (["--family", "llama", "--size", "110m", "--batch-size", "7"],
      {"model.preset": "110m", "training.num_microbatches": 7, "dataset.batch_size": 7}),
+    (["--data", "pairs.tsv", "--schedule", "asynchronous"],
+     {"model.name": "translation", "model.preset": "tiny", "dataset.name": "pairs", "dataset.path": Path("pairs.tsv")}),
+    (["--family", "translation"], {"model.preset": "tiny", "dataset.name": "pairs", "dataset.path": None}),
+    (["--data", "shard.hdf5"], {"model.name": "bert", "dataset.name": "bert_hdf5"}),
 ])
 def test_without_a_terminal_options_or_defaults_are_taken_and_comments_are_the_descriptions(
         words: list[str], expected: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("pairs.tsv").write_text("a cat\tune chatte\n")
+    Path("shard.hdf5").touch()
     assert main(["init", *words, "-o", "c.yaml"]) == 0
     config, text = load_config(Path("c.yaml")), Path("c.yaml").read_text()
     for key, value in expected.items():
@@ -81,7 +87,8 @@ def test_without_a_terminal_options_or_defaults_are_taken_and_comments_are_the_d
 
 
 def test_every_size_of_every_family_is_one() -> None:
-    for family, sizes in (("gpt", "tiny mini xl"), ("llama", "tiny 13b"), ("bert", "tiny large")):
+    for family, sizes in (("gpt", "tiny mini xl"), ("llama", "tiny 13b"), ("bert", "tiny large"),
+                          ("translation", "tiny big")):
         for size in sizes.split():
             assert main(["init", "--family", family, "--size", size, "--force", "--schedule", "asynchronous"]) == 0
             config = load_config(Path("train.yaml"))
@@ -125,9 +132,9 @@ def test_at_a_terminal_it_asks_what_no_option_says_and_asks_again(
     (["--stages", "0"], "error: --stages is 0\n"),
     (["--minutes", "-1"], "error: '-1.0' is no length of a training\n"),
     (["--size", "smal"], "error: vpipe init has no size 'smal'\nhint: did you mean 'small'?\n"),
-    (["--data", "there.yaml"], "error: no data set reads 'there.yaml'\nhint: give a .txt file"),
-    (["--data", "f.jsonl", "--family", "bert"], "error: the family bert cannot be trained on 'f.jsonl', which the data "
-                                                "set code_search_net reads\nhint: give --family gpt"),
+    (["--data", "there.yaml"], "error: no data set reads 'there.yaml'\nhint: give a .txt file, a .tsv"),
+    (["--data", "f.jsonl", "--family", "bert"], "error: the family bert cannot be trained on 'f.jsonl'\nhint: give "
+                                                "--family gpt or llama, or data with *.txt, *.hdf5\n"),
     (["--schedule", "asynchronous", "--batch-size", "9"], "error: dataset.batch_size is 9, which cannot be cut evenly"),
 ])
 def test_mistakes_are_refused_and_nothing_is_written(words: list[str], said: str,

@@ -20,17 +20,23 @@ from vpipe.model.bert import KEYS as BERT
 from vpipe.model.gpt import KEYS as GPT
 from vpipe.model.llama import KEYS as LLAMA
 from vpipe.model.registry import family_named
+from vpipe.model.translation import KEYS as TRANSLATION
 from vpipe.train.model_section import model_settings
 
-FAMILIES = {"gpt": GPT, "llama": LLAMA, "bert": BERT}
+FAMILIES = {"gpt": GPT, "llama": LLAMA, "bert": BERT, "translation": TRANSLATION}
 SIZES: Mapping[str, Mapping[str, int]] = {"tiny": {"hidden_size": 128, "num_layers": 2, "num_heads": 2},
                                           "mini": {"hidden_size": 256, "num_layers": 4, "num_heads": 4}}
 """Sizes for families whose presets are for GPUs."""
 
 SCHEDULES = {"synchronous": "1f1b", "asynchronous": "pipedream"}
-_FOR_LANGUAGE_MODELS = {"code_search_net": ("*.jsonl", "*.jsonl.gz"), "huggingface": ("dataset_info.json",)}
-_KINDS: Mapping[str, tuple[str, ...]] = {**_FOR_LANGUAGE_MODELS, "text": ("*.txt",), "bert_hdf5": ("*.hdf5",)}
-"""Names of files in the data, by the data set that reads them."""
+_FILES: Mapping[str, tuple[str, ...]] = {
+    "code_search_net": ("*.jsonl", "*.jsonl.gz"), "huggingface": ("dataset_info.json",), "text": ("*.txt",),
+    "bert_hdf5": ("*.hdf5",), "pairs": ("*.tsv", "*.tsv.gz", "*.mo", "*.po", "dataset_info.json")}
+"""Names of files, by the data set that reads them."""
+
+_DATASETS = {"gpt": ("code_search_net", "huggingface", "text"), "llama": ("code_search_net", "huggingface", "text"),
+             "bert": ("text", "bert_hdf5"), "translation": ("pairs",)}
+"""Data sets that a family can be trained on; without the user's data the first one, of what this machine has."""
 
 _COLUMNS = 100
 
@@ -63,9 +69,9 @@ def run_init(options: argparse.Namespace) -> None:
         return _writable(Path(text), options.force)
 
     output = answer(options.output, "Write the config to", "train.yaml", read_output)
-    data = answer(options.data, "Your text: a .txt file, or a folder of .txt, .jsonl or .hdf5 files; none takes the "
-                  "text on this machine", "none", _data)
-    name = answer(options.family, f"Model family ({', '.join(FAMILIES)})", "gpt", _one_of(FAMILIES, "family"))
+    data = answer(options.data, "Your data: a .txt file, or a folder of .txt, .jsonl or .hdf5 files; for translation a "
+                  ".tsv file of pairs; none takes what is on this machine", "none", _data)
+    name = answer(options.family, f"Model family ({', '.join(FAMILIES)})", _families(data)[0], _family_for(data))
     sizes = {**(SIZES if "tiny" not in FAMILIES[name].presets else {}), **FAMILIES[name].presets}
     size = answer(options.size, f"Size of the model ({', '.join(sizes)})", "mini" if "mini" in sizes else next(
         iter(sizes)), _one_of(sizes, "size"))
@@ -107,18 +113,35 @@ def _data(text: str) -> Path | None:
     path = Path(os.path.expanduser(text))
     if not path.exists():
         raise UserError(f"there is no file or folder '{path}'", hint="name the text to train on")
-    _kind(path)
+    if not _families(path):
+        raise UserError(f"no data set reads '{path}'", hint="give a .txt file, a .tsv file of pairs, or a folder with "
+                        ".txt, .jsonl, .hdf5 or .tsv files, or one that save_to_disk of the package datasets wrote")
     return path
 
 
-def _kind(path: Path) -> str:
-    """Return the name of the data set that reads a file or a folder."""
-    for name, patterns in _KINDS.items():
-        for pattern in patterns:
-            if path.match(pattern) if path.is_file() else next(path.rglob(pattern), None) is not None:
-                return name
-    raise UserError(f"no data set reads '{path}'", hint="give a .txt file, or a folder with .txt, .jsonl or .hdf5 "
-                    "files, or one that save_to_disk of the package datasets wrote")
+def _dataset(family: str, path: Path | None) -> str | None:
+    """Return the name of the data set with which a family reads a file or a folder; None if there is none."""
+    def holds(pattern: str) -> bool:
+        assert path is not None, "the user's data"
+        return path.match(pattern) if path.is_file() else next(path.rglob(pattern), None) is not None
+
+    return next((name for name in _DATASETS[family] if path is None or any(map(holds, _FILES[name]))), None)
+
+
+def _families(path: Path | None) -> list[str]:
+    return [family for family in FAMILIES if _dataset(family, path) is not None]
+
+
+def _family_for(path: Path | None) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        family = _one_of(FAMILIES, "family")(text)
+        if _dataset(family, path) is None:
+            raise UserError(f"the family {family} cannot be trained on '{path}'",
+                            hint=f"give --family {' or '.join(_families(path))}, or data with " + ", ".join(
+                                pattern for name in _DATASETS[family] for pattern in _FILES[name]))
+        return family
+
+    return read
 
 
 def _one_of(known: Mapping[str, object], what: str) -> Callable[[str], str]:
@@ -157,11 +180,6 @@ def _sections(name: str, size: str, data: Path | None, batch_size: int, schedule
               length: _Length) -> dict[str, dict[str, Any]]:
     """Return the keys of the config, by section."""
     presets, late = FAMILIES[name].presets, schedule == "asynchronous"
-    dataset = ("text" if name == "bert" else "code_search_net") if data is None else _kind(data)
-    fitting = ("text", "bert_hdf5") if name == "bert" else ("text", *_FOR_LANGUAGE_MODELS)
-    if dataset not in fitting:
-        raise UserError(f"the family {name} cannot be trained on '{data}', which the data set {dataset} reads",
-                        hint="give --family " + ("gpt" if name == "bert" else "bert") + ", or a folder of .txt files")
     training: dict[str, Any] = {"learning_rate": 0.001}
     if length.steps is not None:
         training |= {"lr_policy": "cosine", "warmup_steps": 0.05, "max_steps": length.steps}
@@ -175,7 +193,8 @@ def _sections(name: str, size: str, data: Path | None, batch_size: int, schedule
     training["weight_decay"] = 0.01
     return {"model": {"name": name, **({"preset": size} if size in presets else SIZES[size]), "sequence_length": 128,
                       "vocab_size": -1},
-            "dataset": {"name": dataset, **({} if data is None else {"path": str(data)}), "batch_size": batch_size},
+            "dataset": {"name": _dataset(name, data), **({} if data is None else {"path": str(data)}),
+                        "batch_size": batch_size},
             "training": training,
             "parallel": {"model_parallel_size": stages, "schedule": SCHEDULES[schedule], "partition": "auto"}}
 
