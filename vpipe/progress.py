@@ -51,6 +51,15 @@ def progress(items: Iterable[Item], what: str, *, unit: str, total: int | None =
                 file=sys.stderr, leave=False)
 
 
+def print_line(text: str) -> None:
+    """Print a line on standard output at once; on a terminal progress lines make room for it."""
+    if sys.stderr.isatty():
+        tqdm.write(text)
+        sys.stdout.flush()
+    else:
+        print(text, flush=True)
+
+
 @contextmanager
 def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function to call with (bytes done, bytes in all); after two seconds a line on stderr shows them."""

@@ -127,6 +127,18 @@ def test_a_beam_search_prints_its_best_texts(gpt: Path, sample: Sample) -> None:
     assert found[0].split("  ")[1] == best.rstrip("\n")
 
 
+def test_a_long_search_shows_how_far_it_is(gpt: Path, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--prompt", "the cat sat", "--tokens", 8, "--beams", 3)
+    _, out, err = sample(gpt, *words)
+    assert "searching" not in err
+    monkeypatch.setattr("vpipe.progress._PATIENCE_S", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _, shown, err = sample(gpt, *words)
+    assert "searching: " in err
+    assert "/8 [" in err
+    assert shown == out
+
+
 @pytest.mark.usefixtures("forked")
 def test_ranks_give_the_texts_of_one_process(gpt: Path, capfd: pytest.CaptureFixture[str]) -> None:
     prompts = [word for prompt in ("the cat", "sat", "the dog sat on the") for word in ("--prompt", prompt)]

@@ -25,7 +25,7 @@ from vpipe.errors import UserError, counted, counted_with_commas
 from vpipe.model.generate import TRANSLATES, Chosen, DecoderModel, Decoding, Request, StageDecoder, load_weights
 from vpipe.model.layer import Model, build_outline
 from vpipe.model.split import balanced, parameter_count, parameter_counts, resolve_tie, split
-from vpipe.progress import byte_progress
+from vpipe.progress import byte_progress, print_line, progress
 from vpipe.runtime.generation import GenerationRank, in_flight, run_rank
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.schedules.schedule import describe_rank
@@ -236,11 +236,16 @@ def _show(task: GenerationTask, tokenizer: Tokenizer, cached: bool, choices: Ite
     if not cached:
         print("a layer of the model has no method 'step': every token computes the whole text again (docs/sample.md)",
               file=sys.stderr, flush=True)
-    began, found, decoding = perf_counter(), ChosenTokens(choices), task.decoding
+    began, decoding = perf_counter(), task.decoding
+    streams = decoding.beams is None and not task.translates
+    if not streams:  # translations mostly end long before their most tokens
+        choices = iter(progress(choices, "translating" if task.translates else "searching", unit=" tokens",
+                                total=None if task.translates else len(task.prompts) * decoding.tokens))
+    found = ChosenTokens(choices)
     for number, (prompt, ids) in enumerate(zip(task.prompts, task.ids, strict=True)):
         if number and not task.translates:
             print()
-        if decoding.beams is None and not task.translates:
+        if streams:
             print(prompt, end="", flush=True)
             for piece in texts(tokenizer, ids, found.tokens(number), decoding.end):
                 print(piece, end="", flush=True)
@@ -248,8 +253,8 @@ def _show(task: GenerationTask, tokenizer: Tokenizer, cached: bool, choices: Ite
             continue
         for text in found.texts(number):
             score = f"{text.score:.4f}  " if decoding.best > 1 else ""
-            print(score + (line_of(tokenizer, text) if task.translates else
-                           prompt + "".join(texts(tokenizer, ids, iter(text.tokens), None))), flush=True)
+            print_line(score + (line_of(tokenizer, text) if task.translates else
+                                prompt + "".join(texts(tokenizer, ids, iter(text.tokens), None))))
     for _ in choices:
         pass
     seconds = perf_counter() - began
