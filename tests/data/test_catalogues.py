@@ -51,14 +51,19 @@ msgstr ""
 
 msgid "say \"hi\"\\"
 msgstr "sag \x22hallo\042\\"
+#, fuzzy
 #~ msgid "obsolete"
 #~ msgstr "veraltet"
+
+domain "other"
+msgid "yes" " or no"
+msgstr "ja oder nein"
 
 msgid "OK"
 msgstr "OK"
 '''
 FOUND = [("cannot open %s", "%s kann nicht geöffnet werden"), ("Open", "Öffnen"), ("%d file", "%d Datei"),
-         ("%d files", "%d Dateien"), ('say "hi"\\', 'sag "hallo"\\')]
+         ("%d files", "%d Dateien"), ('say "hi"\\', 'sag "hallo"\\'), ("yes or no", "ja oder nein")]
 
 
 def compiled(entries: dict[str, str], order: str = "<", charset: str = "UTF-8") -> bytes:
@@ -89,6 +94,14 @@ def test_a_catalogue_of_translators(tmp_path: Path) -> None:
     assert list(catalogue.pairs()) == FOUND
     (tmp_path / "de.po").write_bytes(PO.replace("UTF-8", "ISO-8859-1").encode("latin-1"))
     assert list(catalogue.pairs()) == FOUND
+
+
+def test_bytes_that_a_catalogue_names_are_of_its_encoding(tmp_path: Path) -> None:
+    for charset, text in (("UTF-8", r"caf\303\251 \xc3\xa9t\303\251"), ("ISO-8859-1", r"caf\351 \xe9t\351")):
+        (tmp_path / "fr.po").write_text(f'msgid ""\nmsgstr "Content-Type: text/plain; charset={charset}\\n"\n\n'
+                                        f'msgid "a"\nmsgstr "{text}"\n')
+        (entry,) = [entry for entry in read_messages(tmp_path / "fr.po") if entry.text == "a"]
+        assert entry.translations == ("café été",)
 
 
 @pytest.mark.parametrize("kinds", [{}, {"order": ">"}, {"charset": "ISO-8859-1"}])
@@ -128,7 +141,8 @@ def test_a_damaged_compiled_catalogue_is_named(tmp_path: Path, content: bytes, p
 
 @pytest.mark.parametrize(("text", "line", "problem"), [
     ('msgid "a"\nmsgstr b', 2, "no keyword with a text in quotes"), ('"text"', 1, "no keyword"),
-    ('msgid "a"\n\nmsgid "b"\nmsgstr "c"', 3, "a second msgid"), ('msgid "a" "b"', 1, "no keyword"),
+    ('msgid "a"\n\nmsgid "b"\nmsgstr "c"', 3, "a second msgid"), ('msgid "a" b', 1, "no keyword"),
+    ('msgid "a"\nmsgstr "\\303 x"', 2, "the bytes that it names are not UTF-8"),
     ('msgid "a"\nmsgstr "b"\nmsgstr "c"', 3, "a second msgstr"), ('msgid "a"', 2, "a second msgid")])
 def test_a_wrong_line_of_a_catalogue_is_named(tmp_path: Path, text: str, line: int, problem: str) -> None:
     (tmp_path / "x.po").write_text(text)
@@ -157,7 +171,7 @@ def test_without_a_path_the_language_with_the_most_messages_on_this_machine_is_t
     monkeypatch.setattr("vpipe.data.pairs.locale_folders", lambda: [tmp_path / "locale"])
     settings = replace(settings_of(tmp_path, tmp_path / "cache"), path=None)
     dataset = pairs(settings)
-    assert dataset.lines == ("pairs: 46 of 4 gettext catalogues on this machine, from English to de (one 40, three 5, "
+    assert dataset.lines == ("pairs: 47 of 4 gettext catalogues on this machine, from English to de (one 40, three 6, "
                              "two 1); 2 held out", "left out: 1 duplicates")
     assert capsys.readouterr().err == ("vpipe: 1 catalogue left out: bad.mo is no catalogue: it ends after 11 bytes\n")
     chinese = pairs(replace(settings, target_language="zh_CN", batch_size=2))
@@ -180,7 +194,7 @@ def test_messages_are_counted_by_language_and_files_in_the_order_of_their_paths(
     assert [str(each.path.relative_to(tmp_path)) for each in found] == [
         f"de/LC_MESSAGES/{name}" for name in ("bad.mo", "one.mo", "three.po", "two.mo")] + [
         "zh_CN.UTF-8/LC_MESSAGES/one.mo"]
-    assert most_messages(found[1:]) == {"de": 41 + 3 + 8, "zh_CN": 4}
+    assert most_messages(found[1:]) == {"de": 41 + 3 + 9, "zh_CN": 4}
     assert [each.language for each in catalogues_in(tmp_path)].count("zh_CN") == 1
 
 

@@ -109,6 +109,17 @@ def test_names_of_files_give_the_parts_and_training_leaves_out_what_is_held_out(
     assert dataset.lines[1] == ("left out: 1 whose source is also held out, 2 marked valid, as others are marked test")
 
 
+@pytest.mark.parametrize("part", ["valid", "test"])
+def test_pairs_of_the_training_that_are_also_held_out_stay_held_out(tmp_path: Path, part: str) -> None:
+    found = sentences(40)
+    write_pairs(tmp_path / "data" / "train.tsv", [*found, *found[:2]])
+    write_pairs(tmp_path / "data" / f"{part}.tsv", found[:5])
+    dataset = pairs(settings_of(tmp_path / "data", tmp_path / "cache"))
+    assert texts(dataset, "test") == found[:5]
+    assert sorted(texts(dataset, "train")) == sorted(found[5:])
+    assert dataset.lines[1] == "left out: 2 duplicates, 5 whose source is also held out"
+
+
 @pytest.mark.parametrize(("line", "problem"), [
     (b"no tab here", "the line has no tab"), (b"a\tb\tc", "the line has 3 columns"), (b"\tb", "the source is empty"),
     (b"a\t ", "the target is empty"), (b"a\t\xff", "the line is not UTF-8 (byte 2)")])

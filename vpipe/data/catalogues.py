@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from vpipe.errors import UserError
@@ -136,8 +137,10 @@ class _LineError(ValueError):
 
 
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_STRINGS = re.compile(rf"(?:{_STRING.pattern}\s*)+")
 _ENTRY = re.compile(r'(msgctxt|msgid|msgid_plural|msgstr(?:\[\d+\])?)\s*(".*)')
-_ESCAPE = re.compile(r"\\([0-7]{1,3}|x[0-9a-fA-F]+|.)")
+_BYTE = r"\\(?:[0-7]{1,3}|x[0-9a-fA-F]+)"
+_ESCAPE = re.compile(rf"(?P<bytes>(?:{_BYTE})+)|\\(?P<letter>.)")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", '"': '"', "\\": "\\"}
 
 
@@ -158,9 +161,9 @@ def _read_po(content: bytes) -> list[CatalogueEntry]:
             if "msgstr" in key:
                 _add(found, entry, fuzzy)
                 entry, fuzzy, key = {}, False, ""
-            fuzzy = fuzzy or (line.startswith("#,") and "fuzzy" in line)
+            fuzzy = not line.startswith("#~") and (fuzzy or (line.startswith("#,") and "fuzzy" in line))
             continue
-        if not line:
+        if not line or line.startswith("domain "):
             continue
         match = _ENTRY.fullmatch(line)
         if match is not None:
@@ -171,18 +174,21 @@ def _read_po(content: bytes) -> list[CatalogueEntry]:
             if key in entry:
                 raise _LineError(number, f"a second {key} of one entry")
             entry[key] = ""
-        string = _STRING.fullmatch(line)
-        if string is None or not key:
+        if _STRINGS.fullmatch(line) is None or not key:
             raise _LineError(number, "the line is no keyword with a text in quotes")
-        entry[key] += _ESCAPE.sub(_unescaped, string[1])
+        try:
+            entry[key] += "".join(_ESCAPE.sub(partial(_unescaped, charset), text) for text in _STRING.findall(line))
+        except UnicodeDecodeError as error:
+            raise _LineError(number, f"the bytes that it names are not {charset}") from error
     return found
 
 
-def _unescaped(escape: re.Match[str]) -> str:
-    code = escape[1]
-    if code[0] in "01234567":
-        return chr(int(code, 8))
-    return chr(int(code[1:], 16) % 256) if code[0] == "x" and len(code) > 1 else _ESCAPES.get(code, code)
+def _unescaped(charset: str, escape: re.Match[str]) -> str:
+    letter: str | None = escape["letter"]
+    if letter is not None:
+        return _ESCAPES.get(letter, letter)
+    codes = re.findall(_BYTE, escape["bytes"])  # of one or several characters
+    return bytes((int(code[2:], 16) if code[1] == "x" else int(code[1:], 8)) % 256 for code in codes).decode(charset)
 
 
 def _add(found: list[CatalogueEntry], entry: dict[str, str], fuzzy: bool) -> None:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SUFFIXES = (".tsv", ".tsv.gz")
-_FORMAT = 2  # raised when the same facts come to mean other tokens, or another manifest
+_FORMAT = 3  # raised when the same facts come to mean other tokens, or another manifest
 _TEXTS_AT_ONCE = 1024
 
 
@@ -281,7 +281,10 @@ def prepare_pairs(corpus: Corpus, vocab_size: int = -1, tokenizer: Path | None =
 
 
 class _Distinct:
-    """The pairs of a corpus without duplicates and those with an empty side, which are counted."""
+    """The pairs of a corpus without those with an empty side and duplicates within a part, which are counted.
+
+    A pair of the training that is also in the held-out part is no duplicate: it is left out for its source.
+    """
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus, self.duplicates, self.empty = corpus, 0, 0
@@ -294,7 +297,8 @@ class _Distinct:
             if not pair.text or not pair.target:
                 self.empty += 1
                 continue
-            digest = hashlib.sha256(f"{pair.text}\t{pair.target}".encode()).digest()[:12]
+            part = pair.part or "train"
+            digest = hashlib.sha256(f"{part}\t{pair.text}\t{pair.target}".encode()).digest()[:12]
             if digest in known:
                 self.duplicates += 1
                 continue
@@ -365,7 +369,8 @@ def pairs(settings: DatasetSettings) -> PairDataset:
     if path is not None and is_saved(path):
         return pair_dataset(saved_translations(path, source, target), settings)
     found = machine_catalogues(locale_folders()) if path is None else catalogues_in(path)
-    if path is None or (found and not (path.is_dir() and any(path.rglob("*.tsv*")))):
+    if path is None or (found and not (path.is_dir() and any(
+            file.name.endswith(SUFFIXES) for file in path.rglob("*.tsv*")))):
         if source is not None:
             raise UserError(f"dataset.source_language is {source}, but the source of gettext catalogues is what a "
                             "program says, in English", hint="leave it out; dataset.target_language is the other one")
