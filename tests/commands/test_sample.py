@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import random
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,17 @@ from typing import Any
 import pytest
 import torch
 from small_run import job_of
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from vpipe import Model, Pipeline
-from vpipe.checkpoint.export import make_checkpoint
-from vpipe.checkpoint.manifest import CheckpointInfo
+from vpipe.checkpoint.directory import find_checkpoint
+from vpipe.checkpoint.export import export_huggingface, make_checkpoint
+from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.cli import main
 from vpipe.data.tokenizers import load_tokenizer, train_byte_bpe
+from vpipe.errors import RunError
 from vpipe.model.generate import Decoding, Request
+from vpipe.model.registry import ModelSettings, family_named
 from vpipe.train.generation import GenerationTask
 from vpipe.train.loop import train
 from vpipe.train.sampling import texts
@@ -92,6 +98,8 @@ def test_a_seed_and_a_step_decide(gpt: Path, sample: Sample, monkeypatch: pytest
     (["--best", "2"], "error: --best can be given for a beam search alone\nhint: add --beams 4"),
     (["--beams", "2", "--best", "3"], "error: --best is 3, but there are 2 beams\nhint: set --beams to 3 or more"),
     (["--beams", "2", "--length-penalty", "-1"], "error: --length-penalty is -1\nhint: "),
+    (["--beams", "2", "--length-penalty", "1e9"], "error: --length-penalty is 1e+09\nhint: give a number from 0"),
+    (["--prompt", "caf\udce9"], "error: the prompt is not UTF-8 (byte 3)\nhint: convert it: iconv -f LATIN1"),
     (["--ranks", "4"], "error: --ranks is 4, but the model has only 3 layers\nhint: use 3 ranks at most"),
     (["--tokenizer", "nowhere.json"], "error: nowhere.json is not a tokenizer: "),
 ])
@@ -183,6 +191,85 @@ def test_a_translation_is_a_line_and_beams_search_it(translator: Path, sample: S
     assert status == 2
     assert re.search(r"error: the prompt has \d+ tokens with its end, but the model reads 16\nhint: translate", err)
     assert "--best is 5, but there are 4 beams" in sample(translator, "--prompt", "one", "--best", 5)[2]
+
+
+def test_an_imported_model_reads_as_many_tokens_as_it_has_positions(
+        translator: Path, sample: Sample, tmp_path: Path) -> None:
+    tokenizer = next((translator.parent / "cache").glob("pairs-*/tokenizer.json"))
+    family = family_named("translation")
+    settings = ModelSettings(load_tokenizer(tokenizer).get_vocab_size(), tie_weights=True, overrides={
+        "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "max_position_embeddings": 20, "pad_token_id": 0, "decoder_start_token_id": 0})
+    model = family.factory(settings)
+    modules = model.materialize(0)
+    tied = {f"{layer.name}.{own}" for layer in model.layers for own in layer.ties}
+    assert family.huggingface is not None
+    export_huggingface({name: tensor for name, tensor in modules.state_dict().items() if name not in tied},
+                       family.huggingface, settings, tmp_path / "hf")
+    assert main(["checkpoint", "import", str(tmp_path / "hf"), "-o", str(tmp_path / "own")]) == 0
+    words = (tmp_path / "own", "--tokenizer", tokenizer)
+    assert sample(*words, "--prompt", "one", "--tokens", 99)[0] == 0
+    assert "but the model reads 20\n" in sample(*words, "--prompt", "one " * 40)[2]
+
+
+@pytest.mark.usefixtures("forked")
+def test_lines_of_a_file_and_of_its_translation_belong_together(translator: Path, tmp_path: Path,
+                                                                capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeffone\n\ncat\u2028dog\r\n \ntwo\x0c cat\n".encode())
+    assert main(["sample", str(translator), "--prompts", str(path)]) == 0
+    lines = capfd.readouterr().out.split("\n")
+    assert (lines[0], lines[1], lines[3], lines[5:]) == ("eins", "", "", [""])
+    assert all((lines[2], lines[4]))
+    assert main(["sample", str(translator), "--prompts", str(path), "--ranks", "2"]) == 0
+    assert capfd.readouterr().out.split("\n") == lines
+    assert main(["sample", str(translator), "--prompt", " "]) == 2
+    assert capfd.readouterr().err == "error: there is nothing to translate\nhint: give a sentence as --prompt\n"
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_named(gpt: Path, tmp_path: Path, sample: Sample,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(gpt, tmp_path / "run")
+    newest, once = tmp_path / "run" / "checkpoints" / "step-120", Manifest.load
+
+    def load(folder: Path) -> Manifest:
+        shutil.rmtree(newest, ignore_errors=True)
+        return once(folder)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("vpipe.commands.sample.Manifest.load", load)
+        assert "after step 60" in sample(tmp_path / "run", "--prompt", "the", "--tokens", 1)[2]
+    monkeypatch.setattr("vpipe.train.generation.weights_of", lambda folder, *_, **__: find_checkpoint(
+        folder / "gone" if shutil.rmtree(folder) is None else folder))
+    status, _, err = sample(tmp_path / "run", "--prompt", "the", "--tokens", 1)
+    assert status == 2
+    assert "step-60' was removed while it was read, as a run does that keeps a few\nhint: do it again" in err
+
+
+def test_a_tokenizer_without_a_token_for_unknown_words_is_named(gpt: Path, tmp_path: Path, sample: Sample) -> None:
+    words = Tokenizer(models.WordLevel({"the": 0, "cat": 1, "<|endoftext|>": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    given = ("--tokenizer", tmp_path / "words.json", "--tokens", 1)
+    assert sample(gpt, "--prompt", "the cat", *given)[0] == 0
+    status, _, err = sample(gpt, "--prompt", "the dog", *given)
+    assert (status, "\n".join(err.splitlines()[-2:])) == (
+        2, "error: the tokenizer cannot encode the text: WordLevel error: Missing [UNK] token from the vocabulary\n"
+           "hint: give it a token for unknown words, or take a byte-level one, which knows every text")
+
+
+def test_a_reader_that_leaves_ends_the_ranks_quietly(gpt: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                     capfd: pytest.CaptureFixture[str]) -> None:
+    def left(*_: object) -> None:
+        raise RunError("BrokenPipeError: [Errno 32] Broken pipe (rank 0)", hint="fix what raised it")
+
+    monkeypatch.setattr("vpipe.commands.sample.run_ranks", left)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("os.dup2", lambda *_: None)
+    capfd.readouterr()
+    assert main(["sample", str(gpt), "--prompt", "the", "--ranks", "2"]) == 1
+    assert capfd.readouterr() == ("", "")
+    assert not list(tmp_path.iterdir())
 
 
 def test_ranks_read_what_the_command_writes(tmp_path: Path) -> None:

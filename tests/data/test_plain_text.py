@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from vpipe.data.code_search_net import jsonl_files
-from vpipe.data.plain_text import read_blocks, read_documents, split_sentences, text_files
+from vpipe.data.plain_text import likely_encoding, read_blocks, read_documents, split_sentences, text_files
 from vpipe.errors import UserError
 
 
@@ -77,6 +77,19 @@ def test_chinese_that_is_not_utf8_is_named_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"old\.txt is not UTF-8 \(byte 12\)") as caught:
         list(read_blocks(tmp_path))
     assert caught.value.problems[0].hint == "convert it: iconv -f GB18030 -t UTF-8"
+
+
+@pytest.mark.parametrize(("text", "encodings"), [
+    ("我们训练一个大的语言模型，\n它学习中文。", ("GB18030", "UTF-16", "UTF-16LE", "UTF-16BE")),
+    ("我們訓練一個大的語言模型，\n它學習中文。", ("BIG5", "UTF-16LE", "UTF-16BE")),
+    ("Où êtes-vous née ? Größe\n", ("LATIN1", "UTF-16LE", "UTF-16BE"))])
+def test_the_encoding_of_a_text_is_guessed(text: str, encodings: tuple[str, ...]) -> None:
+    assert [likely_encoding(text.encode(encoding)) for encoding in encodings] == list(encodings)
+
+
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffone\n\ntwo".encode())
+    assert list(read_blocks(tmp_path)) == [["one"], ["two"]]
 
 
 @pytest.mark.parametrize(("text", "sentences"), [

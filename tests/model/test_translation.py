@@ -18,7 +18,13 @@ from vpipe.model.layer import Layer, Model
 from vpipe.model.loss import NO_LABEL
 from vpipe.model.registry import ModelSettings, family_named
 from vpipe.model.split import alive, parameter_counts, split
-from vpipe.model.translation import TranslationOptions, huggingface_config, sinusoids, translation_from_settings
+from vpipe.model.translation import (
+    TranslationOptions,
+    from_huggingface,
+    huggingface_config,
+    sinusoids,
+    translation_from_settings,
+)
 
 SIZES: dict[str, Any] = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 3,
                          "decoder_attention_heads": 3, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40}
@@ -177,6 +183,13 @@ def test_embeddings_and_head_are_tied(overrides: dict[str, Any], tied: bool | No
 def test_what_it_does_not_compute_is_refused(overrides: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         translation_from_settings(settings_of(**overrides))
+
+
+def test_a_model_whose_translations_start_otherwise_is_refused() -> None:
+    found = {"vocab_size": 50, "d_model": 16, "pad_token_id": 0, "decoder_start_token_id": 0}
+    assert from_huggingface(found).vocab_size == 50
+    with pytest.raises(UserError, match="decoder_start_token_id is 7 and pad_token_id 0, but vpipe starts"):
+        from_huggingface({**found, "decoder_start_token_id": 7})
 
 
 @pytest.mark.parametrize(("settings", "words"), [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
@@ -20,7 +21,7 @@ from vpipe.errors import RunError, UserError, counted
 from vpipe.launch.local import run_ranks
 from vpipe.launch.rank_env import HostRanks, check_alone
 from vpipe.train.checkpoint_model import data_tokenizer, has_model
-from vpipe.train.generation import GenerationTask, SampledCheckpoint, generate_alone
+from vpipe.train.generation import GenerationTask, SampledCheckpoint, generate_alone, removed
 from vpipe.train.sampling import (
     BEAMS,
     BERT,
@@ -36,6 +37,12 @@ from vpipe.train.sampling import (
 TOKENS = 100
 """Default of ``--tokens``."""
 
+_TRIES = 3
+"""To find the newest checkpoint of a run that replaces it meanwhile."""
+
+MOST_LENGTH_PENALTY = 10
+"""Nothing but the length would count."""
+
 
 def run_sample(options: argparse.Namespace) -> None:
     """Print a continuation of every prompt, or for BERT the most probable words of every mask."""
@@ -43,6 +50,8 @@ def run_sample(options: argparse.Namespace) -> None:
     prompts = _prompts(options)
     checkpoint = _find(options.folder, options.step)
     tokenizer = _tokenizer(checkpoint, options.tokenizer)
+    if options.prompts is not None and not checkpoint.translates:
+        prompts = [prompt for prompt in prompts if prompt.strip()]
     if checkpoint.found.name == BERT:
         _fill(options, checkpoint, tokenizer, prompts)
     else:
@@ -60,9 +69,9 @@ def _check(options: argparse.Namespace) -> None:
                         hint="give a number from 0 (the most probable token) on, such as 0.8")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise UserError(f"--top-p is {options.top_p:g}", hint="give a share above 0, at most 1, such as 0.9")
-    if options.length_penalty is not None and not 0 <= options.length_penalty < inf:
+    if options.length_penalty is not None and not 0 <= options.length_penalty <= MOST_LENGTH_PENALTY:
         raise UserError(f"--length-penalty is {options.length_penalty:g}",
-                        hint="give a number from 0 (none) on, such as 0.6")
+                        hint=f"give a number from 0 (none) to {MOST_LENGTH_PENALTY}, such as 0.6")
     drawn = _given(options, *_DRAWN)
     if options.beams is not None and drawn:
         raise UserError(f"{' and '.join(drawn)} cannot be given with --beams: a beam search draws nothing",
@@ -94,10 +103,10 @@ def _given(options: argparse.Namespace, *names: str) -> list[str]:
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
-    """Return the prompts; ``-`` is standard input, as one prompt or as a file of one per line."""
+    """Return the prompts; ``-`` is standard input, as one prompt or as a file of one per line. Lines may be blank."""
     if options.prompts is None:
         return [_decoded(sys.stdin.buffer.read(), "the prompt on standard input").rstrip("\n") if prompt == "-"
-                else prompt for prompt in options.prompt]
+                else _decoded(os.fsencode(prompt), "the prompt") for prompt in options.prompt]
     if str(options.prompts) == "-":
         content, where = sys.stdin.buffer.read(), "standard input"
     else:
@@ -107,11 +116,11 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         except OSError as error:
             raise UserError(f"cannot read the prompts in {where}: {error.strerror}",
                             hint="name a file with a prompt per line as --prompts") from None
-    lines = _decoded(content, f"the file of prompts, {where},").splitlines()
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
+    text = _decoded(content.removeprefix(BOM_UTF8), f"the file of prompts, {where},")
+    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    if not any(map(str.strip, lines)):
         raise UserError(f"there is no prompt in {where}", hint="write one per line")
-    return prompts
+    return lines
 
 
 def _decoded(content: bytes, what: str) -> str:
@@ -128,8 +137,17 @@ def _find(folder: Path, step: int | None) -> SampledCheckpoint:
     Raises:
         UserError: there is none, or it does not describe its model.
     """
-    paths = checkpoints_in(folder)
-    manifest = Manifest.load(path := paths[-1])
+    for attempt in range(_TRIES):
+        paths = checkpoints_in(folder)
+        path = paths[-1]
+        try:
+            manifest = Manifest.load(path)
+            break
+        except UserError:
+            if path.exists():
+                raise
+            if attempt == _TRIES - 1:
+                raise removed(path) from None
     if step is not None and manifest.step != step:
         loaded = {(one := Manifest.load(other)).step: (other, one) for other in paths}
         if step not in loaded:
@@ -162,7 +180,9 @@ def _continue(options: argparse.Namespace, checkpoint: SampledCheckpoint, path: 
     most, choice = TOKENS if options.tokens is None else options.tokens, _choice(options, translates)
     if translates:
         tokenizer = load_for_pairs(path)
-        ids = [source_ids(tokenizer, prompt, window) for prompt in prompts]
+        if not any(map(str.strip, prompts)):
+            raise UserError("there is nothing to translate", hint="give a sentence as --prompt")
+        ids = [source_ids(tokenizer, prompt, window) if prompt.strip() else [] for prompt in prompts]
         most = min(most, window)
         length = max(most, *map(len, ids))
         decoding = translation_decoding(tokenizer, most, **choice)
@@ -183,7 +203,9 @@ def _continue(options: argparse.Namespace, checkpoint: SampledCheckpoint, path: 
         task.save(folder)
         try:
             run_ranks(HostRanks.alone(ranks, free_port(None), task.threads, ("sample",)), folder, task.describe)
-        except RunError:
+        except RunError as error:
+            if BrokenPipeError.__name__ in str(error):
+                raise BrokenPipeError from None  # `vpipe sample ... | head`
             print(f"logs of the ranks: {folder}", file=sys.stderr, flush=True)
             raise
 

@@ -30,6 +30,7 @@ from vpipe.data.tokenizers import (
     load_with_end,
     model_vocab_size,
     save_tokenizer,
+    token_ids,
     train_byte_bpe,
 )
 from vpipe.errors import UserError, counted, counted_with_commas
@@ -197,9 +198,9 @@ def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) ->
             while batch := list(islice(texts, _TEXTS_AT_ONCE)):
                 documents += len(batch)
                 size_bytes += sum(len(text.encode()) for text in batch)
-                for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-                    file.write(np.array([*encoding.ids, end], dtype).tobytes())
-                    tokens += len(encoding.ids) + 1
+                for ids in token_ids(tokenizer, batch):
+                    file.write(np.array([*ids, end], dtype).tobytes())
+                    tokens += len(ids) + 1
         counts |= {f"{split}_documents": documents, f"{split}_tokens": tokens, f"{split}_bytes": size_bytes}
     return {"corpus": corpus.name, "tokenizer": None if given is None else str(given), "vocab_size": size,
             "dtype": dtype.name, "end_of_text": end, "counts": counts, "languages": divided.languages,

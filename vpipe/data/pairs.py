@@ -43,6 +43,7 @@ from vpipe.data.tokenizers import (
     model_vocab_size,
     save_tokenizer,
     token_id,
+    token_ids,
     train_byte_bpe,
 )
 from vpipe.errors import Problem, UserError, counted, nearest
@@ -348,12 +349,12 @@ def _write_tokens(pairs: Iterable[Pair], tokenizer: Tokenizer, dtype: np.dtype[A
     rest, lengths = iter(pairs), []
     with source_path.open("wb") as sources, target_path.open("wb") as targets:
         while batch := list(islice(rest, _TEXTS_AT_ONCE)):
-            sides = [tokenizer.encode_batch_fast(texts, add_special_tokens=False) for texts in
+            sides = [token_ids(tokenizer, texts) for texts in
                      ([pair.text for pair in batch], [pair.target for pair in batch])]
-            for file, encodings in zip((sources, targets), sides, strict=True):
-                for encoding in encodings:
-                    file.write(np.array(encoding.ids, dtype).tobytes())
-            lengths += [(len(source.ids), len(target.ids)) for source, target in zip(*sides, strict=True)]
+            for file, side in zip((sources, targets), sides, strict=True):
+                for ids in side:
+                    file.write(np.array(ids, dtype).tobytes())
+            lengths += [(len(source), len(target)) for source, target in zip(*sides, strict=True)]
     np.save(folder / f"{split}_lengths.npy", np.array(lengths, np.int32).reshape(-1, 2), allow_pickle=False)
     return {f"{split}_pairs": len(lengths), f"{split}_source_tokens": sum(source for source, _ in lengths),
             f"{split}_target_tokens": sum(target for _, target in lengths)}

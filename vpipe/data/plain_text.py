@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def read_blocks(folder: Path) -> Iterator[list[str]]:
     """
     for path in text_files(folder):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise UserError(f"{path.name} is not UTF-8 (byte {error.start})", where=str(path),
                             hint=f"convert it: iconv -f {likely_encoding(error.object)} -t UTF-8") from error
@@ -98,7 +99,23 @@ def read_blocks(folder: Path) -> Iterator[list[str]]:
 
 
 def likely_encoding(content: bytes) -> str:
-    """Return how a text that is not UTF-8 is likely encoded: as Chinese files often are, or as Western ones."""
-    foreign = [character for character in content.decode("gb18030", errors="replace") if not character.isascii()]
-    chinese = sum("\u4e00" <= character <= "\u9fff" for character in foreign)
-    return "GB18030" if 2 * chinese > len(foreign) else "LATIN1"
+    """Return how a text that is not UTF-8 is likely encoded: in UTF-16, as Chinese files often are, or Western ones."""
+    if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        return "UTF-16"
+    if b"\0" in content:  # a byte of whatever is ASCII
+        return max(("UTF-16LE", "UTF-16BE"), key=lambda name: sum(
+            character.isascii() or "\u3000" <= character <= "\u9fff" for character in content.decode(name, "replace")))
+    shares = {name: _common_share(content, name, *bounds) for name, bounds in _COMMON.items()}
+    likely = max(shares, key=shares.__getitem__)
+    return likely if shares[likely] > 0.5 else "LATIN1"
+
+
+_COMMON = {"GB18030": (b"\xb0\xa1", b"\xd7\xf9"), "BIG5": (b"\xa4\x40", b"\xc6\x7e")}
+"""The codes of the most common characters of an encoding, two bytes each."""
+
+
+def _common_share(content: bytes, encoding: str, first: bytes, last: bytes) -> float:
+    codes = [character.encode(encoding) for character in content.decode(encoding, errors="ignore")
+             if not character.isascii()]
+    return sum(first <= code <= last and (encoding == "BIG5" or code[1] >= first[1]) for code in codes) / max(
+        1, len(codes))

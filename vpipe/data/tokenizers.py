@@ -193,6 +193,21 @@ def end_token(tokenizer: Tokenizer) -> tuple[str, int] | None:
     return next(((end, number) for end in _KNOWN_ENDS if (number := tokenizer.token_to_id(end)) is not None), None)
 
 
+def token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of every text, without special ones.
+
+    Raises:
+        UserError: a text has a word that the tokenizer has no token for, not even one for unknown words.
+    """
+    try:
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+    except Exception as error:
+        if type(error) is not Exception:  # of which the package makes all of its own
+            raise
+        raise UserError(f"the tokenizer cannot encode the text: {error}", hint="give it a token for unknown words, or "
+                        "take a byte-level one, which knows every text") from None
+
+
 PADDING, END = PAIR_TOKENS = ("<pad>", "</s>")
 """Special tokens of pairs, as Marian's: padding also starts a target."""
 

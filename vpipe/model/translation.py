@@ -169,6 +169,10 @@ def from_huggingface(found: Mapping[str, object]) -> ModelSettings:
     values: dict[str, Any] = {**vars(TranslationConfig()), "encoder_ffn_dim": 4096, "decoder_ffn_dim": 4096, **found}
     config = config_from_settings(ModelSettings(values["vocab_size"], overrides=values))
     _check_ties(config)
+    if config.decoder_start_token_id != config.pad_token_id:
+        raise UserError(f"decoder_start_token_id is {config.decoder_start_token_id} and pad_token_id "
+                        f"{config.pad_token_id}, but vpipe starts every translation with padding",
+                        hint="take a model that was trained so, as published ones of Marian are")
     return ModelSettings(config.vocab_size, tie_weights=config.tie_word_embeddings, overrides=values)
 
 

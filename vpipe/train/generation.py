@@ -6,8 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -72,7 +74,7 @@ class SampledCheckpoint:
     @property
     def translates(self) -> bool:
         """Return whether the model's text is the translation of a source."""
-        return set(self.found.model().batch) == TRANSLATES
+        return set(self.model(1).batch) == TRANSLATES
 
     @property
     def threads(self) -> int:
@@ -127,15 +129,25 @@ class SampledCheckpoint:
     def text_model(self, length: int, tokenizer: Tokenizer) -> TextModel:
         """Return the whole model with its weights."""
         model = self.model(length)
-        with byte_progress(f"reading {self.folder.name}") as progress:
+        with self.kept(), byte_progress(f"reading {self.folder.name}") as progress:
             weights = weights_of(self.folder, self.manifest, progress, checked=True)
         self.introduce()
         return TextModel(model, load_weights(model, weights, self.manifest.seed, self._draws).float(), tokenizer,
                          length)
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Say of a checkpoint that cannot be read, if it is so, that its run has removed it meanwhile."""
+        try:
+            yield
+        except UserError:
+            if self.folder.exists():
+                raise
+            raise removed(self.folder) from None
+
     def introduce(self) -> None:
         """Print which checkpoint it is."""
-        parameters = parameter_count(self.found.model())
+        parameters = parameter_count(self.model(1))
         size = "parameters unknown" if parameters is None else counted_with_commas(parameters, "parameter")
         print(f"{self.folder}: {self.found.name}, {size}, after step "
               f"{self.manifest.step:,}", file=sys.stderr, flush=True)
@@ -151,10 +163,17 @@ class SampledCheckpoint:
                  for name in build_outline(model.layers[number], number).state_dict()
                  if name not in model.layers[number].ties}
         names |= {resolve_tie(model, target) for number in layers for target in model.layers[number].ties.values()}
-        found = load_tensors(self.folder, self.manifest, [PREFIX + name for name in names], checked=True)
+        with self.kept():
+            found = load_tensors(self.folder, self.manifest, [PREFIX + name for name in names], checked=True)
         weights = {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
         modules = load_weights(model, weights, self.manifest.seed, self._draws, layers).float()
         return StageDecoder(DecoderModel(model), modules, length, layers)
+
+
+def removed(folder: Path) -> UserError:
+    """Return the error that a run has removed a checkpoint in favour of newer ones."""
+    return UserError(f"the checkpoint '{folder}' was removed while it was read, as a run does that keeps a few",
+                     hint="do it again; a run keeps more of them with a larger checkpoint.keep")
 
 
 @dataclass(frozen=True)
@@ -168,7 +187,7 @@ class GenerationTask:
         partition: layers of each rank.
         threads: of each process.
         prompts: texts.
-        ids: of each of them.
+        ids: of each of them; of a blank line to translate none.
         translates: whether they are sources to translate.
     """
 
@@ -197,7 +216,7 @@ class GenerationTask:
     @property
     def requests(self) -> list[Request]:
         return [translation_request(self.decoding, ids) if self.translates else Request(ids, self.decoding)
-                for ids in self.ids]
+                for ids in self.ids if ids]
 
     def describe(self, rank: int) -> str:
         """Return ``rank 1 (stage 1)``."""
@@ -242,14 +261,21 @@ def _show(task: GenerationTask, tokenizer: Tokenizer, cached: bool, choices: Ite
         choices = iter(progress(choices, "translating" if task.translates else "searching", unit=" tokens",
                                 total=None if task.translates else len(task.prompts) * decoding.tokens))
     found = ChosenTokens(choices)
-    for number, (prompt, ids) in enumerate(zip(task.prompts, task.ids, strict=True)):
+    numbers = count()
+    for prompt, ids in zip(task.prompts, task.ids, strict=True):
+        if not ids:
+            print_line("")  # so that lines of sources and translations belong together
+            continue
+        number = next(numbers)
         if number and not task.translates:
             print()
         if streams:
             print(prompt, end="", flush=True)
-            for piece in texts(tokenizer, ids, found.tokens(number), decoding.end):
-                print(piece, end="", flush=True)
-            print(flush=True)
+            try:
+                for piece in texts(tokenizer, ids, found.tokens(number), decoding.end):
+                    print(piece, end="", flush=True)
+            finally:  # before an error
+                print(flush=True)
             continue
         for text in found.texts(number):
             score = f"{text.score:.4f}  " if decoding.best > 1 else ""

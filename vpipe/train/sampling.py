@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from vpipe.data.tokenizers import CLS, END, MASK, PADDING, SEP, end_token, ids_in, token_id
+from vpipe.data.tokenizers import CLS, END, MASK, PADDING, SEP, end_token, ids_in, token_id, token_ids
 from vpipe.errors import UserError, counted
 from vpipe.model.generate import Chosen, DecoderModel, Decoding, Request, StageDecoder, Text, decode, fill_masks
 from vpipe.model.layer import Model
@@ -173,7 +173,7 @@ def source_ids(tokenizer: Tokenizer, sentence: str, window: int) -> list[int]:
         UserError: they are more than what the model reads.
     """
     tokenizer.encode_special_tokens = True  # as in training
-    ids = [*tokenizer.encode(sentence, add_special_tokens=False).ids, token_id(tokenizer, END)]
+    ids = [*token_ids(tokenizer, [sentence])[0], token_id(tokenizer, END)]
     if len(ids) > window:
         raise UserError(f"the prompt has {counted(len(ids), 'token')} with its end, but the model reads {window}",
                         hint="translate its sentences one by one")
@@ -195,7 +195,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, own_beginning: bool = False) -
     """
     tokenizer.encode_special_tokens = True  # as in training: a text that spells such a token means its letters
     end = end_token(tokenizer)
-    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
+    ids = token_ids(tokenizer, [prompt])[0]
     marked: list[int] = tokenizer.encode(prompt).ids if own_beginning else ids
     if len(marked) > len(ids) and marked[len(marked) - len(ids):] == ids:
         return marked
