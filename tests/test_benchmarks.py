@@ -1,21 +1,30 @@
-"""Benchmarks and examples import what vpipe has; they are run by hand, so a name that moved would be found too late."""
+"""Benchmarks, examples and notebooks import what vpipe has; they are run by hand, so a name that moved would be found too late."""
 
 from __future__ import annotations
 
 import ast
+import json
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted([*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
+FILES = sorted([*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").rglob("*.py"),
+                *(ROOT / "examples").rglob("*.ipynb")])
+
+
+def source_of(file: Path) -> str:
+    if file.suffix == ".py":
+        return file.read_text()
+    cells = json.loads(file.read_text())["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_names_of_vpipe_exist(file: Path) -> None:
     missing = []
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(source_of(file))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vpipe":
             try:
                 module = import_module(node.module or "")
