@@ -1,4 +1,4 @@
-"""Benchmarks, examples and notebooks import what vpipe has; they are run by hand, so a name that moved would be found too late."""
+"""Benchmarks, examples and notebooks import what vpipe has; in few of them would a name that moved be found soon."""
 
 from __future__ import annotations
 
