@@ -25,7 +25,8 @@ SIZES = {"parallel__model_parallel_size": 4, "training__max_steps": 3}
 @pytest.fixture
 def work(tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the ready scripts, where their config is a small one; nothing runs on any node afterwards."""
-    monkeypatch.setenv("PATH", f"{VPIPE.parent}{os.pathsep}{os.environ['PATH']}")
+    others = (folder for folder in os.environ["PATH"].split(os.pathsep) if not Path(folder, "vpipe").exists())
+    monkeypatch.setenv("PATH", os.pathsep.join([str(VPIPE.parent), *others]))
     shutil.copytree(ROOT / "configs" / "slurm", tmp_path / "configs" / "slurm")
     write_config(tmp_path, **SIZES).rename(tmp_path / CONFIG)
     idle = [set(host.processes().values()) for host in cluster.hosts]
