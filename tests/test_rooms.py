@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "draw": {"visualize"},
     "report": {"errors", "units", "metric_formulas", "schedules", "plan", "visualize", "report"},
     "distributed": {"errors", "distributed"},
-    "checkpoint": {"errors", "plugins", "files", "units", "model", "checkpoint"},
+    "checkpoint": {"errors", "plugins", "files", "units", "model", "distributed", "checkpoint"},
     "runtime": {"errors", "arguments", "schedules", "model", "checkpoint", "distributed", "runtime"},
     "profiling": {"errors", "plugins", "model", "distributed", "runtime", "plan", "profiling"},
     "pipeline": {"errors", "arguments", "schedules", "model", "distributed", "plan", "checkpoint", "runtime"},

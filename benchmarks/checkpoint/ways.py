@@ -14,11 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from vpipe.checkpoint import load
-from vpipe.checkpoint.agreement import StoreAgreement
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.save import Saver
-from vpipe.distributed.rendezvous import own_store
+from vpipe.distributed.init import exchange
 
 
 class Way(Protocol):
@@ -52,8 +51,7 @@ class Ours:
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir(exist_ok=True)
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._saver = Saver(root, 1, rank, StoreAgreement(own_store("checkpoints", rank, ranks, 120), rank, ranks))
+        self._saver = Saver(root, 1, exchange("checkpoints"))
         self._began = 0.0
 
     def save(self, step: int, tensors: Mapping[str, Tensor]) -> None:

@@ -17,12 +17,12 @@ import pytest
 from saved_state import about, same, tensors
 
 from vpipe.checkpoint import shards
-from vpipe.checkpoint.agreement import LocalAgreement
 from vpipe.checkpoint.directory import LATEST, Checkpoints, find_checkpoint
 from vpipe.checkpoint.integrity import find_damage
 from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.save import Saver
+from vpipe.distributed.exchange import Exchange
 
 KILLED = 9
 CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
@@ -57,7 +57,7 @@ def killed(work: Callable[[], None], at: int) -> bool:
 
 
 def save(root: Path, step: int, fill: float, keep: int = 2) -> None:
-    saver = Saver(root, keep, 0, LocalAgreement())
+    saver = Saver(root, keep, Exchange())
     saver.save(about(step), tensors(fill))
     saver.wait()
     assert saver.results[-1].error is None
@@ -109,7 +109,7 @@ def test_a_file_that_may_not_grow_so_large_gives_the_save_up(tmp_path: Path) -> 
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
-        saver = Saver(tmp_path, 2, 0, LocalAgreement())
+        saver = Saver(tmp_path, 2, Exchange())
         saver.save(about(20), tensors(2.0))
         saver.wait()
         assert saver.results[-1].error == "File too large (rank 0)"

@@ -7,12 +7,11 @@ from threading import Thread
 
 import pytest
 import torch
+from lines import exchanges
 from saved_state import about, same, tensors
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from vpipe.checkpoint import shards
-from vpipe.checkpoint.agreement import StoreAgreement
 from vpipe.checkpoint.directory import find_checkpoint
 from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest
@@ -81,12 +80,12 @@ def test_a_mistake_of_ours_does_not_keep_the_other_ranks_waiting(tmp_path: Path,
 
 
 def test_a_host_that_does_not_see_the_folder_keeps_no_part_of_it(tmp_path: Path) -> None:
-    store = HashStore()
+    of_rank = exchanges(2)
 
     def save(rank: int) -> None:
         with pytest.raises(RunError, match=r"could not save a checkpoint to '.*mine': No such file or directory"):
-            save_checkpoint(tmp_path / str(rank) / "mine", about(1), {f"model.{rank}": torch.ones(2)}, rank,
-                    StoreAgreement(store, rank, 2))
+            save_checkpoint(tmp_path / str(rank) / "mine", about(1), {f"model.{rank}": torch.ones(2)},
+                            of_rank[rank])
         assert not list((tmp_path / str(rank)).iterdir())
         done.append(rank)
 

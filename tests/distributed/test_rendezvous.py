@@ -1,19 +1,27 @@
-"""Ranks that meet in a store, as threads: what they exchange, and what becomes of one that does not come."""
+"""Ranks that meet, as threads: who is let in, and what becomes of one that does not come."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from vpipe.distributed import rendezvous as module
+from vpipe.distributed.connection import connect
+from vpipe.distributed.environment import MEETING, SECRET
 from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.network import free_port
 from vpipe.distributed.rendezvous import Rendezvous, open_store
+from vpipe.distributed.sockets import closed_afterwards, connections, strangers
 from vpipe.errors import RunError
 
 TIMING = WatchdogTiming(beat_s=0.05, silent_s=20.0, grace_s=5.0, long_s=60.0, join_s=20.0)
@@ -43,36 +51,117 @@ def opened(rank: int, port: int, ranks: int = 2) -> PrefixStore:
 
 def met(ends: list[Callable[[], None]], rank: int, store: PrefixStore, ranks: int = 2,
         timing: WatchdogTiming = TIMING) -> Rendezvous:
-    found = Rendezvous(store, rank, ranks, timing, "127.0.0.1")
+    found = Rendezvous.in_store(rank, ranks, timing, store, "127.0.0.1")
     ends.append(found.leave)
     return found
 
 
-def test_every_rank_learns_what_each_one_knows(ends: list[Callable[[], None]]) -> None:
+def meet(ends: list[Callable[[], None]], rank: int, port: int, ranks: int = 2,
+         timing: WatchdogTiming = TIMING) -> Rendezvous:
+    found = Rendezvous.by_secret(rank, ranks, timing, "127.0.0.1", port)
+    ends.append(found.leave)
+    return found
+
+
+def both(first: Rendezvous, second: Rendezvous) -> list[Any]:
+    """What each learns from the other."""
+    found: list[Any] = []
+    other = Thread(target=lambda: found.append(second.exchange.all_gather({"x": 1})))
+    other.start()
+    mine = first.exchange.all_gather([2])
+    other.join(30)
+    return [mine, *found]
+
+
+def test_ranks_meet_in_a_store(ends: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port(None)
     first = met(ends, 0, opened(0, port))
-    second = met(ends, 1, opened(1, port))
-    found: list[Any] = []
-    other = Thread(target=lambda: found.append([second.exchange("a", {"x": 1}), second.exchange("b", None)]))
-    other.start()
-    mine = [first.exchange("a", [2]), first.exchange("b", "c")]
-    other.join(30)
-    assert found == [mine] == [[[[2], {"x": 1}], ["c", None]]]
+    assert both(first, met(ends, 1, opened(1, port))) == [[[2], {"x": 1}]] * 2
+    monkeypatch.setenv(SECRET, "what only they know")
+    store = opened(0, port)
+    first = met(ends, 0, store)
+    assert store.get("watchdog").split(b" ")[1:] == [b"", b""]  # a store may be read
+    assert both(first, met(ends, 1, opened(1, port))) == [[[2], {"x": 1}]] * 2
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_ranks_with_a_secret_meet_without_a_store(ends: list[Callable[[], None]], folder: bool, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, "what only they know")
+    monkeypatch.setenv(MEETING, str(tmp_path) if folder else "")
+    for _ in range(2):  # a program may destroy its group, and make another
+        port, found = free_port(None), list[Rendezvous]()
+        early = Thread(target=lambda port=port, found=found: found.append(meet(ends, 1, port)))  # type: ignore[misc]
+        early.start()
+        first = meet(ends, 0, port)
+        early.join(30)
+        assert both(first, *found) == [[[2], {"x": 1}]] * 2
+        with pytest.raises(OSError, match="refused"):  # nobody else comes in
+            connect(str(tmp_path / "ranks") if folder else "127.0.0.1", port, 5.0)
 
 
 def test_a_rank_that_never_comes_is_named(ends: list[Callable[[], None]]) -> None:
     timing = WatchdogTiming(0.05, 20.0, 5.0, 60.0, join_s=0.3)
     first = met(ends, 0, opened(0, free_port(None)), timing=timing)
-    with pytest.raises(RunError, match=re.escape("rank 1 did not join within 0.3 s; rank 0 was waiting for all ranks")):
-        first.exchange("a", None)
+    with pytest.raises(RunError, match=re.escape("rank 1 did not join within 0.3 s; rank 0 was sharing what each has")):
+        first.exchange.all_gather(None)
 
 
-def test_a_rank_that_ends_before_it_takes_part_is_named(ends: list[Callable[[], None]]) -> None:
-    port = free_port(None)
-    first = met(ends, 0, opened(0, port))
-    Rendezvous(opened(1, port), 1, 2, TIMING, "127.0.0.1").leave()
-    with pytest.raises(RunError, match="rank 1 has ended its program; rank 0 was waiting for all ranks"):
-        first.exchange("a", None)
+def test_a_rank_with_another_secret_is_refused_and_counted(ends: list[Callable[[], None]],
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    timing, port = WatchdogTiming(0.05, 20.0, 5.0, 60.0, join_s=1.0), free_port(None)
+    monkeypatch.setenv(SECRET, "mine")
+    first = meet(ends, 0, port, timing=timing)
+    monkeypatch.setenv(SECRET, "another")
+    with pytest.raises(RunError, match=re.escape(f"127.0.0.1 port {port} belongs to another run: it hung up (rank 1)\n"
+                                                 "hint: give each run a port of its own")):
+        meet(ends, 1, port)
+    with pytest.raises(RunError, match=re.escape("rank 1 did not join within 1 s (refused 1 that did not know this "
+                                                 "run's secret); rank 0 was sharing")):
+        first.exchange.all_gather(None)
+
+
+def test_a_rank_does_not_take_an_impostor_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, "what only they know")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def pretend() -> None:
+            with server.accept()[0] as accepted:
+                accepted.sendall(b'{"nonce": "1"}\n')
+                asked = json.loads(accepted.recv(1000))
+                accepted.sendall(json.dumps({"proof": asked["proof"]}).encode() + b"\n")  # what it heard itself
+
+        other = Thread(target=pretend)
+        other.start()
+        with pytest.raises(RunError, match="belongs to another run: it is no rank of this run"):
+            Rendezvous.by_secret(1, 2, TIMING, "127.0.0.1", server.getsockname()[1])
+        other.join(30)
+
+
+@pytest.mark.parametrize("forged", ["", "no port", "99999999 a 127.0.0.2", "\xff 1 127.0.0.1", "x" * 100_000,
+                                    "-1  127.0.0.1"])
+def test_a_forged_address_ends_in_our_words(forged: str) -> None:
+    store = HashStore()
+    store.set("watchdog", forged)
+    with pytest.raises(RunError, match=r"rank 1 could not reach rank 0 at 127.0.0.\d: (?!.Errno)"):
+        Rendezvous.in_store(1, 2, replace(TIMING, join_s=0.5), store, "127.0.0.1")
+
+
+def test_connections_of_other_users_and_listeners_that_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = connections()
+    with closed_afterwards():
+        server = socket.create_server(("127.0.0.1", 0))
+        early = socket.create_connection(server.getsockname(), 5.0)
+    with server, early, server.accept()[0] as accepted:
+        made = dict(connections().items() - before.items())
+        assert len(made) == 2
+        assert strangers(made) == []
+        uid = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+        assert strangers(made) == [uid]
+        early.sendall(b"still there")
+        assert accepted.recv(100) == b"still there"
+        with pytest.raises(TimeoutError):
+            socket.create_connection(server.getsockname(), 0.2)
 
 
 def test_the_port_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Mapping
@@ -11,8 +12,9 @@ from threading import Event, Thread
 import pytest
 from watched_ranks import PACE, WITHIN_S, Ranks, Waiting, hello, until
 
-from vpipe.distributed.connection import Connection, break_off, connect, connections, listening_socket
+from vpipe.distributed.connection import Connection, connect, listening_socket
 from vpipe.distributed.failure_detector import Fault, WatchdogTiming
+from vpipe.distributed.sockets import break_off, connections
 from vpipe.errors import RunError
 
 
@@ -64,10 +66,10 @@ def test_the_last_word_is_said_before_the_line_is_closed(ranks: Ranks, monkeypat
     ranks.start(2)
     say = Connection.send
 
-    def slowly(line: Connection, message: Mapping[str, object]) -> None:
+    def slowly(line: Connection, message: Mapping[str, object], **how: bool) -> None:
         if "left" in message:
             time.sleep(4 * PACE.beat_s)  # the thread beats meanwhile
-        say(line, message)
+        say(line, message, **how)
 
     monkeypatch.setattr(Connection, "send", slowly)
     ranks.watches.pop(1).leave()
@@ -99,14 +101,14 @@ def test_a_rank_waiting_for_one_that_has_ended_is_told_so(ranks: Ranks) -> None:
 
 def test_without_rank_0_the_others_know_that_it_is_gone(ranks: Ranks) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        watch = ranks.join(2, 3, connect("127.0.0.1", server.getsockname()[1], WITHIN_S), "token")
+        watch = ranks.join(2, 3, connect("127.0.0.1", server.getsockname()[1], WITHIN_S))
         server.accept()[0].close()
         assert watch.explain(1, None) == Fault.ended(0)
 
 
 def test_rank_0_may_be_silent_too(ranks: Ranks) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        ranks.join(2, 3, connect("127.0.0.1", server.getsockname()[1], WITHIN_S), "token")
+        ranks.join(2, 3, connect("127.0.0.1", server.getsockname()[1], WITHIN_S))
         connection, _ = server.accept()
         with connection:
             assert "error: rank 0 (stage 0) on a gave no sign of life for " in ranks.end_of(2)
@@ -157,10 +159,11 @@ def test_one_that_is_silent_while_others_wait_is_to_blame(ranks: Ranks) -> None:
 
 def test_a_stranger_is_shown_out(ranks: Ranks) -> None:
     detector = ranks.start(3, without=(2,))
-    for said in (b'{"rank": 2, "token": "guessed"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff\n",
+    for said in (b'{"rank": 2, "nonce": "1", "proof": "guessed"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff\n",
                  b"x" * (2 << 20), b"[" * 4000 + b"\n", b"x" * 5000, b""):
         with socket.create_connection(("127.0.0.1", detector.port), WITHIN_S) as stranger:
             try:
+                assert json.loads(stranger.recv(100)).keys() == {"nonce"}
                 stranger.sendall(said)
                 assert stranger.recv(1) == b""
             except ConnectionError:
@@ -176,6 +179,7 @@ def test_many_unauthenticated_do_not_use_up_the_files_of_the_hub(ranks: Ranks, m
         strangers = [open_ones.enter_context(socket.create_connection(("127.0.0.1", detector.port), WITHIN_S))
                      for _ in range(6)]
         for stranger in strangers[:2]:
+            stranger.recv(100)
             assert stranger.recv(1) == b""  # before it was silent for long
         assert len(detector._unauthenticated) == 4
         line = hello(detector, 1)

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Queue
 
-from vpipe.distributed.connection import Connection, connect
+from vpipe.distributed.connection import Connection, connect, introduce
 from vpipe.distributed.failure_detector import FailureDetector, WatchdogTiming
 from vpipe.distributed.watchdog import Watchdog
 from vpipe.errors import RunError
 
 WITHIN_S = 20.0
 """What takes milliseconds here; a loaded machine takes longer."""
+
+KEY = "what the ranks know"
 
 PACE = WatchdogTiming(beat_s=0.05, silent_s=1.2, grace_s=0.3, long_s=30.0, join_s=1.2)
 
@@ -41,16 +43,16 @@ class Ranks:
         self.shown: list[str] = []
 
     def start(self, ranks: int, without: tuple[int, ...] = ()) -> FailureDetector:
-        self.detector = FailureDetector(ranks, self.pace, "127.0.0.1")
+        self.detector = FailureDetector(ranks, self.pace, "127.0.0.1", KEY)
         for rank in range(ranks):
             if rank not in without:
-                self.join(rank, ranks, connect("127.0.0.1", self.detector.port, WITHIN_S), self.detector.token)
+                self.join(rank, ranks, hello(self.detector, rank))
         return self.detector
 
-    def join(self, rank: int, ranks: int, line: Connection, token: str) -> Watchdog:
+    def join(self, rank: int, ranks: int, line: Connection) -> Watchdog:
         hosts = ["abc"[other // 2] for other in range(ranks)]
         self.lines[rank], self.ended[rank] = line, Queue()
-        self.watches[rank] = Watchdog(rank, hosts, line, token, self.pace, self.ended[rank].put)
+        self.watches[rank] = Watchdog(rank, hosts, line, self.pace, self.ended[rank].put)
         self.watches[rank].describe = lambda rank: f"rank {rank} (stage {rank})"
         self.watches[rank].note = self.shown.append
         self.watches[rank].break_off = lambda: self.broken_off.append(rank)
@@ -76,5 +78,5 @@ def until(condition: Callable[[], object]) -> None:
 def hello(detector: FailureDetector, rank: int) -> Connection:
     """A rank that says no more than its name."""
     line = connect("127.0.0.1", detector.port, WITHIN_S)
-    line.send({"rank": rank, "token": detector.token})
+    introduce(line, rank, KEY, WITHIN_S)
     return line

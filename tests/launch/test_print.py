@@ -43,7 +43,7 @@ def test_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands, config = printed(tmp_path, capsys, "parallel.master_port=23456")
     assert commands[0].startswith("# ranks 0, 1 here; ")
     assert commands[1] == ("# ranks compute on GPUs where there are any, else cpu; nccl where each has a GPU, else "
-                           "gloo between them")
+                           "gloo between them; vpipe train also gives the ranks a VPIPE_SECRET to know each other by")
     assert commands[2] == f"FOLDER={tmp_path}/runs/$(date +%Y-%m-%d_%H-%M-%S)"
     runs = {word for line in commands for word in shlex.split(line) if word.startswith("VPIPE_RUN=")}
     assert len(runs) == 1, "by which the ranks know each other"

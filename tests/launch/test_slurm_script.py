@@ -31,6 +31,10 @@ TWO_NODES = """\
 
 set -euo pipefail
 
+# What only the ranks of this run know: nobody else on the cluster can pass for one.
+VPIPE_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d '[:space:]')
+export VPIPE_SECRET
+
 # srun starts the ranks on all nodes; they meet on the first node. When a rank fails, srun ends the others, which have a
 # few seconds to report what they saw. --cpus-per-task is repeated: since SLURM 22.05 srun does not inherit it.
 srun --cpus-per-task=1 --kill-on-bad-exit=1 vpipe train configs/bert_mini_4stage.yaml

@@ -112,9 +112,9 @@ def test_a_rank_that_does_nothing_is_named(pair: World) -> None:
     assert pair.outcome(0, 30) == ("result", None)
     waiting = run_error(pair.outcome(1, 30))
     assert waiting["text"].startswith(
-        "error: rank 0 (stage 0) is running but did not answer in time; rank 1 gave up sharing what each has with rank "
-        "0 after 2 s; rank 1 (stage 1) has waited ")
-    assert re.search(r"sharing what each has with rank 0 \(stage 0\); rank 0 "
+        "error: rank 0 (stage 0) is running but did not answer in time; rank 1 (stage 1) gave up sharing what "
+        "each has after 2 s; rank 1 (stage 1) has waited ")
+    assert re.search(r"for what each has from rank 0 \(stage 0\); rank 0 "
                      r"\(stage 0\) (has been outside of the pipeline, in the program that runs it, for \d+\.?\d* s: "
                      r"the slow one|is busy, with nothing for long) \(rank 1, ", waiting["text"])
     assert "see what it printed, or its log; a slow start needs a larger timeout_s" in waiting["text"]

@@ -188,7 +188,7 @@ def test_the_whole_loop_of_a_run_with_evaluations_and_checkpoints(world: World, 
     (tmp_path / "there").mkdir()
     run = prepare_run(ResumePoint(None, None), Job.from_config(load_config(write_config(
         tmp_path / "there", **test_resume_gloo.CHANGES, **changes))))
-    world.run(nccl_jobs.under, run="resume_jobs.train_in", folder=str(run), checkpoint=None, notes="nccl")
+    world.run(nccl_jobs.under, run="resume_jobs.train_in", folder=str(run), checkpoint=None)
     test_resume_gloo.check_equal(expected, run)
 
 

@@ -41,7 +41,7 @@ def go(run: Path, checkpoint: Path | None, world: World | None) -> None:
     if world is None:
         train(Job.from_config(load_config(run / "config.yaml")), run, checkpoint)
     else:
-        said = world.run(resume_jobs.train_in, folder=str(run), notes=f"{run} {checkpoint}",
+        said = world.run(resume_jobs.train_in, folder=str(run),
                          checkpoint=None if checkpoint is None else str(checkpoint))
         assert said == [None] * 4
 

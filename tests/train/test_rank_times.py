@@ -12,7 +12,7 @@ from small_run import job_of, only_run, write_config
 
 from vpipe.cli import main
 from vpipe.train.loop import train
-from vpipe.train.rank_times import FIGURES, Gather
+from vpipe.train.rank_times import FIGURES
 
 
 def reports(run: Path) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def test_nothing_is_measured_or_written_where_nobody_asks(tmp_path: Path, monkey
         raise AssertionError(arguments)
 
     monkeypatch.setattr("vpipe.train.rank_times.RankTimes._usage", never)
-    monkeypatch.setattr(Gather, "__init__", never)
+    monkeypatch.setattr("vpipe.distributed.exchange.Exchange.gather", never)
     train(job_of(tmp_path), tmp_path)
     assert not (tmp_path / "rank_times.jsonl").exists()
 

@@ -16,17 +16,17 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from vpipe.checkpoint.agreement import Agreement, LocalAgreement
 from vpipe.checkpoint.directory import Checkpoints, recover, replace_folder, step_of
 from vpipe.checkpoint.manifest import MANIFEST, CheckpointInfo, Manifest
 from vpipe.checkpoint.shards import HostBuffer, WriteResult, check_dtypes, write_shards
+from vpipe.distributed.exchange import Exchange
 from vpipe.errors import RunError, UserError
 
 _SHARD = re.compile(r"rank\d+(\.\d+)?\.safetensors", re.ASCII)
 
 
-def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Tensor], rank: int = 0,
-                    agreement: Agreement | None = None) -> None:
+def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Tensor],
+                    exchange: Exchange | None = None) -> None:
     """Write a checkpoint at exactly ``folder``, all at once or not at all; one that is there is replaced.
 
     All ranks call it. Nothing but a checkpoint is replaced: neither in ``folder``, nor in ``<folder>.tmp``, where it is
@@ -35,7 +35,7 @@ def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Te
     Args:
         info: the same on all ranks; rank 0's is written.
         tensors: of this rank, on any device; their names are unique among all ranks.
-        agreement: of the ranks; None in one process.
+        exchange: with the other ranks; None in one process.
 
     Raises:
         UserError: a tensor is of a dtype that files cannot hold, or something that is no checkpoint is in the way.
@@ -43,7 +43,7 @@ def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Te
     """
     check_dtypes(tensors)
     folder = Path(os.path.realpath(folder))
-    agreement = agreement or LocalAgreement()
+    exchange = exchange or Exchange()
     partial = Path(f"{folder}.tmp")
 
     def begin(_: list[str]) -> str:
@@ -71,13 +71,13 @@ def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Te
             shutil.rmtree(partial, ignore_errors=True)
         return ", ".join(errors)
 
-    if found := agreement.agree("", begin):
+    if found := exchange.agree("", begin):
         raise UserError(f"nothing was saved: {found}", hint="give a folder that does not exist yet, or move that away")
     try:
-        result = write_shards(partial, rank, HostBuffer().copy(tensors))
+        result = write_shards(partial, exchange.rank, HostBuffer().copy(tensors))
     except Exception as error:  # whatever it is, the others wait for this rank's vote
         result = WriteResult(error=error_text(error))
-    if failed := agreement.agree(result.as_json(), decide):
+    if failed := exchange.agree(result.as_json(), decide):
         with suppress(OSError):  # on a host that does not see rank 0's folder, which is why
             for name in result.files:
                 (partial / name).unlink(missing_ok=True)
@@ -111,17 +111,16 @@ class Saver:
     Args:
         root: the folder for checkpoints, seen by all ranks.
         keep: how many of the newest to keep; None keeps all.
-        rank: of this process; rank 0 decides.
-        agreement: of the ranks.
+        exchange: with the other ranks, for this saver's threads alone; rank 0 decides.
         first: called on rank 0, in the thread, before a checkpoint gets its name; it does not raise.
 
     Attributes:
         results: of the saves so far, in order; complete after :meth:`wait`.
     """
 
-    def __init__(self, root: Path, keep: int | None, rank: int, agreement: Agreement,
+    def __init__(self, root: Path, keep: int | None, exchange: Exchange,
                  first: Callable[[], None] = lambda: None) -> None:
-        self._folder, self._keep, self._rank, self._agreement = Checkpoints(root), keep, rank, agreement
+        self._folder, self._keep, self._exchange = Checkpoints(root), keep, exchange
         self._first, self._buffer = first, HostBuffer()
         self._thread: Thread | None = None
         self._warnings: list[str] = []
@@ -176,10 +175,9 @@ class Saver:
         return taken
 
     def close(self) -> None:
-        """Wait for the last save, and until the other ranks know of it."""
+        """Wait for the last save."""
         if self._thread is not None:
             self._thread.join()
-        self._agreement.close()
 
     def leave(self, seconds: float) -> None:
         """Wait up to ``seconds`` for the last save on a rank that fails: the others still write."""
@@ -194,13 +192,13 @@ class Saver:
     def _save(self, info: CheckpointInfo, copies: Mapping[str, Tensor] | Exception, began: float,
               pause_s: float) -> None:
         try:
-            verdict = json.loads(self._agreement.agree(
+            verdict = json.loads(self._exchange.agree(
                 self._write(info.step, copies).as_json(),
-                lambda votes: self._decide(info, list(map(WriteResult.from_json, votes)))))
-        except RuntimeError as error:
-            self._failure = RunError(f"could not save step {info.step}: {str(error).splitlines()[0]}", rank=self._rank,
-                                     hint="rank 0, or the process of its store, has ended: see its message")
-            verdict = {"error": "rank 0 is gone", "bytes": 0}
+                lambda votes: self._decide(info, list(map(WriteResult.from_json, votes))), "saving a checkpoint"))
+        except RunError as error:
+            self._failure = RunError(f"could not save step {info.step}: {error.what}", rank=error.rank, peer=error.peer,
+                                     hint=error.hint)
+            verdict = {"error": "a rank is gone", "bytes": 0}
         except Exception as error:
             verdict = {"error": self._error(error), "bytes": 0}
         self.results.append(SaveResult(info.step, pause_s, perf_counter() - began, verdict["bytes"], verdict["error"]))
@@ -211,7 +209,7 @@ class Saver:
         try:
             if found := find_not_finite(copies):
                 return WriteResult(error=found)
-            return write_shards(self._folder.partial(step), self._rank, copies)
+            return write_shards(self._folder.partial(step), self._exchange.rank, copies)
         except Exception as error:
             return WriteResult(error=self._error(error))
 
@@ -224,7 +222,7 @@ class Saver:
                 self._first()
                 self._folder.commit(step)
             except Exception as error:
-                errors = [f"{self._error(error)} (rank {self._rank})"]
+                errors = [f"{self._error(error)} (rank {self._exchange.rank})"]
         if errors:
             self._folder.abort(step)
             try:

@@ -28,7 +28,8 @@ def run_launch(options: argparse.Namespace) -> None:
     here = ranks_here(config, hosts, ranks_of(config), free_port(config.parallel.master_port))
     print(f"# {_rank_numbers(here)} here" + (f", on {here.host}" if here.host else "") + "; a new folder of this run, "
           "with its config")
-    print(f"# {config.parallel.devices}")
+    print(f"# {config.parallel.devices}; vpipe train also gives the ranks a VPIPE_SECRET to know each "
+          "other by")
     print(f"FOLDER={shlex.quote(os.path.abspath(config.log_directory))}/$(date +%Y-%m-%d_%H-%M-%S)")
     print('mkdir -p "$FOLDER"')
     print(f"cat > \"{FOLDER}/config.yaml\" <<'END'\n{config.resolved_yaml().rstrip()}\nEND")

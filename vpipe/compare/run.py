@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from vpipe.compare.chart import draw
@@ -26,7 +25,6 @@ from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.stage_usage import StageUsage
-from vpipe.runtime.transport.distributed import control_group
 from vpipe.schedules.action_record import RecordedAction
 from vpipe.train.csv_rows import csv_text
 from vpipe.train.job import Job, device_of, join
@@ -87,7 +85,7 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[RankGroup], l
     efficiency = {model: Efficiency.from_job(job) for model, job in jobs.items()}
     progress = _Progress(list(dict.fromkeys(runs.values())), world.rank == 0)
     with progress.bar:
-        take_turns(progress.runs, lambda: None if world.ranks == 1 else dist.barrier(control_group()), perf_counter,
+        take_turns(progress.runs, world.barrier, perf_counter,
                    progress.show)
         refused |= {name: _NO_UPDATE for name, run in runs.items() if not run.losses}  # on no rank
         runs = {name: run for name, run in runs.items() if run.losses}

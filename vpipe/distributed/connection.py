@@ -1,24 +1,30 @@
-"""Carry JSON objects between watchdogs over TCP without blocking, and break off this process's connections."""
+"""Carry JSON objects between the ranks of a job and rank 0, over TCP or a UNIX socket, without blocking."""
 
 from __future__ import annotations
 
 import errno
+import hmac
 import ipaddress
 import json
 import os
+import secrets
+import select
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from threading import Lock
+from time import monotonic
 from typing import Any
 from weakref import WeakSet
 
-MAX_BYTES = 1 << 20
-"""Unsent bytes, above which a message is dropped (a beat more or less); and bytes without an end of the line, above
-which the peer is no rank."""
+MAX_UNSENT_BYTES = 1 << 20
+"""Above which a message that may be lost is dropped: a beat more or less."""
+
+MAX_BYTES = 1 << 28
+"""Of one message: a rank that sends more is none. The entries of 90,000 tensors have 10 MB."""
 
 UNAUTHENTICATED_BYTES = 4096
-"""The same of a peer that has not sent the token yet."""
+"""The same of a peer that has not shown yet that it knows the key."""
 
 RECEIVES = 4
 """From one peer at a time: one that sends without end must not keep the others waiting."""
@@ -36,38 +42,56 @@ class Connection:
 
     def __init__(self, connected: socket.socket, max_bytes: int = MAX_BYTES) -> None:
         self._socket, self._lock = connected, Lock()
-        self._unsent, self._unended = b"", b""
+        self._unsent, self._unended = bytearray(), bytearray()
+        self._early: list[dict[str, Any]] = []
         self.closed, self.max_bytes = False, max_bytes
         connected.setblocking(False)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _connections.add(self)
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message; keep what the network does not take now for the next time."""
-        with self._lock:
-            if len(self._unsent) < MAX_BYTES:
-                self._unsent += json.dumps(message).encode() + b"\n"
-        self._flush()
+    @property
+    def has_unsent(self) -> bool:
+        """Return whether something waits for the network to take it."""
+        return bool(self._unsent)
 
-    def _flush(self) -> None:
+    def send(self, message: Mapping[str, Any], *, keep: bool = False) -> None:
+        """Send a message; what the network does not take now, it gets from :meth:`flush`.
+
+        Args:
+            keep: whether the message must arrive; another is dropped when too much waits.
+        """
+        with self._lock:
+            if keep or len(self._unsent) < MAX_UNSENT_BYTES:
+                self._unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the network takes now."""
         with self._lock:
             try:
                 while self._unsent:
-                    self._unsent = self._unsent[self._socket.send(self._unsent):]
-            except OSError:
-                pass  # full: next time; gone: who receives will find it
+                    del self._unsent[:self._socket.send(self._unsent)]
+            except BlockingIOError:
+                pass
+            except OSError:  # gone: who receives will find it
+                self._unsent.clear()
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the messages that have arrived, or some of them: the next call returns more."""
+        messages, self._early = self._early, []
         lines: list[bytes] = []
         try:
             for _ in range(RECEIVES):
                 more = self._socket.recv(min(65536, self.max_bytes))
-                *whole, self._unended = (self._unended + more).split(b"\n")
-                lines += whole
+                first, *rest = more.split(b"\n")
+                self._unended += first
+                for line in rest:
+                    lines.append(bytes(self._unended))
+                    self._unended = bytearray(line)
                 if not more or len(self._unended) > self.max_bytes:
                     self.closed = True
                     break
@@ -76,41 +100,121 @@ class Connection:
         except OSError:
             self.closed = True
         try:
-            messages = [json.loads(line) for line in lines]
+            found = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
-            messages = [None]
-        if not all(isinstance(message, dict) for message in messages):
+            found = [None]
+        if not all(isinstance(message, dict) for message in found):
             self.closed = True  # no rank
             return []
-        return messages
+        return messages + found
+
+    def next(self, timeout_s: float) -> dict[str, Any]:
+        """Wait for one message. Raises OSError if none comes in time, or the other end is gone."""
+        deadline, ready = monotonic() + timeout_s, select.poll()
+        ready.register(self._socket, select.POLLIN)
+        while not (messages := self.receive()):
+            if self.closed:
+                raise ConnectionError("it hung up")
+            if not ready.poll(1000 * max(0.0, deadline - monotonic())):
+                raise TimeoutError("it did not answer")
+        self._early = messages[1:]
+        return messages[0]
 
     def close(self) -> None:
-        self._flush()
+        self.flush()
         self._socket.close()
 
 
-def connect(host: str, port: int, timeout_s: float) -> Connection:
-    """Connect to a server. Raises OSError if it does not answer."""
-    return Connection(socket.create_connection((host, port), timeout=timeout_s))
+# -- who is a rank -------------------------------------------------------------------------------------------------
 
 
-def listening_socket(address: str) -> socket.socket:
-    """Return a socket that listens at a free port of the address; on all interfaces, when only others know it.
+def proof(key: str, side: str, rank: object, *nonces: object) -> str:
+    """Return what only one who knows the key can say, as an answer to the random numbers of both sides."""
+    return hmac.new(key.encode(), json.dumps([side, rank, *nonces]).encode(), "sha256").hexdigest()
+
+
+def greet(connection: Connection) -> str:
+    """Begin the handshake as rank 0; return the random number that the other side has to answer."""
+    nonce = secrets.token_hex(16)
+    connection.send({"nonce": nonce})
+    return nonce
+
+
+def admit(connection: Connection, key: str, nonce: str, answer: Mapping[str, Any]) -> int | None:
+    """End the handshake as rank 0: return the rank at the other end; None for a stranger.
+
+    Args:
+        nonce: of :func:`greet`.
+        answer: of the other side.
+    """
+    rank, theirs, said = answer.get("rank"), answer.get("nonce"), answer.get("proof")
+    if not (isinstance(rank, int) and isinstance(theirs, str) and isinstance(said, str)) or \
+            not hmac.compare_digest(said.encode(), proof(key, "rank", rank, nonce, theirs).encode()):
+        return None
+    connection.send({"proof": proof(key, "rank 0", rank, theirs, nonce)})
+    return rank
+
+
+def introduce(connection: Connection, rank: int, key: str, timeout_s: float) -> None:
+    """Go through the handshake as a rank: each side shows the other that it knows the key, which is not sent.
+
+    Raises:
+        OSError: the other side does not know it, hangs up or does not answer in time.
+    """
+    try:
+        nonce, theirs = secrets.token_hex(16), connection.next(timeout_s).get("nonce")
+        connection.send({"rank": rank, "nonce": nonce, "proof": proof(key, "rank", rank, theirs, nonce)})
+        said = connection.next(timeout_s).get("proof")
+        if not isinstance(said, str) or \
+                not hmac.compare_digest(said.encode(), proof(key, "rank 0", rank, nonce, theirs).encode()):
+            raise ConnectionError("it is no rank of this run")
+    except OSError:
+        connection.close()
+        raise
+
+
+# -- sockets -------------------------------------------------------------------------------------------------------
+
+
+def connect(address: str, port: int, timeout_s: float) -> Connection:
+    """Connect to a server: a host, or the path of a UNIX socket. Raises OSError if it does not answer."""
+    if not os.path.isabs(address):
+        return Connection(socket.create_connection((address, port), timeout=timeout_s))
+    connected = socket.socket(socket.AF_UNIX)
+    try:
+        connected.settimeout(timeout_s)
+        connected.connect(address)
+    except BaseException:
+        connected.close()
+        raise
+    return Connection(connected)
+
+
+def listening_socket(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at a port of the address, or at a path; on all interfaces, when only others know
+    the address.
 
     Only others know an address that is translated on the way, and a name: to its own host it often means a loopback
     address, to other hosts it does not.
+
+    Args:
+        port: 0 for any free one.
     """
+    if os.path.isabs(address):
+        with suppress(FileNotFoundError):
+            os.unlink(address)  # of an earlier group of this run
+        return socket.create_server(address, family=socket.AF_UNIX, backlog=128)
     with suppress(ValueError):
         literal = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
         family = socket.AF_INET if literal.version == 4 else socket.AF_INET6
         try:
-            return socket.create_server((str(literal), 0), family=family, backlog=128)
+            return socket.create_server((str(literal), port), family=family, backlog=128)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
-    return socket.create_server(("", 0), backlog=128)
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+    return socket.create_server(("", port), backlog=128)
 
 
 def _close_in_child() -> None:
@@ -120,35 +224,3 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-FOLDER = "/proc/self/fd"
-"""Where Linux lists the open files of a process, each with what it is."""
-
-
-def connections(but: Collection[int] = ()) -> dict[int, str]:
-    """Return the descriptors of connected TCP sockets, each with the kernel's name for it; none outside of Linux.
-
-    Args:
-        but: ports, at either end, of connections that do not count.
-    """
-    found = {}
-    with suppress(FileNotFoundError):
-        for name in os.listdir(FOLDER):
-            with suppress(OSError):  # closed meanwhile, or no connected socket
-                kind = os.readlink(f"{FOLDER}/{name}")
-                if kind.startswith("socket:"):
-                    with socket.socket(fileno=os.dup(int(name))) as copy:
-                        if copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6) \
-                                and not {copy.getsockname()[1], copy.getpeername()[1]} & set(but):
-                            found[int(name)] = kind
-    return found
-
-
-def break_off(sockets: Mapping[int, str]) -> None:
-    """Shut down those that are still what they were: a thread that waits for one of them sees its end."""
-    for descriptor, kind in sockets.items():
-        with suppress(OSError):
-            if os.readlink(f"{FOLDER}/{descriptor}") == kind:
-                with socket.socket(fileno=os.dup(descriptor)) as copy:
-                    copy.shutdown(socket.SHUT_RDWR)

@@ -22,6 +22,13 @@ HOST = "VPIPE_HOST"
 RUN = "VPIPE_RUN"
 """An identity of the run: others might use its port."""
 
+SECRET = "VPIPE_SECRET"
+"""What only the ranks of a run know, by which they let each other in: vpipe's launcher makes one for each run. Under
+torchrun and srun a user may set one. It is in no store, no command line, no log and no file."""
+
+MEETING = "VPIPE_MEETING"
+"""The folder where the ranks of a run on one host meet; nobody else can enter it."""
+
 STARTER = "VPIPE_STARTER"
 """The program that started the ranks, for one that replaces itself in a container."""
 

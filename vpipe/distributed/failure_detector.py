@@ -1,31 +1,33 @@
 """Detect failures in the process of rank 0, from the connections and heartbeats of all ranks: a killed rank first here.
 
-Each rank's side is :mod:`~vpipe.distributed.watchdog`.
+Each rank's side is :mod:`~vpipe.distributed.watchdog`. The values that ranks exchange pass through here, too: see
+:mod:`~vpipe.distributed.exchange`.
 """
 
 from __future__ import annotations
 
-import secrets
 import selectors
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from threading import Thread
 from time import monotonic
 from typing import Any
 
-from vpipe.distributed.connection import MAX_BYTES, UNAUTHENTICATED_BYTES, Connection, listening_socket
+from vpipe.distributed.connection import MAX_BYTES, UNAUTHENTICATED_BYTES, Connection, admit, greet, listening_socket
+from vpipe.distributed.exchange import Relay
+from vpipe.distributed.sockets import strangers
 from vpipe.errors import RunError, UserError
 
 LINGER_S = 2.0
 """When rank 0 ends: for the other ranks to hear it and hang up. What a closed connection still had to send is lost."""
 
-TOKEN_S = 10.0
-"""For who connects to send the token, which ranks do at once."""
+PROOF_S = 10.0
+"""For who connects to show that it knows the key, which ranks do at once."""
 
 MAX_UNAUTHENTICATED = 64
-"""Connections without the token, above which the oldest is dropped: they must not use up the process's files."""
+"""Connections that have not shown it, above which the oldest is dropped: they must not use up the process's files."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,12 @@ class Fault:
                    "its process is stopped, or its host is down or cut off; a longer pause needs a larger timeout_s")
 
     @classmethod
-    def absent(cls, seconds: float, *ranks: int) -> Fault:
-        """Build the fault of processes that never connected."""
-        return cls(ranks, f"did not join within {seconds:g} s",
+    def absent(cls, seconds: float, refused: int, *ranks: int) -> Fault:
+        """Build the fault of processes that never connected; ``refused``: processes that had another key."""
+        return cls(ranks, f"did not join within {seconds:g} s"
+                   + (f" (refused {refused} that did not know this run's secret)" if refused else ""),
                    "see what it printed, or its log: it ended, is slow to start (then raise timeout_s), or looks for "
-                   "the others elsewhere")
+                   "the others elsewhere" + (", or has another VPIPE_SECRET" if refused else ""))
 
     @classmethod
     def busy(cls, rank: int) -> Fault:
@@ -182,11 +185,14 @@ class RankState:
 class _Member:
     """A rank, as rank 0 knows it; ``waits`` and ``at`` as in its latest heartbeat."""
 
+    rank: int
     heard_at: float
     connection: Connection | None = None
     left: bool = False
+    heard: bool = False  # of the failure
     waits: Any = None
     at: Any = None
+    unsent: bool = False  # whether the selector waits until more can be sent
 
 
 class FailureDetector:
@@ -194,23 +200,26 @@ class FailureDetector:
 
     The kernel closes the connections of a process that ends, however it ends, so a killed rank is known at once; one
     that is stopped or cut off, when it was not heard for ``timing.silent_s``. The first failure is sent to all
-    ranks: what a rank reports of itself comes before its end on the same connection.
+    ranks: what a rank reports of itself comes before its end on the same connection. Once all ranks have connected,
+    nobody can any more.
 
     Args:
-        address: where the ranks reach this process.
+        address, port: where the ranks reach this process, see :func:`~vpipe.distributed.connection.listening_socket`.
+        key: which the ranks know, and nobody else.
 
     Attributes:
-        port, token: what a rank needs to be let in.
+        port: at which it listens; 0 at a path.
     """
 
-    def __init__(self, ranks: int, timing: WatchdogTiming, address: str) -> None:
-        self.token = secrets.token_hex(16)
-        self.timing = timing
-        self._server = listening_socket(address)
+    def __init__(self, ranks: int, timing: WatchdogTiming, address: str, key: str, port: int = 0) -> None:
+        self.timing, self._key = timing, key
+        self._server = listening_socket(address, port)
         self._server.setblocking(False)
-        self.port = int(self._server.getsockname()[1])
-        self._members = [_Member(monotonic()) for _ in range(ranks)]
-        self._unauthenticated: dict[Connection, float] = {}  # the oldest first, with the time until which it may stay
+        self.port = 0 if self._server.family == socket.AF_UNIX else int(self._server.getsockname()[1])
+        self._members = [_Member(rank, monotonic()) for rank in range(ranks)]
+        self._relay, self._refused = Relay(ranks), 0
+        self._unauthenticated: dict[Connection, tuple[float, str]] = {}
+        """The oldest first, with the time until which it may stay, and what it has to answer."""
         self._fault: Fault | None = None
         self._stop: str | None = None
         self._selector = selectors.DefaultSelector()
@@ -248,9 +257,14 @@ class FailureDetector:
         last = beat_at = monotonic()
         end_at: float | None = None
         while end_at is None or (last < end_at and self._has_listeners()):
-            for key, _ in self._selector.select(max(0.0, beat_at - monotonic())):
-                answer: Callable[[], None] = key.data
-                answer()
+            self._select_unsent()
+            for key, events in self._selector.select(max(0.0, beat_at - monotonic())):
+                if events & selectors.EVENT_WRITE:
+                    assert isinstance(key.fileobj, Connection)
+                    key.fileobj.flush()
+                if events & selectors.EVENT_READ:
+                    answer: Callable[[], None] = key.data
+                    answer()
             now = monotonic()
             if now - last > 2 * self.timing.beat_s:  # it was this process that paused: no rank was silent
                 for member in self._members:
@@ -265,8 +279,17 @@ class FailureDetector:
                 beat_at = now + self.timing.beat_s
                 self._broadcast({"ranks": [[now - member.heard_at, member.left, member.waits, member.at]
                                            for member in self._members]})
-                for connection in [one for one, until in self._unauthenticated.items() if until < now]:
+                for connection in [one for one, (until, _) in self._unauthenticated.items() if until < now]:
                     self._drop(connection)
+
+    def _select_unsent(self) -> None:
+        """Wait, too, until the network takes more of what it did not take at once."""
+        for member in self._members:
+            connection = member.connection
+            if connection is not None and not connection.closed and connection.has_unsent != member.unsent:
+                member.unsent = connection.has_unsent
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.unsent else 0)
+                self._selector.modify(connection, events, self._selector.get_key(connection).data)
 
     def _has_listeners(self) -> bool:
         """Return whether a rank could still hear something, or is about to connect: any but those that failed.
@@ -274,7 +297,7 @@ class FailureDetector:
         Also one that was not heard lately: after a cut TCP waits before it sends again.
         """
         failed = () if self._fault is None else self._fault.ranks
-        return any(member.connection is None or not member.connection.closed
+        return any(member.connection is None or not (member.connection.closed or member.heard)
                    for rank, member in enumerate(self._members) if rank not in failed)
 
     def _accept(self) -> None:
@@ -282,7 +305,7 @@ class FailureDetector:
             accepted, _ = self._server.accept()
             connection = Connection(accepted, UNAUTHENTICATED_BYTES)
             self._selector.register(connection, selectors.EVENT_READ, lambda: self._authenticate(connection))
-            self._unauthenticated[connection] = monotonic() + min(TOKEN_S, self.timing.silent_s)
+            self._unauthenticated[connection] = monotonic() + min(PROOF_S, self.timing.silent_s), greet(connection)
             if len(self._unauthenticated) > MAX_UNAUTHENTICATED + len(self._members):
                 self._drop(next(iter(self._unauthenticated)))
 
@@ -292,14 +315,19 @@ class FailureDetector:
         connection.close()
 
     def _authenticate(self, connection: Connection) -> None:
-        """Take the sender of the token for the rank that it names; drop any other."""
+        """Take who knows the key for the rank that it names; drop any other, and another user's process in any case:
+        under torchrun and srun the key is in a store that all may read."""
         if connection not in self._unauthenticated:
             return  # dropped since it was found to have sent something
         messages = connection.receive()
         if not messages and not connection.closed:
             return
-        member = self._members[messages[0]["rank"]] if messages and messages[0].get("token") == self.token else None
+        rank = None
+        if messages and not strangers([connection.fileno()]):
+            rank = admit(connection, self._key, self._unauthenticated[connection][1], messages[0])
+        member = self._members[rank] if rank is not None and 0 <= rank < len(self._members) else None
         if member is None or member.connection is not None:
+            self._refused += member is None and bool(messages)
             self._drop(connection)
             return
         del self._unauthenticated[connection]
@@ -312,6 +340,14 @@ class FailureDetector:
             connection.send({"stop": self._stop})
         for message in messages[1:]:
             self._handle(member, message)
+        if all(member.connection is not None for member in self._members):
+            self._close_door()
+
+    def _close_door(self) -> None:
+        self._selector.unregister(self._server)
+        self._server.close()
+        for connection in list(self._unauthenticated):
+            self._drop(connection)
 
     def _receive(self, member: _Member) -> None:
         assert member.connection is not None
@@ -319,17 +355,31 @@ class FailureDetector:
             self._handle(member, message)
         if member.connection.closed:
             self._selector.unregister(member.connection)
+            self._answer(self._relay.leave(member.rank))
 
     def _handle(self, member: _Member, message: dict[str, Any]) -> None:
         member.heard_at = monotonic()
         if "waits" in message:
             member.waits, member.at = message["waits"], message.get("at")
-        member.left = member.left or bool(message.get("left"))
+        if "give" in message:
+            self._answer(self._relay.give(member.rank, message))
+        if "late" in message:
+            self._answer(self._relay.late(member.rank, message["late"]))
+        member.heard = member.heard or "heard" in message
+        if "left" in message:
+            member.left = True
+            self._answer(self._relay.leave(member.rank))
         if "fault" in message:
             self._declare(Fault.from_message(message["fault"]))
         if "stop" in message and self._stop is None:
             self._stop = str(message["stop"])
             self._broadcast({"stop": self._stop})
+
+    def _answer(self, answers: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
+        for rank, message in answers:
+            connection = self._members[rank].connection
+            if connection is not None and not connection.closed:
+                connection.send(message, keep=True)
 
     def _find_failure(self, now: float) -> None:
         """Declare the ranks that are gone, silent or absent, all of a kind in one fault.
@@ -350,7 +400,7 @@ class FailureDetector:
             self._declare(Fault.silent(longest, *(rank for rank, seconds in silence.items() if seconds > at_once)))
         elif absent := [rank for rank, member in there.items()
                         if member.connection is None and now - member.heard_at > self.timing.join_s]:
-            self._declare(Fault.absent(self.timing.join_s, *absent))
+            self._declare(Fault.absent(self.timing.join_s, self._refused, *absent))
 
     def _declare(self, fault: Fault) -> None:
         if self._fault is None:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from vpipe.distributed.connection import break_off, connections
 from vpipe.distributed.device import (
     DeviceMap,
     RankDevice,
@@ -26,13 +25,25 @@ from vpipe.distributed.device import (
     make_current,
 )
 from vpipe.distributed.environment import HOST, RankEnvironment, read_number, read_text
+from vpipe.distributed.exchange import Exchange
 from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.network import check_interfaces
-from vpipe.distributed.rendezvous import Rendezvous, agent_has_store, hosts_of_group, open_store
+from vpipe.distributed.rendezvous import (
+    Rendezvous,
+    agent_has_store,
+    hosts_of_group,
+    open_store,
+    ranks_have_secret,
+)
+from vpipe.distributed.sockets import break_off, closed_afterwards, connections, strangers
+from vpipe.distributed.watchdog import current_watchdog
 from vpipe.errors import RunError, UserError
 
 CARRIERS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 """The backends of the process group: under nccl, tensors in host memory still go by gloo."""
+
+
+WAITING = "waiting for all ranks"
 
 
 @dataclass
@@ -47,7 +58,7 @@ class _Joined:
 _joined: _Joined | None = None
 _met: Rendezvous | None = None
 """That of ranks without a process group, until they make one."""
-_groups_made, _groups_watched, _exchanges = count(), count(), count()
+_groups_made, _groups_watched = count(), count()
 
 
 def join_world(backend: str | None = None, timeout_s: float = 60.0,
@@ -91,9 +102,15 @@ def meet(timing: WatchdogTiming) -> Rendezvous:
     global _met
     rank, ranks = _number("RANK"), _number("WORLD_SIZE")
     address, port = read_text(os.environ, "MASTER_ADDR", "the environment"), _number("MASTER_PORT")
+    if _joined is not None:  # the program has destroyed that group
+        _joined.rendezvous.leave()
     try:
-        store = open_store(f"world {next(_groups_made)}", address, port, rank, ranks, timing.join_s)
-    except RuntimeError as error:
+        if ranks_have_secret():
+            met = Rendezvous.by_secret(rank, ranks, timing, address, port)
+        else:
+            store = open_store(f"world {next(_groups_made)}", address, port, rank, ranks, timing.join_s)
+            met = Rendezvous.in_store(rank, ranks, timing, store, address)
+    except (RuntimeError, OSError) as error:
         if rank == 0 and not agent_has_store():
             raise RunError(f"rank 0 cannot listen on port {port}: {str(error).splitlines()[0]}", rank=0,
                            hint="give the run a free port: torchrun's --master-port, MASTER_PORT, or "
@@ -101,10 +118,17 @@ def meet(timing: WatchdogTiming) -> Rendezvous:
         raise RunError(f"rank {rank} on {_host()} could not reach rank 0 at {address}:{port} within "
                        f"{timing.join_s:g} s", hint="rank 0 ended or is slow to start: see what it printed; or another "
                        "address, an interface or a firewall is in the way", rank=rank, peer=0) from error
-    if _joined is not None:  # the program has destroyed that group; its store may be the same
-        _joined.rendezvous.leave()
-    _met = Rendezvous(store, rank, ranks, timing, address)
-    return _met
+    _met = met
+    return met
+
+
+def exchange(channel: str = "", timeout_s: float | None = None) -> Exchange:
+    """Return the exchange with the other ranks of this process's job; alone where there is no process group.
+
+    Arguments as of :class:`~vpipe.distributed.exchange.Exchange`.
+    """
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return Exchange(None if alone else current_watchdog(), channel, timeout_s)
 
 
 def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> DeviceMap:
@@ -127,16 +151,21 @@ def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
         print(f"gloo carries tensors between ranks, not nccl: {reason}", file=sys.stderr, flush=True)
     before, hook = connections(), sys.excepthook
     try:
-        # Without device_id: the communicators of nccl are then made when they are first used, in the engine's order.
-        dist.init_process_group(CARRIERS[carrier], store=rendezvous.store, rank=rank, world_size=rendezvous.ranks,
-                                timeout=timedelta(seconds=timeout_s))
+        with closed_afterwards():
+            # Without device_id: the communicators of nccl are made when they are first used, in the engine's order.
+            dist.init_process_group(CARRIERS[carrier], store=rendezvous.group_store(timeout_s), rank=rank,
+                                    world_size=rendezvous.ranks, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         fault = watchdog.explain(None, timeout_s if "imed out" in str(error) else None)
         raise watchdog.error(fault, f"rank {rank} was joining the others: {str(error).splitlines()[0]}") from error
     sys.excepthook = hook  # torch has put one before it that writes the rank before each line
     # The failure detector in rank 0 may have got connections of its own meanwhile, and the store.
-    made = connections(but=(rendezvous.detector_port, _number("MASTER_PORT"))).items() - before.items()
-    watchdog.break_off = partial(break_off, dict(made))
+    made = dict(connections(but=(*rendezvous.ports, _number("MASTER_PORT"))).items() - before.items())
+    if users := strangers(made):
+        raise RunError(f"rank {rank} is connected with a process of another user ({', '.join(map(str, users))}) in "
+                       "place of a rank", hint="end that process: it connected to gloo's port while the ranks did",
+                       rank=rank)
+    watchdog.break_off = partial(break_off, made)
     _joined = _Joined(dist.group.WORLD, rendezvous, devices)
     atexit.register(_destroy, dist.group.WORLD, os.getpid())
     rendezvous.leave_first()  # the group is destroyed last
@@ -154,7 +183,7 @@ def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
             _joined.rendezvous.leave()
         store: Store = PrefixStore(f"vpipe {next(_groups_watched)}", _get_default_store())
         hosts = hosts_of_group(store, rank, ranks, _host(), timeout_s)
-        rendezvous = Rendezvous(store, rank, ranks, WatchdogTiming.from_timeout(timeout_s), None, hosts)
+        rendezvous = Rendezvous.in_store(rank, ranks, WatchdogTiming.from_timeout(timeout_s), store, None, hosts)
         _joined = _Joined(dist.group.WORLD, rendezvous, _exchange_devices(rendezvous, own))
     elif own != _joined.devices.own:
         _joined = replace(_joined, devices=_exchange_devices(_joined.rendezvous, own))
@@ -164,7 +193,7 @@ def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
 
 def _exchange_devices(rendezvous: Rendezvous, own: torch.device) -> DeviceMap:
     """Return the device of every rank, before they choose a backend."""
-    there = tuple(RankDevice(**one) for one in rendezvous.exchange(f"device {next(_exchanges)}", asdict(_here(own))))
+    there = tuple(RankDevice(**one) for one in rendezvous.exchange.all_gather(asdict(_here(own)), WAITING))
     rendezvous.watchdog.hosts = [one.host for one in there]
     return DeviceMap(rendezvous.rank, there, "")
 

@@ -1,34 +1,41 @@
-"""Meet the other ranks of a job in a store, watch them from then on, and exchange values with them."""
+"""Meet the other ranks of a job, watch them from then on, and exchange values with them."""
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from itertools import count
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from vpipe.distributed.connection import connect
-from vpipe.distributed.environment import RUN
-from vpipe.distributed.failure_detector import FailureDetector, Fault, WatchdogTiming
+from vpipe.distributed.connection import Connection, connect, introduce
+from vpipe.distributed.environment import MEETING, RUN, SECRET
+from vpipe.distributed.exchange import Exchange
+from vpipe.distributed.failure_detector import FailureDetector, WatchdogTiming
 from vpipe.distributed.network import is_this_host, meeting_address
 from vpipe.distributed.watchdog import Watchdog, end_process, install
 from vpipe.errors import RunError, UserError
 
-POLL_S = 0.01
-READ_S = 5.0
-"""For the others to read what was exchanged, which they do at once; the store may end with rank 0."""
+POLL_S = 0.02
+"""Between two tries to reach rank 0, which may not listen yet."""
+
+_groups_made = count()
 
 
 def agent_has_store() -> bool:
     """Return whether torchrun's agent keeps the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def ranks_have_secret() -> bool:
+    """Return whether the ranks know something that others do not, and so can meet without a store."""
+    return bool(os.environ.get(SECRET)) and not agent_has_store()
 
 
 def open_store(kind: str, address: str, port: int, rank: int, ranks: int, timeout_s: float) -> PrefixStore:
@@ -49,105 +56,140 @@ def open_store(kind: str, address: str, port: int, rank: int, ranks: int, timeou
     if hosted:
         store.set("run", run)
     elif not agent_has_store():  # an agent has refused a port in use
-        theirs = bytes(store.get("run")).decode()
+        theirs = _text(store.get("run"))
         if theirs != run:
-            raise RunError(f"{address} port {port} belongs to another run ({theirs or 'unnamed'}), not to this one "
-                           f"({run or 'unnamed'})", rank=rank,
-                           hint="give each run a port of its own: parallel.master_port, or MASTER_PORT; under srun it "
-                           "may be left out")
+            raise _other_run(address, port, rank, f" ({theirs or 'unnamed'}), not to this one ({run or 'unnamed'})")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_has_store() else ""
     return PrefixStore(f"{kind} {run} {attempt}", store)
 
 
-def own_store(kind: str, rank: int, ranks: int, timeout_s: float) -> PrefixStore:
-    """Open the store of one ``kind`` where this process's environment says that the ranks meet."""
-    return open_store(kind, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, ranks, timeout_s)
+def _other_run(address: str, port: int, rank: int, which: str) -> RunError:
+    return RunError(f"{address} port {port} belongs to another run{which}", rank=rank,
+                    hint="give each run a port of its own: parallel.master_port, or MASTER_PORT; under srun it may be "
+                    "left out")
+
+
+def _text(stored: bytes) -> str:
+    """Return a value of a store, which anybody may have written."""
+    return bytes(stored[:MOST_BYTES]).decode(errors="replace")
+
+
+MOST_BYTES = 4096
+"""Of a value in a store that is read."""
 
 
 class Rendezvous:
-    """The ranks of a job, met in a store. From now on they watch one another.
+    """The ranks of a job, met. From now on they watch one another.
 
-    Rank 0 runs the failure detector and leaves its address in the store.
+    Rank 0 runs the failure detector, to which all connect.
 
     Args:
         timing: of the watchdog.
-        address: of rank 0, as this rank reaches it; None where only the store may know.
+        connection: with the failure detector, which knows who this is.
+        detector: on rank 0.
         hosts: by rank, where they are known already.
+        store: for the process group; None to make one.
 
-    Raises:
-        RunError: rank 0 is not reached in time.
+    Attributes:
+        exchange: with all ranks, for the main thread.
+        ports: at which the failure detector and the store are, 0 where they have none.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int, timing: WatchdogTiming, address: str | None,
-                 hosts: Sequence[str] | None = None) -> None:
-        self.store, self.rank, self.ranks = store, rank, ranks
-        hosts = [""] * ranks if hosts is None else hosts
-        self._detector: FailureDetector | None = None
-        reached_at = address or _address_of(store) or ""
-        try:
-            if rank == 0:
-                named, listens_at = ("", address) if address is not None else server_address(reached_at, hosts)
-                self._detector = FailureDetector(ranks, timing, listens_at)
-                store.set("watchdog", f"{self._detector.port} {self._detector.token} {named}")
-            store.wait(["watchdog"], timedelta(seconds=timing.join_s))
-            port, token, named = store.get("watchdog").decode().split(" ")
-            reached_at = named or reached_at
-            connection = connect(reached_at, int(port), timing.join_s)
-        except (RuntimeError, OSError) as error:
-            where = f" on {hosts[0]}" if hosts[0] else ""
-            raise RunError(f"rank {rank} could not reach rank 0{where} at {reached_at}: {str(error).splitlines()[0]}",
-                           hint="rank 0 ended, or a firewall is in the way: ranks connect to ports of the system's "
-                           "choice", rank=rank, peer=0) from error
-        self.detector_port = int(port)
-        self.watchdog = Watchdog(rank, hosts, connection, token, timing, end_process)
+    def __init__(self, rank: int, ranks: int, timing: WatchdogTiming, connection: Connection,
+                 detector: FailureDetector | None, port: int, hosts: Sequence[str] | None = None,
+                 store: Store | None = None) -> None:
+        self.rank, self.ranks, self._store, self._detector = rank, ranks, store, detector
+        self.ports = [port]
+        self.watchdog = Watchdog(rank, [""] * ranks if hosts is None else hosts, connection, timing, end_process)
+        self.exchange = Exchange(self.watchdog)
         install(self.watchdog)
         self._process = os.getpid()
         atexit.register(self._leave_at_exit)
+
+    @classmethod
+    def by_secret(cls, rank: int, ranks: int, timing: WatchdogTiming, address: str, port: int) -> Rendezvous:
+        """Meet where rank 0 listens: in the folder of the run's only host, or at an address and port of the first one.
+
+        Raises:
+            RunError: rank 0 is not reached in time, or is that of another run.
+            OSError: rank 0 cannot listen there.
+        """
+        folder, secret = os.environ.get(MEETING), os.environ[SECRET]
+        where = os.path.join(folder, "ranks") if folder else address
+        detector = FailureDetector(ranks, timing, where, secret, port) if rank == 0 else None
+        deadline, why = time.monotonic() + timing.join_s, ""
+        while time.monotonic() < deadline:
+            try:
+                connection = connect(where, port, min(5.0, timing.join_s))
+            except OSError as error:
+                why = error.strerror or str(error)
+                time.sleep(POLL_S)
+                continue
+            try:
+                introduce(connection, rank, secret, timing.join_s)
+            except OSError as error:
+                raise _other_run(where, port, rank, f": {error}") from error
+            return cls(rank, ranks, timing, connection, detector, 0 if folder else port)
+        at = where if folder else f"{where}:{port}"
+        raise _unreached(rank, f" at {at}", f" within {timing.join_s:g} s: {why}")
+
+    @classmethod
+    def in_store(cls, rank: int, ranks: int, timing: WatchdogTiming, store: Store, address: str | None,
+                 hosts: Sequence[str] | None = None) -> Rendezvous:
+        """Meet through a store, in which rank 0 leaves the address of its detector.
+
+        Args:
+            address: of rank 0, as this rank reaches it; None where only the store may know.
+            hosts: by rank, where they are known already.
+
+        Raises:
+            RunError: rank 0 is not reached in time.
+        """
+        reached_at = address or _address_of(store) or ""
+        detector = None
+        secret = os.environ.get(SECRET)
+        try:
+            if rank == 0:
+                named, listens_at = ("", address) if address is not None else \
+                    server_address(reached_at, hosts or [""] * ranks)
+                token = secrets.token_hex(16)
+                detector = FailureDetector(ranks, timing, listens_at, secret or token)
+                store.set("watchdog", f"{detector.port} {'' if secret else token} {named}")
+            store.wait(["watchdog"], timedelta(seconds=timing.join_s))
+            port, token, named = _text(store.get("watchdog")).split(" ")
+            reached_at = named or reached_at
+            connection = connect(reached_at, int(port), timing.join_s)
+            introduce(connection, rank, secret or token, timing.join_s)
+        except (RuntimeError, OSError, ValueError, OverflowError) as error:
+            if detector is not None:
+                detector.stop()
+            on = f" on {hosts[0]}" if hosts and hosts[0] else ""
+            why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise _unreached(rank, f"{on} at {reached_at}", f": {why}") from error
+        return cls(rank, ranks, timing, connection, detector, int(port), hosts, store)
+
+    def group_store(self, timeout_s: float) -> Store:
+        """Return a store in which the ranks make their process group. All ranks must call it.
+
+        Where all are on one host it is a file that nobody else can open; else rank 0 serves one at a port of the
+        system's choice, for as long as the group is being made.
+        """
+        if self._store is not None:
+            return self._store
+        if folder := os.environ.get(MEETING):
+            return FileStore(os.path.join(folder, f"group {next(_groups_made)}"), self.ranks)
+        address, limit = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
+        made = TCPStore(address, 0, self.ranks, is_master=True, timeout=limit, wait_for_workers=False) \
+            if self.rank == 0 else None
+        port = self.exchange.from_rank(None if made is None else made.port)
+        self.ports.append(port)
+        return made or TCPStore(address, port, self.ranks, is_master=False, timeout=limit, wait_for_workers=False)
 
     def set_timing(self, timing: WatchdogTiming) -> None:
         """Watch at another pace from now on. Every rank must beat as often before rank 0 expects it."""
         self.watchdog.set_timing(timing)
         if self._detector is not None:
             self._detector.timing = timing
-
-    def exchange(self, name: str, value: Any) -> list[Any]:
-        """Give all ranks a value as JSON; return the values of all, by rank.
-
-        Args:
-            name: of the exchange; each has a name of its own.
-
-        Raises:
-            RunError: a rank failed or ended before it took part.
-        """
-        names = [f"{name} {rank}" for rank in range(self.ranks)]
-        try:
-            self.store.set(names[self.rank], json.dumps(value))
-            self.store.add(f"{name} given", 1)
-            self._wait(f"{name} given", names)
-            values = [json.loads(text) for text in self.store.multi_get(names)]
-            if self.store.add(f"{name} read", 1) < self.ranks and self.rank == 0:
-                deadline = time.monotonic() + READ_S
-                while self.store.add(f"{name} read", 0) < self.ranks and time.monotonic() < deadline:
-                    time.sleep(POLL_S)
-            return values
-        except RuntimeError as error:
-            raise self.watchdog.error(self.watchdog.explain(None, None), f"rank {self.rank} was waiting for all ranks: "
-                                      f"{str(error).splitlines()[0]}") from error
-
-    def _wait(self, counter: str, names: Sequence[str]) -> None:
-        """Wait until all ranks have given their values, named in ``names``, and counted them."""
-        looked_at = time.monotonic()
-        while self.store.add(counter, 0) < self.ranks:
-            time.sleep(POLL_S)
-            fault = self.watchdog.fault
-            if fault is None and time.monotonic() - looked_at > 1.0:
-                looked_at = time.monotonic()
-                ended = [rank for rank in range(self.ranks) if self.watchdog.has_left(rank)]
-                missing = [rank for rank in ended if not self.store.check([names[rank]])]
-                fault = Fault.left(missing[0]) if missing else None
-            if fault is not None:
-                self.watchdog.acknowledge()
-                raise self.watchdog.error(fault, f"{self.watchdog.place(self.rank)} was waiting for all ranks")
 
     def leave(self) -> None:
         """End the watch: this program comes to its end."""
@@ -202,6 +244,11 @@ def server_address(store: str, hosts: Sequence[str]) -> tuple[str, str]:
                        "network of all ranks") from None
 
 
+def _unreached(rank: int, where: str, why: str) -> RunError:
+    return RunError(f"rank {rank} could not reach rank 0{where}{why}", rank=rank, peer=0,
+                    hint="rank 0 ended, or a firewall is in the way: ranks connect to ports of the system's choice")
+
+
 def hosts_of_group(store: Store, rank: int, ranks: int, host: str, timeout_s: float) -> list[str]:
     """Return the host of every rank of a process group that is there already.
 
@@ -212,7 +259,7 @@ def hosts_of_group(store: Store, rank: int, ranks: int, host: str, timeout_s: fl
     try:
         store.set(names[rank], host)
         store.wait(names, timedelta(seconds=timeout_s))
-        return [store.get(name).decode() for name in names]
+        return [_text(store.get(name)) for name in names]
     except RuntimeError as error:
         missing: list[int] = []
         with suppress(RuntimeError):

@@ -9,12 +9,13 @@ import os
 import selectors
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
-from threading import Event, Thread
+from dataclasses import asdict, dataclass, replace
+from threading import Condition, Event, Thread, current_thread, main_thread
 from time import monotonic, perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from vpipe.distributed.connection import Connection
 from vpipe.distributed.failure_detector import Fault, RankState, Wait, WatchdogTiming
@@ -79,6 +80,22 @@ class Activity:
         return (f"{words} ({part})" if part not in (None, words) else words), perf_counter() - since
 
 
+@dataclass(frozen=True)
+class _ExchangeWait:
+    """The transfer of a main thread that waits for the values of all ranks."""
+
+    doing: str
+    peer: None = None
+    limit_s: None = None
+
+    def __str__(self) -> str:
+        return self.doing
+
+    @property
+    def purpose(self) -> str:
+        return "for what each has from"
+
+
 PATIENCE_S = 2.0
 """How long a rank that lost another asks who failed first, before it blames the one that it lost."""
 
@@ -88,10 +105,12 @@ class Watchdog:
 
     The main thread may be anywhere: in a transfer that nothing interrupts, in a debugger, in a pause of the
     user's. As long as this thread beats, the rank is alive. When a failure becomes known, the transfers of this
-    process are broken off, so that the main thread raises; one that does not within ``timing.grace_s`` is ended.
+    process are broken off, so that the main thread raises; one that does not within ``timing.grace_s`` is ended. It is
+    also the :class:`~vpipe.distributed.exchange.Line` by which this rank exchanges values with the others.
 
     Args:
         hosts: by rank.
+        connection: with rank 0, which knows who this is.
         end: ends the process; it is given the error that the main thread should have raised.
 
     Attributes:
@@ -103,7 +122,7 @@ class Watchdog:
         stop_asked: why a rank asked all to stop, once one did.
     """
 
-    def __init__(self, rank: int, hosts: Sequence[str], connection: Connection, token: str, timing: WatchdogTiming,
+    def __init__(self, rank: int, hosts: Sequence[str], connection: Connection, timing: WatchdogTiming,
                  end: Callable[[RunError], None]) -> None:
         self.rank, self.hosts = rank, hosts
         self.describe: Callable[[int], str] = lambda rank: f"rank {rank}"
@@ -122,7 +141,9 @@ class Watchdog:
         self._given_up: Fault | None = None  # sent to rank 0, whose answer comes first
         self.stop_asked: str | None = None
         self._stop: str | None = None  # asked here, and still to be sent
-        connection.send({"rank": rank, "token": token})
+        self._arrived: dict[str, Mapping[str, Any]] = {}  # exchanges by their names, until they are taken
+        self._arrival, self._names = Condition(), Counter[str]()
+        self._over = False  # nothing arrives any more
         self._thread = Thread(target=self._run, name="vpipe-watch", daemon=True)
         self._thread.start()
 
@@ -218,10 +239,69 @@ class Watchdog:
         with suppress(OSError):
             self._wake.send(b".")
 
+    # -- exchanges: the protocol Line ------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.hosts)
+
+    def next_name(self, channel: str) -> str:
+        """Return the name of the next exchange of a channel."""
+        self._names[channel] += 1
+        return f"{channel} {self._names[channel]}"
+
+    def give(self, message: Mapping[str, Any]) -> None:
+        """Send a message for rank 0's relay."""
+        self._connection.send(message, keep=True)
+        if self._connection.has_unsent:
+            with suppress(OSError):
+                self._wake.send(b".")  # the thread sends the rest
+
+    def take(self, name: str, doing: str, timeout_s: float | None) -> list[Any]:
+        """Wait for the values of all ranks in an exchange.
+
+        Raises:
+            RunError: a rank failed, ended before it took part, or did not take part in time. A thread beside the main
+                one goes on after a failure as long as all ranks still answer: a checkpoint is worth it.
+        """
+        in_main = current_thread() is main_thread()
+        if in_main and timeout_s is not None:
+            self.transfer = _ExchangeWait(doing)
+        try:
+            message = self._wait(name, in_main, timeout_s)
+            me = self.place(self.rank)
+            if timeout_s is not None and message is None:
+                self.give({"late": name})
+                message = self._wait(name, in_main, PATIENCE_S) or {}
+                if "values" not in message:
+                    fault = self.explain(message.get("late"), timeout_s)
+                    raise self.error(fault, f"{me} gave up {doing} after {timeout_s:g} s")
+            assert message is not None, "without a limit it comes"
+            if "values" in message:
+                values: list[Any] = message["values"]
+                return values
+            fault = Fault.left(message.get("without", 0))
+            if in_main:
+                self._acknowledged.set()
+                if not self._known.is_set():
+                    self._report(fault)
+            raise self.error(self.fault or fault, f"{me} was {doing}")
+        finally:
+            if in_main:
+                self.transfer = None
+
+    def _wait(self, name: str, in_main: bool, timeout_s: float | None) -> Mapping[str, Any] | None:
+        """Wait for what arrives of an exchange; empty when nothing can any more, None when the time is over."""
+        with self._arrival:
+            came = self._arrival.wait_for(lambda: name in self._arrived or self._over
+                                          or (in_main and self._known.is_set()), timeout_s)
+            return self._arrived.pop(name, {}) if came else None
+
     def leave(self) -> None:
         """Tell rank 0 that this program comes to its end, so that it is not taken for dead."""
         if not self._known.is_set():
-            self._connection.send({"left": True})
+            self._connection.send({"left": True}, keep=True)
         self._leaving = True  # not before: the thread closes the connection when it sees it
         with suppress(OSError):
             self._wake.send(b".")
@@ -246,19 +326,34 @@ class Watchdog:
     def _run(self) -> None:
         last = beat_at = heard_at = monotonic()
         transfer, since = self.transfer, last
+        end_at: float | None = None  # of the process, once a failure is known, if the main thread does not raise
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             selector.register(self._connection, selectors.EVENT_READ)
-            while not self._leaving and not self._known.is_set():
-                for key, _ in selector.select(max(0.0, beat_at - monotonic())):
-                    if key.fileobj is self._connection and self._receive():
-                        heard_at = monotonic()
-                    elif key.fileobj is self._woken:
+            while not self._leaving and not (self._known.is_set() and self._connection.closed):
+                sends = selectors.EVENT_WRITE if self._connection.has_unsent else 0
+                selector.modify(self._connection, selectors.EVENT_READ | sends)
+                for key, events in selector.select(max(0.0, beat_at - monotonic())):
+                    if key.fileobj is self._woken:
                         self._woken.recv(64)
+                        continue
+                    if events & selectors.EVENT_WRITE:
+                        self._connection.flush()
+                    if events & selectors.EVENT_READ and self._receive():
+                        heard_at = monotonic()
                 if self._stop is not None:
                     self._connection.send({"stop": self._stop})
                     self._stop = None
                 now = monotonic()
+                if self._known.is_set():  # what is left is to end the process, and exchanges of other threads
+                    if end_at is None:
+                        self._connection.send({"heard": True}, keep=True)
+                        self.break_off()
+                        end_at = now + self.timing.grace_s
+                    elif now > end_at and not self._acknowledged.is_set():
+                        break
+                    beat_at = now + self.timing.beat_s
+                    continue
                 if now - last > 2 * self.timing.beat_s:  # it was this process that paused: rank 0 was not silent
                     heard_at += now - last
                 last = now
@@ -277,10 +372,18 @@ class Watchdog:
                     self._connection.send(self._heartbeat(transfer, now - since))
                     self._update_long_waits(now - heard_at)
                     self._check_limit(transfer, now - since)
+                if self._known.is_set():
+                    beat_at = now
         for end in (self._connection, self._wake, self._woken):
             end.close()
+        with self._arrival:
+            self._over = True
+            self._arrival.notify_all()
         if self._known.is_set() and not self._leaving:
-            self._end_main_thread()
+            if end_at is None:
+                self.break_off()
+                end_at = monotonic() + self.timing.grace_s
+            self._end_main_thread(end_at)
         elif self._leaving and not self._known.is_set() and self._long_waits is not None:
             self._long_waits.end()
 
@@ -316,6 +419,10 @@ class Watchdog:
         for message in messages:
             if "ranks" in message:
                 self._states = [RankState.from_message(*state) for state in message["ranks"]]
+            if "given" in message:
+                with self._arrival:
+                    self._arrived[message["given"]] = message
+                    self._arrival.notify_all()
             if "fault" in message:
                 self._set_fault(Fault.from_message(message["fault"]))
             if "stop" in message and self.stop_asked is None:
@@ -326,12 +433,13 @@ class Watchdog:
         if self._fault is None:
             self._fault = fault
         self._known.set()
+        with self._arrival:
+            self._arrival.notify_all()
 
-    def _end_main_thread(self) -> None:
-        """Make the main thread raise; end the process if it does not."""
+    def _end_main_thread(self, end_at: float) -> None:
+        """End the process, if the main thread does not raise until then."""
         assert self._fault is not None
-        self.break_off()
-        if not self._acknowledged.wait(self.timing.grace_s) and not self._leaving:
+        if not self._acknowledged.wait(max(0.0, end_at - monotonic())) and not self._leaving:
             meanwhile = str(self.transfer or self.activity.describe()[0] or "at work")
             self._end(self.error(self._fault, f"{self.place(self.rank)} was {meanwhile}"))
 

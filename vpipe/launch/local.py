@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 from time import monotonic
@@ -99,7 +101,7 @@ class Processes:
     def _start(self, rank: int, pipe: int) -> Popen[bytes]:
         # The pipe is standard input, which every program hands on to what it wraps. A session of its own keeps
         # Ctrl-C from a rank: the launcher ends it.
-        environment = {**os.environ, **self._ranks.environment(rank), PARENT_PIPE: "0"}
+        environment = {**os.environ, **self._ranks.environment(rank), **self._ranks.private, PARENT_PIPE: "0"}
         command = self._ranks.command(self._folder)
         # Rank 0 shows progress and the summary on the terminal; what others print goes to their logs.
         if rank == 0:
@@ -174,8 +176,8 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
         VpipeError: a rank failed.
         Interrupted: by a signal, to this process or to a rank.
     """
-    with Signals(passed_on=stop_s > 0) as signals, held(here.port):
-        mine = Processes(here, folder)
+    with Signals(passed_on=stop_s > 0) as signals, held(here.port), _meeting(elsewhere) as meeting:
+        mine = Processes(replace(here, meeting=meeting), folder)
         groups: list[Processes | RemoteRanks] = [mine, *elsewhere]
         try:
             mine.start()
@@ -195,6 +197,18 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
         finally:
             signals.ignore()  # another Ctrl-C must not leave ranks behind
             close_all(groups)
+
+
+@contextmanager
+def _meeting(elsewhere: Sequence[RemoteRanks]) -> Iterator[str | None]:
+    """Make the folder where the ranks meet, which only this user may enter; None where some are on other hosts."""
+    if elsewhere:
+        yield None
+        return
+    # The path of a socket in it may have some 100 bytes.
+    parent = None if len(os.fsencode(tempfile.gettempdir())) < 80 else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="vpipe-", dir=parent, ignore_cleanup_errors=True) as folder:
+        yield folder
 
 
 def _go_on(groups: Sequence[Processes | RemoteRanks], signals: Signals, stop_s: float, folder: Path) -> bool:

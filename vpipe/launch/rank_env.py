@@ -14,7 +14,7 @@ from typing import Any
 
 from vpipe.config.config import Config
 from vpipe.config.machines import Hosts, host_of
-from vpipe.distributed.environment import HOST, RUN, RankEnvironment
+from vpipe.distributed.environment import HOST, MEETING, RUN, SECRET, RankEnvironment
 from vpipe.distributed.network import interface_towards, meeting_address
 from vpipe.distributed.orion import preload_variable
 from vpipe.errors import UserError, counted
@@ -109,6 +109,8 @@ class HostRanks:
         python: runs the ranks without one.
         interface_found: whether nobody chose the interface; then this process's environment may.
         run: what tells it from another run at the same port.
+        secret: by which its ranks let each other in.
+        meeting: the folder where they meet, if all are on this host; only this user may enter it.
         orion: whether the Orion library is preloaded; a container has none.
     """
 
@@ -124,6 +126,8 @@ class HostRanks:
     python: str = sys.executable
     interface_found: bool = False
     run: str = field(default_factory=lambda: token_hex(4))
+    secret: str = field(default_factory=lambda: token_hex(16), repr=False)
+    meeting: str | None = None
     orion: bool = False
 
     @classmethod
@@ -142,10 +146,17 @@ class HostRanks:
         if self.container is None:
             return [self.python, *worker]
         read = [Path(word) for word in self.task if os.path.isabs(word)]  # the checkpoint to go on from
-        return self.container.wrapped(["python3", *worker], bound=[Path(folder), *read, *map(Path, imported_files())])
+        met = [] if self.meeting is None else [Path(self.meeting)]
+        return self.container.wrapped(["python3", *worker],
+                                      bound=[Path(folder), *read, *met, *map(Path, imported_files())])
+
+    @property
+    def private(self) -> dict[str, str]:
+        """The part of every rank's environment that is not to be shown."""
+        return {SECRET: self.secret, MEETING: self.meeting or ""}
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return what is set for a rank, beside what this process has; torchrun's names, with ours."""
+        """Return what else is set for a rank, beside what this process has; torchrun's names, with ours."""
         variables = {
             "RANK": str(rank), "LOCAL_RANK": str(self.devices[rank]), "WORLD_SIZE": str(self.world),
             "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port), "OMP_NUM_THREADS": str(self.threads),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
@@ -23,9 +24,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vpipe.config.config import Config, load_resolved, parse_resolved
-from vpipe.distributed.environment import HOST, PARENT_PIPE, RankEnvironment
+from vpipe.distributed.environment import HOST, MEETING, PARENT_PIPE, RankEnvironment
 from vpipe.distributed.failure_detector import WatchdogTiming
-from vpipe.distributed.init import meet
+from vpipe.distributed.init import WAITING, meet
 from vpipe.distributed.network import check_interfaces, interface_towards, source_towards_name
 from vpipe.distributed.rendezvous import Rendezvous
 from vpipe.distributed.signals import REPORT_S, Stopped, handle_signal, handle_signals, ignore_signals, stopped_status
@@ -140,8 +141,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
         except VpipeError as wrong:
             error = wrong
     startup = _Startup(rank, error)
-    hosts = startup.exchange("host", {"host": rank.host, "agent": rank.agent,
-                                      "source": source_towards_name(rank.address)})
+    hosts = startup.exchange({"host": rank.host, "agent": rank.agent, "source": source_towards_name(rank.address)})
     several = len({host["host"] for host in hosts}) > 1
     attempts: list[Attempt] = []
 
@@ -156,7 +156,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
                 "done": None if point is None else nothing_left(point, attempt.job)}
 
     with activity.during("preparing the run"):
-        prepared = startup.from_rank_0("job", prepare)
+        prepared = startup.from_rank_0(prepare)
     if prepared["done"] is not None:
         if rank.rank == 0:
             print(prepared["done"], flush=True)
@@ -166,7 +166,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
     if attempts:
         job, point = attempts[0].job, attempts[0].start
     job = startup.agree(job, point, several)
-    folder = _folder_here(Path(startup.from_rank_0("folder", lambda: str(attempts[0].begin()))), job)
+    folder = _folder_here(Path(startup.from_rank_0(lambda: str(attempts[0].begin()))), job)
     os.environ.update({HOST: rank.host} if several else {})
     _choose_interface(job.config, address_towards(rank, [host["source"] for host in hosts]))
     if rank.rank == 0:
@@ -215,14 +215,14 @@ class _Startup:
             except VpipeError as apart:
                 raise error or apart from None  # a config that cannot be read may be why they look elsewhere
 
-    def exchange(self, name: str, value: Any) -> list[Any]:
-        """See :meth:`~vpipe.distributed.rendezvous.Rendezvous.exchange`."""
-        return [value] if self.rendezvous is None else self.rendezvous.exchange(name, value)
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values of all ranks on every rank."""
+        return [value] if self.rendezvous is None else self.rendezvous.exchange.all_gather(value, WAITING)
 
-    def from_rank_0(self, name: str, make: Callable[[], T]) -> T:
+    def from_rank_0(self, make: Callable[[], T]) -> T:
         """Return on every rank what rank 0 makes; raise its error on rank 0 and SystemExit on the others."""
         made, error = (self._attempt(make) if self._rank.rank == 0 else (None, None))
-        status, value = self.exchange(name, [0 if error is None else error.exit_status, made])[0]
+        status, value = self.exchange([0 if error is None else error.exit_status, made])[0]
         if status:
             raise error or SystemExit(status)
         found: T = value
@@ -255,8 +255,8 @@ class _Startup:
             if error is None and start is not None:
                 _, error = self._attempt(lambda: start.manifest)
         problems = [[problem.what, problem.hint, problem.where] for problem in _problems(error)]
-        states = self.exchange("state", {"host": self._rank.host, "data": found[1] if found else "",
-                                         "status": error.exit_status if error else 0, "problems": problems})
+        states = self.exchange({"host": self._rank.host, "data": found[1] if found else "",
+                                "status": error.exit_status if error else 0, "problems": problems})
         if (wrong := combined_error(states)) is not None:
             raise wrong if self._rank.rank == 0 else SystemExit(wrong.exit_status)
         assert found is not None, "no rank found anything wrong"
@@ -428,6 +428,8 @@ def _follow_launcher() -> None:
     def wait() -> None:
         while number := os.read(int(pipe), 1):  # of a signal; nothing when the other end is closed
             handle_signal(number[0])
+        if folder := os.environ.get(MEETING):
+            shutil.rmtree(folder, ignore_errors=True)  # the launcher would have
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -215,7 +215,7 @@ def _ranks_here(run: dict[str, Any], folder: Path) -> HostRanks:
                      port, interface, config.training.threads, tuple(map(str, run["task"])), str(run["host"]),
                      Container.from_config(config) if config.container else None,
                      interface_found=config.parallel.interface is None, run=str(run["run"]),
-                     orion=config.parallel.use_orion_scheduler)
+                     secret=str(run["secret"]), orion=config.parallel.use_orion_scheduler)
 
 
 def _import_files(digests: Mapping[str, str]) -> None:

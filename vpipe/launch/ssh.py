@@ -155,8 +155,8 @@ class Remote:
         """Send what is to be run; it answers ``ready`` or ``refused``."""
         self._asked_at = time.monotonic()
         self._send(run={"config": config, "world": here.world, "address": here.address, "port": here.port,
-                        "run": here.run, "task": list(here.task), "host": self.host, "devices": self._devices,
-                        "imports": file_digests(imported_files())})
+                        "run": here.run, "secret": here.secret, "task": list(here.task), "host": self.host,
+                        "devices": self._devices, "imports": file_digests(imported_files())})
 
     # -- the run ---------------------------------------------------------------------------------------
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import socket
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from vpipe.distributed.device import gpu_uuid
+from vpipe.distributed.init import exchange
 from vpipe.profiling.device import usable_cores
-from vpipe.runtime.collectives import broadcast_value
-from vpipe.runtime.transport.distributed import PeerTransfer, control_group
 
 PATIENCE_S = 3600.0
 """Time that ranks wait for others that measure; one that is gone is noticed at once all the same."""
@@ -29,28 +26,17 @@ class RankGroup:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        joined = dist.is_initialized()
-        self.rank = dist.get_rank() if joined else 0
-        self.ranks = dist.get_world_size() if joined else 1
+        self._exchange = exchange(timeout_s=PATIENCE_S)
+        self.rank, self.ranks = self._exchange.rank, self._exchange.ranks
         self.hosts: list[str] = self.all_gather(socket.gethostname())
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks (anything that JSON holds) on every rank. All must call it, and wait."""
-        return [broadcast_value(value, rank) for rank in range(self.ranks)]
+        return self._exchange.all_gather(value)
 
     def barrier(self, doing: str = "measuring layers") -> None:
         """Wait for all, longer than the process group would: others may measure for longer than its timeout."""
-        if self.ranks == 1:
-            return
-        token, patience = torch.zeros(1), timedelta(seconds=PATIENCE_S)
-        others = range(1, self.ranks) if self.rank == 0 else (0,)
-        ways = (dist.irecv, dist.isend) if self.rank == 0 else (dist.isend, dist.irecv)
-        for way in ways:
-            for peer in others:
-                with PeerTransfer(peer, doing):
-                    work = way(token, peer, control_group())
-                    assert work is not None, "this rank is in the default group"
-                    work.wait(patience)
+        self._exchange.all_gather(None, doing)
 
     def cores(self) -> int | None:
         """Return how many ranks of a host can compute at once without slowing each other; None where each has a GPU.

@@ -11,12 +11,13 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vpipe.distributed.exchange import Exchange
+from vpipe.distributed.init import exchange
 from vpipe.errors import RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
@@ -74,15 +75,6 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, timeout_s: flo
     return {name: t.clone() for name, t in shared.items()}
 
 
-def broadcast_value(value: Any, source: int = 0, timeout_s: float | None = None) -> Any:
-    """Return the value of one rank (anything that JSON holds) on every rank. All must call it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    shared = broadcast_tensors({"value": text} if dist.get_rank() == source else {}, source, timeout_s)
-    return json.loads(bytes(shared["value"].numpy()).decode())
-
-
 def clock_offset() -> float:
     """Return what to add to this process's ``perf_counter`` to have that of rank 0. All ranks must call it.
 
@@ -118,12 +110,16 @@ class Collectives:
     Args:
         specs: of all stages.
         timeout_s: how long one transfer may take.
+
+    Attributes:
+        exchange: of values between the processes of the pipeline.
     """
 
     def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
                  distributed: bool, timeout_s: float) -> None:
         self._workers, self._specs, self._placement = workers, specs, placement
         self._distributed, self._timeout_s = distributed, timeout_s
+        self.exchange = exchange(timeout_s=timeout_s) if distributed else Exchange()
 
     def state(self, corrected: bool = True) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, of first replicas, in the order of the layers."""
@@ -139,36 +135,13 @@ class Collectives:
             whole.update(shared if self._distributed else {name: t.clone() for name, t in shared.items()})
         return whole
 
-    def agree(self, vote: str, decide: Callable[[list[str]], str]) -> str:
-        """Return the decision of the first process from the votes of all, by rank, on every rank.
-
-        This is :class:`vpipe.checkpoint.agreement.Agreement` by sends from rank to rank.
-        """
-        if not self._distributed:
-            return decide([vote])
-        votes = self._all_gather(vote)
-        decision: str = self._broadcast_value(decide(votes) if dist.get_rank() == 0 else "", 0)
-        return decision
-
-    def _broadcast_value(self, value: Any, source: int) -> Any:
-        """Return the value of one rank; in one process its own, also where the program has a group for itself."""
-        return broadcast_value(value, source, self._timeout_s) if self._distributed else value
-
-    def united(self, entries: Mapping[str, str]) -> dict[str, str]:
-        """Return the entries of all ranks on every rank."""
-        return {name: value for own in self._all_gather(dict(entries)) for name, value in own.items()}
-
-    def _all_gather(self, value: Any) -> list[Any]:
-        return [self._broadcast_value(value, rank)
-                for rank in range(dist.get_world_size() if self._distributed else 1)]
-
     def check_trained(self) -> None:
         """Refuse to train if there are parameters, but no stage has an optimizer."""
         stages = [(worker.optimizer_steps.optimizers[s], stage) for worker in self._workers.values()
                   for s, stage in worker.stages.items()]
         mine = {"parameters": any(stage.weights.names for _, stage in stages),
                 "optimizers": any(optimizer.optimizers for optimizer, _ in stages)}
-        if self.united({name: "" for name, exists in mine.items() if exists}).keys() == {"parameters"}:
+        if self.exchange.united({name: "" for name, exists in mine.items() if exists}).keys() == {"parameters"}:
             raise UserError("the optimizer factory returned None for every stage, so nothing would be trained",
                             hint="let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")
 
@@ -178,11 +151,8 @@ class Collectives:
             other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
             return "" if other is None else f"{values[0]} on rank 0 and {values[other]} on rank {other}"
 
-        if found := self.agree(value, differing):
+        if found := self.exchange.agree(value, differing):
             raise UserError(f"{name} is {found}", hint=hint)
-
-    def close(self) -> None:
-        """Do nothing: every rank has received the decision."""
 
     def local_usage(self) -> LocalUsage:
         """Return the usage so far of the ranks of this process, without any transfer."""
@@ -198,11 +168,9 @@ class Collectives:
         if before is not None:
             here = {rank: {stage: usage.since(before[rank][stage]) for stage, usage in stages.items()}
                     for rank, stages in here.items()}
-        usages = []
-        for stage, rank in ((stage, rank) for stage, ranks in enumerate(self._placement) for rank in ranks):
-            mine = asdict(here[rank][stage]) if rank in here else None
-            usages.append(StageUsage(**self._broadcast_value(mine, rank)))
-        return usages
+        found = self.exchange.united({f"{stage} {rank}": asdict(usage) for rank, stages in here.items()
+                                      for stage, usage in stages.items()})
+        return [StageUsage(**found[f"{stage} {rank}"]) for stage, ranks in enumerate(self._placement) for rank in ranks]
 
     def check_ties(self) -> None:
         """Refuse tied parameters of different stages with different shapes or dtypes, on every rank."""
@@ -211,20 +179,18 @@ class Collectives:
             return
         mine = {name: kind_of(parameter) for worker in self._workers.values() for stage in worker.stages.values()
                 for name, parameter in stage.named_parameters() if name in tied or name in tied.values()}
-        kinds = self.united(mine)
+        kinds = self.exchange.united(mine)
         for own, target in tied.items():
             check_alike({own: kinds[own], target: kinds[target]})
 
     def agree_on_norms(self) -> None:
         """Exchange the number of gradient norms of each stage, and set their senders and receivers on every rank."""
-        counts = []
-        for stage, ranks in enumerate(self._placement):
-            here = self._stage(stage, ranks[0])
-            counts.append(self._broadcast_value(len(here.weights.names) if here else 0, ranks[0]))
+        counts = self.exchange.united({str(stage): len(here.weights.names) for worker in self._workers.values()
+                                       for stage, here in worker.stages.items()})
         everyone = {rank for ranks in self._placement for rank in ranks}
         for rank, worker in self._workers.items():
             worker.optimizer_steps.use_global_norms(
-                {stage: (ranks[0], counts[stage]) for stage, ranks in enumerate(self._placement)
+                {stage: (ranks[0], counts[str(stage)]) for stage, ranks in enumerate(self._placement)
                  if stage not in worker.stages},
                 {stage: sorted(everyone - set(ranks)) if rank == (ranks := self._placement[stage])[0] else []
                  for stage in worker.stages})
@@ -251,14 +217,18 @@ class Collectives:
     def _differences(self, tensors: Callable[[Stage], Iterator[tuple[str, Tensor]]]
                      ) -> Iterator[tuple[int, str, int, int]]:
         """Yield for each tensor that differs: stage, name, rank of the first replica, rank of one that differs."""
-        for stage, ranks in ((stage, ranks) for stage, ranks in enumerate(self._placement) if len(ranks) > 1):
-            sums = []
-            for rank in ranks:
-                here = self._stage(stage, rank)
-                own = {} if here is None else {name: _checksum(value) for name, value in tensors(here)}
-                sums.append(self._broadcast_value(own, rank))
-            for rank, theirs in zip(ranks[1:], sums[1:], strict=True):
-                yield from ((stage, name, ranks[0], rank) for name in sums[0] if sums[0][name] != theirs[name])
+        replicated = [stage for stage, ranks in enumerate(self._placement) if len(ranks) > 1]
+        if not replicated:
+            return
+        sums = self.exchange.united({
+            f"{stage} {rank}": {name: _checksum(value) for name, value in tensors(here)}
+            for rank, worker in self._workers.items() for stage, here in worker.stages.items() if stage in replicated})
+        for stage in replicated:
+            first, *others = self._placement[stage]
+            own = sums[f"{stage} {first}"]
+            for rank in others:
+                theirs = sums[f"{stage} {rank}"]
+                yield from ((stage, name, first, rank) for name in own if own[name] != theirs[name])
 
     @contextmanager
     def first_buffers(self) -> Iterator[None]:

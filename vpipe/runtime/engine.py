@@ -232,7 +232,7 @@ class Engine:
         """Check that the batches end on every rank alike, if they end before a limit and a pause."""
         for worker in self.workers.values():
             if worker.comparison is not None and loader.ended:
-                worker.comparison.check_end(loader, self.collectives.agree)
+                worker.comparison.check_end(loader, self.collectives.exchange.agree)
 
     def _yield_unchanged(self, step: Step, later_updates: Callable[[], bool]) -> Iterator[Step]:
         """Yield a step; refuse changed parameter groups if later updates are made or under way: which stage sees a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,7 +44,7 @@ class PipelineCheckpoint:
         info = CheckpointInfo(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
                               arrangement={**arrangement, **self._optimizers()})
         with activity.during("saving a checkpoint"):
-            save_checkpoint(self._folder, info, tensors, self._rank, self._engine.collectives)
+            save_checkpoint(self._folder, info, tensors, self._engine.collectives.exchange)
 
     def load(self, model: Model) -> Position:
         """Load the checkpoint, or the newest of a run's folder; return its position. See :meth:`vpipe.Pipeline.load`.
@@ -76,8 +75,8 @@ class PipelineCheckpoint:
             yield
         except UserError as error:
             mine = error.problems
-        found = json.loads(self._engine.collectives.agree(json.dumps([asdict(problem) for problem in mine]), _first))
-        if found:
+        of_all = self._engine.collectives.exchange.all_gather([asdict(problem) for problem in mine])
+        if found := next(filter(None, of_all), None):
             raise UserError.all_of([Problem(**problem) for problem in found])
 
     @property
@@ -86,7 +85,7 @@ class PipelineCheckpoint:
 
     def _optimizers(self) -> dict[str, Any]:
         """Return the classes of all ranks' optimizers; of several, also the one that steps each parameter."""
-        kind_of = self._engine.collectives.united(self._own_kinds())
+        kind_of = self._engine.collectives.exchange.united(self._own_kinds())
         kinds = sorted(set(kind_of.values()))
         return {"optimizers": kinds, **({"optimizer_of": kind_of} if len(kinds) > 1 else {})}
 
@@ -118,8 +117,3 @@ class PipelineCheckpoint:
 def _load_call(folder: Path) -> str:
     """Return the call that resumes from a checkpoint."""
     return f"pipe.load({str(folder)!r})"
-
-
-def _first(found: list[str]) -> str:
-    """Return the problems of the first rank that has any."""
-    return next((problems for problems in found if json.loads(problems)), "[]")

@@ -14,19 +14,16 @@ from statistics import median
 from time import perf_counter
 from types import TracebackType
 
-import torch.distributed as dist
-
-from vpipe.checkpoint.agreement import Agreement, LocalAgreement, StoreAgreement, check_shared_folder
 from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.save import Saver, SaveResult
+from vpipe.checkpoint.shared_folder import check_shared_folder
 from vpipe.distributed.environment import HOST
-from vpipe.distributed.rendezvous import own_store
+from vpipe.distributed.init import exchange
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import RunError, UserError, counted
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.collectives import broadcast_value
 from vpipe.runtime.state_dict import Position
 from vpipe.train.job import Job, device_of
 from vpipe.train.metrics import Metrics
@@ -88,7 +85,6 @@ class Checkpointing:
         self._job, self._pipe, self._folder, self._metrics, self._note = job, pipe, folder, metrics, note
         self._reported = 0  # of the saver's results, in metrics.jsonl
         self._saved: int | None = job.steps_done or None  # steps of the latest
-        self._agreement: Agreement | None = None
         self._saver: Saver | None = None  # opened by the first save
         self._reserve_due = False
         self.root: Path | None = None
@@ -100,32 +96,21 @@ class Checkpointing:
             if hosts == 1:
                 _make_writable(root)
             else:
-                root = Path(broadcast_value(str(root)))
-                self._agreement = self._open_agreement()
-                check_shared_folder(root, self._agreement, pipe.rank, os.environ.get(HOST) or socket.gethostname())
+                root = Path(exchange().from_rank(str(root)))
+                check_shared_folder(root, exchange(), os.environ.get(HOST) or socket.gethostname())
         except UserError as error:
             if config.checkpoint is not None:
                 raise
             note(f"no checkpoints are made: {error.problems[0].what} ({error.problems[0].hint})")
-            if self._agreement is not None:
-                self._agreement.close()
             return
         self.root = root
         self._config = config.resolved_yaml()  # not in a pause
         self._data = job.fingerprint() if pipe.rank == 0 else ""
         self._reserve_due = config.saving.every_steps is not None and job.schedule.flush  # then nothing is in flight
 
-    def _open_agreement(self) -> Agreement:
-        rank, processes = self._pipe.rank, dist.get_world_size() if dist.is_initialized() else 1
-        if processes == 1:
-            return LocalAgreement()
-        return StoreAgreement(own_store("checkpoints", rank, processes, self._job.config.parallel.timeout_s), rank,
-                              processes)
-
     def _open_saver(self, root: Path) -> Saver:
         if self._saver is None:
-            self._saver = Saver(root, self._job.config.saving.keep, self._pipe.rank,
-                                self._agreement or self._open_agreement(), self._metrics.sync)
+            self._saver = Saver(root, self._job.config.saving.keep, exchange("checkpoints"), self._metrics.sync)
         return self._saver
 
     def save(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vpipe.distributed.init import exchange
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
@@ -19,7 +20,6 @@ from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Op
 from vpipe.schedules.prepare import is_file
 from vpipe.train.job import Job
-from vpipe.train.rank_times import Gather
 from vpipe.train.run_folder import PLAN, PROFILE
 from vpipe.units import size_text
 
@@ -64,7 +64,7 @@ class BalanceCheck:
         self._between_steps = 0
         self._counted_steps = measured
         self._until_end = 2 * len(job.placement)
-        self._gathered: Gather | None = None
+        self._gathered: Callable[[], list[dict[str, list[list[float]]]]] | None = None
         self._ended = False
 
     def step(self) -> None:
@@ -116,7 +116,8 @@ class BalanceCheck:
         self._ended = True
         if self._gathered is None:
             return
-        times = self._gathered.finish(self._job.config.parallel.timeout_s)
+        times = {int(rank): torch.tensor(spent, dtype=torch.float64)
+                 for here in self._gathered() for rank, spent in here.items()}
         if self._pipe.rank == 0:
             line = warning(RankWork.from_times(self._job, times, self._counted_steps), self._job, self._profile,
                            self._plan(), from_file=self._job.plan is None)
@@ -127,7 +128,8 @@ class BalanceCheck:
         return {rank: _spent(worker, len(self._job.placement)) for rank, worker in self._pipe.engine.workers.items()}
 
     def _send(self, spent: dict[int, Tensor], steps: int) -> None:
-        self._gathered = Gather(spent, self._pipe.rank, self._job.schedule.ranks, "sharing how long it works")
+        self._gathered = exchange(timeout_s=self._job.config.parallel.timeout_s).gather(
+            {str(rank): times.tolist() for rank, times in spent.items()}, "sharing how long it works")
         self._counted_steps = steps
 
     def _plan(self) -> Plan | None:

@@ -19,14 +19,14 @@ from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.config.config import config_row
 from vpipe.data.prefetch import Prefetcher
-from vpipe.distributed.init import join_world
+from vpipe.distributed.init import exchange, join_world
 from vpipe.distributed.signals import Stopped, graceful_stop
 from vpipe.distributed.watchdog import activity, forget_stop, note_to, stop_asked
 from vpipe.errors import LastingError, RunError, UserError, counted
 from vpipe.metric_formulas import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
 from vpipe.progress import message_if_slow
-from vpipe.runtime.collectives import LocalUsage, broadcast_value
+from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.compiled import compile_backend
 from vpipe.runtime.engine import Settings
 from vpipe.runtime.executors.registry import NO_GAIN, THREADED
@@ -121,7 +121,7 @@ class _TrainingRun:
         if job.steps_done:
             if show:
                 past = PastMetrics.read(self._folder / METRICS, job.steps_done)
-            past.time_s, last = broadcast_value([past.time_s, past.evaluations[-1:]])
+            past.time_s, last = exchange().from_rank([past.time_s, past.evaluations[-1:]])
             self._evaluated = last[0][0] + 1 if last else 0
         size = StepSize(job.samples_per_update, job.tokens_per_update, Efficiency.from_job(job, show),
                         job.learns_next_tokens, job.epochs.steps(job.samples_done, job.schedule.rounds.per_step))
@@ -257,7 +257,7 @@ class _TrainingRun:
             self._rank_times.end()
         complete = metrics.steps == job.updates
         if not complete:
-            signal = broadcast_value(signal, self._pipe.placement[-1][0])
+            signal = exchange().from_rank(signal, self._pipe.placement[-1][0])
             if signal is None and perf_counter() > deadline:
                 of = f" of {job.updates}" if job.updates is not None else ""
                 self._progress.note(f"training.max_minutes, {minutes:g}, is over: {job.step_name} {metrics.steps}{of} "

@@ -33,11 +33,7 @@ class Orion:
         assert self._scheduler is not None, "it is active"
         own = {**self._scheduler.totals(), "rank": self._pipe.rank,
                "microbatches": [self._scheduler.client_stats(client) for client in range(self._clients)]}
-        return {"active": True, "ranks": json.loads(self._pipe.engine.collectives.agree(json.dumps(own), _united))}
-
-
-def _united(votes: Sequence[str]) -> str:
-    return f"[{', '.join(votes)}]"
+        return {"active": True, "ranks": self._pipe.engine.collectives.exchange.all_gather(own)}
 
 
 def _first_inactive(votes: Sequence[str]) -> str:
@@ -66,7 +62,8 @@ def orion(job: Job, pipe: Pipeline) -> Iterator[Orion | None]:
     own = start(Launch(device.type, device.index or 0, clients))
     scheduler = own if isinstance(own, OrionScheduler) else None
     try:
-        found = pipe.engine.collectives.agree(json.dumps(own) if isinstance(own, Inactive) else "", _first_inactive)
+        found = pipe.engine.collectives.exchange.agree(json.dumps(own) if isinstance(own, Inactive) else "",
+                                                       _first_inactive)
         inactive = Inactive(*json.loads(found)) if found else None
         if inactive is not None and parallel.orion_strict:
             raise StartError(f"Orion is inactive: {inactive.reason}",

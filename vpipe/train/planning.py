@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from vpipe.config.config import Config
 from vpipe.config.parallel import AUTO
+from vpipe.distributed.init import exchange
 from vpipe.errors import PlanningError, Problem, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, Profile
@@ -24,7 +25,6 @@ from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.progress import message_if_slow
-from vpipe.runtime.collectives import broadcast_value
 from vpipe.schedules.registry import planned_schedules
 from vpipe.train.job import Job, device_of, join, microbatch_of, model_name
 from vpipe.train.optimizers import OptimizerSettings
@@ -57,7 +57,7 @@ def plan_job(job: Job, folder: Path) -> Job:
         else:
             outcome = {"plan": solution.plan.as_json()}
             show_line(_plan_summary(job, solution))
-    outcome = broadcast_value(outcome)
+    outcome = exchange().from_rank(outcome)
     if "problems" in outcome:
         raise PlanningError.all_of([Problem(what, hint) for what, hint in outcome["problems"]])
     if not first:

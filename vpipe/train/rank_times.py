@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
+from vpipe.distributed.init import exchange
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.stage_usage import StageUsage
-from vpipe.runtime.transport.distributed import PeerTransfer, control_group
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.train.job import Job
 from vpipe.train.metrics import LineWriter, finite
@@ -37,7 +32,7 @@ class _Report(NamedTuple):
 
     first: int
     last: int
-    gathered: Gather
+    gathered: Callable[[], list[dict[str, list[float]]]]
     due: int
 
 
@@ -55,6 +50,7 @@ class RankTimes:
         every = job.config.metrics.rank_times_every
         assert every is not None, "a run without reports makes no RankTimes"
         self._every = every
+        self._exchange = exchange(timeout_s=job.config.parallel.timeout_s)
         # Without a flush a rank is ahead of another by a few updates at most.
         self._lead = 1 if job.schedule.flush else 2 * len(job.placement)
         self._pending: deque[_Report] = deque()
@@ -87,20 +83,20 @@ class RankTimes:
         here = {}
         for rank, stages in usage.items():
             spent = StageUsage.of_rank([own.since(self._before[rank][stage]) for stage, own in stages.items()])
-            here[rank] = torch.tensor([getattr(spent, name) / steps for name in FIGURES], dtype=torch.float64)
-            cells = ", ".join(map(" ".join, zip(_HEADS, _cells(here[rank]), strict=True)))
+            here[str(rank)] = [getattr(spent, name) / steps for name in FIGURES]
+            cells = ", ".join(map(" ".join, zip(_HEADS, _cells(here[str(rank)]), strict=True)))
             log.info("rank %d, %s: %s", rank, self._title(self._reported + 1, done), cells)
-        gathered = Gather(here, self._pipe.rank, self._job.schedule.ranks, "sharing where its time went")
+        gathered = self._exchange.gather(here, "sharing where its time went")
         self._pending.append(_Report(self._reported + 1, done, gathered, done + self._lead))
         self._reported, self._before = done, usage
 
     def _show(self, report: _Report) -> None:
-        found = report.gathered.finish(self._job.config.parallel.timeout_s)
+        found = {int(rank): values for here in report.gathered() for rank, values in here.items()}
         if self._file is None:
             return
         self._file.write(json.dumps({
             "first_step": report.first - 1, "last_step": report.last - 1,
-            "ranks": [{"rank": rank, **dict(zip(FIGURES, (finite(float(f"{value:.6g}")) for value in values.tolist()),
+            "ranks": [{"rank": rank, **dict(zip(FIGURES, (finite(float(f"{value:.6g}")) for value in values),
                                                 strict=True))} for rank, values in found.items()]}))
         rows = [[str(rank), " ".join(map(str, stages_of_rank(self._job.placement, rank))), *_cells(values)]
                 for rank, values in found.items()]
@@ -112,44 +108,6 @@ class RankTimes:
         return f"{name}s {first} to {last}, in milliseconds per {name}"
 
 
-def _cells(figures: Tensor) -> list[str]:
-    *seconds, sent = figures.tolist()
+def _cells(figures: Sequence[float]) -> list[str]:
+    *seconds, sent = figures
     return [*map(ms_text, seconds), size_text(sent)]
-
-
-class Gather:
-    """Gather small tensors of all ranks on rank 0 without waiting. All ranks make one.
-
-    Args:
-        here: by rank of this process, a tensor in host memory; its shape is the same on all ranks.
-        rank: of this process.
-        ranks: number of ranks.
-        about: purpose, for messages.
-    """
-
-    def __init__(self, here: Mapping[int, Tensor], rank: int, ranks: int, about: str) -> None:
-        self._tensors, self._about = dict(here), about
-        self._work: dict[int, dist.Work] = {}
-        if len(here) == ranks:
-            return  # all ranks are in this process
-        for peer in range(1, ranks) if rank == 0 else [0]:
-            with PeerTransfer(peer, about):
-                if rank:
-                    work = dist.isend(here[rank], peer, control_group())
-                else:
-                    self._tensors[peer] = torch.empty_like(here[0])
-                    work = dist.irecv(self._tensors[peer], peer, control_group())
-            assert work is not None, "this rank is in the group"
-            self._work[peer] = work
-
-    def finish(self, timeout_s: float) -> dict[int, Tensor]:
-        """Wait for the transfers; return the tensors by rank: of all ranks on rank 0, of this process elsewhere.
-
-        Raises:
-            RunError: a rank is gone, or did not send in time.
-        """
-        for peer, work in self._work.items():
-            with PeerTransfer(peer, self._about):
-                work.wait(timedelta(seconds=timeout_s))
-        self._work.clear()
-        return dict(sorted(self._tensors.items()))

@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vpipe.distributed.init import exchange
+from vpipe.distributed.sockets import closed_afterwards
 from vpipe.distributed.watchdog import current_watchdog
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.transport.connect_host import connect
@@ -92,7 +94,8 @@ def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     if backend_of(_HOST) == "gloo":
         return default
     if default not in _control:
-        _control[default] = dist.new_group(backend="gloo", timeout=timeout)
+        with closed_afterwards():
+            _control[default] = dist.new_group(backend="gloo", timeout=timeout)
     return _control[default]
 
 
@@ -115,7 +118,7 @@ def tensor_groups(device: torch.device, timeout: timedelta) -> TensorGroups:
     return _tensor_groups[default]
 
 
-def host_links(wanted: bool, timeout: timedelta) -> HostLinks | None:
+def host_links(wanted: bool, timeout_s: float) -> HostLinks | None:
     """Return the links through shared memory, which the pipelines of a process share. All ranks must call it together.
 
     Args:
@@ -123,9 +126,9 @@ def host_links(wanted: bool, timeout: timedelta) -> HostLinks | None:
     """
     default, watch = dist.group.WORLD, current_watchdog()
     assert default is not None, "torch.distributed is initialised"
-    made = _host_links.get(default)
+    made, rows = _host_links.get(default), exchange(timeout_s=timeout_s)
     links, why = connect(dist.get_rank(), wanted, made, None if watch is None else watch.hosts,
-                         lambda row: _exchange(row, timeout))
+                         lambda row: [bytes.fromhex(one) for one in rows.all_gather(row.hex())])
     if why is not None and dist.get_rank() == 0:
         _say(f"gloo carries tensors between ranks of a host, not shared memory: {why}")
     if links is not None and made is None:
@@ -145,19 +148,6 @@ def _break_off(others: Callable[[], None], links: ref[HostLinks]) -> None:
 def _say(text: str) -> None:
     """Print a line, once."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _exchange(row: bytes, timeout: timedelta) -> list[bytes]:
-    """Give all ranks some bytes; return those of all, by rank. All must call it, with as many bytes."""
-    group, mine = control_group(timeout), torch.frombuffer(bytearray(row), dtype=torch.uint8)
-    rows = [mine if rank == dist.get_rank() else torch.empty_like(mine) for rank in range(dist.get_world_size())]
-    works = [(peer, way(tensor, peer, group)) for peer, theirs in enumerate(rows) if theirs is not mine
-             for way, tensor in ((dist.isend, mine), (dist.irecv, theirs))]
-    for peer, work in works:
-        with PeerTransfer(peer, "sharing what each has", timeout.total_seconds()):
-            assert work is not None, "this rank is in the group"
-            work.wait(timeout)
-    return [bytes(theirs.numpy()) for theirs in rows]
 
 
 class PeerTransfer:
@@ -296,7 +286,7 @@ class DistributedTransport:
         self._groups = tensor_groups(device, self._timeout) if self.ordered else None
         # Transfers that an abandoned pipeline left must not match a later one's; every rank builds them in one order.
         self._generation = next(_generations)
-        links = None if self.ordered else host_links(shared_memory and device.type == "cpu", self._timeout)
+        links = None if self.ordered else host_links(shared_memory and device.type == "cpu", timeout_s)
         self._shared = None if links is None or not links.links else SharedMemoryTransfers(
             links, self._generation, self._most_under_way["F"], timeout_s)
         self._posted: dict[tuple[int, TransferKey], _Posted] = {}
