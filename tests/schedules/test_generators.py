@@ -246,7 +246,7 @@ def test_numbers_that_a_schedule_cannot_have(name: str, ranks: int, microbatches
 
 def test_names() -> None:
     assert set(schedule_names()) >= {
-        "gpipe", "1f1b", "interleaved", "interleaved_zb", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v",
-        "hanayo", "pipedream", "pipedream_vertical_sync", "2bw"}
+        "gpipe", "1f1b", "interleaved", "interleaved_zb", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min",
+        "dualpipe_v", "hanayo", "pipedream", "pipedream_vertical_sync", "2bw"}
     with pytest.raises(UserError, match="did you mean 'pipedream'"):
         recipe_named("pipedreams")
