@@ -321,6 +321,8 @@ class Pipeline:
 
         The pipeline may have another partition, placement and schedule; model, seed and optimizer must be those that
         saved. Steps are counted on from the checkpoint, and so are the learning rate, dropout and stochastic rounding.
+        Where ``delay_correction`` looks ahead by another factor than in the checkpoint, the weights without the
+        look-ahead stay, and a warning says by what they look ahead now.
 
         Returns:
             The position in training. The first batch to give :meth:`train` is the one after those that are done,

@@ -1,4 +1,4 @@
-"""The schedules that vpipe and torch both have, as orders of compute actions."""
+"""Schedules that vpipe and torch both have, as orders of compute actions."""
 
 from __future__ import annotations
 

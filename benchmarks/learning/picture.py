@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from html import escape
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from arms import DEPTHS, EXPONENT, Arm, arms
+from results import Results
 from times import update_s
 
 from vpipe.visualize.svg import tick_of
-
-if TYPE_CHECKING:
-    from table import Results
 
 WIDTH, HEIGHT, PANEL, LEFT, TOP, PLOT_HEIGHT = 960, 440, 420, 52, 76, 250
 LOW, HIGH = 1.5, 3.0

@@ -8,9 +8,7 @@ Appends a row per run to results.jsonl as soon as it is done; runs that stand th
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -21,30 +19,10 @@ from statistics import fmean
 from typing import Any
 
 from arms import plan, quick
+from results import RESULTS, append, read
 from task import text_facts, text_id
 from times import update_s
 from training import Run, train
-
-RESULTS = Path(__file__).parent / "results.jsonl"
-
-
-def read(path: Path) -> dict[Run, dict[str, Any]]:
-    """Return the rows by run; those of another text are refused, since they cannot be compared."""
-    rows = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        row = json.loads(line)
-        rows[Run(**row["run"])] = row
-    return rows
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Write a row in one piece."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(file, (json.dumps(row) + "\n").encode())
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def main() -> None:

@@ -11,85 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any
 
-from arms import (
-    CLOSE_TIME,
-    DEPTHS,
-    FEW,
-    LONGEST,
-    SEEDS,
-    SOME,
-    SYNCHRONOUS,
-    Arm,
-    arms,
-    best_synchronous,
-    contenders,
-    reaching,
-)
+from arms import DEPTHS, LONGEST, SEEDS, SYNCHRONOUS, Arm, arms, contenders
 from picture import draw
-from run import RESULTS, read
+from results import RESULTS, Results, read
 from times import block_costs, update_s
-from training import PIPEDREAM, Run
+from training import PIPEDREAM
 
 TIME_1F1B, TIME_BEST, GAP, ERROR = 0.75, 0.85, 0.005, 0.0035
 """The gates."""
-
-
-class Results:
-    """What the rows say about the arms."""
-
-    def __init__(self, rows: Mapping[Run, Mapping[str, Any]]) -> None:
-        self.rows = rows
-        self.losses = {run: row["loss"] for run, row in rows.items()}
-        self._lengths: dict[Arm, float | None] = {}
-        self.best = {depth: best_synchronous(self.losses, depth) for depth in DEPTHS}
-        self.targets = {depth: best and best.mean(self.losses) for depth, best in self.best.items()}
-        self.contenders = {arm for depth in DEPTHS if self.best[depth] is not None
-                           for arm in contenders(self.losses, depth, update_s, CLOSE_TIME)}
-
-    def seeds(self, arm: Arm) -> int:
-        """How many are done at N."""
-        return sum(run in self.losses for run in arm.course.seeds(self.losses))
-
-    def loss(self, arm: Arm) -> float | None:
-        """Mean loss at N of the seeds that are done; of the best learning rate so far, while it is not chosen."""
-        tried = [self.losses[run] for run in arm.course.grid(self.losses) if run in self.losses]
-        return arm.course.mean(self.losses) or min(tried, default=None)
-
-    def _count(self, arm: Arm) -> int:
-        return SOME if arm in self.contenders else FEW
-
-    def time_s(self, arm: Arm, length: float = 1.0, step: float = 1.0) -> float:
-        """Simulated seconds of a run, where an optimizer's step takes ``step`` times S."""
-        return arm.course.run(0.0, length).updates * update_s(arm, step)
-
-    def length(self, arm: Arm) -> float | None:
-        """The length of run that reaches L*, in N: of more seeds for a contender."""
-        best = self.best[arm.depth]
-        if best is None or not arm.course.core:
-            return None
-        if arm not in self._lengths:
-            length, left = reaching(self.losses, arm.course, best, self._count(arm))
-            self._lengths[arm] = None if left else length
-        return self._lengths[arm]
-
-    def open(self, arm: Arm) -> bool:
-        """Whether that is not known yet."""
-        best = self.best[arm.depth]
-        return best is None or bool(reaching(self.losses, arm.course, best, self._count(arm))[1])
-
-    def to_target_s(self, arm: Arm, step: float = 1.0) -> float | None:
-        """Simulated seconds of that run, where an optimizer's step takes ``step`` times S."""
-        length = self.length(arm)
-        return None if length is None else self.time_s(arm, length, step)
-
-    def gaps(self, arm: Arm) -> list[float]:
-        """Relative differences to the synchronous arm with the same batch and optimizer at N, by seed."""
-        own = arm.course.seeds(self.losses)
-        other = arm.same_batch.course.seeds(self.losses)
-        return [self.losses[mine] / self.losses[its] - 1 for mine, its in zip(own, other, strict=False)
-                if mine in self.losses and its in self.losses]
 
 
 def arm_table(results: Results, depth: int) -> Iterator[str]:

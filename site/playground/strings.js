@@ -84,6 +84,7 @@ const ZH = {
     gpipe: "GPipe：先做全部前向，再做全部反向，最后更新。",
     hanayo: "Hanayo：波浪式，微批次在各 rank 间来回一次或多次，方式同 1F1B。",
     interleaved: "交错 1F1B：每个 rank 有多个阶段，流水线以更小的块填充。",
+    interleaved_zb: "交错零气泡：交错 1F1B，权重梯度推迟到 rank 空闲时再算。",
     looped_bfs: "循环广度优先：所有微批次先经过 rank 的第一个阶段，再经过第二个，然后返回。",
     pipedream: "PipeDream：不排空的 1F1B，每个或每几个微批次立即更新一次。",
     pipedream_vertical_sync: "PipeDream（垂直同步）：一个微批次在所有阶段使用 rank 0 的权重版本。",

@@ -18,6 +18,7 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch
 from vpipe.verify.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle
+from vpipe.verify.reference_optimizer import version_rule
 
 
 class AdamW:
@@ -178,9 +179,12 @@ def test_evaluation_equals_plain_evaluation() -> None:
     assert pipe.evaluate(held_out) == evaluate_oracle(model, state, held_out, 2)
 
 
-def test_evaluation_drains_an_asynchronous_pipeline_and_training_goes_on_as_its_oracle_says() -> None:
+@pytest.mark.parametrize(("warmup", "drained_at"), [(None, (12, 35)), ((6, 4, 2, 0), (15, 38))])
+def test_evaluation_drains_an_asynchronous_pipeline_and_training_goes_on_as_its_oracle_says(
+        warmup: tuple[int, ...] | None, drained_at: tuple[int, int]) -> None:
     model, batches = rich_model(), rich_batches(30, 4)
-    pipe = Pipeline(model, partition=[2, 2, 2, 2], schedule="pipedream", microbatches=2, optimizer=AdamW(), seed=2)
+    pipe = Pipeline(model, partition=[2, 2, 2, 2], schedule="pipedream", microbatches=2, optimizer=AdamW(), seed=2,
+                    warmup_depth=warmup)
     losses, evaluations = [], []
     for step in pipe.train(batches):
         losses.append(step.loss)
@@ -188,7 +192,7 @@ def test_evaluation_drains_an_asynchronous_pipeline_and_training_goes_on_as_its_
             evaluations.append(pipe.evaluate(rich_batches(2, 4, seed=9)))
     # After update 7 (8 done) microbatches up to 11 may be in flight: 12 are finished. Updates 8..11 were made by then.
     oracle = asynchronous_oracle(model, batches, TrainingRecipe(AdamW().from_named, 2, 2), pipe.partition,
-                                 drained_at=(12, 35))
+                                 drained_at=drained_at, version_of=version_rule("pipedream", warmup or ()))
     assert losses == oracle.losses
     assert evaluations[0] == evaluations[1] != evaluations[2]
     assert_same_state(pipe.state_dict(), oracle.state)

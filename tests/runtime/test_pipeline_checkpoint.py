@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 from models import rich_batches
 from world import World
 
-from vpipe.checkpoint.export import weights_of
 from vpipe.checkpoint.integrity import find_damage
 from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest, TensorEntry
@@ -191,22 +189,3 @@ def test_error_feedback_of_an_older_version_is_left_out(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="has error feedback of compressed gradients, which this version has not"):
         assert new.load(tmp_path / "step").steps == 2
     assert jobs.fingerprint(new.state_dict()) == jobs.fingerprint(pipe.state_dict())
-
-
-@pytest.mark.parametrize(("saved", "loaded", "text"), [
-    ("extrapolate", "none", "has the last changes of the weights, for delay_correction: without it they are left out"),
-    ("none", "extrapolate", "has no last changes of the weights, from which delay_correction extrapolates"),
-    ("extrapolate", "extrapolate", None)])
-def test_last_changes_that_come_or_go_are_reported(tmp_path: Path, saved: str, loaded: str, text: str | None) -> None:
-    pipe = jobs.pipeline(jobs.MODELS["rich"](), microbatches=4, delay_correction=saved, **CUT)
-    list(pipe.train(rich_batches(2, 8)))
-    pipe.save(tmp_path / "step")
-    new = jobs.pipeline(jobs.MODELS["rich"](), microbatches=4, delay_correction=loaded, **CUT)
-    with nullcontext() if text is None else pytest.warns(UserWarning, match=text):
-        assert new.load(tmp_path / "step").steps == 8
-    assert jobs.fingerprint(new.state_dict()) == jobs.fingerprint(pipe.state_dict())
-    plain = jobs.fingerprint(pipe.state_dict(corrected=False))
-    assert (jobs.fingerprint(new.state_dict(corrected=False)) == plain) == (loaded == "extrapolate")
-    if saved == "extrapolate":
-        manifest = Manifest.load(tmp_path / "step")
-        assert jobs.fingerprint(weights_of(tmp_path / "step", manifest, corrected=False)) == plain

@@ -104,6 +104,13 @@ def test_what_torch_writes_passes_every_rule_here(name: str, ranks: int, chunks:
     check(lower(read["compute_only"]))
 
 
+@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(1, 2, 3), (2, 1, 6), (2, 2, 4), (3, 3, 6), (4, 2, 8)])
+def test_interleaved_zb_is_the_order_of_torch(ranks: int, chunks: int, microbatches: int) -> None:
+    order = theirs.ScheduleInterleavedZeroBubble(on_one_rank(ranks, chunks), microbatches).pipeline_order
+    ours = build("interleaved_zb", recipe_named("interleaved_zb").layout.placement(ranks, chunks), microbatches)
+    assert computed(ours) == computed_by(order)
+
+
 def test_the_order_that_torch_shows_of_1f1b_is_refused_here_as_it_is_there(tmp_path: Path) -> None:
     order = theirs.Schedule1F1B(on_one_rank(3, 1)[0], 4)._get_pipeline_order()
     assert order is not None

@@ -94,6 +94,7 @@ CLOSED_FORMS: dict[str, tuple[Callable[[int, int, int], bool], Bubble]] = {  # w
     "gpipe": (lambda p, m, v: True, lambda p, m, v, f, i, w: (p - 1) * (f + i + w)),
     "1f1b": (lambda p, m, v: True, lambda p, m, v, f, i, w: (p - 1) * (f + i + w)),
     "interleaved": (lambda p, m, v: m % p == 0, lambda p, m, v, f, i, w: (p - 1) * (f + i + w) / Fraction(v)),
+    "interleaved_zb": (lambda p, m, v: m % p == 0, lambda p, m, v, f, i, w: (p - 1) * (f + i - w) / Fraction(v)),
     "looped_bfs": (lambda p, m, v: True, _looped),
     "zb_h1": (lambda p, m, v: m >= p, lambda p, m, v, f, i, w: (p - 1) * (f + i - w)),
     "zb_h2": (lambda p, m, v: m >= 2 * p - 1, lambda p, m, v, f, i, w: (p - 1) * (f + i - 2 * w)),
@@ -160,6 +161,9 @@ def test_golden_numbers_of_few_microbatches_and_of_memory() -> None:
     assert rank_peaks(made("interleaved", 4, 4))[0].peak_activations == 4 * 2
     assert [fact.peak_activations for fact in rank_peaks(made("zb_h2", 4, 8))] == [7, 5, 3, 1]
     assert [fact.peak_weight_halves for fact in rank_peaks(made("zb_h1", 4, 8))] == [1, 2, 3, 4]
+    assert bubble_s(made("interleaved_zb", 4, 8)) == Fraction(3, 2)
+    assert [(fact.peak_activations, fact.peak_weight_halves) for fact in rank_peaks(made("interleaved_zb", 4, 8))] == [
+        (8, 1), (7, 2), (6, 3), (5, 4)]
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1), (3, 3, 2), (1, 2, 0)])
@@ -214,6 +218,10 @@ def test_some_orders_literally() -> None:
         "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2 0STEP0", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2 1STEP0"]
     assert texts(made("interleaved", 2, 2, 3))[0] == (
         "0F0 0F1 2F0 2F1 4F0 4F1 4B0 4B1 2B0 2B1 0B0 0B1 0STEP0 2STEP0 4STEP0")
+    assert texts(made("interleaved_zb", 2, 2)) == [
+        "0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1 0STEP0 2STEP0",
+        "1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1 1STEP0 3STEP0"]
+    assert texts(made("interleaved_zb", 3, 6, 1)) == texts(made("zb_h1", 3, 6))
     assert texts(made("zb_v", 1, 2)) == ["0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1 0STEP0 1STEP0"]
 
 
@@ -221,6 +229,7 @@ def test_some_orders_literally() -> None:
     ("gpipe", 2, 0, 1, "0 microbatches", "at least one of each"),
     ("interleaved", 4, 6, 2, "6 microbatches are no multiple of 4", "use 4 or 8 microbatches"),
     ("interleaved", 4, 3, 2, "3 microbatches are no multiple of 4", "use 4 microbatches"),
+    ("interleaved_zb", 2, 3, 2, "'interleaved_zb' sends microbatches round in groups of 2", "use 2 or 4 microbatches"),
     ("dualpipe_v", 4, 6, 2, "4 ranks with 8 microbatches, two per rank, but there are 6",
      "use 8 microbatches or more, or 3 ranks or fewer"),
     ("dualpipe_v", 1, 1, 2, "but there are 1", "use 2 microbatches or more"),
@@ -237,7 +246,7 @@ def test_numbers_that_a_schedule_cannot_have(name: str, ranks: int, microbatches
 
 def test_names() -> None:
     assert set(schedule_names()) >= {
-        "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v",
-        "hanayo", "pipedream", "pipedream_vertical_sync", "2bw"}
+        "gpipe", "1f1b", "interleaved", "interleaved_zb", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min",
+        "dualpipe_v", "hanayo", "pipedream", "pipedream_vertical_sync", "2bw"}
     with pytest.raises(UserError, match="did you mean 'pipedream'"):
         recipe_named("pipedreams")

@@ -111,6 +111,14 @@ def test_with_a_flush_it_goes_on_so_under_another_arrangement(tmp_path: Path, se
     assert [name for name in after if not torch.equal(after[name], expected[name])] == []
 
 
+def test_under_another_delay_a_line_says_how_far_the_weights_look_ahead(tmp_path: Path,
+                                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    run = begin(tmp_path, **STREAM, training__delay_correction="extrapolate", training__num_microbatches=2)
+    go_on(run, "parallel.partition=[1, 2, 2]", at=3)
+    assert ("warning: the weights look ahead by other factors than in the checkpoint: 0.5 -> 1 in "
+            in capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("changes", [{}, STREAM], ids=["flush", "stream"])
 def test_a_run_that_a_signal_stops_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                      capsys: pytest.CaptureFixture[str],

@@ -22,7 +22,7 @@ from vpipe.checkpoint.integrity import Progress, sha256_of
 from vpipe.checkpoint.load import check_compatible, load_tensors, tensor_kinds
 from vpipe.checkpoint.manifest import CheckpointInfo, FileEntry, Manifest, TensorEntry, factor_of, last_change_of
 from vpipe.checkpoint.shards import dtype_name, write_shards
-from vpipe.errors import UserError
+from vpipe.errors import UserError, counted
 from vpipe.model.layer import Model
 from vpipe.model.registry import HuggingFace, ModelSettings
 from vpipe.model.split import resolve_tie
@@ -47,6 +47,10 @@ def weights_of(folder: Path, manifest: Manifest, progress: Progress | None = Non
     if not corrected and not added:
         raise UserError(f"the checkpoint '{folder}' has no last changes of its weights: no late gradients were "
                         "corrected", hint="leave out --uncorrected: the weights are what the optimizer made")
+    if unknown := [name for name in added if factor_of(name) not in manifest.tensors]:
+        raise UserError(f"the checkpoint '{folder}' does not say by which factor {counted(len(unknown), 'parameter')}, "
+                        f"such as '{unknown[0]}', look ahead", hint="leave out --uncorrected: the weights are what the "
+                        "run trained with")
     found = load_tensors(folder, manifest, [*(PREFIX + name for name in names),
                                             *(of(name) for name in added for of in (last_change_of, factor_of))],
                          progress=progress, checked=checked)

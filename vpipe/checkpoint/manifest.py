@@ -166,19 +166,6 @@ def factor_of(parameter: str) -> str:
     return f"{_CORRECTION}{parameter}.factor"
 
 
-def correction_changed(manifest: Manifest, corrects: bool) -> str | None:
-    """Return a warning where a run corrects late gradients, but the one that made the checkpoint did not, or reversed.
-    """
-    saved = any(name.startswith(_CORRECTION) for name in manifest.tensors)
-    if saved and not corrects:
-        return ("the checkpoint has the last changes of the weights, for delay_correction: without it they are left "
-                "out, and the weights go on from where they are")
-    if corrects and not saved and manifest.step:
-        return ("the checkpoint has no last changes of the weights, from which delay_correction extrapolates: they "
-                "begin with zeros")
-    return None
-
-
 _OTHER = "resume from an older checkpoint: vpipe checkpoint ls RUN lists them"
 
 

@@ -136,8 +136,8 @@ class ParallelSection(Section):
         "order of forwards, backwards and updates, such as gpipe, 1f1b or pipedream; auto takes the fastest with a "
         "flush; or a CSV file of actions, relative to the current folder"))
     chunks: int | None = Field(None, ge=1, le=MOST_STAGES, description=(
-        "stages per rank, for schedules with a variable number (interleaved, looped_bfs, hanayo); null takes the "
-        "schedule's default"))
+        "stages per rank, for schedules with a variable number (interleaved, interleaved_zb, looped_bfs, hanayo); null "
+        "takes the schedule's default"))
     scheduler: Scheduler | None = Field(None, description=(
         "OurGPipe's name for schedule gpipe with this executor; --scheduler on the command line overrides the "
         "schedule and the executor of the config"))

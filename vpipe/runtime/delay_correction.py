@@ -16,11 +16,13 @@ ahead (SpecTrain, arXiv:1809.02839; XPipe, arXiv:1911.04610), with the optimizer
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from vpipe.errors import counted
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.weight_versions import WeightVersions
 
@@ -84,6 +86,27 @@ class Extrapolation:
         """Return the parameters in the state of the stage without what extrapolation has added to them."""
         return {name: torch.sub(state[name], change, alpha=self.factor)
                 for name, change in self.changes_of(state).items()}
+
+
+def describe_other_factors(changed: Mapping[str, str]) -> str | None:
+    """Return a line about parameters that look ahead by another factor than in their checkpoint; None without any.
+
+    Args:
+        changed: ``3 -> 0.75`` by parameter, ``? -> 0.75`` where the checkpoint does not state the factor.
+    """
+    counts = Counter(changed.values())
+    known, unknown = [{pair: count for pair, count in counts.items() if pair.startswith("?") is unstated}
+                      for unstated in (False, True)]
+    lines = []
+    if known:
+        lines.append("the weights look ahead by other factors than in the checkpoint: "
+                     + ", ".join(f"{pair} in {counted(count, 'parameter')}" for pair, count in known.items())
+                     + "; without the look-ahead they are those of the checkpoint")
+    if unknown:
+        lines.append(f"the checkpoint does not say by which factor {counted(sum(unknown.values()), 'parameter')} look "
+                     "ahead, so they stay as they are: if it was another one, the weights without the look-ahead are "
+                     "wrong by the difference times the latest change")
+    return "; ".join(lines) or None
 
 
 def _groups(*of_each: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:

@@ -20,7 +20,7 @@ from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
 from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.compiled import check_compiled, compile_layers
-from vpipe.runtime.delay_correction import Extrapolation
+from vpipe.runtime.delay_correction import Extrapolation, describe_other_factors
 from vpipe.runtime.executors.async_threaded import ThreadedWorker
 from vpipe.runtime.executors.naive import NaiveWorker
 from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED, Executor
@@ -33,7 +33,7 @@ from vpipe.runtime.reducer import count_buckets
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_layers import check_not_shared
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer, check_rescheduled
-from vpipe.runtime.state_dict import Position, StatePart, state_parts
+from vpipe.runtime.state_dict import LastChanges, Position, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import CompressedTransport, Compression
@@ -377,11 +377,6 @@ class Engine:
         """Return the stages of this process."""
         return [stage for worker in self.workers.values() for stage in worker.stages.values()]
 
-    @property
-    def corrects(self) -> bool:
-        """Return whether late gradients are corrected."""
-        return self._settings.extrapolation is not None
-
     def state(self, corrected: bool = True) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, on every rank, in the order of the layers.
 
@@ -418,11 +413,14 @@ class Engine:
         """Return whether :meth:`restore` of this process needs a tensor of this name."""
         return any(part.wants(name) for part in self.parts)
 
-    def restore(self, position: Position, tensors: Mapping[str, Tensor]) -> None:
+    def restore(self, position: Position, tensors: Mapping[str, Tensor]) -> str | None:
         """Restore the state of a saved run of any partition, widths and transport, on every rank before it trains.
 
         Args:
             tensors: the :meth:`checkpoint_state` of all ranks together, or the part that this process :meth:`wants`.
+
+        Returns:
+            On every rank a line about weights that look ahead by another factor than in the checkpoint, if there are.
 
         Raises:
             UserError: parameters or buffers are missing; or see :meth:`check_restorable`.
@@ -434,6 +432,8 @@ class Engine:
         self._replicas_compared = False
         self._begun = position.within(self._settings.microbatches)
         self.position = replace(position, begun=self._begun)
+        [changes] = [part for part in self.parts if isinstance(part, LastChanges)]
+        return describe_other_factors(self.collectives.united(changes.other_factors)) if position.steps else None
 
     def check_restorable(self, position: Position) -> None:
         """Refuse a position that this pipeline cannot resume from.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from vpipe.checkpoint.directory import find_checkpoint
 from vpipe.checkpoint.load import check_compatible, load_tensors
-from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, correction_changed, no_longer_used
+from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, no_longer_used
 from vpipe.checkpoint.save import save_checkpoint
 from vpipe.checkpoint.shards import check_dtypes
 from vpipe.distributed.watchdog import activity
@@ -57,14 +57,13 @@ class PipelineCheckpoint:
             manifest = Manifest.load(folder)
             check_compatible(manifest, model, "load it into a pipeline of the model that saved it")
             self._check_run(manifest)
-            for warning in (no_longer_used(manifest), correction_changed(manifest, self._engine.corrects)):
-                if self._rank == 0 and warning is not None:
-                    warnings.warn(warning, stacklevel=3)
             position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, self._batch)
             self._engine.check_restorable(position)
             tensors = load_tensors(folder, manifest, filter(self._engine.wants, manifest.tensors),
                                    resume_hint=_load_call)
-        self._engine.restore(position, tensors)
+        for warning in (no_longer_used(manifest), self._engine.restore(position, tensors)):
+            if self._rank == 0 and warning is not None:
+                warnings.warn(warning, stacklevel=3)
         return position
 
     @contextmanager

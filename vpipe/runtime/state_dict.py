@@ -277,37 +277,60 @@ class LossScales:
 class LastChanges:
     """What the latest steps added to parameters whose late gradients are corrected; the first replica saves it.
 
-    The factor is there for an export without the correction: in another partition a parameter has that of its stage.
+    The factor is there, too: in another partition a parameter has that of its stage. Where it is not the checkpoint's,
+    0 without a correction, ``load`` changes the weights, which are loaded before: those without the look-ahead stay.
+
+    Attributes:
+        other_factors: of the latest load, by name of a parameter of a first replica: ``3 -> 0.75``; a factor that the
+            checkpoint does not state is ``?``, and leaves the weights as they are.
     """
 
     def __init__(self, stages: Sequence[LocalStage]) -> None:
-        self._corrected = [(each, found) for each in stages if (
-            found := each.worker.optimizer_steps.extrapolations.get(each.stage.spec.index)) is not None]
+        self._stages = [(each, each.worker.optimizer_steps.extrapolations.get(each.stage.spec.index))
+                        for each in stages]
+        self.other_factors: dict[str, str] = {}
 
     def state(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
-        for each, extrapolation in self._corrected:
-            changes = extrapolation.changes_of(each.stage.state()) if each.replica == 0 else {}
-            for name, change in changes.items():
-                named[last_change_of(name)] = change
-                named[factor_of(name)] = torch.tensor(extrapolation.factor, dtype=torch.float64)
+        for each, extrapolation in self._stages:
+            if each.replica == 0 and extrapolation is not None:
+                for name, change in extrapolation.changes_of(each.stage.state()).items():
+                    named[last_change_of(name)] = change
+                    named[factor_of(name)] = torch.tensor(extrapolation.factor, dtype=torch.float64)
         return named
 
     def wants(self, name: str) -> bool:
         return name in self._names
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for _, extrapolation in self._corrected:
-            for name, change in extrapolation.last_changes.items():
-                if (saved := tensors.get(last_change_of(name))) is None:
-                    change.zero_()
-                else:
-                    change.copy_(saved)
+        self.other_factors = {}
+        for each, extrapolation in self._stages:
+            state, factors = each.stage.state(), dict[str, float]()
+            if extrapolation is not None:
+                factors = dict.fromkeys(extrapolation.changes_of(state), extrapolation.factor)
+                for name, change in extrapolation.last_changes.items():
+                    if (saved := tensors.get(last_change_of(name))) is None:
+                        change.zero_()
+                    else:
+                        change.copy_(saved)
+            changed: dict[str, Tensor] = {}
+            for name, value in state.items():
+                saved, stated = tensors.get(last_change_of(name)), tensors.get(factor_of(name))
+                now = factors.get(name, 0.0)
+                before = 0.0 if saved is None else None if stated is None else stated.item()
+                if before == now:
+                    continue
+                if each.replica == 0:
+                    self.other_factors[name] = f"{'?' if before is None else f'{before:.3g}'} -> {now:.3g}"
+                if saved is not None and before is not None:
+                    changed[name] = torch.add(value, saved.to(value), alpha=now - before)
+            if changed:
+                each.stage.load(state | changed)
 
     @cached_property
     def _names(self) -> frozenset[str]:
-        return frozenset(last_change_of(name) for _, extrapolation in self._corrected
-                         for name in extrapolation.last_changes)
+        return frozenset(of(name) for each, _ in self._stages for name in each.stage.state()
+                         for of in (last_change_of, factor_of))
 
 
 def _readings(name: str) -> Iterator[tuple[str, str]]:

@@ -248,8 +248,11 @@ def _make_writable(root: Path) -> None:
                         hint="set checkpoint.directory to a folder that can be written") from None
 
 
-def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> None:
+def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> str | None:
     """Load a checkpoint, whose files were hashed before any rank started, into a new pipeline. All ranks call it.
+
+    Returns:
+        The line of :meth:`vpipe.runtime.engine.Engine.restore`.
 
     Raises:
         UserError: it does not fit, or a file cannot be read.
@@ -258,5 +261,5 @@ def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> N
         position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, pipe.microbatches)
         pipe.engine.check_restorable(position)
         names = [name for name in manifest.tensors if pipe.engine.wants(name)]
-        pipe.engine.restore(position, load_tensors(checkpoint, manifest, names, device_of(job.config),
-                                                    checked=True))
+        return pipe.engine.restore(position, load_tensors(checkpoint, manifest, names, device_of(job.config),
+                                                           checked=True))

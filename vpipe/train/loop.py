@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -97,7 +98,9 @@ def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest |
         pipe = build_pipeline(job)
         if checkpoint is not None and manifest is not None:
             with message_if_slow(f"reading {checkpoint.name}", first):
-                restore(pipe, job, checkpoint, manifest)
+                line = restore(pipe, job, checkpoint, manifest)
+            if first and line is not None:
+                print(f"warning: {line}", file=sys.stderr, flush=True)
         with orion(job, pipe) as scheduler:
             return _TrainingRun(job, pipe, devices.hosts, folder, scheduler).train()
 

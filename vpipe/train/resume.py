@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vpipe.checkpoint.directory import Checkpoints, find_checkpoint, step_of
 from vpipe.checkpoint.integrity import newest_intact_before, older_intact_hint
-from vpipe.checkpoint.manifest import Manifest, correction_changed, no_longer_used
+from vpipe.checkpoint.manifest import Manifest, no_longer_used
 from vpipe.config.config import (
     CheckpointSection,
     Config,
@@ -384,10 +384,8 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     if manifest is not None:
         check_fits_job(manifest, job)
         steps = manifest.step
-        for warning in (no_longer_used(manifest),
-                        correction_changed(manifest, job.config.training.extrapolation is not None)):
-            if warning is not None:
-                print(f"warning: {warning}", file=sys.stderr, flush=True)
+        if warning := no_longer_used(manifest):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
     if (folder := start.folder) is None:
         folder = new_run(job)
         if manifest is not None:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -146,13 +146,15 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
     precision = recipe.precision
     reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision,
                                recipe.device)
-    reference.load(start.tensors)
     sums, layers = GradientSums(reference.stage_of, reference.owners, reference.widths), _CallInside(reference.layers)
     first = [0, *accumulate(partition)]  # layers
     stages = [StageVersions(reference.stage_parameters(s), recipe, update_every, width, width / reference.widths[0],
                             start, first[s], 0.0 if recipe.extrapolation is None else
                             mean_delay(version_of, s, reference.widths, update_every, known))
               for s, width in enumerate(reference.widths)]
+    reference.load(start.tensors, dict(chain.from_iterable(stage.factors.items() for stage in stages)))
+    for stage in stages:
+        stage.keep_version()
     cuts = {first[s]: (stages[s - 1], stages[s]) for s in range(1, len(stages))} if precision.dynamic else {}
     round_of_all = update_every * math.lcm(*reference.widths)
     run, empty = ReferenceRun(), start.microbatches  # the microbatch before which the pipeline was last empty

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -107,11 +108,15 @@ class ReferenceModel:
         self._buffers = [[[buffer.clone() for buffer in layer.buffers()] for _ in range(1, widths[stage])]
                          for layer, stage in zip(self.layers, self._stage, strict=True)]
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor], factors: Mapping[str, float] = MappingProxyType({})) -> None:
         """Load weights and buffers of a checkpoint, if there are any; a replica that it lacks gets replica 0's buffers.
+
+        Args:
+            factors: by parameter, by which the weights look ahead from here on; 0 for those that are not there.
         """
         if not tensors:
             return
+        tensors = {**tensors, **dict(self._looking_ahead(tensors, factors))}
         if self.masters is not self.parameters:
             with torch.no_grad():
                 for name, master in self.masters.items():
@@ -123,6 +128,17 @@ class ReferenceModel:
             for replica, buffers in enumerate(others, start=1):
                 for (name, first), buffer in zip(module.named_buffers(), buffers, strict=True):
                     buffer.copy_(tensors.get(f"buffers.{replica}.{layer.name}.{name}", first))
+
+    def _looking_ahead(self, tensors: Mapping[str, Tensor],
+                       factors: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of a checkpoint that have another factor now; those without a known one stay."""
+        canonical = {id(p): name for name, p in self.parameters.items()}
+        for layer, module in zip(self._model.layers, self.layers, strict=True):
+            for own, p in module.named_parameters(layer.name, remove_duplicate=False):
+                change, before = (tensors.get(f"delay_correction.{own}.{kind}") for kind in ("last_change", "factor"))
+                factor = factors.get(canonical.get(id(p), own), 0.0)
+                if change is not None and before is not None and float(before) != factor:
+                    yield f"model.{own}", torch.add(tensors[f"model.{own}"], change, alpha=factor - float(before))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return copies of weights and buffers by their names in a checkpoint."""

@@ -209,6 +209,11 @@ class ReferenceExtrapolation:
             parameter.add_(change - self._previous[name], alpha=self._factor)
             self._previous[name] = change
 
+    @property
+    def factors(self) -> dict[str, float]:
+        """Return the factor of every parameter."""
+        return dict.fromkeys(self._parameters, self._factor)
+
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return changes and factors by their names in a checkpoint."""
         changes = {f"delay_correction.{name}.last_change": change for name, change in self._previous.items()}
@@ -367,11 +372,16 @@ class StageVersions:
         self._recipe, self._every, self._rate = recipe, every, rate
         self.optimizers = recipe.optimizers(parameters, start)
         self.scale, self.overflow = ReferenceLossScale.create(recipe.precision, layer, start.tensors), False
-        self._versions = [self._copy()]
+        self._versions: list[dict[str, Tensor]] = []
         trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         self.extrapolation = None if recipe.extrapolation is None or not delay else ReferenceExtrapolation(
             recipe.extrapolation * delay, {name: p for name, p in parameters.items() if id(p) in trained},
             start.tensors)
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """Return the factor by which parameters look ahead, of those that do."""
+        return {} if self.extrapolation is None else self.extrapolation.factors
 
     @property
     def latest(self) -> int:
@@ -399,12 +409,14 @@ class StageVersions:
         made = self._recipe.apply(gradients, self.parameters, self.optimizers, self.latest,
                                   self._recipe.factor(step) * self._rate, self.scale, self.overflow,
                                   self.extrapolation)
-        self._versions.append(self._copy())
+        self.keep_version()
         self.seen, self.overflow = 0, False
         return not made.skipped
 
-    def _copy(self) -> dict[str, Tensor]:
-        return {name: self._recipe.precision.weight(p.detach()).clone() for name, p in self.parameters.items()}
+    def keep_version(self) -> None:
+        """Keep the weights as the latest version; at first those that training begins with."""
+        self._versions.append({name: self._recipe.precision.weight(p.detach()).clone()
+                               for name, p in self.parameters.items()})
 
 
 def rescaled(gradient: Tensor | None, to: StageVersions, of: StageVersions) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Interleaved 1F1B: several stages per rank, so that the pipeline fills in smaller pieces."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from vpipe.errors import Problem
 from vpipe.schedules.action import Action, backward, forward, step
@@ -19,19 +20,28 @@ def _peak(rank: int, size: Size) -> int:
     return min(_warmup(rank, size.ranks, size.microbatches, size.chunks) + 1, size.microbatches * size.chunks)
 
 
-def _whole_rounds(size: Size) -> Problem | None:
+def whole_rounds(name: str, size: Size) -> Problem | None:
+    """Return a problem where microbatches cannot go round in groups of one per rank."""
     if size.microbatches % size.ranks == 0:
         return None
     up = -(-size.microbatches // size.ranks) * size.ranks
     fitting = [up - size.ranks] * (up > size.ranks) + [up]
-    return Problem(f"'interleaved' sends microbatches round in groups of {size.ranks}, one per rank, and "
+    return Problem(f"'{name}' sends microbatches round in groups of {size.ranks}, one per rank, and "
                    f"{size.microbatches} microbatches are no multiple of {size.ranks}",
                    f"use {' or '.join(map(str, fitting))} microbatches, or as many ranks as divide "
                    f"{size.microbatches}")
 
 
+def turns(rank: int, ranks: int, microbatches: int, chunks: int) -> list[list[tuple[int, int]]]:
+    """Return stage and microbatch of the forwards of a rank, in order; and of its backwards, the last stage first."""
+    groups = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
+    stages = [Layout.LOOP.stage_of(rank, chunk, ranks) for chunk in range(chunks)]
+    return [[(stage, microbatch) for group in groups for stage in order for microbatch in group]
+            for order in (stages, stages[::-1])]
+
+
 @register_schedule("interleaved", flush=True, layout=Layout.LOOP, chunks=2, any_chunks=True,
-                   peak_activations=_peak, requires=_whole_rounds)
+                   peak_activations=_peak, requires=partial(whole_rounds, "interleaved"))
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
     """Yield the actions of one rank of p, which holds v stages; here p = 2, v = 2, and small letters are those of the
     second stage. B takes twice as long as F, S is the steps.
@@ -48,20 +58,13 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> It
 
     Source: Narayanan et al., Megatron-LM (arXiv:2104.04473), section 2.2.
     """
-    total = microbatches * chunks
+    forwards, backwards = turns(rank, ranks, microbatches, chunks)
     warmup = _warmup(rank, ranks, microbatches, chunks)
-
-    def turn(position: int) -> tuple[int, int]:
-        """Return chunk and microbatch of the forward at ``position``; backwards visit the chunks in reverse."""
-        group, within = divmod(position, ranks * chunks)
-        return within // ranks, group * ranks + within % ranks
-
-    for position in range(total + warmup):
-        if position < total:
-            chunk, microbatch = turn(position)
-            yield forward(Layout.LOOP.stage_of(rank, chunk, ranks), microbatch)
-        if position >= warmup:
-            chunk, microbatch = turn(position - warmup)
-            yield backward(Layout.LOOP.stage_of(rank, chunks - 1 - chunk, ranks), microbatch)
+    for turn in forwards[:warmup]:
+        yield forward(*turn)
+    for position, turn in enumerate(backwards):
+        if warmup + position < len(forwards):
+            yield forward(*forwards[warmup + position])
+        yield backward(*turn)
     for chunk in range(chunks):
         yield step(Layout.LOOP.stage_of(rank, chunk, ranks), 0)

@@ -1,24 +1,30 @@
 """ZB-H1: 1F1B whose weight gradients wait until the rank has nothing else to do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from vpipe.schedules.action import Action, forward, input_half, step, weight_half
 from vpipe.schedules.registry import register_schedule
 
 
-def delayed_weights(stage: int, microbatches: int, warmup: int, behind: int) -> Iterator[Action]:
-    """Yield ``warmup`` forwards, then F and I in turn, each W ``behind`` input halves after its I."""
-    for microbatch in range(min(warmup, microbatches)):
-        yield forward(stage, microbatch)
-    for microbatch in range(microbatches):
-        if warmup + microbatch < microbatches:
-            yield forward(stage, warmup + microbatch)
-        yield input_half(stage, microbatch)
-        if microbatch >= behind:
-            yield weight_half(stage, microbatch - behind)
-    for microbatch in range(max(0, microbatches - behind), microbatches):
-        yield weight_half(stage, microbatch)
-    yield step(stage, 0)
+def delayed_weights(forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warmup: int,
+                    behind: int) -> Iterator[Action]:
+    """Yield ``warmup`` forwards, then F and I in turn, each W ``behind`` input halves after its I; then the steps.
+
+    Args:
+        forwards, backwards: stage and microbatch of each, in order.
+    """
+    for turn in forwards[:warmup]:
+        yield forward(*turn)
+    for position, turn in enumerate(backwards):
+        if warmup + position < len(forwards):
+            yield forward(*forwards[warmup + position])
+        yield input_half(*turn)
+        if position >= behind:
+            yield weight_half(*backwards[position - behind])
+    for turn in backwards[max(0, len(backwards) - behind):]:
+        yield weight_half(*turn)
+    for stage in sorted({stage for stage, _ in forwards}):
+        yield step(stage, 0)
 
 
 @register_schedule("zb_h1", flush=True,
@@ -38,4 +44,5 @@ def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.3.1.
     """
-    yield from delayed_weights(rank, microbatches, warmup=ranks - 1 - rank, behind=rank)
+    turns = [(rank, microbatch) for microbatch in range(microbatches)]
+    yield from delayed_weights(turns, turns, warmup=ranks - 1 - rank, behind=rank)

@@ -26,4 +26,5 @@ def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.3.2.
     """
-    yield from delayed_weights(rank, microbatches, warmup=2 * (ranks - 1 - rank), behind=2 * rank)
+    turns = [(rank, microbatch) for microbatch in range(microbatches)]
+    yield from delayed_weights(turns, turns, warmup=2 * (ranks - 1 - rank), behind=2 * rank)
