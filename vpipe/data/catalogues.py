@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from vpipe.data.plain_text import BYTE_ORDER_MARK
 from vpipe.errors import UserError
 from vpipe.files import read_bounded
 
@@ -155,7 +156,7 @@ def _read_po(content: bytes) -> list[CatalogueEntry]:
     found: list[CatalogueEntry] = []
     entry: dict[str, str] = {}
     fuzzy, key = False, ""
-    for number, line in enumerate([*text.removeprefix("\ufeff").split("\n"), 'msgid ""'], 1):
+    for number, line in enumerate([*text.replace(BYTE_ORDER_MARK, "").split("\n"), 'msgid ""'], 1):
         line = line.strip()
         if line.startswith("#"):
             if "msgstr" in key:
