@@ -119,7 +119,7 @@ def conversion_hint(error: UnicodeDecodeError) -> str:
     content, place = error.object, error.start
     if not content[place] and _FEWEST_ZEROS * content.count(0) < len(content) - place:
         return "the byte is 0, which is no text: tr -d '\\0' removes such bytes"
-    if place and content.startswith(_UTF16, place) or place > 1 and not content[place]:
+    if (place > 1 and not content[place]) or (place and content.startswith(_UTF16, place)):
         return "a file in UTF-16 was joined to it there: join what iconv -f UTF-16 -t UTF-8 makes of that file"
     return f"convert it: iconv -f {likely_encoding(content)} -t UTF-8"
 

@@ -285,7 +285,9 @@ class Rows:
         return self._anew() if self._kind[1] else Pass(chosen.parents, torch.tensor(chosen.tokens)[:, None])
 
     def _check_time(self) -> None:
-        """Refuse beams that take too long, by the first pass of a kind; by one of fewer rows, if the next pass alone does.
+        """Refuse beams that take too long, by the first pass of a kind.
+
+        A pass of fewer rows, most of which is not in proportion to them, tells it only where one pass takes too long.
         """
         now, beams = perf_counter(), self._decoding.beams or 1
         pass_s, self._pass_began = now - self._pass_began, now

@@ -64,8 +64,10 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
     lines += [evaluation_text(job, step + 1, loss) for step, loss in evaluations]
     if evaluations and (compared := compared_with_unigrams(job, evaluations[-1][1])) is not None:
         lines.append(compared)
-        if figures is not None and (by_heart := learned_by_heart(job, figures.last_loss, evaluations[-1][1])) is not None:
-            lines.append(by_heart)
+        if figures is not None and learned_by_heart(job, figures.last_loss, evaluations[-1][1]):
+            lines.append(f"it learned its data by heart: the training loss, {figures.last_loss:.2f}, is far below that "
+                         "entropy; what helps is more data, else fewer steps, a smaller model, or a larger "
+                         "model.dropout or training.weight_decay")
     lines += saves
     return "\n".join(lines if figures is None else [*lines, "", *_figures(job, figures), "", *_stages(job, figures)])
 
@@ -93,14 +95,11 @@ BY_HEART = 1.0
 """Nats per token by which a model that learned its training text by heart is better on it than one without context."""
 
 
-def learned_by_heart(job: Job, training_loss: float | None, held_out_loss: float) -> str | None:
-    """Say that a model knows its training text and nothing of others, and what helps; None where it is not so."""
+def learned_by_heart(job: Job, training_loss: float | None, held_out_loss: float) -> bool:
+    """Return whether a model knows its training text, and of another one less than a model without context."""
     text = job.held_out_text
-    if text is None or training_loss is None or held_out_loss <= text.unigram_entropy or \
-            training_loss > text.unigram_entropy - BY_HEART:
-        return None
-    return (f"it learned its data by heart: the training loss, {training_loss:.2f}, is far below that entropy; what helps "
-            "is more data, else fewer steps, a smaller model, or a larger model.dropout or training.weight_decay")
+    return text is not None and training_loss is not None and \
+        training_loss <= text.unigram_entropy - BY_HEART and held_out_loss > text.unigram_entropy
 
 
 def _figures(job: Job, figures: RunFigures) -> list[str]:
