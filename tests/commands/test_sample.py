@@ -164,7 +164,9 @@ def test_beams_beyond_the_memory_or_a_minute_are_refused_with_the_most(
     assert sample(*words, 20)[2].endswith("error: 20 beams would take about 8 s for a prompt\n"
                                           "hint: give --beams 16 at most, for about a minute; or fewer --tokens\n")
     assert sample(*words, 16)[0] == 0  # as slow, but no more than translations may have
-    assert "would take about 100" in sample(*words, 2000)[2]  # known from the rows of the second pass
+    found = re.search(r"would take about (\d+) s", sample(*words, 5000)[2])  # known from the rows of the second pass
+    assert found is not None
+    assert int(found[1]) > 10
 
 
 @pytest.mark.usefixtures("forked")

@@ -156,7 +156,8 @@ def test_a_model_that_learned_its_text_by_heart(training_loss: float, held_out_l
     metrics.evaluation(0, held_out_loss)
     said = summary(job, metrics, RunFigures.from_metrics(metrics, USAGES, PLACEMENT))
     assert ("\nit learned its data by heart: the training loss, 1.90, is far below that entropy; what helps is more "
-            "data, else fewer steps, a smaller model, or a larger model.dropout or training.weight_decay\n" in said) is by_heart
+            "data, else fewer steps, a smaller model, or a larger model.dropout or training.weight_decay\n"
+            in said) is by_heart
 
 
 def test_a_run_that_trained_nothing_says_so(tmp_path: Path) -> None:

@@ -71,9 +71,9 @@ def run_init(options: argparse.Namespace) -> None:
     if options.path is not None and options.data is not None:
         raise UserError(f"the data is given twice: '{options.path}' and --data {options.data}", hint="leave one out")
     output = answer(options.output, "Write the config to", "train.yaml", read_output)
-    data = answer(options.path if options.data is None else options.data, "Your data: a .txt file, or a folder of .txt, "
-                  ".jsonl or .hdf5 files; for translation a .tsv file of pairs; none takes what is on this machine",
-                  "none", _data)
+    data = answer(options.path if options.data is None else options.data, "Your data: a .txt file, or a folder of "
+                  ".txt, .jsonl or .hdf5 files; for translation a .tsv file of pairs; none takes what is on this "
+                  "machine", "none", _data)
     name = answer(options.family, f"Model family ({', '.join(FAMILIES)})", _families(data)[0], _family_for(data))
     sizes = {**(SIZES if "tiny" not in FAMILIES[name].presets else {}), **FAMILIES[name].presets}
     size = answer(options.size, f"Size of the model ({', '.join(sizes)})", "mini" if "mini" in sizes else next(
