@@ -72,7 +72,8 @@ def main(folder: Path, task: str, *arguments: str) -> int:
             from vpipe.train.generation import generate_rank
 
             try:
-                return generate_rank(folder, rank)
+                generate_rank(folder, rank)
+                return None
             except UserError as error:  # nothing was trained that could be lost: as in one process
                 raise StartError.all_of(error.problems) from None
         config = load_resolved(folder / CONFIG)
