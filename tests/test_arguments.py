@@ -68,8 +68,10 @@ MODEL = "hint: give a Model: Model([Layer('embed', lambda: Embed(), ...), ...], 
     ({"recompute": [True, 0]}, "error: True of stage 0 is neither a share nor a list of layers\n"
      "hint: give a number from 0 to 1, or a list such as [3, 4]: layers of the model, counted from 0"),
     ({"schedule": 1}, "error: schedule is 1\nhint: give a name, such as '1f1b'"),
-    ({"seed": 0.5}, "error: seed is 0.5\nhint: give a whole number"),
-    ({"seed": 2**63}, "error: seed is 9223372036854775808\nhint: give a whole number"),
+    ({"seed": 0.5}, "error: seed is 0.5\nhint: give a whole number, 0 or more"),
+    ({"seed": -1}, "error: seed is -1\nhint: give a whole number, 0 or more"),
+    ({"seed": 2**63}, "error: seed is 9223372036854775808\n"
+     "hint: give a whole number, 0 to 9223372036854775807"),
     ({"plan": "plan.json"}, "error: plan is 'plan.json'\nhint: give a Plan, such as plan=Plan.load('plan.json')"),
     ({"placement": 2}, "error: the placement 2 does not list the ranks of every stage\n"
                        "hint: write a list of lists of whole numbers, such as [[0, 1], [2]]"),
@@ -171,7 +173,7 @@ def linear() -> nn.Module:
      "error: layer 0 of the model is an object of class Linear, not a Layer\n"
      "hint: give a list of layers: Model([Layer('embed', lambda: Embed(), ...), ...], batch=('ids', 'labels'))"),
     (lambda: Model([Layer("e", Mean, ("x",), ("loss",))], ("x",)).materialize("3"),
-     "error: seed is '3'\nhint: give a whole number: seed=3"),
+     "error: seed is '3'\nhint: give a whole number, 0 or more: seed=3"),
     (lambda: Model([Layer("e", Mean, ("x",), ("loss",))], "x"),
      "error: the batch fields of the model are the text 'x', not a tuple of names\nhint: write ('x',), with a comma"),
     (lambda: Model.sequential([linear(), linear()], nn.MSELoss()),

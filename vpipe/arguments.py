@@ -41,8 +41,10 @@ class Arguments:
         found = as_integer(value)
         if found is None or abs(found) >= INT64_LIMIT or (least is not None and found < least):
             meant = f": {name}={int(value)}" if isinstance(value, str) and value.isdecimal() and len(value) < 20 else ""
-            self.refuse(f"{name} is {shown(value)}",
-                        "give a whole number" + f", {least} or more" * (least is not None) + meant)
+            bounds = "" if least is None else f", {least} or more"
+            if found is not None and abs(found) >= INT64_LIMIT:
+                bounds = f", {1 - INT64_LIMIT if least is None else least} to {INT64_LIMIT - 1}"
+            self.refuse(f"{name} is {shown(value)}", f"give a whole number{bounds}{meant}")
         return found
 
     def integers(self, name: str, value: Any, example: str) -> Any:

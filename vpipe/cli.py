@@ -175,8 +175,9 @@ def _parser() -> argparse.ArgumentParser:
 
     init = _add(commands, "init", "init.run_init", "write a commented config for your data, from a few questions; "
                 "an option answers its question, and without a terminal the others take their defaults")
-    init.add_argument("--data", metavar="PATH", help="a .txt file, or a folder of .txt, .jsonl or .hdf5 files, "
-                      "or for translation a .tsv file of pairs (default: what is on this machine)")
+    init.add_argument("path", nargs="?", metavar="PATH", help="your data: a .txt file, or a folder of .txt, .jsonl or "
+                      ".hdf5 files, or for translation a .tsv file of pairs (default: what is on this machine)")
+    init.add_argument("--data", metavar="PATH", help="the same, as an option")
     init.add_argument("--family", metavar="NAME", help="gpt, llama, bert or translation (default: the first that your "
                       "data suits)")
     init.add_argument("--size", metavar="NAME", help="tiny, mini, or a preset of the family, such as small (default: "

@@ -152,7 +152,7 @@ class Pipeline:
             schedule = os.fspath(schedule) if isinstance(schedule, os.PathLike) else schedule
             given.name("schedule", schedule, DEFAULT_SCHEDULE)
         microbatches = given.integer("microbatches", microbatches, or_none=True)
-        seed = given.integer("seed", seed)
+        seed = given.integer("seed", seed, least=0)
         places = _places(given, placement)
         chunks = given.integer("chunks", chunks, least=1, or_none=True)
         replicas = given.integer("replicas", replicas, least=1)

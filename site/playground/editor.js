@@ -4,17 +4,22 @@ export class Editor {
   #text = document.getElementById("text");
   #marks = document.getElementById("marks");
   #marked = [];
+  #known = "";
 
   constructor(changed) {
-    this.#text.addEventListener("input", () => {
-      this.mark([]);
-      changed(this.#text.value);
-    });
+    for (const kind of ["input", "change"])
+      this.#text.addEventListener(kind, () => {
+        if (this.#text.value === this.#known) return;
+        this.#known = this.#text.value;
+        this.mark([]);
+        changed(this.#known);
+      });
     this.#text.addEventListener("scroll", () => this.#align());
   }
 
   set value(text) {
     if (this.#text.value !== text) this.#text.value = text;
+    this.#known = this.#text.value;
     this.mark([]);
   }
 

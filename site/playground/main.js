@@ -335,9 +335,11 @@ const editor = new Editor(value => {
   typing = setTimeout(refresh, 250);
 });
 
-form.addEventListener("input", ({target}) => {
-  if (target.name in settings) change({[target.name]: target.value.trim()}, !(target.name in SLIDERS));
-});
+for (const kind of ["input", "change"]) // programs that fill in a form may send the second alone
+  form.addEventListener(kind, ({target}) => {
+    const value = target.value.trim();
+    if (target.name in settings && settings[target.name] !== value) change({[target.name]: value}, !(target.name in SLIDERS));
+  });
 form.addEventListener("submit", event => event.preventDefault());
 $("reset").addEventListener("click", () =>
   change(Object.fromEntries(Object.keys(SLIDERS).map(key => [key, DEFAULTS[key]])), false));
@@ -345,7 +347,8 @@ $("first").addEventListener("click", () => step(-moment));
 $("back").addEventListener("click", () => step(-1));
 $("forward").addEventListener("click", () => step(1));
 $("play").addEventListener("click", play);
-$("time").addEventListener("input", ({target}) => step(target.value - moment));
+for (const kind of ["input", "change"])
+  $("time").addEventListener(kind, ({target}) => { if (Number(target.value) !== moment) step(target.value - moment); });
 $("goto").addEventListener("click", () => editor.goto());
 $("revert").addEventListener("click", () => {
   text = null;

@@ -34,7 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_it_writes_is_planned_and_trains(here: Path, capsys: pytest.CaptureFixture[str],
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process, with a profile that nobody measured."""
-    words = ["--data", "books/a.txt", "--size", "tiny", "--stages", "2", "--batch-size", "4", "--minutes", "5"]
+    words = ["books/a.txt", "--size", "tiny", "--stages", "2", "--batch-size", "4", "--minutes", "5"]
     assert main(["init", *words]) == 0
     assert capsys.readouterr().out == ("train.yaml: gpt tiny, 5 layers in 2 stages, 1f1b\n"
                                        "plan it:  vpipe plan train.yaml\ntrain it: vpipe train train.yaml\n")
@@ -134,6 +134,9 @@ def test_at_a_terminal_it_asks_what_no_option_says_and_asks_again(
     (["--stages", "0"], "error: --stages is 0\n"),
     (["--minutes", "-1"], "error: '-1.0' is no length of a training\n"),
     (["--size", "smal"], "error: vpipe init has no size 'smal'\nhint: did you mean 'small'?\n"),
+    (["my.yaml"], "error: there is no file or folder 'my.yaml'\nhint: name the text to train on; -o names the config "
+                  "to write\n"),
+    (["books", "--data", "books"], "error: the data is given twice: 'books' and --data books\nhint: leave one out\n"),
     (["--data", "there.yaml"], "error: no data set reads 'there.yaml'\nhint: give a .txt file, a .tsv"),
     (["--data", "f.jsonl", "--family", "bert"], "error: the family bert cannot be trained on 'f.jsonl'\nhint: give "
                                                 "--family gpt or llama, or data with *.txt, *.hdf5\n"),

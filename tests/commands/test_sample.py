@@ -90,7 +90,8 @@ def test_a_seed_and_a_step_decide(gpt: Path, sample: Sample, monkeypatch: pytest
     (["--temperature", "-1"], "error: --temperature is -1\nhint: "),
     (["--temperature", "nan"], "error: --temperature is nan\nhint: "),
     (["--top-k", "0"], "error: --top-k is 0\nhint: "),
-    (["--seed", "-1"], "error: --seed is -1\nhint: "),
+    (["--seed", "-1"], "error: --seed is -1\nhint: give a whole number, 0 or more\n"),
+    (["--seed", str(2**63)], f"error: --seed is {2**63}\nhint: give a whole number, 0 to {2**63 - 1}\n"),
     (["--top-p", "0"], "error: --top-p is 0\nhint: give a share above 0, at most 1"),
     (["--beams", "0"], "error: --beams is 0\nhint: "),
     (["--beams", "2", "--top-p", "0.9", "--seed", "1"],
@@ -122,6 +123,64 @@ def test_several_prompts_give_the_texts_of_each_alone(gpt: Path, sample: Sample,
     (tmp_path / "empty.txt").write_text("\n")
     assert "there is no prompt in" in sample(gpt, "--prompts", tmp_path / "empty.txt")[2]
     assert "cannot read the prompts in" in sample(gpt, "--prompts", tmp_path / "nowhere.txt")[2]
+
+
+def test_prompts_without_an_end_are_refused(gpt: Path, sample: Sample, tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sample(gpt, "--prompts", "/dev/zero") == (2, "", (
+        "error: the file '/dev/zero' has more than 16 MiB\nhint: a file of prompts is not that large: check that it is "
+        "the right file\n"))
+    with Path("/dev/urandom").open() as endless:
+        monkeypatch.setattr(sys, "stdin", endless)
+        for option in ("--prompt", "--prompts"):
+            assert sample(gpt, option, "-")[2].startswith("error: standard input has more than 16 MiB\nhint: ")
+    for text, said in (("a\n" * 100_001, "error: there are 100,001 prompts in "),
+                       ("a\n" + "b" * (2**20 + 1), "error: prompt 2 has 1,048,577 characters\nhint: give at most ")):
+        (tmp_path / "prompts.txt").write_text(text)
+        assert sample(gpt, "--prompts", tmp_path / "prompts.txt")[2].startswith(said)
+    (tmp_path / "prompts.txt").write_text("the cat\n\ufeffthe dog\n")
+    assert sample(gpt, "--prompts", tmp_path / "prompts.txt", "--tokens", 1)[1] == sample(
+        gpt, "--prompt", "the cat", "--prompt", "the dog", "--tokens", 1)[1]
+
+
+def test_beams_beyond_the_memory_or_a_minute_are_refused_with_the_most(
+        gpt: Path, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (gpt, "--prompt", "the", "--tokens", 8, "--beams")
+    status, out, err = sample(*words, 10**12)
+    assert (status, out) == (2, "")
+    found = re.search(r"error: 1,000,000,000,000 beams need [\d.]+ \w+, but there is room for [\d.]+ \w+\n"
+                      r"hint: give --beams (\d+) at most, or fewer --tokens\n$", err)
+    assert found is not None
+    monkeypatch.setattr("vpipe.train.sampling.free_bytes", lambda device: 40_000)
+    most = re.search(r"give --beams (\d+) at most", sample(*words, 1000)[2])
+    assert most is not None
+    assert 1 < int(most[1]) < 40
+    assert sample(*words, most[1])[0] == 0
+    assert sample(*words, int(most[1]) + 1)[0] == 2
+    monkeypatch.undo()
+    now = iter(range(10**6))  # one pass takes a second
+    monkeypatch.setattr("vpipe.model.generate.perf_counter", lambda: next(now))
+    monkeypatch.setattr("vpipe.model.generate.MOST_SEARCH_S", 6)
+    assert sample(*words, 20)[2].endswith("error: 20 beams would take about 8 s for a prompt\n"
+                                          "hint: give --beams 16 at most, for about a minute; or fewer --tokens\n")
+    assert sample(*words, 16)[0] == 0  # as slow, but no more than translations may have
+    found = re.search(r"would take about (\d+) s", sample(*words, 5000)[2])  # known from the rows of the second pass
+    assert found is not None
+    assert int(found[1]) > 10
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_damaged_checkpoint_is_a_users_mistake_on_ranks_too(gpt: Path, tmp_path: Path,
+                                                              capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(gpt / "checkpoints" / "step-120", tmp_path / "step-120")
+    [shard] = (tmp_path / "step-120").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    for ranks in (1, 2):
+        capfd.readouterr()
+        assert main(["sample", str(tmp_path / "step-120"), "--prompt", "the", "--ranks", str(ranks)]) == 2
+        err = capfd.readouterr().err
+        assert err.count("error: ") == 1
+        assert f"\nerror: cannot read the checkpoint '{tmp_path / 'step-120'}': " in f"\n{err}"
 
 
 def test_a_beam_search_prints_its_best_texts(gpt: Path, sample: Sample) -> None:

@@ -92,6 +92,10 @@ def test_a_catalogue_of_translators(tmp_path: Path) -> None:
     assert list(catalogue.pairs()) == FOUND
     (tmp_path / "de.po").write_bytes(b"\xef\xbb\xbf" + PO.replace("\n", "\r\n").encode())
     assert list(catalogue.pairs()) == FOUND
+    (tmp_path / "de.po").write_text(re.sub(r"\n(?=msgstr|msgid_plural)", " ", PO).replace("\nmsgid", "\n\ufeffmsgid"))
+    assert list(catalogue.pairs()) == FOUND
+    (tmp_path / "de.po").write_text('msgid\n"a" msgstr "b" msgid "c\\"" msgstr"d"')
+    assert list(catalogue.pairs()) == [("a", "b"), ('c"', "d")]
     (tmp_path / "de.po").write_bytes(PO.replace("UTF-8", "ISO-8859-1").encode("latin-1"))
     assert list(catalogue.pairs()) == FOUND
 

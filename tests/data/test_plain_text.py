@@ -58,7 +58,7 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(EIO, "Input/output error")
 
     (tmp_path / "a.txt").write_text("A file. Of two.")
-    monkeypatch.setattr(Path, "read_text", broken)
+    monkeypatch.setattr(Path, "read_bytes", broken)
     with pytest.raises(UserError) as caught:
         read_documents(tmp_path)
     assert str(caught.value) == (f"error: a.txt cannot be read: Input/output error ({tmp_path / 'a.txt'})\n"
@@ -88,8 +88,20 @@ def test_the_encoding_of_a_text_is_guessed(text: str, encodings: tuple[str, ...]
 
 
 def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("\ufeffone\n\ntwo".encode())
-    assert list(read_blocks(tmp_path)) == [["one"], ["two"]]
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\n\r\n\ufefftwo\n\ufeff\nthr\ufeffee\n".encode())  # of joined files
+    assert list(read_blocks(tmp_path)) == [["one"], ["two"], ["three"]]
+
+
+@pytest.mark.parametrize(("text", "byte", "hint"), [
+    (b"one\n" + "two\n".encode("utf-16"), 4, "a file in UTF-16 was joined to it there: join what iconv "),
+    (b"one\n" + "two\n".encode("utf-16-le"), 5, "a file in UTF-16 was joined to it there: join what iconv "),
+    ("two\n".encode("utf-16-le"), 1, "convert it: iconv -f UTF-16LE -t UTF-8"),
+    (b"one \0 " + 20 * b"two", 4, "the byte is 0, which is no text: tr -d '\\0' removes such bytes")])
+def test_utf16_that_could_be_taken_for_text_is_named(text: bytes, byte: int, hint: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(text)
+    with pytest.raises(UserError, match=rf"a\.txt is not UTF-8 \(byte {byte}\)") as caught:
+        list(read_blocks(tmp_path))
+    assert caught.value.problems[0].hint.startswith(hint)
 
 
 @pytest.mark.parametrize(("text", "sentences"), [

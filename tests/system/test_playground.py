@@ -184,13 +184,15 @@ def test_keys_step_through_time(page: Browser, address: str) -> None:
 def test_the_link_holds_the_state(page: Browser, address: str) -> None:
     show(page, address)
 
-    def choose(name: str, value: str) -> None:
-        settled(page, f"(one => {{ one.value = '{value}'; one.dispatchEvent(new Event('input', {{bubbles: true}})); }})"
+    def choose(name: str, value: str, event: str) -> None:
+        settled(page, f"(one => {{ one.value = '{value}'; "
+                      f"one.dispatchEvent(new Event('{event}', {{bubbles: true}})); }})"
                       f"(document.querySelector('[name={name}]'))")
 
-    for name, value in (("schedule", "pipedream"), ("ranks", "3"), ("update_every", "2"), ("warmup", "4,2,0"),
-                        ("transfer", "0.5"), ("version", "2")):
-        choose(name, value)
+    for name, value, event in (("schedule", "pipedream", "change"), ("ranks", "3", "input"),
+                               ("update_every", "2", "change"), ("warmup", "4,2,0", "input"),
+                               ("transfer", "0.5", "change"), ("version", "2", "input")):
+        choose(name, value, event)
     page.press("ArrowRight")
     page.value("document.getElementById('language').click()")
     link = page.value("location.href")

@@ -17,11 +17,12 @@ from small_run import metrics, write_config
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.commands.train import _note_scheduler, _resume_point
 from vpipe.config.config import load_config
-from vpipe.errors import UserError
+from vpipe.errors import StartError, UserError
 from vpipe.launch.launcher import run as launch
 from vpipe.launch.restart import Starter
 from vpipe.train import run_folder as folders
 from vpipe.train.job import Job
+from vpipe.train.loop import train
 from vpipe.train.resume import ResumePoint, changed_keys, find_resume_point, nothing_left, prepare_run, resumed_config
 from vpipe.train.run_folder import LAUNCHED, make_run_folder, unlock_runs
 
@@ -44,6 +45,15 @@ def run(whole: Path, tmp_path: Path) -> Path:
 def ready(start: ResumePoint, *settings: str) -> Path:
     """What the launcher does before it starts ranks."""
     return prepare_run(start, Job.from_config(resumed_config(start, None, settings, None)))
+
+
+def test_a_checkpoint_that_is_damaged_where_a_rank_reads_it_is_a_users_mistake(run: Path) -> None:
+    start = find_resume_point(run)
+    assert start.checkpoint is not None
+    [shard] = start.checkpoint.glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-100])  # after its files were hashed, or on another host
+    with pytest.raises(StartError, match="cannot read the checkpoint"):
+        train(Job.from_config(resumed_config(start, None, [], None)), ready(start), start.checkpoint)
 
 
 class Killed(BaseException):

@@ -9,6 +9,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from small_run import job_of, write_config
 from torch import nn
 
 from vpipe.config.config import config_row, load_config
+from vpipe.data.epoch import HeldOutText
 from vpipe.model.layer import Layer, Model
 from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.stage_usage import StageUsage
@@ -23,6 +25,7 @@ from vpipe.runtime.step_results import Step
 from vpipe.train import metrics as module
 from vpipe.train.csv_rows import csv_text
 from vpipe.train.headline import headline, size_lines
+from vpipe.train.job import Job
 from vpipe.train.loop import build_pipeline, train
 from vpipe.train.metrics import Efficiency, Metrics, PastMetrics, StepSize
 from vpipe.train.model_section import model_flops
@@ -131,6 +134,30 @@ def test_a_headline_says_what_is_not_usual(tmp_path: Path) -> None:
                  parallel__schedule="gpipe", parallel__executor="naive")
     assert headline(job) == ("bert: 5 layers in 1 stage [5], schedule gpipe, executor naive, bf16_pure, one process "
                              "per stage")
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"parallel__schedule": "interleaved"}, "1 process of 2 stages (2 with parallel.model_parallel_size 4)"),
+    ({"parallel__schedule": "interleaved", "parallel__chunks": 3, "parallel__model_parallel_size": 3},
+     "1 process of 3 stages (3 with parallel.schedule 1f1b)"),
+    ({"parallel__schedule": "interleaved", "parallel__model_parallel_size": 4}, "2 processes of 2 stages each"),
+    ({"parallel__data_parallel_size": 2}, "4 processes")])
+def test_a_headline_counts_the_processes(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    assert headline(job_of(tmp_path, **changes)).endswith(f", {said}")
+
+
+@pytest.mark.parametrize(("training_loss", "held_out_loss", "by_heart"), [
+    (1.9, 3.1, True), (2.1, 3.1, False), (1.9, 2.9, False)])
+def test_a_model_that_learned_its_text_by_heart(training_loss: float, held_out_loss: float, by_heart: bool,
+                                                tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, metrics = job_of(tmp_path), Metrics(None, StepSize(8, 128))
+    monkeypatch.setattr(Job, "held_out_text", HeldOutText(100, 400, 3.0))
+    metrics.update(Step(0, training_loss, 0.1, None, stop=False))
+    metrics.evaluation(0, held_out_loss)
+    said = summary(job, metrics, RunFigures.from_metrics(metrics, USAGES, PLACEMENT))
+    assert ("\nit learned its data by heart: the training loss, 1.90, is far below that entropy; what helps is more "
+            "data, else fewer steps, a smaller model, or a larger model.dropout or training.weight_decay\n"
+            in said) is by_heart
 
 
 def test_a_run_that_trained_nothing_says_so(tmp_path: Path) -> None:

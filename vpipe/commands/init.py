@@ -68,9 +68,12 @@ def run_init(options: argparse.Namespace) -> None:
     def read_output(text: str) -> Path:
         return _writable(Path(text), options.force)
 
+    if options.path is not None and options.data is not None:
+        raise UserError(f"the data is given twice: '{options.path}' and --data {options.data}", hint="leave one out")
     output = answer(options.output, "Write the config to", "train.yaml", read_output)
-    data = answer(options.data, "Your data: a .txt file, or a folder of .txt, .jsonl or .hdf5 files; for translation a "
-                  ".tsv file of pairs; none takes what is on this machine", "none", _data)
+    data = answer(options.path if options.data is None else options.data, "Your data: a .txt file, or a folder of "
+                  ".txt, .jsonl or .hdf5 files; for translation a .tsv file of pairs; none takes what is on this "
+                  "machine", "none", _data)
     name = answer(options.family, f"Model family ({', '.join(FAMILIES)})", _families(data)[0], _family_for(data))
     sizes = {**(SIZES if "tiny" not in FAMILIES[name].presets else {}), **FAMILIES[name].presets}
     size = answer(options.size, f"Size of the model ({', '.join(sizes)})", "mini" if "mini" in sizes else next(
@@ -112,7 +115,8 @@ def _data(text: str) -> Path | None:
         return None
     path = Path(os.path.expanduser(text))
     if not path.exists():
-        raise UserError(f"there is no file or folder '{path}'", hint="name the text to train on")
+        raise UserError(f"there is no file or folder '{path}'", hint="name the text to train on; -o names the config "
+                        "to write")
     if not _families(path):
         raise UserError(f"no data set reads '{path}'", hint="give a .txt file, a .tsv file of pairs, or a folder with "
                         ".txt, .jsonl, .hdf5 or .tsv files, or one that save_to_disk of the package datasets wrote")

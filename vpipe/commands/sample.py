@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from codecs import BOM_UTF8
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
 
+from vpipe.arguments import Arguments
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.commands.checkpoint import checkpoints_in
 from vpipe.commands.profile import folder_unless_failed
-from vpipe.data.plain_text import likely_encoding
+from vpipe.data.plain_text import conversion_hint, decoded
 from vpipe.data.tokenizers import load_for_pairs, load_tokenizer, load_wordpiece
 from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError, counted
+from vpipe.files import read_bounded
 from vpipe.launch.local import run_ranks
 from vpipe.launch.rank_env import HostRanks, check_alone
 from vpipe.train.checkpoint_model import data_tokenizer, has_model
@@ -33,9 +34,13 @@ from vpipe.train.sampling import (
     source_ids,
     translation_decoding,
 )
+from vpipe.units import size_text
 
 TOKENS = 100
 """Default of ``--tokens``."""
+
+MOST_BYTES, MOST_PROMPTS, LONGEST_PROMPT = 16 << 20, 100_000, 1 << 20
+"""Of prompts: bytes, number, and characters of one. Longer words take a tokenizer minutes and gigabytes."""
 
 _TRIES = 3
 """To find the newest checkpoint of a run that replaces it meanwhile."""
@@ -48,6 +53,10 @@ def run_sample(options: argparse.Namespace) -> None:
     """Print a continuation of every prompt, or for BERT the most probable words of every mask."""
     _check(options)
     prompts = _prompts(options)
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompt) > LONGEST_PROMPT:
+            raise UserError(f"prompt {number} has {len(prompt):,} characters", hint=f"give at most {LONGEST_PROMPT:,}: "
+                            "the model reads the last few thousand tokens at most")
     checkpoint = _find(options.folder, options.step)
     tokenizer = _tokenizer(checkpoint, options.tokenizer)
     if options.prompts is not None and not checkpoint.translates:
@@ -59,11 +68,10 @@ def run_sample(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name, least in (("tokens", 1), ("top_k", 1), ("seed", 0), ("step", 0), ("beams", 1), ("best", 1),
-                        ("ranks", 1)):
-        value = getattr(options, name)
-        if value is not None and not least <= value < 2**63:
-            raise UserError(f"--{name.replace('_', '-')} is {value}", hint=f"give a whole number, {least} or more")
+    given = Arguments()
+    for name in ("tokens", "top_k", "beams", "best", "ranks", "seed", "step"):
+        given.integer(f"--{name.replace('_', '-')}", getattr(options, name), int(name not in ("seed", "step")), True)
+    given.check()
     if options.temperature is not None and not 0 <= options.temperature < inf:
         raise UserError(f"--temperature is {options.temperature:g}",
                         hint="give a number from 0 (the most probable token) on, such as 0.8")
@@ -105,30 +113,37 @@ def _given(options: argparse.Namespace, *names: str) -> list[str]:
 def _prompts(options: argparse.Namespace) -> list[str]:
     """Return the prompts; ``-`` is standard input, as one prompt or as a file of one per line. Lines may be blank."""
     if options.prompts is None:
-        return [_decoded(sys.stdin.buffer.read(), "the prompt on standard input").rstrip("\n") if prompt == "-"
+        return [_decoded(_standard_input(), "the prompt on standard input").rstrip("\n") if prompt == "-"
                 else _decoded(os.fsencode(prompt), "the prompt") for prompt in options.prompt]
-    if str(options.prompts) == "-":
-        content, where = sys.stdin.buffer.read(), "standard input"
-    else:
-        where = f"'{options.prompts}'"
-        try:
-            content = options.prompts.read_bytes()
-        except OSError as error:
-            raise UserError(f"cannot read the prompts in {where}: {error.strerror}",
-                            hint="name a file with a prompt per line as --prompts") from None
-    text = _decoded(content.removeprefix(BOM_UTF8), f"the file of prompts, {where},")
+    where = "standard input" if str(options.prompts) == "-" else f"'{options.prompts}'"
+    try:
+        content = _standard_input() if str(options.prompts) == "-" else read_bounded(
+            options.prompts, MOST_BYTES, "a file of prompts")
+    except OSError as error:
+        raise UserError(f"cannot read the prompts in {where}: {error.strerror}",
+                        hint="name a file with a prompt per line as --prompts") from None
+    text = _decoded(content, f"the file of prompts, {where},")
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     if not any(map(str.strip, lines)):
         raise UserError(f"there is no prompt in {where}", hint="write one per line")
+    if len(lines) > MOST_PROMPTS:
+        raise UserError(f"there are {len(lines):,} prompts in {where}",
+                        hint=f"give at most {MOST_PROMPTS:,} at once: split -l {MOST_PROMPTS}")
     return lines
+
+
+def _standard_input() -> bytes:
+    content = sys.stdin.buffer.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise UserError(f"standard input has more than {size_text(MOST_BYTES)}", hint="give the prompts in parts")
+    return content
 
 
 def _decoded(content: bytes, what: str) -> str:
     try:
-        return content.decode()
+        return decoded(content)
     except UnicodeDecodeError as error:
-        raise UserError(f"{what} is not UTF-8 (byte {error.start})",
-                        hint=f"convert it: iconv -f {likely_encoding(content)} -t UTF-8") from None
+        raise UserError(f"{what} is not UTF-8 (byte {error.start})", hint=conversion_hint(error)) from None
 
 
 def _find(folder: Path, step: int | None) -> SampledCheckpoint:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from vpipe.data.plain_text import BYTE_ORDER_MARK
 from vpipe.errors import UserError
 from vpipe.files import read_bounded
 
@@ -137,8 +138,7 @@ class _LineError(ValueError):
 
 
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
-_STRINGS = re.compile(rf"(?:{_STRING.pattern}\s*)+")
-_ENTRY = re.compile(r'(msgctxt|msgid|msgid_plural|msgstr(?:\[\d+\])?)\s*(".*)')
+_PART = re.compile(rf"(?:(msgctxt|msgid_plural|msgid|msgstr(?:\[\d+\])?)\s*)?((?:{_STRING.pattern}\s*)*)")
 _BYTE = r"\\(?:[0-7]{1,3}|x[0-9a-fA-F]+)"
 _ESCAPE = re.compile(rf"(?P<bytes>(?:{_BYTE})+)|\\(?P<letter>.)")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", '"': '"', "\\": "\\"}
@@ -155,7 +155,7 @@ def _read_po(content: bytes) -> list[CatalogueEntry]:
     found: list[CatalogueEntry] = []
     entry: dict[str, str] = {}
     fuzzy, key = False, ""
-    for number, line in enumerate([*text.removeprefix("\ufeff").split("\n"), 'msgid ""'], 1):
+    for number, line in enumerate([*text.replace(BYTE_ORDER_MARK, "").split("\n"), 'msgid ""'], 1):
         line = line.strip()
         if line.startswith("#"):
             if "msgstr" in key:
@@ -165,21 +165,25 @@ def _read_po(content: bytes) -> list[CatalogueEntry]:
             continue
         if not line or line.startswith("domain "):
             continue
-        match = _ENTRY.fullmatch(line)
-        if match is not None:
-            if match[1] in ("msgctxt", "msgid") and "msgstr" in key:
-                _add(found, entry, fuzzy)
-                entry, fuzzy = {}, False
-            key, line = match[1], match[2]
-            if key in entry:
-                raise _LineError(number, f"a second {key} of one entry")
-            entry[key] = ""
-        if _STRINGS.fullmatch(line) is None or not key:
-            raise _LineError(number, "the line is no keyword with a text in quotes")
-        try:
-            entry[key] += "".join(_ESCAPE.sub(partial(_unescaped, charset), text) for text in _STRING.findall(line))
-        except UnicodeDecodeError as error:
-            raise _LineError(number, f"the bytes that it names are not {charset}") from error
+        while line:
+            match = _PART.match(line)
+            assert match is not None, "it matches the empty string, too"
+            if match[1] is not None:
+                if match[1] in ("msgctxt", "msgid") and "msgstr" in key:
+                    _add(found, entry, fuzzy)
+                    entry, fuzzy = {}, False
+                key = match[1]
+                if key in entry:
+                    raise _LineError(number, f"a second {key} of one entry")
+                entry[key] = ""
+            if not match.end() or not key:
+                raise _LineError(number, "the line is no keyword with a text in quotes")
+            try:
+                entry[key] += "".join(_ESCAPE.sub(partial(_unescaped, charset), text)
+                                      for text in _STRING.findall(match[2]))
+            except UnicodeDecodeError as error:
+                raise _LineError(number, f"the bytes that it names are not {charset}") from error
+            line = line[match.end():]
     return found
 
 

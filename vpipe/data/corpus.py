@@ -42,7 +42,7 @@ PARTS: Mapping[str, Part] = {"train": "train", "training": "train", "test": "tes
                              "valid": "valid", "validation": "valid", "val": "valid", "dev": "valid"}
 """Part of a corpus by the names that publishers use."""
 _HELD_OUT = 20  # one document in so many, where none is marked
-_FORMAT = 3  # raised when the same facts come to mean other tokens, or another manifest
+_FORMAT = 4  # raised when the same facts come to mean other tokens, or another manifest
 _TEXTS_AT_ONCE = 1024
 
 

@@ -54,7 +54,7 @@ def read_lines(file: Path, problems: list[Problem]) -> Iterator[tuple[int, bytes
                     problems.append(Problem(f"the line has more than {_LONGEST_LINE >> 20} MiB; the file is not read "
                                             "on", "correct or remove the line", f"{file}:{number}"))
                     return
-                line = line.removeprefix(BOM_UTF8) if number == 1 else line
+                line = line.replace(BOM_UTF8, b"")  # also of files that were joined
                 if line.strip():
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:

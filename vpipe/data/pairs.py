@@ -31,6 +31,7 @@ from vpipe.data.dataset import SPLITS, DatasetSettings, Split
 from vpipe.data.huggingface import is_saved, saved_facts, saved_splits
 from vpipe.data.length_buckets import LengthBuckets, PairDataset, TokenPairs
 from vpipe.data.line_files import MOST_PROBLEMS, line_files, part_of_path, read_lines
+from vpipe.data.plain_text import decoded
 from vpipe.data.registry import register_dataset
 from vpipe.data.tokenizers import (
     DEFAULT_VOCAB_SIZE,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SUFFIXES = (".tsv", ".tsv.gz")
-_FORMAT = 3  # raised when the same facts come to mean other tokens, or another manifest
+_FORMAT = 4  # raised when the same facts come to mean other tokens, or another manifest
 _TEXTS_AT_ONCE = 1024
 
 
@@ -90,7 +91,7 @@ def read_tab_separated(files: Sequence[Path], root: Path) -> Iterator[Pair]:
 def _sides(line: bytes) -> tuple[str, str]:
     """Return source and target. Raises ValueError with the mistake in it."""
     try:
-        columns = [column.strip() for column in line.decode("utf-8").rstrip("\r\n").split("\t")]
+        columns = [column.strip() for column in decoded(line).rstrip("\r\n").split("\t")]
     except UnicodeDecodeError as error:
         raise ValueError(f"the line is not UTF-8 (byte {error.start})") from error
     if len(columns) != 2:

@@ -49,6 +49,10 @@ def _is_abbreviated(before: str) -> bool:
     return word.lower() in _ABBREVIATIONS or (len(word) == 1 and word.isupper() and word != "I")
 
 
+BYTE_ORDER_MARK = "\ufeff"
+"""Begins a file, and is no text of it, nor of a file that it was joined to."""
+
+
 def text_files(folder: Path) -> list[Path]:
     """Return the .txt files in ``folder`` and below, sorted, or the one that it is.
 
@@ -82,15 +86,15 @@ def read_blocks(folder: Path) -> Iterator[list[str]]:
     """
     for path in text_files(folder):
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            text = decoded(path.read_bytes())
         except UnicodeDecodeError as error:
             raise UserError(f"{path.name} is not UTF-8 (byte {error.start})", where=str(path),
-                            hint=f"convert it: iconv -f {likely_encoding(error.object)} -t UTF-8") from error
+                            hint=conversion_hint(error)) from error
         except OSError as error:
             raise UserError(f"{path.name} cannot be read: {error.strerror}", hint="repair it, or remove it",
                             where=str(path)) from error
         block: list[str] = []
-        for line in [*text.split("\n"), ""]:  # of the characters that end a line these alone, and \r, are no text
+        for line in [*re.split("\r\n?|\n", text), ""]:  # other characters that end a line are text
             if line.strip():
                 block.append(line)
             elif block:
@@ -98,13 +102,42 @@ def read_blocks(folder: Path) -> Iterator[list[str]]:
                 block = []
 
 
+def decoded(content: bytes) -> str:
+    """Return a text in UTF-8 without byte order marks, which also begin files that were joined to others.
+
+    Raises:
+        UnicodeDecodeError: it is not, or it has a byte 0, as ASCII in UTF-16 does.
+    """
+    text = content.decode()
+    if (place := content.find(0)) >= 0:
+        raise UnicodeDecodeError("utf-8", content, place, place + 1, "is 0")
+    return text.replace(BYTE_ORDER_MARK, "")
+
+
+def conversion_hint(error: UnicodeDecodeError) -> str:
+    """Return how to make a text UTF-8 that :func:`decoded` has refused."""
+    content, place = error.object, error.start
+    if not content[place] and _FEWEST_ZEROS * content.count(0) < len(content) - place:
+        return "the byte is 0, which is no text: tr -d '\\0' removes such bytes"
+    if (place > 1 and not content[place]) or (place and content.startswith(_UTF16, place)):
+        return "a file in UTF-16 was joined to it there: join what iconv -f UTF-16 -t UTF-8 makes of that file"
+    return f"convert it: iconv -f {likely_encoding(content)} -t UTF-8"
+
+
+_UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)
+_FEWEST_ZEROS = 10  # one byte in so many, from the first on, in UTF-16
+_LOOKED_AT = 1 << 20
+
+
 def likely_encoding(content: bytes) -> str:
     """Return how a text that is not UTF-8 is likely encoded: in UTF-16, as Chinese files often are, or Western ones."""
-    if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+    if content.startswith(_UTF16):
         return "UTF-16"
     if b"\0" in content:  # a byte of whatever is ASCII
+        content = content[:_LOOKED_AT]
         return max(("UTF-16LE", "UTF-16BE"), key=lambda name: sum(
             character.isascii() or "\u3000" <= character <= "\u9fff" for character in content.decode(name, "replace")))
+    content = content.lstrip(bytes(range(128)))[:_LOOKED_AT]
     shares = {name: _common_share(content, name, *bounds) for name, bounds in _COMMON.items()}
     likely = max(shares, key=shares.__getitem__)
     return likely if shares[likely] > 0.5 else "LATIN1"

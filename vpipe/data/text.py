@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SAMPLES_PER_SHARD = 16384
-_FORMAT = 1  # raised when the same parameters come to mean other samples
+_FORMAT = 2  # raised when the same parameters come to mean other samples
 _TEST_SHARE = 20  # one document in so many is held out
 _FEWEST_DOCUMENTS = 4  # two a split: a random next passage comes from another document of the same split
 

@@ -72,8 +72,11 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         if task == "sample":
             from vpipe.train.generation import generate_rank
 
-            generate_rank(folder, rank)
-            return None
+            try:
+                generate_rank(folder, rank)
+                return None
+            except UserError as error:  # nothing was trained that could be lost: as in one process
+                raise StartError.all_of(error.problems) from None
         config = load_resolved(folder / CONFIG)
         _keep_memory(config)
         if task == "train":

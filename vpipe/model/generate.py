@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from vpipe.model.kv_cache import KeyValueCache
 from vpipe.model.layer import Model, build_outline, set_parameter, share_modules, without_random_values
 from vpipe.model.split import alive, resolve_tie
 from vpipe.model.transformer import EmbeddingsAndAttention
+from vpipe.units import size_text
 
 
 def load_weights(model: Model, weights: Mapping[str, Tensor], seed: int, draw: bool = False,
@@ -262,21 +264,51 @@ class Rows:
 
     def __init__(self, request: Request, window: int, cached: bool) -> None:
         self._rows, self._window, self._cached = [list(request.prompt)], window, cached
+        self._decoding, self._length = request.decoding, len(request.prompt) + request.decoding.tokens
+        self._began = self._pass_began = perf_counter()
+        self._kind = 1, True  # of the pass at hand: its rows, whether it began anew
+        self._timed = {self._kind}  # a prompt says nothing of the passes behind it
 
     def first(self) -> Pass:
         """Return the pass of the prompt."""
         return self._anew()
 
     def next(self, chosen: Chosen) -> Pass:
-        """Return the pass behind a choice."""
+        """Return the pass behind a choice.
+
+        Raises:
+            UserError: a beam search would take longer than a minute.
+        """
+        self._check_time()
         self._rows = [[*self._rows[parent], token] for parent, token in zip(chosen.parents, chosen.tokens, strict=True)]
-        if not self._cached or len(self._rows[0]) > self._window:
-            return self._anew()
-        return Pass(chosen.parents, torch.tensor(chosen.tokens)[:, None])
+        self._kind = len(self._rows), not self._cached or len(self._rows[0]) > self._window
+        return self._anew() if self._kind[1] else Pass(chosen.parents, torch.tensor(chosen.tokens)[:, None])
+
+    def _check_time(self) -> None:
+        """Refuse beams that take too long, by the first pass of a kind.
+
+        A pass of fewer rows, most of which is not in proportion to them, tells it only where one pass takes too long.
+        """
+        now, beams = perf_counter(), self._decoding.beams or 1
+        pass_s, self._pass_began = now - self._pass_began, now
+        if beams > BEAMS_OF_ANY_TIME and self._kind not in self._timed:
+            self._timed.add(self._kind)
+            rows, left = len(self._rows), self._length - len(self._rows[0]) - 1
+            seconds = now - self._began + pass_s * (left if rows == beams else min(left, 1) * beams / rows)
+            if seconds > MOST_SEARCH_S:
+                fitting = max(BEAMS_OF_ANY_TIME, int(beams * MOST_SEARCH_S / seconds))
+                raise UserError(f"{beams:,} beams would take about {seconds:,.0f} s for a prompt",
+                                hint=f"give --beams {fitting} at most, for about a minute; or fewer --tokens")
 
     def _anew(self) -> Pass:
         return Pass(None, torch.tensor([row[-self._window:] for row in self._rows]))
 
+
+BEAMS_OF_ANY_TIME, MOST_SEARCH_S = 16, 60.0
+"""A search with more beams is refused where a prompt would take longer."""
+
+_SCORE_BYTES = 28
+"""For each score of a row at once: in fp32, and three times in fp64."""
 
 TRANSLATES = frozenset({"source_ids", "source_mask", "target_ids", "labels"})
 """Fields of a batch of a model that translates."""
@@ -328,12 +360,14 @@ class StageDecoder:
         modules: of these layers, in eval mode.
         layers: their numbers; None for all.
         window: see :class:`Rows`.
+        free_bytes: memory for the rows of a request.
     """
 
-    def __init__(self, decoder: DecoderModel, modules: nn.ModuleDict, window: int, layers: range | None = None) -> None:
+    def __init__(self, decoder: DecoderModel, modules: nn.ModuleDict, window: int, layers: range | None = None,
+                 free_bytes: float = inf) -> None:
         model = decoder.model
         layers = range(len(model)) if layers is None else layers
-        self.window, self.cached, self._decoder = window, decoder.cached, decoder
+        self.window, self.cached, self._decoder, self._free_bytes = window, decoder.cached, decoder, free_bytes
         self.is_last = layers.stop == len(model)
         self._layers = [(decoder.grows[number], model.layers[number], modules[model.layers[number].name])
                         for number in layers]
@@ -347,6 +381,9 @@ class StageDecoder:
         Args:
             slot: where the caches of the request are. A pass that begins anew drops what is there.
             received: the tensors of the stage before.
+
+        Raises:
+            UserError: the memory has no room for so many beams; after the first pass.
         """
         inputs, outputs = self._crossing[one.rows is None]
         tensors = {self._decoder.growing: one.ids_rs, **dict(zip(inputs, received, strict=True))}
@@ -359,12 +396,25 @@ class StageDecoder:
                 if not grows and one.rows is not None:
                     continue
                 if layer is self._decoder.model.layers[-1]:
-                    return [module.scores(tensors[layer.inputs[0]][:, -1:])[:, 0]]  # type: ignore[operator]
+                    scores_rv = module.scores(tensors[layer.inputs[0]][:, -1:])[:, 0]  # type: ignore[operator]
+                    self._check_memory(request, caches or {}, scores_rv.shape[1])
+                    return [scores_rv]
                 arguments = [tensors.get(name) for name in layer.inputs]
                 found = module(*arguments) if caches is None or not grows else \
                     module.step(*arguments, caches[layer.name])  # type: ignore[operator]
                 tensors.update(zip(layer.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+            self._check_memory(request, caches or {}, 0)
             return [tensors[name] for name in outputs]
+
+    def _check_memory(self, request: Request, caches: Mapping[str, KeyValueCache], scores: int) -> None:
+        """Refuse more beams than there is memory for, by what a row has; the caches of one layer at a time are copied.
+        """
+        sizes, beams = [cache.row_bytes for cache in caches.values()], request.decoding.beams or 1
+        row_bytes = sum(sizes) + max(sizes, default=0) + _SCORE_BYTES * scores
+        if beams > 1 and beams * row_bytes > self._free_bytes:
+            raise UserError(f"{beams:,} beams need {size_text(beams * row_bytes)}, but there is room for "
+                            f"{size_text(self._free_bytes)}",
+                            hint=f"give --beams {max(1, int(self._free_bytes / row_bytes))} at most, or fewer --tokens")
 
     def _caches_for(self, request: Request, slot: int, one: Pass) -> dict[str, KeyValueCache]:
         if one.rows is None:

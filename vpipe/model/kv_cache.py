@@ -30,10 +30,16 @@ class KeyValueCache:
         self._same = False  # whether all rows have the same keys and values, which are stored once
         self._rows = 1
 
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes that every further row takes."""
+        return 0 if self._stored is None or self._same else sum(each.nbytes for each in self._stored) // self._rows
+
     def append(self, key_bgsd: Tensor, value_bgsd: Tensor) -> tuple[Tensor, Tensor]:
         """Add the keys and values of tokens to those of every row; return all of them, [B, G, S, D]."""
         if self._stored is None:
             rows, groups, _, size = key_bgsd.shape
+            self._rows = rows
             self._stored = (key_bgsd.new_empty(rows, groups, self._capacity, size),
                             value_bgsd.new_empty(rows, groups, self._capacity, value_bgsd.shape[3]))
         start, self.length = self.length, self.length + key_bgsd.shape[2]

@@ -230,7 +230,7 @@ class Model:
     def materialize(self, seed: int = 0) -> nn.ModuleDict:
         """Return the whole model on one device, tied parameters shared: for references, export, inference."""
         given = Arguments()
-        seed = given.integer("seed", seed)
+        seed = given.integer("seed", seed, least=0)
         given.check()
         modules = {layer.name: layer.materialize(i, seed) for i, layer in enumerate(self.layers)}
         share_modules(modules, {layer.name: layer.shared for layer in self.layers})

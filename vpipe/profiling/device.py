@@ -61,7 +61,8 @@ def free_bytes(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        return min(memory_bytes(device), next(1024 * int(line.split()[1]) for line in lines
+                                              if line.startswith("MemAvailable:")))
     except (OSError, StopIteration):
         return memory_bytes(device) // 2
 

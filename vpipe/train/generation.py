@@ -27,6 +27,7 @@ from vpipe.errors import UserError, counted, counted_with_commas
 from vpipe.model.generate import TRANSLATES, Chosen, DecoderModel, Decoding, Request, StageDecoder, load_weights
 from vpipe.model.layer import Model, build_outline
 from vpipe.model.split import balanced, parameter_count, parameter_counts, resolve_tie, split
+from vpipe.profiling.device import free_bytes
 from vpipe.progress import byte_progress, print_line, progress
 from vpipe.runtime.generation import GenerationRank, in_flight, run_rank
 from vpipe.runtime.transport.distributed import DistributedTransport
@@ -156,8 +157,8 @@ class SampledCheckpoint:
     def _draws(self) -> bool:
         return not self.found.family.factory.__module__.startswith("vpipe.")
 
-    def stage(self, length: int, layers: range) -> StageDecoder:
-        """Return layers of the model with their weights; no others are read."""
+    def stage(self, length: int, layers: range, free_bytes: float) -> StageDecoder:
+        """Return layers of the model with their weights; no others are read. For ``free_bytes`` see StageDecoder."""
         model = self.model(length)
         names = {f"{model.layers[number].name}.{name}" for number in layers
                  for name in build_outline(model.layers[number], number).state_dict()
@@ -167,7 +168,7 @@ class SampledCheckpoint:
             found = load_tensors(self.folder, self.manifest, [PREFIX + name for name in names], checked=True)
         weights = {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
         modules = load_weights(model, weights, self.manifest.seed, self._draws, layers).float()
-        return StageDecoder(DecoderModel(model), modules, length, layers)
+        return StageDecoder(DecoderModel(model), modules, length, layers, free_bytes)
 
 
 def removed(folder: Path) -> UserError:
@@ -239,11 +240,11 @@ def generate_rank(folder: Path, rank: int) -> None:
     layers = split(checkpoint.model(task.length), task.partition)[rank].layers
     if rank == 0:
         checkpoint.introduce()
-    stage = checkpoint.stage(task.length, layers)
+    requests, device = task.requests, torch.device("cpu")
+    at_once = in_flight(ranks, len(requests))
+    stage = checkpoint.stage(task.length, layers, free_bytes(device) / (ranks * at_once))
     join_world("gloo", checkpoint.timeout_s, "cpu")
-    requests = task.requests
-    transport = DistributedTransport(torch.device("cpu"), checkpoint.timeout_s, in_flight(ranks, len(requests)),
-                                     task.describe, buckets=0)
+    transport = DistributedTransport(device, checkpoint.timeout_s, at_once, task.describe, buckets=0)
     show = partial(_show, task, load_tokenizer(Path(task.tokenizer)), stage.cached)
     with activity.during("generating text"):
         run_rank(GenerationRank(stage, transport, ranks, requests), show, leads=rank == 0)

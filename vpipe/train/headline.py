@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from vpipe.data.dataset import Described, VaryingBatches
 from vpipe.data.length_buckets import SOURCE_IDS, PairDataset
 from vpipe.errors import counted, counted_with_commas
@@ -19,8 +21,19 @@ def headline(job: Job) -> str:
             + ("" if "schedule" in to_plan else f", schedule {parallel.order}")
             + ("" if (precision := job.config.training.precision) == "fp32" else f", {precision}") + ", "
             + (f"{', '.join(to_plan)} to be planned, " if to_plan else "")
-            + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else
-               f"{ranks} process{'es' * (ranks > 1)}"))
+            + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else _processes(job)))
+
+
+def _processes(job: Job) -> str:
+    """Count the processes, and the stages of each where a schedule gives them several; say what gives more than one."""
+    stages, ranks = len(job.placement), job.schedule.ranks
+    of_each = Counter(rank for own in job.placement for rank in own).values()
+    text = counted(ranks, "process") + (f" of {counted(max(of_each), 'stage')}" + " each" * (ranks > 1)
+                                        if len(set(of_each)) == 1 < max(of_each) else "")
+    if ranks > 1 or job.config.parallel.stage_to_rank_map is not None:
+        return text
+    return text + (f" (2 with parallel.model_parallel_size {2 * stages})" if 2 * stages <= len(job.model) else
+                   f" ({stages} with parallel.schedule 1f1b)")
 
 
 def size_lines(job: Job) -> str:

@@ -23,7 +23,7 @@ from vpipe.data.prefetch import Prefetcher
 from vpipe.distributed.init import exchange, join_world
 from vpipe.distributed.signals import Stopped, graceful_stop
 from vpipe.distributed.watchdog import activity, forget_stop, note_to, stop_asked
-from vpipe.errors import LastingError, RunError, UserError, counted
+from vpipe.errors import LastingError, RunError, StartError, UserError, counted
 from vpipe.metric_formulas import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
 from vpipe.progress import message_if_slow
@@ -98,7 +98,10 @@ def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest |
         pipe = build_pipeline(job)
         if checkpoint is not None and manifest is not None:
             with message_if_slow(f"reading {checkpoint.name}", first):
-                line = restore(pipe, job, checkpoint, manifest)
+                try:
+                    line = restore(pipe, job, checkpoint, manifest)
+                except UserError as error:  # of a copy on this rank's host, or damaged since its files were hashed
+                    raise StartError.all_of(error.problems) from None
             if first and line is not None:
                 print(f"warning: {line}", file=sys.stderr, flush=True)
         with orion(job, pipe) as scheduler:

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from vpipe.data.tokenizers import CLS, END, MASK, PADDING, SEP, end_token, ids_in, token_id, token_ids
 from vpipe.errors import UserError, counted
 from vpipe.model.generate import Chosen, DecoderModel, Decoding, Request, StageDecoder, Text, decode, fill_masks
 from vpipe.model.layer import Model
+from vpipe.profiling.device import free_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,7 +48,8 @@ class TextModel:
 
     def choices(self, requests: Sequence[Request]) -> Iterator[tuple[int, Chosen]]:
         """Yield the choices for requests, one request after the other, with its number."""
-        stage = StageDecoder(DecoderModel(self.model), self.modules, self.window)
+        stage = StageDecoder(DecoderModel(self.model), self.modules, self.window,
+                             free_bytes=free_bytes(torch.device("cpu")))
         for number, request in enumerate(requests):
             for chosen in decode(stage, request):
                 yield number, chosen

@@ -64,6 +64,10 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
     lines += [evaluation_text(job, step + 1, loss) for step, loss in evaluations]
     if evaluations and (compared := compared_with_unigrams(job, evaluations[-1][1])) is not None:
         lines.append(compared)
+        if figures is not None and learned_by_heart(job, figures.last_loss, evaluations[-1][1]):
+            lines.append(f"it learned its data by heart: the training loss, {figures.last_loss:.2f}, is far below that "
+                         "entropy; what helps is more data, else fewer steps, a smaller model, or a larger "
+                         "model.dropout or training.weight_decay")
     lines += saves
     return "\n".join(lines if figures is None else [*lines, "", *_figures(job, figures), "", *_stages(job, figures)])
 
@@ -85,6 +89,17 @@ def compared_with_unigrams(job: Job, loss: float) -> str | None:
     less = text.unigram_entropy - loss
     return (f"that is {abs(less):.2f} nats per token {'below' if less >= 0 else 'above'} the unigram entropy of the "
             f"held-out text, {text.unigram_entropy:.2f}")
+
+
+BY_HEART = 1.0
+"""Nats per token by which a model that learned its training text by heart is better on it than one without context."""
+
+
+def learned_by_heart(job: Job, training_loss: float | None, held_out_loss: float) -> bool:
+    """Return whether a model knows its training text, and of another one less than a model without context."""
+    text = job.held_out_text
+    return text is not None and training_loss is not None and \
+        training_loss <= text.unigram_entropy - BY_HEART and held_out_loss > text.unigram_entropy
 
 
 def _figures(job: Job, figures: RunFigures) -> list[str]:
