@@ -43,6 +43,13 @@ def nothing_is_left() -> Iterator[None]:
     assert not zygote.close(), "a test left processes behind"
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name what is long by its start: names go from process to process, several times, and some texts have megabytes."""
+    if isinstance(val, str | bytes) and len(val) > 200:
+        return ascii(val[:60])
+    return None
+
+
 def pytest_collection_finish() -> None:
     """What is there before the first test stays: a collection of garbage that looks at all of torch takes a third of a
     second, and some tests ask for one."""
