@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import time
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -33,14 +32,31 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", zygote.Popen)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def nothing_is_left() -> Iterator[None]:
-    """At the end, no process of those that came from the zygote runs, once the last test's have had time to end."""
-    yield
-    deadline = time.monotonic() + 10
-    while zygote.running() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not zygote.close(), "a test left processes behind"
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Give the processes that share the tests one zygote: it imports torch while they collect the tests."""
+    node.workerinput["zygote"] = zygote.zygote().address
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take the zygote that is shared, if there is one."""
+    if shared := getattr(config, "workerinput", {}).get("zygote"):
+        os.environ[zygote.ADDRESS] = shared
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """See that no process of those that came from the zygote is left."""
+    if left := zygote.close(patience_s=10):
+        print(f"error: tests left processes behind: {left}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name what is long by its start: names go between processes several times, and some texts have megabytes."""
+    if isinstance(val, str | bytes) and len(val) > 200:
+        return ascii(val[:60])
+    return None
 
 
 def pytest_collection_finish() -> None:

@@ -32,18 +32,14 @@ IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "numpy.rando
             "vpipe.data.bert_hdf5", "vpipe.data.synthetic", "vpipe.model.bert")
 
 
-def serve(address: str) -> Callable[[], None] | None:
+def serve(listener: socket.socket) -> Callable[[], None] | None:
     """Fork what is asked for until the owner is gone; in a process so made, returns what it has to do."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(64)
     waking, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     lines: dict[int, socket.socket] = {}
     asked: dict[int, Mapping[str, Any]] = {}
-    os.write(1, b"ready\n")
     while True:
         ready, _, _ = select.select([0, listener, waking], [], [])
         if waking in ready:
@@ -165,6 +161,6 @@ if __name__ == "__main__":
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy all pages
-    task = serve(sys.argv[1])
+    task = serve(socket.socket(fileno=int(sys.argv[1])))
     if task is not None:
         end(task)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,13 +77,12 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             return
         session = bool(more[5])
         environment = dict(os.environ if env is None else env)
-        address = environment.get(ADDRESS) or os.environ.get(ADDRESS) or zygote().address
-        environment[ADDRESS] = address
+        environment.setdefault(ADDRESS, address())
         given = [own if end == -1 else end for own, end in enumerate((p2cread, c2pwrite, errwrite))] + list(pass_fds)
         request = {"words": self._words, "env": {os.fsdecode(k): os.fsdecode(v) for k, v in environment.items()},
                    "cwd": os.path.abspath(os.fspath(cwd or ".")), "session": session, "files": [0, 1, 2, *pass_fds]}
         self._line = socket.socket(socket.AF_UNIX)
-        self._line.connect(address)
+        self._line.connect(environment[ADDRESS])
         text = json.dumps(request).encode()
         socket.send_fds(self._line, [len(text).to_bytes(4)], given)
         self._line.sendall(text)
@@ -134,17 +134,18 @@ class Zygote:
         self.address = f"{self._folder.name}/socket"
         self.log = Path(self._folder.name) / "log"
         environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
-        with self.log.open("wb") as log:
-            self._process = _REAL([sys.executable, Path(__file__).with_name("forking.py"), self.address],
+        with self.log.open("wb") as log, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen(64)  # who asks before it has imported torch waits
+            self._process = _REAL([sys.executable, Path(__file__).with_name("forking.py"), str(listener.fileno())],
                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                                  env={**environment, "OMP_NUM_THREADS": "1"})
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != b"ready\n":
-            raise RuntimeError(self.log.read_text())
+                                  env={**environment, "OMP_NUM_THREADS": "1"}, pass_fds=[listener.fileno()])
 
     def close(self) -> list[int]:
         """End it; the numbers of processes that a test had left behind, which are killed."""
         said, _ = self._process.communicate(timeout=30)
+        if self._process.returncode:
+            raise RuntimeError(self.log.read_text())
         self._folder.cleanup()
         return [int(word) for word in said.split()]
 
@@ -161,20 +162,27 @@ def zygote() -> Zygote:
     return _zygotes[0]
 
 
+def address() -> str:
+    """Of the zygote of the process that has the tests shared, or else of this process's own."""
+    return os.environ.get(ADDRESS) or zygote().address
+
+
 def running() -> dict[int, dict[str, str]]:
-    """Process id -> environment of what runs now: ``/proc`` would show the zygote's."""
-    if not _zygotes:
-        return {}
+    """Process id -> environment of what runs now, of all that share the zygote: ``/proc`` would show the zygote's."""
     with socket.socket(socket.AF_UNIX) as line:
-        line.connect(zygote().address)
+        line.connect(address())
         text = json.dumps({}).encode()
         line.sendall(len(text).to_bytes(4) + text)
         with line.makefile() as said:
             return {int(pid): environment for pid, environment in json.load(said).items()}
 
 
-def close() -> list[int]:
-    """End it if there is one; as :meth:`Zygote.close`."""
+def close(patience_s: float) -> list[int]:
+    """End this process's own if there is one, once those that came from it have had time to end; as
+    :meth:`Zygote.close`."""
+    deadline = time.monotonic() + patience_s
+    while _zygotes and running() and time.monotonic() < deadline:
+        time.sleep(0.05)
     return _zygotes.pop().close() if _zygotes else []
 
 

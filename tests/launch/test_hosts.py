@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("ZYGOTE", zygote.__file__)
-    monkeypatch.setenv(zygote.ADDRESS, zygote.zygote().address)
+    monkeypatch.setenv(zygote.ADDRESS, zygote.address())
     for name in container.INSIDE:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hosts, "is_this_host", lambda name: name == "hostA")
