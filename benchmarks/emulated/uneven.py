@@ -6,7 +6,6 @@ python benchmarks/emulated/uneven.py [--only gpt2] [--turns N]
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -79,7 +78,7 @@ class Uneven:
         return [Times(one, 2 * one) for one in seconds]
 
 
-MODELS = {"gpt2": Uneven(12, 5.4, 0.01), "llama3-8b": Uneven(32, 2.4, 0.005)}
+MODELS = {"gpt2": Uneven(12, 5.4, 0.02), "llama3-8b": Uneven(32, 2.4, 0.01)}
 """GPT-2 small, whose head is as much work as 5.4 of its blocks; Llama 3 8B."""
 
 
@@ -107,10 +106,8 @@ def from_file(path: Path, parts: list[PipelineStage], loss_fn: Any) -> torchs._P
     return schedule
 
 
-def start(model: Uneven, placement: Placement, make: Any, preempt: bool, case: Case, rank: int) -> Updates:
+def start(model: Uneven, placement: Placement, make: Any, case: Case, rank: int) -> Updates:
     """Make updates on a rank."""
-    if preempt:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     times = model.times(len(placement))
     return updates({i: Device(times[i], first=i == 0, last=False) for i in stages_of_rank(placement, rank)},
                    len(times), MICROBATCHES, make)
@@ -119,7 +116,7 @@ def start(model: Uneven, placement: Placement, make: Any, preempt: bool, case: C
 METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
-def measured_stages(model: Uneven, stages: int, preempt: bool) -> list[StageCosts]:
+def measured_stages(model: Uneven, stages: int) -> list[StageCosts]:
     """The median seconds of F, I and W of every stage in torch's runtime, under its zero-bubble schedule."""
     name = "InterleavedZeroBubble"
     placement = order_of_torch(name, stages // RANKS).placement
@@ -144,7 +141,7 @@ def measured_stages(model: Uneven, stages: int, preempt: bool) -> list[StageCost
             # halves of every backward: torch's own has whole ones, too
             return from_file(halves, parts, loss_fn)
 
-        made = start(model, placement, make, preempt, CASE, rank)
+        made = start(model, placement, make, CASE, rank)
         for _ in range(4):
             next(made)
         return {i: [median(spent[i, method][MICROBATCHES:]) for method in METHODS]
@@ -182,10 +179,9 @@ def searched(costs: Costs, most_bytes: float) -> dict[str, Schedule]:
                                        key=lambda schedule: float(simulate(schedule, costs).makespan_s))}
 
 
-def compete(model: Uneven, turns: int, preempt: bool) -> Iterator[str]:
+def compete(model: Uneven, turns: int) -> Iterator[str]:
     """Measure costs, search, let all take turns; the rows of a table."""
-    costs = {stages: Costs(tuple(measured_stages(model, stages, preempt)), Link(HOP_S))
-             for stages in (RANKS, 2 * RANKS)}
+    costs = {stages: Costs(tuple(measured_stages(model, stages)), Link(HOP_S)) for stages in (RANKS, 2 * RANKS)}
     torch_has = {f"{name}, {chunks} per rank": order_of_torch(name, chunks) for name, chunks in TORCHS}
     most_bytes = max(float(max(simulate(schedule, costs[schedule.stages]).peak_bytes))
                      for schedule in torch_has.values() if schedule.placement == Layout.ZIGZAG.placement(RANKS, 2))
@@ -197,7 +193,7 @@ def compete(model: Uneven, turns: int, preempt: bool) -> Iterator[str]:
             path.write_text(write_torch_csv(schedules[name]))
             makes[name] = partial(from_file, path)
         found = measure(Case(RANKS, MICROBATCHES, CASE.times, turns), [
-            Entrant("torch", name, 1, partial(start, model, schedule.placement, makes[name], preempt))
+            Entrant("torch", name, 1, partial(start, model, schedule.placement, makes[name]))
             for name, schedule in schedules.items()])
     took = {name: [seconds for seconds, _ in found[f"torch {name}"]] for name in schedules}
     best = min(torch_has, key=lambda name: median(took[name]))
@@ -219,8 +215,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODELS, help="of the models")
     parser.add_argument("--turns", type=int, default=10, help="of every entrant, two updates each (default: 10)")
-    parser.add_argument("--preempt", action="store_true", help="let ranks, which mostly sleep, preempt other programs "
-                        "of a busy machine; for root")
     options = parser.parse_args()
     for name in [options.only] if options.only else MODELS:
         model = MODELS[name]
@@ -228,7 +222,7 @@ def main() -> None:
         print("| schedule | ranks of the stages | simulated ms | ms (least to most) | bubble | over torch's best | "
               "peak |\n|---|---|---:|---:|---:|---:|---:|")
         with awake():
-            print("\n".join(compete(model, options.turns, options.preempt)), flush=True)
+            print("\n".join(compete(model, options.turns)), flush=True)
     print(f"\n{description()}\n{' '.join(['python', *sys.argv])}")
 
 
