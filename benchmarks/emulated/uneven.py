@@ -78,7 +78,7 @@ class Uneven:
         return [Times(one, 2 * one) for one in seconds]
 
 
-MODELS = {"gpt2": Uneven(12, 5.4, 0.02), "llama3-8b": Uneven(32, 2.4, 0.01)}
+MODELS = {"gpt2": Uneven(12, 5.4, 0.01), "llama3-8b": Uneven(32, 2.4, 0.005)}
 """GPT-2 small, whose head is as much work as 5.4 of its blocks; Llama 3 8B."""
 
 
