@@ -22,6 +22,7 @@ from vpipe.cli import main
 from vpipe.data.bert_hdf5 import write_shard
 from vpipe.data.bert_samples import STORAGE
 from vpipe.data.synthetic import synthetic_bert
+from vpipe.plan.plan import Plan
 from vpipe.schedules.build import build
 from vpipe.schedules.csv_format import write_csv
 from vpipe.schedules.lower import lower
@@ -416,7 +417,8 @@ LARGE = ["--stages", "4", "--microbatches", "8"]
      "leave update_every out"),
     (["pipedream", *LARGE, "--update-every", "3"], "update_every is 3, which does not divide 8 microbatches",
      "choose one of [1, 2, 4, 8]"),
-    (["1f1b", *LARGE, "--format", "pdf"], "vpipe schedule has no --format 'pdf'", "known names: csv, json, svg, text"),
+    (["1f1b", *LARGE, "--format", "pdf"], "vpipe schedule has no --format 'pdf'",
+     "known names: csv, json, svg, text, torch"),
     (["1f1b", *LARGE, "--formt", "svg"], "vpipe schedule knows no '--formt'", "did you mean '--format'?"),
     (["1f1b", *LARGE, "--costs", "1,2"], "--costs has 2 numbers, not 3 to 5: '1,2'", "write --costs F,I,W,transfer"),
     (["1f1b", *LARGE, "--costs", ""], "--costs has 1 number, not 3 to 5: ''", "write --costs F,I,W,transfer"),
@@ -434,6 +436,14 @@ LARGE = ["--stages", "4", "--microbatches", "8"]
     (["--all", *LARGE, "--format", "svg"], "--all prints a table, not svg", "leave --format out"),
     (["none.csv"], "there is no file 'none.csv'", "check the path"),
     (["./none"], "there is no file 'none'", "check the path"),
+    (["plan.json"], "the plan has no schedule (plan.json)", 'add one, such as "schedule": "1f1b"'),
+    (["plan2.json"], "the plan has no number of microbatches (plan2.json)", "give --microbatches"),
+    (["plan2.json", "--microbatches", "4", "--stages", "3"], "--stages is 3, but 'plan2.json' has 2", "leave --stages"),
+    (["none.json"], "cannot read the plan: No such file or directory (none.json)", ""),
+    (["pipedream", *LARGE, "--format", "torch"], "'pipedream' updates weights before its pipeline is empty",
+     "take a schedule with a flush, such as zb_v; vpipe train runs this one"),
+    (["1f1b", "--widths", "2,1", "--microbatches", "8", "--format", "torch"], "stage 0 has 2 replicas, ranks 0, 1, but",
+     "take the schedule without replicas, and wrap the modules"),
     (["a.csv", "--stages", "3"], "--stages is 3, but 'a.csv' has 2", "leave --stages out: the file says it"),
     (["a.csv", "--microbatches", "3"], "--microbatches is 3, but 'a.csv' has 1", "leave --microbatches out"),
     (["a.csv", "--chunks", "1"], "--chunks does not go with a file", "leave --chunks out"),
@@ -460,6 +470,8 @@ LARGE = ["--stages", "4", "--microbatches", "8"]
 def test_a_wrong_schedule_command(refused: Refused, here: Path, arguments: list[str], what: str, hint: str) -> None:
     (here / "a.csv").write_text("0F0,0B0\n1F0,1B0\n")
     (here / "bad.csv").write_text("0F0,0X0\n")
+    (here / "plan.json").write_text('{"partition": [2, 2]}')
+    (here / "plan2.json").write_text('{"partition": [2, 2], "schedule": "1f1b"}')
     [(found, remedy)] = refused("schedule", *arguments)
     assert found.startswith(what)
     assert remedy.startswith(hint)
@@ -520,6 +532,30 @@ peak activations per rank: 2 2 1; versions per stage: 1 1; staleness: 0 0
     (here / "a.csv").write_text((here / "a.csv").read_text().replace("0REDUCE_GRAD0,", "", 1))
     assert main(["check", "a.csv"]) == 2
     assert "0REDUCE_GRAD0 is missing on rank 0" in capsys.readouterr().err
+
+
+def test_what_torch_does_itself_is_said_beside_its_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Plan((2, 2, 1, 1), (0.0, 1.0, 0.0, 0.0), ((0,), (1,), (1,), (0,)), "v_half", microbatches=2).save("plan.json")
+    assert main(["schedule", "plan.json", "--format", "torch"]) == 0
+    out, err = capsys.readouterr()
+    rows = [row.split(",") for row in out.splitlines()]
+    assert [{cell[0] for cell in row} for row in rows] == [{"0", "3"}, {"1", "2"}]
+    assert {cell[1] for row in rows for cell in row} <= set("FBIW")
+    assert err == ("note: num_stages=4, n_microbatches=2; left out: 4 STEP: step the optimizer after schedule.step(); "
+                   "2 R: a backward recomputes where your modules use torch.utils.checkpoint\n")
+    (here / "a.csv").write_text(write_csv(lower(build("1f1b", default_placement(2), 1))))
+    assert main(["schedule", "a.csv", "--format", "torch"]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err.count("left out: 4 transfers and sums: PyTorch adds its own; 2 STEP")) == ("0F0,0B0\n1F0,1B0\n", 1)
+
+
+def test_what_of_a_file_is_no_part_of_its_order_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "a.csv").write_text("0UNSHARD,0F0,(0F1;0B0)OVERLAP_F_B,0B1,0REDUCE_GRAD,0RESHARD\n")
+    for command in ("check", "simulate", "schedule"):
+        assert main([command, "a.csv"]) == 0
+        assert capsys.readouterr().err == (
+            "note: a.csv: left out 1 UNSHARD, 1 REDUCE_GRAD, 1 RESHARD: only a model's weights ask for them; "
+            "1 OVERLAP_F_B: each taken as one action after the other\n")
 
 
 def test_auto_with_replicas_searches_for_each(capsys: pytest.CaptureFixture[str]) -> None:

@@ -300,7 +300,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_import(sample)
 
     schedule = _add(commands, "schedule", "schedule.run_schedule", "draw a schedule, or compare all schedules")
-    schedule.add_argument("name", nargs="?", metavar="NAME|FILE.csv", help="name of a schedule, or a CSV file of one")
+    schedule.add_argument("name", nargs="?", metavar="NAME|FILE", help="name of a schedule, a CSV file of one, or a "
+                          "plan.json")
     schedule.add_argument("--all", action="store_true", help="compare all schedules in one table")
     schedule.add_argument("--stages", type=int, metavar="P", help="ranks of the pipeline, where replicas count as one; "
                           "each holds one stage, or as many as --chunks or the schedule says")
@@ -315,8 +316,9 @@ def _parser() -> argparse.ArgumentParser:
                           "of a schedule without a flush, such as 5,3,1,0")
     schedule.add_argument("--memory", type=int, metavar="N", help="memory limit of a rank for the schedule auto, in "
                           "microbatches of all its stages")
-    schedule.add_argument("--format", choices=("text", "csv", "svg", "json"), default="text",
-                          help="output format (default: text)")
+    schedule.add_argument("--format", choices=("text", "csv", "torch", "svg", "json"), default="text",
+                          help="output format (default: text); torch: the CSV file that torch.distributed.pipelining "
+                          "runs, see docs/torch.md")
     _add_costs(schedule)
     _add_import(schedule)
 

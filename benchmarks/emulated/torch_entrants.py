@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 
@@ -13,7 +13,7 @@ from entrant import Entrant, Updates
 from orders import ORDERS, Order
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import schedules as torchs
 
 from vpipe.schedules.schedule import stages_of_rank
 
@@ -21,23 +21,21 @@ RIVALS = ("zb_v", "zb_h1")
 """One of these is torch's best at p/2, p and 2p microbatches: the others were tried."""
 
 
-def _updates(order: Order, case: Case, rank: int) -> Updates:
-    placement, m = order.placement(case.ranks), case.microbatches
-    stages, own = len(placement), stages_of_rank(placement, rank)
-    times = case.times.share(order.chunks)
+Make = Callable[[list[PipelineStage], Callable[[Tensor, Tensor], Tensor]], torchs._PipelineSchedule]
+"""``make(stages of a rank, loss function)`` is a schedule of torch's."""
+
+
+def updates(devices: Mapping[int, Device], stages: int, microbatches: int, make: Make) -> Updates:
+    """Make one update after the other on a rank with some of the stages, by number."""
     # The last device's mean is the loss: torch wants the stage and its loss apart.
-    devices = [Device(times, first=i == 0, last=False) for i in own]
-    parts = [PipelineStage(device, i, stages, torch.device("cpu")) for device, i in zip(devices, own, strict=True)]
-
     def loss_fn(hidden: Tensor, _: Tensor) -> Tensor:
-        return hidden.mean() / m
+        return hidden.mean() / microbatches
 
-    single = issubclass(order.peer, PipelineScheduleSingle)
-    schedule = order.peer(parts[0] if single else parts, m, loss_fn=loss_fn, scale_grads=False)
-    optimizer = torch.optim.SGD(chain.from_iterable(device.parameters() for device in devices), lr=0.0)
-    batch = torch.ones(m, WIDTH)
-    inputs = (batch,) if 0 in own else ()
-    target = batch if stages - 1 in own else None
+    schedule = make([PipelineStage(device, i, stages, torch.device("cpu")) for i, device in devices.items()], loss_fn)
+    optimizer = torch.optim.SGD(chain.from_iterable(device.parameters() for device in devices.values()), lr=0.0)
+    batch = torch.ones(microbatches, WIDTH)
+    inputs = (batch,) if 0 in devices else ()
+    target = batch if stages - 1 in devices else None
     while True:
         losses: list[Tensor] = []
         schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
@@ -46,6 +44,14 @@ def _updates(order: Order, case: Case, rank: int) -> Updates:
         if losses:
             float(torch.stack(losses).detach().sum())
         yield
+
+
+def _updates(order: Order, case: Case, rank: int) -> Updates:
+    placement, m, times = order.placement(case.ranks), case.microbatches, case.times.share(order.chunks)
+    single = issubclass(order.peer, torchs.PipelineScheduleSingle)
+    return updates({i: Device(times, first=i == 0, last=False) for i in stages_of_rank(placement, rank)},
+                   len(placement), m, lambda parts, loss_fn: order.peer(
+                       parts[0] if single else parts, m, loss_fn=loss_fn, scale_grads=False))
 
 
 def torch_entrants() -> Iterator[Entrant]:

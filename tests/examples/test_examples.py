@@ -11,18 +11,24 @@ import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.runtime.step_results import Step
+from vpipe.schedules.build import build
+from vpipe.schedules.csv_format import write_torch_csv
+from vpipe.schedules.registry import recipe_named
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 TRANSFORMER = QUICKSTART.with_name("transformer.py")
+TORCH_RUNTIME = QUICKSTART.with_name("torch_runtime.py")
 PAGE = QUICKSTART.parents[1] / "docs" / "python.md"
 
 
@@ -33,10 +39,10 @@ def printed_here(program: Path) -> str:
     return out.getvalue()
 
 
-def printed(program: Path, *launcher: str) -> str:
+def printed(program: Path, *launcher: str, arguments: Sequence[str] = ()) -> str:
     """What it prints under a launcher; ends it with all that it started when it takes too long."""
-    with subprocess.Popen([sys.executable, *launcher, str(program)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True, start_new_session=True,
+    with subprocess.Popen([sys.executable, *launcher, str(program), *arguments], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True, start_new_session=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}) as process:
         try:
             out, err = process.communicate(timeout=100)
@@ -68,6 +74,28 @@ def test_it_prints_the_same_under_torchrun(tmp_path: Path) -> None:
     alone = printed_here(shorter)
     assert "6 updates" in alone
     assert printed(shorter, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4") == alone
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(("schedule", "ranks"), [("v_min", 4), ("hanayo", 2)])
+def test_torch_prints_under_a_schedule_of_ours_what_the_model_prints_without(schedule: str, ranks: int,
+                                                                             tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text(write_torch_csv(build(schedule, recipe_named(schedule).layout.placement(ranks, 2), 8)))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(12)])
+        optimizer, expected = torch.optim.SGD(net.parameters(), lr=0.5), []
+        for _ in range(5):
+            batch = torch.randn(64, 32)
+            loss = nn.functional.mse_loss(net(batch), batch.flip(1))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected.append(loss.item())
+    said = printed(TORCH_RUNTIME, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+                   arguments=[str(file)])
+    assert [float(line) for line in said.split()] == pytest.approx(expected, abs=2e-6)  # it prints six digits
 
 
 def test_what_the_transformer_prints_is_what_the_page_shows() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.build import build
 from vpipe.schedules.check import check, prove
-from vpipe.schedules.csv_format import LARGEST_BYTES, read_csv, write_csv
+from vpipe.schedules.csv_format import LARGEST_BYTES, read_csv, read_csv_file, write_csv, write_torch_csv
 from vpipe.schedules.lower import lower
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.schedule import Schedule
@@ -143,28 +142,41 @@ def sizes(name: str) -> Iterator[Schedule]:
                 continue
 
 
-@pytest.mark.parametrize("name", schedule_names())
-def test_torch_loads_each_of_ours(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name in schedule_names() if recipe_named(name).flush])
+def test_torch_loads_each_of_ours_that_has_a_flush(name: str, tmp_path: Path) -> None:
     made = list(sizes(name))
     assert made
     for schedule in made:
-        for form, ours in (("compute_only", schedule), ("compute_comms", lower(schedule))):
-            path = tmp_path / "a.csv"
-            path.write_text(write_csv(ours, for_torch=True))
-            reader = runtime(schedule.ranks, schedule.stages // schedule.ranks, schedule.microbatches)
-            reader._load_csv(str(path), format=form)  # type: ignore[arg-type]
-            assert computed_by(reader.pipeline_order_with_comms) == computed(schedule)
-            assert reader.stage_index_to_group_rank == {stage: rank for stage, (rank,) in enumerate(schedule.placement)}
-            if form == "compute_only":
-                simulated(reader, schedule.stages)
+        path = tmp_path / "a.csv"
+        path.write_text(write_torch_csv(lower(schedule)))
+        reader = runtime(schedule.ranks, schedule.stages // schedule.ranks, schedule.microbatches)
+        reader._load_csv(str(path))
+        assert computed_by(reader.pipeline_order_with_comms) == computed(schedule)
+        assert reader.stage_index_to_group_rank == {stage: rank for stage, (rank,) in enumerate(schedule.placement)}
+        simulated(reader, schedule.stages)
+
+
+@pytest.mark.parametrize(("schedule", "what"), [
+    (build("pipedream", default_placement(2), 4), "'pipedream' updates weights before its pipeline is empty"),
+    (build("1f1b", ((0, 1), (2,)), 4), "stage 0 has 2 replicas, ranks 0, 1, but in PyTorch's runtime a stage has one"),
+])
+def test_what_torch_cannot_run_is_refused_for_it(schedule: Schedule, what: str) -> None:
+    with pytest.raises(UserError) as caught:
+        write_torch_csv(schedule)
+    assert what in str(caught.value)
+
+
+def test_torch_takes_losses_in_the_order_of_their_forwards(tmp_path: Path) -> None:
+    """So a last stage that begins with microbatch 1 is refused, and any other stage may."""
+    with pytest.raises(UserError, match="stage 1, the last, takes microbatch 1 in turn 0, but PyTorch's runtime would "
+                                        "take its loss for that of microbatch 0"):
+        write_torch_csv(read_text("0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n", tmp_path))
+    text = "0F1,0F0,0B0,0B1\n1F0,1F1,1B0,1B1\n"
+    assert write_torch_csv(read_text(text, tmp_path)) == text
 
 
 def simulated(reader: theirs._PipelineScheduleRuntime, stages: int) -> None:
-    """PyTorch's dry run of the order that it has lowered; raises when it cannot go on.
-
-    In it a receive stands still until its send is done, so an order of ours, whose receives are posted ahead of need,
-    is not for it.
-    """
+    """PyTorch's dry run of the order that it has lowered; raises when it cannot go on."""
     moves = {rank: [action for action in actions if action.computation_type.value not in
                     ("UNSHARD", "RESHARD", "REDUCE_GRAD")]
              for rank, actions in reader.pipeline_order_with_comms.items()}
@@ -225,6 +237,15 @@ def test_a_stage_with_fewer_replicas_steps_more_often(tmp_path: Path) -> None:
     check(read)
 
 
+def test_what_is_left_out_of_a_file_of_torch_is_named(tmp_path: Path) -> None:
+    theirs_written("ScheduleDualPipeV", 2, 2, 6, "compute_comms", tmp_path / "a.csv")
+    text = (tmp_path / "a.csv").read_text()
+    file = read_csv_file(tmp_path / "a.csv")
+    assert set(file.left_out) == {"UNSHARD", "RESHARD", "REDUCE_GRAD"}
+    assert {**file.left_out, "OVERLAP_F_B": file.pairs} == {
+        name: text.count(name) for name in ("UNSHARD", "RESHARD", "REDUCE_GRAD", "OVERLAP_F_B")}
+
+
 def test_what_a_model_brings_is_left_out(tmp_path: Path) -> None:
     schedule = prove("1f1b", default_placement(3), 4, None, {0: (2,)}, norm=True)
     assert {action.op for program in schedule.programs for action in program} >= {Op.SEND_W, Op.RECV_G, Op.NORM}
@@ -238,8 +259,7 @@ def test_actions_that_torch_has_not_are_left_out_for_it() -> None:
     more = schedule.with_programs([[Action(Op.USE, 0, 0), *schedule.programs[0][:1], Action(Op.RECOMPUTE, 0, 0),
                                     *schedule.programs[0][1:]]])
     assert write_csv(more) == "0USE0,0F0,0R0,0B0,0STEP0\n"
-    assert write_csv(more, for_torch=True) == "0F0,0B0\n"
-    assert write_csv(replace(more, programs=more.programs * 2), for_torch=True) == "0F0,0B0\n0F0,0B0\n"
+    assert write_torch_csv(more) == "0F0,0B0\n"
 
 
 @pytest.mark.parametrize(("text", "what", "hint", "line"), [

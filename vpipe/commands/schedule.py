@@ -7,21 +7,23 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
 from vpipe.errors import UserError, counted
-from vpipe.schedules.action import RECEIVES, SENDS
+from vpipe.plan.plan import Plan
+from vpipe.schedules.action import RECEIVES, SENDS, Op
 from vpipe.schedules.build import build, check_chunks, check_warmup
 from vpipe.schedules.check import check
-from vpipe.schedules.csv_format import read_csv, write_csv
+from vpipe.schedules.csv_format import TORCH, read_csv_file, write_csv, write_torch_csv
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import rank_peaks, stage_peaks
 from vpipe.schedules.registry import Recipe, recipe_named, schedule_names
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search_placements
-from vpipe.schedules.size import Placement, check_work
+from vpipe.schedules.size import Placement, check_work, default_placement
 from vpipe.visualize.summary import RankCosts, Summary, compare
 from vpipe.visualize.svg import draw_svg
 from vpipe.visualize.table import PIPE_COLUMNS, listed, number, replicas, sizes, terminal_columns
@@ -38,9 +40,11 @@ def run_schedule(options: argparse.Namespace) -> None:
         _compare(options, costs)
         return
     if options.name is None:
-        raise UserError("which schedule?", hint=f"name one of {', '.join(schedule_names())}, or a CSV file; --all "
+        raise UserError("which schedule?", hint=f"name one of {', '.join(schedule_names())}, or a file; --all "
                         "compares them")
-    sys.stdout.write(_FORMATS[options.format](Summary.of(named_schedule(options, costs), costs)))
+    schedule = named_schedule(options, costs)
+    summary = Summary.of(schedule, costs)
+    sys.stdout.write(_for_torch(schedule) if options.format == "torch" else _FORMATS[options.format](summary))
 
 
 def run_check(options: argparse.Namespace) -> None:
@@ -69,7 +73,33 @@ def _file(path: Path) -> Schedule:
     if str(path) in schedule_names() and not path.exists():
         raise UserError(f"'{path}' is a schedule's name, not a file",
                         hint=f"vpipe schedule {path} proves and draws it; with --format csv it writes the file")
-    return read_csv(path)
+    return _read(path)
+
+
+def _read(path: Path) -> Schedule:
+    """Read a CSV file; say what of it a schedule here has not."""
+    file = read_csv_file(path)
+    said = ["left out " + ", ".join(f"{times} {name}" for name, times in file.left_out.items())
+            + ": only a model's weights ask for them"] if file.left_out else []
+    said += [f"{file.pairs} OVERLAP_F_B: each taken as one action after the other"] if file.pairs else []
+    if said:
+        print(f"note: {path.name}: {'; '.join(said)}", file=sys.stderr)
+    return file.schedule
+
+
+def _for_torch(schedule: Schedule) -> str:
+    """Return the file for PyTorch; say what it needs beside it, and who does what it leaves out."""
+    text = write_torch_csv(schedule)
+    left = Counter(_TORCH_DOES.get(action.op, "transfers and sums: PyTorch adds its own")
+                   for program in schedule.programs for action in program if action.op not in TORCH)
+    print(f"note: num_stages={schedule.stages}, n_microbatches={schedule.microbatches}; left out: "
+          + "; ".join(f"{times} {what}" for what, times in left.items()), file=sys.stderr)
+    return text
+
+
+_TORCH_DOES = {Op.STEP: "STEP: step the optimizer after schedule.step()",
+               Op.RECOMPUTE: "R: a backward recomputes where your modules use torch.utils.checkpoint",
+               Op.USE: "USE: with a flush there is one version of the weights"}
 
 
 def _text(summary: Summary) -> str:
@@ -83,10 +113,10 @@ _FORMATS: dict[str, Callable[[Summary], str]] = {
 
 
 def named_schedule(options: argparse.Namespace, costs: RankCosts) -> Schedule:
-    """Return the schedule of a name or a file, not proved yet."""
+    """Return the schedule of a name, a file or a plan, not proved yet."""
     name = options.name
-    if name not in schedule_names() and (name.lower().endswith(".csv") or "/" in name):
-        schedule = read_csv(Path(name))
+    if name not in schedule_names() and (name.lower().endswith((".csv", ".json")) or "/" in name):
+        schedule = _planned(name, options) if name.lower().endswith(".json") else _read(Path(name))
         for option, given, has in (("--stages", options.stages, len(set(schedule.placement))),
                                    ("--microbatches", options.microbatches, schedule.microbatches),
                                    ("--update-every", options.update_every, schedule.update_every),
@@ -105,6 +135,22 @@ def named_schedule(options: argparse.Namespace, costs: RankCosts) -> Schedule:
                         hint="leave it out, or let auto find an order that keeps it")
     return _built(recipe, widths, microbatches, options.chunks, options.update_every, costs, options.memory,
                   _depths(options.warmup_depth))
+
+
+def _planned(path: str, options: argparse.Namespace) -> Schedule:
+    """Return the schedule of a plan, which may leave the number of microbatches to the options."""
+    plan = Plan.load(path)
+    microbatches = plan.microbatches or options.microbatches
+    if plan.schedule is None:
+        raise UserError("the plan has no schedule", where=path,
+                        hint='add one, such as "schedule": "1f1b"; vpipe plan CONFIG -o plan.json writes whole plans')
+    if microbatches is None:
+        raise UserError("the plan has no number of microbatches", where=path, hint="give --microbatches")
+    placement = plan.stage_to_rank_map or default_placement(len(plan.partition))
+    check_work(sum(map(len, placement)), microbatches, replicated=max(map(len, placement)) > 1)
+    return build(plan.schedule, placement, microbatches, plan.update_every,
+                 recompute=[stage for stage, layers in enumerate(plan.recomputed) if layers],
+                 warmup=plan.warmup_depth or None)
 
 
 def _sizes(options: argparse.Namespace) -> tuple[tuple[int, ...], int]:

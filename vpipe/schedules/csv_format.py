@@ -6,7 +6,7 @@ One row per rank, one action per cell; an empty cell is a time at which the rank
     ,1F0,1B0,1F1,1B1
 
 Files that :mod:`torch.distributed.pipelining` writes (its ``_dump_csv``, ``compute_only`` or ``compute_comms``) can be
-read here; files that are written here without our own operations can be read there.
+read here; :func:`write_torch_csv` writes those that its ``_load_csv`` reads.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -32,11 +32,12 @@ LARGEST_BYTES = 8 << 20
 
 LONGEST_CELL = 128
 
-TORCH = PER_MICROBATCH - {Op.RECOMPUTE}
-"""The operations that PyTorch has, too."""
+TORCH = COMPUTE - {Op.RECOMPUTE}
+"""The operations of PyTorch's ``compute_only`` form."""
 
-_SHARDED = re.compile(r"\d+((UNSHARD|RESHARD)\d*|REDUCE_GRAD)")
-_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_SHARDED = re.compile(r"\d+(?:(UNSHARD|RESHARD)\d*|(REDUCE_GRAD))")
+_PAIR = "OVERLAP_F_B"
+_OVERLAP = re.compile(rf"\((.*)\){_PAIR}")
 _ALMOST = re.compile(r"(\d+)\s*([A-Za-z_]+)\s*(\d+)")
 
 
@@ -53,8 +54,27 @@ class _Cell:
         return f"{self.action} (rank {self.rank}, cell {self.column})"
 
 
+@dataclass(frozen=True)
+class CsvFile:
+    """A schedule as it was read, and what its file has that a schedule here has not.
+
+    Attributes:
+        left_out: the operations that only a model can ask for, by name: how often.
+        pairs: PyTorch's overlapped pairs, which were put one after the other.
+    """
+
+    schedule: Schedule
+    left_out: Mapping[str, int]
+    pairs: int
+
+
 def read_csv(path: Path) -> Schedule:
-    """Return the schedule in a CSV file, unchanged; the checker finds what is wrong with its order.
+    """Return the schedule in a CSV file; see :func:`read_csv_file`."""
+    return read_csv_file(path).schedule
+
+
+def read_csv_file(path: Path) -> CsvFile:
+    """Read the schedule in a CSV file, unchanged; the checker finds what is wrong with its order.
 
     * The rows are the ranks; a stage lives on the rank that has its forwards. Several such ranks are replicas, in the
       order of their first microbatches.
@@ -69,11 +89,11 @@ def read_csv(path: Path) -> Schedule:
     Raises:
         UserError: the file cannot be read, or is no schedule; the error has the line.
     """
-    rows, computed = [], 0
+    rows, computed, left_out = [], 0, Counter[str]()
     for rank, (line, cells) in enumerate(_lines(path)):
         where = f"{path}:{line}"
         rows.append([_Cell(action, rank, column, where) for column, cell in enumerate(cells, 1)
-                     for action in _actions(cell.strip(), f"cell {column} of rank {rank}", where)])
+                     for action in _actions(cell.strip(), f"cell {column} of rank {rank}", where, left_out)])
         computed += sum(cell.action.op in COMPUTE for cell in rows[-1])
         if computed > MOST_ACTIONS:
             raise UserError(f"'{path}' has more than {MOST_ACTIONS:,} forwards and backwards",
@@ -89,22 +109,51 @@ def read_csv(path: Path) -> Schedule:
             for rank in ranks:
                 programs[rank].append(Action(Op.STEP, stage, 0))
     flush, per_update = _updates(placement, programs, microbatches, path)
-    return Schedule(
+    schedule = Schedule(
         path.name, placement, tuple(map(tuple, programs)), microbatches, per_update, flush,
         tuple(max((load.activations for load in rank_loads(program)), default=0) for program in programs),
         tuple(max(_versions(programs[rank], stage) for rank in ranks) for stage, ranks in enumerate(placement)), {})
+    pairs = left_out.pop(_PAIR, 0)
+    return CsvFile(schedule, left_out, pairs)
 
 
-def write_csv(schedule: Schedule, *, for_torch: bool = False) -> str:
-    """Return the schedule as the text of a CSV file.
+def write_csv(schedule: Schedule) -> str:
+    """Return the schedule as the text of a CSV file."""
+    return _text(schedule.programs)
 
-    Args:
-        for_torch: leave out the operations that PyTorch does not know: STEP (there the caller steps), R and USE. A
-            schedule without a flush then reads as one with a flush.
+
+def write_torch_csv(schedule: Schedule) -> str:
+    """Return a schedule as the text of a CSV file that PyTorch's ``_PipelineScheduleRuntime._load_csv`` runs.
+
+    It has the forwards and backwards only: PyTorch adds the transfers, its caller steps the optimizer, and its modules
+    recompute within their backward (:mod:`torch.utils.checkpoint`). Any placement with one rank per stage will do.
+
+    Raises:
+        UserError: PyTorch cannot run it: it has no flush, replicated stages, or a last stage that takes microbatches
+            out of turn, whose losses PyTorch numbers in the order in which they come.
     """
+    if not schedule.flush:
+        raise UserError(f"'{schedule.name}' updates weights before its pipeline is empty, and PyTorch's runtime can "
+                        "neither update within a schedule nor keep an older version of the weights",
+                        hint="take a schedule with a flush, such as zb_v; vpipe train runs this one")
+    for stage, ranks in enumerate(schedule.placement):
+        if len(ranks) > 1:
+            raise UserError(f"stage {stage} has {len(ranks)} replicas, ranks {', '.join(map(str, ranks))}, but in "
+                            "PyTorch's runtime a stage has one rank", hint="take the schedule without replicas, and "
+                            "wrap the modules of its stages in DistributedDataParallel or fully_shard there")
+    (last,), end = schedule.placement[-1], schedule.stages - 1
+    turns = [action.microbatch for action in schedule.programs[last]
+             if action.op is Op.FORWARD and action.stage == end]
+    if (late := next((turn for turn, microbatch in enumerate(turns) if turn != microbatch), None)) is not None:
+        raise UserError(f"stage {end}, the last, takes microbatch {turns[late]} in turn {late}, but PyTorch's runtime "
+                        f"would take its loss for that of microbatch {late}",
+                        hint="let the last stage take the microbatches from the first to the last one")
+    return _text([action for action in program if action.op in TORCH] for program in schedule.programs)
+
+
+def _text(programs: Iterable[Sequence[Action]]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(
-        [action for action in program if not for_torch or action.op in TORCH] for program in schedule.programs)
+    csv.writer(text, lineterminator="\n").writerows(programs)
     return text.getvalue()
 
 
@@ -144,23 +193,28 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
     return lines
 
 
-def _actions(text: str, place: str, where: str) -> Iterator[Action]:
-    """Yield the actions of a cell: none, one, or those of a pair."""
+def _actions(text: str, place: str, where: str, left_out: Counter[str]) -> Iterator[Action]:
+    """Yield the actions of a cell: none, one, or those of a pair; count what is left out, and pairs."""
     if not text:
         return
     if len(text) > LONGEST_CELL:
         raise UserError(f"'{text[:20]}...' in {place} has {len(text)} characters and is not an action",
                         hint="separate actions by commas, such as 0F0,0F1", where=where)
     if (pair := _OVERLAP.fullmatch(text)) is not None:
+        left_out[_PAIR] += 1
         for part in pair[1].split(";"):
-            yield from _actions(part.strip(), place, where)
-    elif _SHARDED.fullmatch(text) is None:
+            yield from _actions(part.strip(), place, where, left_out)
+    elif (sharded := _SHARDED.fullmatch(text)) is not None:
+        left_out[sharded[1] or sharded[2]] += 1
+    else:
         try:
             action = Action.parse(text)
         except UserError as error:
             raise UserError(f"'{text}' in {place} is not an action", hint=_remedy(text) or error.problems[0].hint,
                             where=where) from None
-        if action.op not in OF_MODELS:
+        if action.op in OF_MODELS:
+            left_out[action.op] += 1
+        else:
             yield action
 
 
