@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -82,6 +83,33 @@ def test_a_killed_rank_ends_the_job_and_is_named(cluster: Cluster, work: Path) -
     assert "srun: error: n2: task 3: Killed" in text
     assert "error: rank 3 (stage 3) on n2 died without a message" in text
     assert "Traceback" not in text
+
+
+def listening(cluster: Cluster) -> set[int]:
+    """The ports at which anything listens on any node."""
+    return {int(line.split()[1].rpartition(":")[2], 16) for host in cluster.hosts for table in ("tcp", "tcp6") for line
+            in Path(f"/proc/{host.first}/net/{table}").read_text().splitlines()[1:] if line.split()[3] == "0A"}
+
+
+def test_nobody_else_reaches_the_ranks_of_a_job(cluster: Cluster, work: Path) -> None:
+    """By the secret that the script makes; another user of a node tries all that listens."""
+    before, report = listening(cluster), work / "reached.json"
+    long_run(work)
+    job = submit(cluster, work, "configs/slurm/bert_mini_4stage_2nodes.sh")
+    until(lambda: trains(work), 60, "a few updates")
+    stranger = Path(__file__).with_name("stranger.py")
+    hosts = [host.address for host in cluster.hosts[:2]]
+    done = cluster.hosts[0].run([sys.executable, stranger, report, "0", 2, "127.0.0.1", "::1", *hosts], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(report.read_text())["now"]) <= set(map(str, before))
+    [run] = work.glob("runs/*/metrics.jsonl")
+    updates = run.read_text().count("\n")
+    until(lambda: run.read_text().count("\n") > updates, 60, "it goes on")
+    secrets = {line for host in cluster.hosts[:2] for pid in host.find(SLURM_JOB_ID=str(job)) for line in
+               Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if line.startswith(b"VPIPE_SECRET=")}
+    assert [len(secret) for secret in secrets] == [len("VPIPE_SECRET=") + 32]
+    cluster.command("scancel", str(job))
+    assert cluster.wait(job, 60) == "CANCELLED"
 
 
 def test_a_cancelled_job(cluster: Cluster, work: Path) -> None:

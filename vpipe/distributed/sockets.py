@@ -9,6 +9,7 @@ import socket
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 FOLDER = "/proc/self/fd"
 """Where Linux lists the open files of a process, each with what it is."""
@@ -93,19 +94,18 @@ def strangers(descriptors: Iterable[int]) -> list[int]:
 
     The other end of a connection from another host is in no table here: it does not count. Neither does a UNIX socket.
     """
-    owners = {}
-    for table in _TABLES:
+    ends: list[tuple[Any, ...]] = []
+    for descriptor in descriptors:
+        with suppress(OSError, ValueError), socket.socket(fileno=os.dup(descriptor)) as copy:
+            ends.append(tuple((_plain(ipaddress.ip_address(name.partition("%")[0])), port)
+                              for name, port, *_ in (copy.getpeername(), copy.getsockname())))
+    owners: dict[tuple[Any, ...], int] = {}
+    for table in _TABLES if ends else ():
         with suppress(OSError), open(table) as file:
             for line in file.readlines()[1:]:
                 _, local, remote, _, _, _, _, uid, *_ = line.split()
                 owners[_end(local), _end(remote)] = int(uid)
-    found = set()
-    for descriptor in descriptors:
-        with suppress(OSError, ValueError), socket.socket(fileno=os.dup(descriptor)) as copy:
-            theirs, ours = ((_plain(ipaddress.ip_address(name.partition("%")[0])), port)
-                            for name, port, *_ in (copy.getpeername(), copy.getsockname()))
-            found.add(owners.get((theirs, ours), os.getuid()))
-    return sorted(found - {os.getuid()})
+    return sorted({owners.get(pair, os.getuid()) for pair in ends} - {os.getuid()})
 
 
 def _end(entry: str) -> tuple[str, int]:

@@ -433,7 +433,8 @@ class Engine:
         self._begun = position.within(self._settings.microbatches)
         self.position = replace(position, begun=self._begun)
         [changes] = [part for part in self.parts if isinstance(part, LastChanges)]
-        return describe_other_factors(self.collectives.united(changes.other_factors)) if position.steps else None
+        other_factors = self.collectives.exchange.united(changes.other_factors)
+        return describe_other_factors(other_factors) if position.steps else None
 
     def check_restorable(self, position: Position) -> None:
         """Refuse a position that this pipeline cannot resume from.
