@@ -2,7 +2,7 @@
 
 It shares no code with vpipe, and is told nothing but addresses and the user whose sockets it is to try: Linux shows
 every user the sockets of the others. On another host it is told ports. Usage: stranger.py REPORT USER[:PORT...]
-SECONDS ADDRESS...
+SECONDS ADDRESS... [forge]; with the last word it takes what listens at the end for stores of torch, and writes into them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def forge(address: str, port: int) -> int:
     return 0
 
 
-def main(report: TextIO, user: str, seconds: float, addresses: list[str]) -> None:
+def main(report: TextIO, user: str, seconds: float, addresses: list[str], forging: bool) -> None:
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)  # not before: it may not even read this Python
@@ -106,11 +106,11 @@ def main(report: TextIO, user: str, seconds: float, addresses: list[str]) -> Non
         one.close()
     held, now = [], dict[str, str]()
     try_all(user, addresses, held, now)
-    forged = {port: sum(forge(address, port) for address in addresses[:1]) for port in listeners(user)[0] if
-              str(port) in now}
+    forged = {port: forge(addresses[0], port) for port in listeners(user)[0] if str(port) in now} if forging else {}
     json.dump({"uid": os.getuid(), "during": reached, "now": now, "forged": forged}, report)
 
 
 if __name__ == "__main__":
     with open(sys.argv[1], "w") as report:
-        main(report, sys.argv[2], float(sys.argv[3]), sys.argv[4:])
+        words = sys.argv[4:]
+        main(report, sys.argv[2], float(sys.argv[3]), [word for word in words if word != "forge"], "forge" in words)
