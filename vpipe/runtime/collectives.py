@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.errors import RunError, UserError
+from vpipe.errors import Problem, RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
 from vpipe.runtime.stage import Stage
@@ -47,8 +47,8 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, timeout_s: flo
     Raises:
         RunError: a rank did not answer in that time, or is gone.
     """
-    group, doing = control_group(), "sharing what each has"
     limit = () if timeout_s is None else (timedelta(seconds=timeout_s),)
+    group, doing = control_group(*limit), "sharing what each has"
 
     def transfer(tensor: Tensor, way: Callable[[Tensor, int, dist.ProcessGroup], dist.Work | None],
                  peer: int) -> Tensor:
@@ -149,6 +149,18 @@ class Collectives:
         votes = self._all_gather(vote)
         decision: str = self._broadcast_value(decide(votes) if dist.get_rank() == 0 else "", 0)
         return decision
+
+    @contextmanager
+    def problems_of_all(self) -> Iterator[None]:
+        """Raise on all ranks the problems of the first rank that has any, before any goes on."""
+        mine: Sequence[Problem] = ()
+        try:
+            yield
+        except UserError as error:
+            mine = error.problems
+        found = json.loads(self.agree(json.dumps([asdict(problem) for problem in mine]), _first))
+        if found:
+            raise UserError.all_of([Problem(**problem) for problem in found])
 
     def _broadcast_value(self, value: Any, source: int) -> Any:
         """Return the value of one rank; in one process its own, also where the program has a group for itself."""
@@ -287,6 +299,11 @@ class Collectives:
     def _broadcast(self, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a rank on every rank."""
         return broadcast_tensors(tensors, rank, self._timeout_s) if self._distributed else dict(tensors)
+
+
+def _first(found: list[str]) -> str:
+    """Return the problems of the first rank that has any."""
+    return next((problems for problems in found if json.loads(problems)), "[]")
 
 
 def _checksum(tensor: Tensor) -> str:

@@ -109,10 +109,13 @@ class Engine:
                  settings: Settings, distributed: bool) -> None:
         self._schedule, self._settings, self._fields, self._labels = schedule, settings, model.batch, model.labels
         self._placement: Placement = schedule.placement
-        self.workers = build_workers(model, specs, schedule, make_optimizer, settings, distributed)
+        self.workers: dict[int, Worker] = {}
+        self.collectives = Collectives(self.workers, specs, self._placement, distributed, settings.timeout_s)
+        with self.collectives.problems_of_all():
+            stages = build_stages(model, specs, schedule, settings, distributed)
+        self.workers.update(build_workers(stages, model, specs, schedule, make_optimizer, settings, distributed))
         self._programs = RankPrograms(schedule, [stage for stage, layers in enumerate(settings.recompute) if layers],
                                   any(worker.transport.ordered for worker in self.workers.values()))
-        self.collectives = Collectives(self.workers, specs, self._placement, distributed, settings.timeout_s)
         self.collectives.check_ties()
         if settings.needs_norms and schedule.flush:
             self.collectives.agree_on_norms()
@@ -243,6 +246,7 @@ class Engine:
         optimizers = self._optimizers
         before = [optimizer.options() for optimizer in optimizers]
         yield step
+        self._check_not_wrapped()
         if later_updates() and [optimizer.options() for optimizer in optimizers] != before:
             raise UserError(f"a parameter group of an optimizer was changed after step {step.index}, while "
                             f"'{self._schedule.name}' has later updates under way", hint=CHANGES_HINT)
@@ -262,16 +266,22 @@ class Engine:
     def _segment(self, loader: MicrobatchLoader, first: int, rounds: Rounds) -> Segment:
         """Return the segment that is trained next, beginning with an empty pipeline."""
         check_rescheduled(self._optimizers)
+        self._check_not_wrapped()
         return Segment(loader, first, self.position.microbatches, self.position.steps, rounds, training=True)
 
     def drain(self) -> Sequence[Step]:
         """Finish the microbatches in flight without a flush; return the steps made. All ranks drain after the same."""
+        self._check_not_wrapped()
         stream = self._stream
         if stream is None or self._interpreter.broken:
             return tuple(self._made)
         steps = stream.drain(self._schedule)
         self._end_stream(stream)
         return steps
+
+    def _check_not_wrapped(self) -> None:
+        for stage in self.local_stages:
+            stage.check_not_wrapped()
 
     def _end_stream(self, stream: RunningSegment) -> None:
         self._stream = None
@@ -451,24 +461,35 @@ class Engine:
                             hint="go on with the schedule that made it, or from a checkpoint at the end of a batch")
 
 
-def build_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, make_optimizer: MakeOptimizer,
-                  settings: Settings, distributed: bool) -> dict[int, Worker]:
-    """Build the stages and workers of this process; return the workers by rank.
+def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, settings: Settings,
+                 distributed: bool) -> dict[int, dict[int, Stage]]:
+    """Build the stages of this process; return them by rank and stage.
 
     Args:
         distributed: whether there are other processes; then this one has one rank, else all of them take turns.
 
     Raises:
-        UserError: a layer cannot work, or not in this precision under this schedule, or two stages share one.
+        UserError: a layer cannot work, or two stages share one.
     """
-    placement, ties = schedule.placement, ties_between(specs)
     ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
-    worker_of: dict[Executor, Callable[..., Worker]] = {
-        "overlapped": Worker, "naive": NaiveWorker, "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
     built = {rank: {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
                                       recomputed=settings.recompute[spec.index], precision=settings.precision)
-                    for spec in specs if rank in placement[spec.index]} for rank in ranks}
+                    for spec in specs if rank in schedule.placement[spec.index]} for rank in ranks}
     check_not_shared(stage for stages in built.values() for stage in stages.values())
+    return built
+
+
+def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs: Sequence[StageSpec],
+                  schedule: Schedule, make_optimizer: MakeOptimizer, settings: Settings,
+                  distributed: bool) -> dict[int, Worker]:
+    """Build the workers of this process for its stages; return them by rank.
+
+    Raises:
+        UserError: a layer cannot work in this precision under this schedule, or not compiled.
+    """
+    placement, ties = schedule.placement, ties_between(specs)
+    worker_of: dict[Executor, Callable[..., Worker]] = {
+        "overlapped": Worker, "naive": NaiveWorker, "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
     if settings.compile is not None:
         check_compiled(settings.compile, schedule, settings.device)
         compile_layers([layer for stages in built.values() for stage in stages.values()

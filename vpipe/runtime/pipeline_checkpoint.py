@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, correction_chang
 from vpipe.checkpoint.save import save_checkpoint
 from vpipe.checkpoint.shards import check_dtypes
 from vpipe.distributed.watchdog import activity
-from vpipe.errors import Problem, UserError
+from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.state_dict import Position
@@ -38,7 +35,7 @@ class PipelineCheckpoint:
 
     def save(self, arrangement: Mapping[str, Any]) -> None:
         """Write the checkpoint; see :meth:`vpipe.Pipeline.save`."""
-        with activity.during("saving a checkpoint"), self._problems_of_all():
+        with activity.during("saving a checkpoint"), self._engine.collectives.problems_of_all():
             tensors = self._engine.checkpoint_state()
             check_dtypes(tensors)
         position = self._engine.position
@@ -53,7 +50,7 @@ class PipelineCheckpoint:
         Raises:
             UserError: it does not fit, or is damaged; on every rank with the problems of the first that has any.
         """
-        with activity.during("loading a checkpoint"), self._problems_of_all():
+        with activity.during("loading a checkpoint"), self._engine.collectives.problems_of_all():
             folder = find_checkpoint(self._folder, _load_call)
             manifest = Manifest.load(folder)
             check_compatible(manifest, model, "load it into a pipeline of the model that saved it")
@@ -67,18 +64,6 @@ class PipelineCheckpoint:
                                    resume_hint=_load_call)
         self._engine.restore(position, tensors)
         return position
-
-    @contextmanager
-    def _problems_of_all(self) -> Iterator[None]:
-        """Raise on all ranks the problems of the first rank that has any, before any goes on."""
-        mine: Sequence[Problem] = ()
-        try:
-            yield
-        except UserError as error:
-            mine = error.problems
-        found = json.loads(self._engine.collectives.agree(json.dumps([asdict(problem) for problem in mine]), _first))
-        if found:
-            raise UserError.all_of([Problem(**problem) for problem in found])
 
     @property
     def _rank(self) -> int:
@@ -118,8 +103,3 @@ class PipelineCheckpoint:
 def _load_call(folder: Path) -> str:
     """Return the call that resumes from a checkpoint."""
     return f"pipe.load({str(folder)!r})"
-
-
-def _first(found: list[str]) -> str:
-    """Return the problems of the first rank that has any."""
-    return next((problems for problems in found if json.loads(problems)), "[]")
