@@ -25,6 +25,7 @@ from vpipe.runtime.executors.async_threaded import ThreadedWorker
 from vpipe.runtime.executors.naive import NaiveWorker
 from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED, Executor
 from vpipe.runtime.interpreter import Interpreter, RankPrograms, RunningSegment
+from vpipe.runtime.interrupts import Interrupts
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.optimizer_step import OptimizerSteps
@@ -124,7 +125,8 @@ class Engine:
         self._made: deque[Step] = deque()  # steps of the latest batch that were not yielded yet
         self._stream: RunningSegment | None = None
         self._results = StepResults(self.workers, schedule, distributed)
-        self._interpreter = Interpreter(self.workers, self._results, distributed)
+        self._interrupts = Interrupts(alone=not distributed)
+        self._interpreter = Interpreter(self.workers, self._results, self._interrupts, distributed)
         self._interpreter.exchange_tied_weights()
         self._replicas_compared = False
 
@@ -167,20 +169,32 @@ class Engine:
 
     def _train_whole(self, loader: MicrobatchLoader) -> Iterator[Step]:
         """Train batch after batch, each with all of the schedule's programs and an empty pipeline at its end."""
-        first, last_forwards = 0, self._results.last_forwards
+        first = 0
         while loader.has(first):
-            segment = self._segment(loader, first, self._schedule.rounds)
-            if last_forwards:
-                self._results.post(segment, 0)
-            steps: Iterable[int] = self._interpreter.run(segment, self._programs.for_batch)
-            if not last_forwards:
-                steps = list(steps)  # losses are exchanged when the batch is done
-            self._made = deque(self._results.collect(segment, step) for step in steps)
+            try:
+                with self._interrupts:
+                    self._train_batch(loader, first)
+            except KeyboardInterrupt as interrupt:
+                interrupt.add_note(self._whereabouts())
+                raise
             first += self._settings.microbatches
-            self._close(segment, first, len(self._made))
             while self._made:
                 yield from self._yield_unchanged(self._made.popleft(), lambda: bool(self._made))
         self._end_batches(loader)
+
+    def _train_batch(self, loader: MicrobatchLoader, first: int) -> None:
+        segment, last_forwards = self._segment(loader, first, self._schedule.rounds), self._results.last_forwards
+        if last_forwards:
+            self._results.post(segment, 0)
+        steps: Iterable[int] = self._interpreter.run(segment, self._programs.for_batch)
+        try:
+            if not last_forwards:
+                steps = list(steps)  # losses are exchanged when the batch is done
+            self._made = deque(self._results.collect(segment, step) for step in steps)
+            self._close(segment, first + self._settings.microbatches, len(self._made))
+        except KeyboardInterrupt:
+            self._interpreter.fail()
+            raise
 
     def _train_stream(self, loader: MicrobatchLoader, first: int, pauses: Pauses) -> Iterator[Step]:
         """Train without a flush, from pause to pause."""
@@ -200,7 +214,7 @@ class Engine:
         segment = self._segment(loader, first, rounds)
         stream = self._stream = RunningSegment(segment, self._steps_of_stream(segment, rounds), self._results)
         try:
-            for step in stream:
+            while (step := self._next_of_stream(stream)) is not None:
                 yield from self._yield_unchanged(
                     step, lambda: stream.drained is None and segment.steps_before + stream.done != pause)
         except RunError as error:  # of another rank, which has the batch that could not be read here
@@ -208,18 +222,43 @@ class Engine:
                 raise
             raise loader.error from error
         if stream.drained is None:
-            self._end_stream(stream)
+            with self._interrupts:
+                self._end_stream(stream)
         else:
             yield from stream.drained
+
+    def _next_of_stream(self, stream: RunningSegment) -> Step | None:
+        try:
+            with self._interrupts:
+                return next(stream, None)
+        except KeyboardInterrupt as interrupt:
+            if self._stream is stream:
+                interrupt.add_note(f"{counted(self.reached().steps, 'update')} made, and nothing is lost: the next call "
+                                   "of the pipeline ends the microbatches in flight")
+            raise
 
     def _steps_of_stream(self, segment: Segment, rounds: Rounds) -> Iterator[int]:
         """Yield the step numbers of a stream; after a failure nothing of it is left to drain."""
         try:
             yield from self._interpreter.run(segment, self._programs.for_stream(rounds))
-        except (Exception, KeyboardInterrupt):
+        except (Exception, KeyboardInterrupt) as error:
             self.position = self.reached()
             self._stream = None
+            if isinstance(error, KeyboardInterrupt):
+                error.add_note(self._whereabouts())
             raise
+
+    def _whereabouts(self) -> str:
+        """Return, in words, what an interrupt has left."""
+        done = counted(self.position.steps, "update")
+        if not self._interpreter.broken:
+            return f"{done} made, and the pipeline is as after the last: train, evaluate and save go on from there"
+        versions = sorted({stage.weights.latest for stage in self.local_stages})
+        lost = sorted({number for worker in self.workers.values() for _, number in worker.records})
+        made = " and ".join(map(str, versions if len(versions) < 3 else (f"{versions[0]} to {versions[-1]}",)))
+        flight = f", and microbatches {lost[0]} to {lost[-1]} in flight are lost" if lost else ""
+        return (f"{done} made by all stages; stages here have made {made}{flight}: build a new pipeline, and load a "
+                "checkpoint")
 
     def _end_batches(self, loader: MicrobatchLoader) -> None:
         """Raise the user's error of a batch that could not be read, when the batches before it are done."""
@@ -275,8 +314,9 @@ class Engine:
         stream = self._stream
         if stream is None or self._interpreter.broken:
             return tuple(self._made)
-        steps = stream.drain(self._schedule)
-        self._end_stream(stream)
+        with self._interrupts:
+            steps = stream.drain(self._schedule)
+            self._end_stream(stream)
         return steps
 
     def _check_not_wrapped(self) -> None:
@@ -322,7 +362,7 @@ class Engine:
         most = (-(-4 * len(self._placement) // self._settings.microbatches) * len(self._placement[-1])
                 * self._settings.microbatches)
         loader, first = self._loader(batches, None, most, copied=True, equal=False), 0
-        with ExitStack() as stack:
+        with self._interrupts, ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.evaluating())
             for recorder in self._interpreter.recorders.values():
@@ -438,12 +478,13 @@ class Engine:
             UserError: parameters or buffers are missing; or see :meth:`check_restorable`.
         """
         self.check_restorable(position)
-        for part in self.parts:
-            part.load({name: tensor for name, tensor in tensors.items() if part.wants(name)})
-        self._interpreter.exchange_tied_weights()
-        self._replicas_compared = False
-        self._begun = position.within(self._settings.microbatches)
-        self.position = replace(position, begun=self._begun)
+        with self._interrupts:
+            for part in self.parts:
+                part.load({name: tensor for name, tensor in tensors.items() if part.wants(name)})
+            self._interpreter.exchange_tied_weights()
+            self._replicas_compared = False
+            self._begun = position.within(self._settings.microbatches)
+            self.position = replace(position, begun=self._begun)
 
     def check_restorable(self, position: Position) -> None:
         """Refuse a position that this pipeline cannot resume from.
