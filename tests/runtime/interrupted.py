@@ -62,10 +62,14 @@ class Interrupted:
     """
 
     def __init__(self, model: Callable[[], Model], steps: int, folder: Path, **arguments: Any) -> None:
-        self.pipe = Pipeline(model(), microbatches=4, optimizer=AdamW(), seed=2, **arguments)
-        self._run = flush_oracle(model(), map(self._batch, range(steps)), TrainingRecipe(AdamW().from_named, 4, 2),
-                                 self.pipe.partition)
+        self._model, self._arguments = model, {"stages": 2, "microbatches": 2, "optimizer": AdamW(), "seed": 2,
+                                               **arguments}
+        self.pipe = Pipeline(model(), **self._arguments)
+        self._run = flush_oracle(model(), map(self._batch, range(steps)), TrainingRecipe(
+            AdamW().from_named, self.pipe.microbatches, 2), self.pipe.partition)
         self._folder, self._lengths = folder, dict[str, int]()
+        for _ in range(3):  # the first forwards take more instructions
+            self.train()
         self.interrupted = self.finished = 0
 
     @staticmethod
@@ -108,13 +112,11 @@ class Interrupted:
         self.finished += self.pipe.position.steps - before
         self.train()
 
-    def compare(self, model: Model, **arguments: Any) -> None:
+    def compare(self) -> None:
         """Save, and compare what is saved with a run that was left alone."""
         self.pipe.save(self._folder)
-        steps = self.pipe.position.steps
-        alone = Pipeline(model, microbatches=4, optimizer=AdamW(), seed=2, **arguments)
-        for _ in alone.train(map(self._batch, range(steps))):
+        alone, other = Pipeline(self._model(), **self._arguments), Pipeline(self._model(), **self._arguments)
+        for _ in alone.train(map(self._batch, range(self.pipe.position.steps))):
             pass
-        other = Pipeline(model, microbatches=4, optimizer=AdamW(), seed=2, **arguments)
         assert other.load(self._folder) == alone.position
         assert fingerprint(other.state_dict()) == fingerprint(alone.state_dict())

@@ -233,8 +233,8 @@ class Engine:
                 return next(stream, None)
         except KeyboardInterrupt as interrupt:
             if self._stream is stream:
-                interrupt.add_note(f"{counted(self.reached().steps, 'update')} made, and nothing is lost: the next call "
-                                   "of the pipeline ends the microbatches in flight")
+                interrupt.add_note(f"{counted(self.reached().steps, 'update')} made, and nothing is lost: the next "
+                                   "call of the pipeline ends the microbatches in flight")
             raise
 
     def _steps_of_stream(self, segment: Segment, rounds: Rounds) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Let Ctrl-C wait until the pipeline is whole: where a script or notebook runs all ranks, and Python's handler is its own.
+"""Let Ctrl-C wait until the pipeline is whole, where a script or a notebook runs all ranks in one process.
 
 A handler of the user's stays, and so do the signals of a job of several processes (:mod:`vpipe.distributed.signals`).
 """
