@@ -1,4 +1,4 @@
-"""Ctrl-C in a script: a first one leaves a pipeline whole, a second one ends at once, and a stream says what it lost."""
+"""Ctrl-C in a script: a first one leaves a pipeline whole, a second one ends at once; a stream says what it lost."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ def interrupted(keyboard: Keyboard, act: Callable[[Pipeline], object], **argumen
 
 
 @pytest.mark.parametrize(("keyboard", "done"), [
-    (Keyboard("forward", 1), 0), (Keyboard("forward", 6), 1), (Keyboard("step", 1), 1), (Keyboard("step", 2), 1), (Keyboard("forward", 6, times=2), 1)])
+    (Keyboard("forward", 1), 0), (Keyboard("forward", 6), 1), (Keyboard("forward", 6, times=2), 1),
+    (Keyboard("step", 1), 1), (Keyboard("step", 2), 1)])
 def test_a_batch_is_given_up_before_its_first_step_and_ended_after_it(keyboard: Keyboard, done: int) -> None:
     pipe, note = interrupted(keyboard, lambda pipe: train(pipe, BATCHES), schedule="1f1b")
     assert note == f"{counted(done, 'update')} {WHOLE}"
