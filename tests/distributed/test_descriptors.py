@@ -36,8 +36,8 @@ def test_too_low_a_hard_limit_is_refused_with_the_number_needed() -> None:
     with pytest.raises(UserError) as error:
         reserve_for_joining(0, 8)
     assert str(error.value) == (
-        "error: rank 0 of 8 needs about 79 file descriptors, but a process here may have 40\n"
-        "hint: raise the limit before it starts: ulimit -n 79; above the hard limit (ulimit -Hn) only root may")
+        "error: rank 0 of 8 needs about 63 file descriptors, but a process here may have 40\n"
+        "hint: raise the limit before it starts: ulimit -n 63; above the hard limit (ulimit -Hn) only root may")
     with pytest.raises(UserError, match="each of 4 ranks, and what starts them, needs about 61 file descriptors"):
         reserve_for_starting(range(4), 4)
     with pytest.raises(UserError, match="needs about 226 file"):  # what starts 200 of them has a pipe to each
@@ -46,7 +46,7 @@ def test_too_low_a_hard_limit_is_refused_with_the_number_needed() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [
     ((40, 4096), [4096, 4096]), ((40, resource.RLIM_INFINITY), [1 << 16, resource.RLIM_INFINITY]),
-    ((40, 1 << 20), [1 << 16, 1 << 20]), ((79, 79), [79, 79]),
+    ((40, 1 << 20), [1 << 16, 1 << 20]), ((63, 63), [63, 63]),
     ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), [resource.RLIM_INFINITY] * 2)])
 def test_the_soft_limit_is_raised_where_the_hard_one_suffices(before: tuple[int, int], after: list[int],
                                                               limits: list[int]) -> None:

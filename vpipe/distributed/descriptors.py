@@ -30,7 +30,7 @@ def joining(rank: int, ranks: int) -> int:
 
 def reserve_for_joining(rank: int, ranks: int) -> None:
     """Raise this process's limit so that it can join the others. Raises UserError: the hard limit is too low."""
-    _reserve(_open_files() + joining(rank, ranks) + SPARE, f"rank {rank} of {ranks} needs")
+    _reserve(_open_files() + joining(rank, ranks), f"rank {rank} of {ranks} needs")
 
 
 def reserve_for_starting(here: Collection[int], ranks: int) -> None:
@@ -42,14 +42,14 @@ def reserve_for_starting(here: Collection[int], ranks: int) -> None:
 def _reserve(needed: int, who: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    if soft == unlimited or soft >= needed:
+    if soft == unlimited or soft >= needed + SPARE:
         return
     if hard != unlimited and hard < needed:
         raise UserError(f"{who} about {needed} file descriptors, but a process here may have {hard}",
                         hint=f"raise the limit before it starts: ulimit -n {needed}; above the hard limit (ulimit -Hn) "
                              "only root may")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(needed, ENOUGH) if hard == unlimited else
-                                                min(hard, max(needed, ENOUGH)), hard))
+    wanted = max(needed + SPARE, ENOUGH)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == unlimited else min(hard, wanted), hard))
 
 
 def hint_if_none_left(error: BaseException) -> str | None:
