@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property, partial
 from operator import gt
 
@@ -38,7 +39,7 @@ from vpipe.runtime.state_dict import Position, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import CompressedTransport, Compression
-from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.distributed import DistributedTransport, is_ordered, tensor_groups
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.delays import mean_delay
@@ -112,6 +113,8 @@ class Engine:
         self._placement: Placement = schedule.placement
         self.workers: dict[int, Worker] = {}
         self.collectives = Collectives(self.workers, specs, self._placement, distributed, settings.timeout_s)
+        if distributed and is_ordered(settings.device):  # refuses while another pipeline has transfers under way
+            tensor_groups(settings.device, timedelta(seconds=settings.timeout_s))
         with self.collectives.problems_of_all():
             stages = build_stages(model, specs, schedule, settings, distributed)
         self.workers.update(build_workers(stages, model, specs, schedule, make_optimizer, settings, distributed))
