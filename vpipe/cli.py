@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vpipe.distributed.descriptors import hint_if_none_left
 from vpipe.distributed.excepthook import report, user_frames, write_error_file
 from vpipe.errors import UserError, VpipeError, nearest
 from vpipe.progress import LOADING_TORCH, accept_any_text, message_if_slow
@@ -68,7 +69,9 @@ def _print_unexpected(error: Exception) -> int:
         where = f"the traceback is in {file.name}"
     except OSError:
         where = "no file could be written for the traceback either"
-    if isinstance(error, OSError):
+    if (remedy := hint_if_none_left(error)) is not None:
+        print(f"error: no file descriptor is left: {error}\nhint: {remedy}; {where}", file=sys.stderr)
+    elif isinstance(error, OSError):
         print(f"error: {error}\nhint: check that the path exists, may be used and has room; {where}", file=sys.stderr)
     else:
         remedy = "fix what raised it" if frames else "this is a defect of vpipe or of a package it loads"

@@ -252,6 +252,7 @@ class Pipeline:
         from batch to batch; it drains when the batches end, and before :meth:`evaluate` and :meth:`state_dict`. Under
         torchrun every process passes the same batches, and they are compared (docs/data.md); a field that its layers do
         not read may be on the meta device. What raises while a batch is read is raised when those before are done.
+        In one process Ctrl-C leaves the pipeline whole (docs/faults.md).
 
         Args:
             pauses: the updates, counted over all of training, after which a pipeline without a flush drains: every so

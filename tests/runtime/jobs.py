@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from models import data_dependent_model, dtype_model, frozen_front, norm_model, rich_batches, rich_model
 from rank_process import tell
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from vpipe import Model, Pipeline
 from vpipe.errors import UserError
@@ -303,3 +305,27 @@ def scheduled(*, schedule: str, change: int | None = None) -> list[Any]:
     except UserError as error:
         told.append(str(error))
     return [told, fingerprint(pipe.state_dict())]
+
+
+class WithoutGroup(DistributedDataParallel):
+    """One that needs no process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def refusal_of_a_wrapped_layer() -> str:
+    """What a rank says of a layer that only one of them builds."""
+    layers = list(rich_model(tied=False).layers)
+    build = layers[3].build
+    layers[3] = replace(layers[3], build=lambda: WithoutGroup(build()))
+    try:
+        Pipeline(Model(layers, rich_model().batch), partition=[2, 2, 2, 2], optimizer=AdamW())
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def open_files() -> int:
+    return len(os.listdir("/dev/fd"))

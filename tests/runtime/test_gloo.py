@@ -9,6 +9,7 @@ import jobs
 import pytest
 from world import World
 
+from vpipe.distributed.descriptors import AT_START, SPARE, joining
 from vpipe.schedules.registry import recipe_named, schedule_names
 
 EVEN, UNEVEN = [2, 2, 2, 2], [1, 4, 2, 1]
@@ -195,3 +196,9 @@ def test_schedulers_of_torchs_on_every_rank(world: World, arguments: dict[str, A
     if "change" in arguments:
         assert "a parameter group of an optimizer was changed after step 4" in steps.pop()
         assert len(steps) == 5
+
+
+def test_a_rank_opens_as_many_files_as_are_reserved_for_it(world: World) -> None:
+    world.run(jobs.train, model="rich", schedule="1f1b", microbatches=4, batches=1, partition=EVEN)
+    for rank, files in enumerate(world.run(jobs.open_files)):
+        assert joining(rank, 4) - 8 < files <= AT_START + joining(rank, 4) + SPARE, f"rank {rank}"

@@ -2,7 +2,7 @@
 
 It shares no code with vpipe, and is told nothing but addresses and the user whose sockets it is to try: Linux shows
 every user the sockets of the others. On another host it is told ports. Usage: stranger.py REPORT USER[:PORT...]
-SECONDS ADDRESS... [forge]; with the last word it takes what listens at the end for stores of torch, and writes into them.
+SECONDS ADDRESS... [forge]; with the last word it writes into what listens at the end, as if these were stores of torch.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from vpipe.distributed.descriptors import named_if_none_left, reserve_for_joining
 from vpipe.distributed.device import (
     DeviceMap,
     RankDevice,
@@ -61,6 +62,7 @@ _met: Rendezvous | None = None
 _groups_made, _groups_watched = count(), count()
 
 
+@named_if_none_left()
 def join_world(backend: str | None = None, timeout_s: float = 60.0,
                device: torch.device | str | None = None) -> DeviceMap:
     """Join the job that torchrun, srun or vpipe's own launcher started; return the device of every rank.
@@ -92,6 +94,7 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
     return _make_group(own, backend, timeout_s)
 
 
+@named_if_none_left()
 def meet(timing: WatchdogTiming) -> Rendezvous:
     """Meet the other ranks that the environment names, before any of them joins by :func:`join_world`.
 
@@ -102,6 +105,7 @@ def meet(timing: WatchdogTiming) -> Rendezvous:
     global _met
     rank, ranks = _number("RANK"), _number("WORLD_SIZE")
     address, port = read_text(os.environ, "MASTER_ADDR", "the environment"), _number("MASTER_PORT")
+    reserve_for_joining(rank, ranks)
     if _joined is not None:  # the program has destroyed that group
         _joined.rendezvous.leave()
     try:
@@ -181,6 +185,7 @@ def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
     if _joined is None or _joined.group is not dist.group.WORLD:
         if _joined is not None:  # the program has destroyed that group, and made another
             _joined.rendezvous.leave()
+        reserve_for_joining(rank, ranks)
         store: Store = PrefixStore(f"vpipe {next(_groups_watched)}", _get_default_store())
         hosts = hosts_of_group(store, rank, ranks, _host(), timeout_s)
         rendezvous = Rendezvous.in_store(rank, ranks, WatchdogTiming.from_timeout(timeout_s), store, None, hosts)

@@ -18,6 +18,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any, Protocol
 
+from vpipe.distributed.descriptors import reserve_for_starting
 from vpipe.distributed.environment import PARENT_PIPE
 from vpipe.distributed.network import held
 from vpipe.distributed.signals import STOPS, UNSAVED, status_after
@@ -90,7 +91,8 @@ class Processes:
         self._pipes: dict[int, int] = {}  # to each of them
 
     def start(self) -> None:
-        """Start them all."""
+        """Start them all; they inherit the limit of file descriptors."""
+        reserve_for_starting(self._ranks.devices, self._ranks.world)
         for rank in self._ranks.devices:
             reader, self._pipes[rank] = os.pipe()
             try:

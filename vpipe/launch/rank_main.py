@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vpipe.config.config import Config, load_resolved, parse_resolved
+from vpipe.distributed.descriptors import name_if_none_left
 from vpipe.distributed.environment import HOST, MEETING, PARENT_PIPE, RankEnvironment
 from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.init import WAITING, meet
@@ -388,8 +389,9 @@ def _run_logged(work: Callable[[], T], folder: Path, rank: int) -> tuple[T | Non
     report_to(ended)
     try:
         result = work()
-    except Exception as error:
+    except Exception as raised:
         log.exception("rank %d failed", rank)
+        error = name_if_none_left(raised, rank)
         report_failure(error)
         if isinstance(error, VpipeError):
             return None, error

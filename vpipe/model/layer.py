@@ -34,6 +34,7 @@ from vpipe.model.sequential import (
     shared_modules,
     shared_parameters,
 )
+from vpipe.model.wrappers import find_wrapper
 
 LOSS = "loss"
 
@@ -116,7 +117,10 @@ class Layer:
 
 
 def check_module(name: str, module: nn.Module) -> None:
-    """Raise UserError for a module with parameters or buffers without a shape, or that belong to TorchScript."""
+    """Raise UserError for a module that is wrapped or sharded, or has parameters or buffers without a shape, or that
+    belong to TorchScript."""
+    if (wrapper := find_wrapper(name, module)) is not None:
+        raise UserError.all_of([wrapper])
     for own, tensor in chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
             raise UserError(f"'{name}.{own}' has no shape yet: its module is lazy",

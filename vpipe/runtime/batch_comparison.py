@@ -317,7 +317,7 @@ def _as_text(numbers: Sequence[int]) -> str:
     return bytes(encoded).decode(errors="replace").strip()
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     """Return the kind of an error and the first line of its text."""
     if isinstance(error, RunError):
         return error.what

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vpipe.distributed.exchange import Exchange
 from vpipe.distributed.init import exchange
-from vpipe.errors import RunError, UserError
+from vpipe.errors import Problem, RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
 from vpipe.runtime.stage import Stage
@@ -48,8 +48,8 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, timeout_s: flo
     Raises:
         RunError: a rank did not answer in that time, or is gone.
     """
-    group, doing = control_group(), "sharing what each has"
     limit = () if timeout_s is None else (timedelta(seconds=timeout_s),)
+    group, doing = control_group(*limit), "sharing what each has"
 
     def transfer(tensor: Tensor, way: Callable[[Tensor, int, dist.ProcessGroup], dist.Work | None],
                  peer: int) -> Tensor:
@@ -134,6 +134,18 @@ class Collectives:
             shared = self._broadcast(ranks[0], own)
             whole.update(shared if self._distributed else {name: t.clone() for name, t in shared.items()})
         return whole
+
+    @contextmanager
+    def problems_of_all(self) -> Iterator[None]:
+        """Raise on all ranks the problems of the first rank that has any, before any goes on."""
+        mine: Sequence[Problem] = ()
+        try:
+            yield
+        except UserError as error:
+            mine = error.problems
+        of_all = self.exchange.all_gather([asdict(problem) for problem in mine])
+        if found := next(filter(None, of_all), None):
+            raise UserError.all_of([Problem(**problem) for problem in found])
 
     def check_trained(self) -> None:
         """Refuse to train if there are parameters, but no stage has an optimizer."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property, partial
 from operator import gt
 
@@ -25,6 +26,7 @@ from vpipe.runtime.executors.async_threaded import ThreadedWorker
 from vpipe.runtime.executors.naive import NaiveWorker
 from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED, Executor
 from vpipe.runtime.interpreter import Interpreter, RankPrograms, RunningSegment
+from vpipe.runtime.interrupts import Interrupts
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.optimizer_step import OptimizerSteps
@@ -37,7 +39,7 @@ from vpipe.runtime.state_dict import LastChanges, Position, StatePart, state_par
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import CompressedTransport, Compression
-from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.distributed import DistributedTransport, is_ordered, tensor_groups
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.delays import mean_delay
@@ -109,10 +111,15 @@ class Engine:
                  settings: Settings, distributed: bool) -> None:
         self._schedule, self._settings, self._fields, self._labels = schedule, settings, model.batch, model.labels
         self._placement: Placement = schedule.placement
-        self.workers = build_workers(model, specs, schedule, make_optimizer, settings, distributed)
+        self.workers: dict[int, Worker] = {}
+        self.collectives = Collectives(self.workers, specs, self._placement, distributed, settings.timeout_s)
+        if distributed and is_ordered(settings.device):  # refuses while another pipeline has transfers under way
+            tensor_groups(settings.device, timedelta(seconds=settings.timeout_s))
+        with self.collectives.problems_of_all():
+            stages = build_stages(model, specs, schedule, settings, distributed)
+        self.workers.update(build_workers(stages, model, specs, schedule, make_optimizer, settings, distributed))
         self._programs = RankPrograms(schedule, [stage for stage, layers in enumerate(settings.recompute) if layers],
                                   any(worker.transport.ordered for worker in self.workers.values()))
-        self.collectives = Collectives(self.workers, specs, self._placement, distributed, settings.timeout_s)
         self.collectives.check_ties()
         if settings.needs_norms and schedule.flush:
             self.collectives.agree_on_norms()
@@ -121,7 +128,8 @@ class Engine:
         self._made: deque[Step] = deque()  # steps of the latest batch that were not yielded yet
         self._stream: RunningSegment | None = None
         self._results = StepResults(self.workers, schedule, distributed)
-        self._interpreter = Interpreter(self.workers, self._results, distributed)
+        self._interrupts = Interrupts(alone=not distributed)
+        self._interpreter = Interpreter(self.workers, self._results, self._interrupts, distributed)
         self._interpreter.exchange_tied_weights()
         self._replicas_compared = False
 
@@ -164,20 +172,32 @@ class Engine:
 
     def _train_whole(self, loader: MicrobatchLoader) -> Iterator[Step]:
         """Train batch after batch, each with all of the schedule's programs and an empty pipeline at its end."""
-        first, last_forwards = 0, self._results.last_forwards
+        first = 0
         while loader.has(first):
-            segment = self._segment(loader, first, self._schedule.rounds)
-            if last_forwards:
-                self._results.post(segment, 0)
-            steps: Iterable[int] = self._interpreter.run(segment, self._programs.for_batch)
-            if not last_forwards:
-                steps = list(steps)  # losses are exchanged when the batch is done
-            self._made = deque(self._results.collect(segment, step) for step in steps)
+            try:
+                with self._interrupts:
+                    self._train_batch(loader, first)
+            except KeyboardInterrupt as interrupt:
+                interrupt.add_note(self._whereabouts())
+                raise
             first += self._settings.microbatches
-            self._close(segment, first, len(self._made))
             while self._made:
                 yield from self._yield_unchanged(self._made.popleft(), lambda: bool(self._made))
         self._end_batches(loader)
+
+    def _train_batch(self, loader: MicrobatchLoader, first: int) -> None:
+        segment, last_forwards = self._segment(loader, first, self._schedule.rounds), self._results.last_forwards
+        if last_forwards:
+            self._results.post(segment, 0)
+        steps: Iterable[int] = self._interpreter.run(segment, self._programs.for_batch)
+        try:
+            if not last_forwards:
+                steps = list(steps)  # losses are exchanged when the batch is done
+            self._made = deque(self._results.collect(segment, step) for step in steps)
+            self._close(segment, first + self._settings.microbatches, len(self._made))
+        except KeyboardInterrupt:
+            self._interpreter.fail()
+            raise
 
     def _train_stream(self, loader: MicrobatchLoader, first: int, pauses: Pauses) -> Iterator[Step]:
         """Train without a flush, from pause to pause."""
@@ -197,7 +217,7 @@ class Engine:
         segment = self._segment(loader, first, rounds)
         stream = self._stream = RunningSegment(segment, self._steps_of_stream(segment, rounds), self._results)
         try:
-            for step in stream:
+            while (step := self._next_of_stream(stream)) is not None:
                 yield from self._yield_unchanged(
                     step, lambda: stream.drained is None and segment.steps_before + stream.done != pause)
         except RunError as error:  # of another rank, which has the batch that could not be read here
@@ -205,18 +225,43 @@ class Engine:
                 raise
             raise loader.error from error
         if stream.drained is None:
-            self._end_stream(stream)
+            with self._interrupts:
+                self._end_stream(stream)
         else:
             yield from stream.drained
+
+    def _next_of_stream(self, stream: RunningSegment) -> Step | None:
+        try:
+            with self._interrupts:
+                return next(stream, None)
+        except KeyboardInterrupt as interrupt:
+            if self._stream is stream:
+                interrupt.add_note(f"{counted(self.reached().steps, 'update')} made, and nothing is lost: the next "
+                                   "call of the pipeline ends the microbatches in flight")
+            raise
 
     def _steps_of_stream(self, segment: Segment, rounds: Rounds) -> Iterator[int]:
         """Yield the step numbers of a stream; after a failure nothing of it is left to drain."""
         try:
             yield from self._interpreter.run(segment, self._programs.for_stream(rounds))
-        except (Exception, KeyboardInterrupt):
+        except (Exception, KeyboardInterrupt) as error:
             self.position = self.reached()
             self._stream = None
+            if isinstance(error, KeyboardInterrupt):
+                error.add_note(self._whereabouts())
             raise
+
+    def _whereabouts(self) -> str:
+        """Return, in words, what an interrupt has left."""
+        done = counted(self.position.steps, "update")
+        if not self._interpreter.broken:
+            return f"{done} made, and the pipeline is as after the last: train, evaluate and save go on from there"
+        versions = sorted({stage.weights.latest for stage in self.local_stages})
+        lost = sorted({number for worker in self.workers.values() for _, number in worker.records})
+        made = " and ".join(map(str, versions if len(versions) < 3 else (f"{versions[0]} to {versions[-1]}",)))
+        flight = f", and microbatches {lost[0]} to {lost[-1]} in flight are lost" if lost else ""
+        return (f"{done} made by all stages; stages here have made {made}{flight}: build a new pipeline, and load a "
+                "checkpoint")
 
     def _end_batches(self, loader: MicrobatchLoader) -> None:
         """Raise the user's error of a batch that could not be read, when the batches before it are done."""
@@ -243,6 +288,7 @@ class Engine:
         optimizers = self._optimizers
         before = [optimizer.options() for optimizer in optimizers]
         yield step
+        self._check_not_wrapped()
         if later_updates() and [optimizer.options() for optimizer in optimizers] != before:
             raise UserError(f"a parameter group of an optimizer was changed after step {step.index}, while "
                             f"'{self._schedule.name}' has later updates under way", hint=CHANGES_HINT)
@@ -262,16 +308,23 @@ class Engine:
     def _segment(self, loader: MicrobatchLoader, first: int, rounds: Rounds) -> Segment:
         """Return the segment that is trained next, beginning with an empty pipeline."""
         check_rescheduled(self._optimizers)
+        self._check_not_wrapped()
         return Segment(loader, first, self.position.microbatches, self.position.steps, rounds, training=True)
 
     def drain(self) -> Sequence[Step]:
         """Finish the microbatches in flight without a flush; return the steps made. All ranks drain after the same."""
+        self._check_not_wrapped()
         stream = self._stream
         if stream is None or self._interpreter.broken:
             return tuple(self._made)
-        steps = stream.drain(self._schedule)
-        self._end_stream(stream)
+        with self._interrupts:
+            steps = stream.drain(self._schedule)
+            self._end_stream(stream)
         return steps
+
+    def _check_not_wrapped(self) -> None:
+        for stage in self.local_stages:
+            stage.check_not_wrapped()
 
     def _end_stream(self, stream: RunningSegment) -> None:
         self._stream = None
@@ -312,7 +365,7 @@ class Engine:
         most = (-(-4 * len(self._placement) // self._settings.microbatches) * len(self._placement[-1])
                 * self._settings.microbatches)
         loader, first = self._loader(batches, None, most, copied=True, equal=False), 0
-        with ExitStack() as stack:
+        with self._interrupts, ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.evaluating())
             for recorder in self._interpreter.recorders.values():
@@ -426,12 +479,13 @@ class Engine:
             UserError: parameters or buffers are missing; or see :meth:`check_restorable`.
         """
         self.check_restorable(position)
-        for part in self.parts:
-            part.load({name: tensor for name, tensor in tensors.items() if part.wants(name)})
-        self._interpreter.exchange_tied_weights()
-        self._replicas_compared = False
-        self._begun = position.within(self._settings.microbatches)
-        self.position = replace(position, begun=self._begun)
+        with self._interrupts:
+            for part in self.parts:
+                part.load({name: tensor for name, tensor in tensors.items() if part.wants(name)})
+            self._interpreter.exchange_tied_weights()
+            self._replicas_compared = False
+            self._begun = position.within(self._settings.microbatches)
+            self.position = replace(position, begun=self._begun)
         [changes] = [part for part in self.parts if isinstance(part, LastChanges)]
         other_factors = self.collectives.exchange.united(changes.other_factors)
         return describe_other_factors(other_factors) if position.steps else None
@@ -452,24 +506,35 @@ class Engine:
                             hint="go on with the schedule that made it, or from a checkpoint at the end of a batch")
 
 
-def build_workers(model: Model, specs: Sequence[StageSpec], schedule: Schedule, make_optimizer: MakeOptimizer,
-                  settings: Settings, distributed: bool) -> dict[int, Worker]:
-    """Build the stages and workers of this process; return the workers by rank.
+def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, settings: Settings,
+                 distributed: bool) -> dict[int, dict[int, Stage]]:
+    """Build the stages of this process; return them by rank and stage.
 
     Args:
         distributed: whether there are other processes; then this one has one rank, else all of them take turns.
 
     Raises:
-        UserError: a layer cannot work, or not in this precision under this schedule, or two stages share one.
+        UserError: a layer cannot work, or two stages share one.
     """
-    placement, ties = schedule.placement, ties_between(specs)
     ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
-    worker_of: dict[Executor, Callable[..., Worker]] = {
-        "overlapped": Worker, "naive": NaiveWorker, "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
     built = {rank: {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
                                       recomputed=settings.recompute[spec.index], precision=settings.precision)
-                    for spec in specs if rank in placement[spec.index]} for rank in ranks}
+                    for spec in specs if rank in schedule.placement[spec.index]} for rank in ranks}
     check_not_shared(stage for stages in built.values() for stage in stages.values())
+    return built
+
+
+def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs: Sequence[StageSpec],
+                  schedule: Schedule, make_optimizer: MakeOptimizer, settings: Settings,
+                  distributed: bool) -> dict[int, Worker]:
+    """Build the workers of this process for its stages; return them by rank.
+
+    Raises:
+        UserError: a layer cannot work in this precision under this schedule, or not compiled.
+    """
+    placement, ties = schedule.placement, ties_between(specs)
+    worker_of: dict[Executor, Callable[..., Worker]] = {
+        "overlapped": Worker, "naive": NaiveWorker, "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
     if settings.compile is not None:
         check_compiled(settings.compile, schedule, settings.device)
         compile_layers([layer for stages in built.values() for stage in stages.values()

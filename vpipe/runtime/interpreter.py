@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from vpipe.errors import RunError
 from vpipe.runtime.action_recorder import Recorder
+from vpipe.runtime.interrupts import Interrupts
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.worker import IsSplit, VersionOf, Worker
@@ -99,6 +100,7 @@ class Interpreter:
     Args:
         workers: of this process, by rank.
         results: sends losses as soon as they are computed.
+        interrupts: of the user; one that waits is raised between two actions, while a batch can still be given up.
         distributed: whether there are other processes; then this one has one rank, which waits where it must.
 
     Attributes:
@@ -106,8 +108,10 @@ class Interpreter:
         recorders: by rank, where actions in training are recorded.
     """
 
-    def __init__(self, workers: Mapping[int, Worker], results: StepResults, distributed: bool) -> None:
+    def __init__(self, workers: Mapping[int, Worker], results: StepResults, interrupts: Interrupts,
+                 distributed: bool) -> None:
         self._workers, self._results, self._distributed = workers, results, distributed
+        self._interrupts = interrupts
         self.broken = self._stepped = False
         self.recorders: Mapping[int, Recorder] = {}
 
@@ -115,6 +119,7 @@ class Interpreter:
         """Execute a segment; yield each step when every stage of this process has made all its updates."""
         if self.broken:
             raise RunError("this pipeline failed before and cannot go on", hint="build a new one")
+        self._stepped = False
         programs: dict[int, Iterator[Action]] = {}
         for rank, worker in self._workers.items():
             program = program_of(rank)
@@ -124,7 +129,6 @@ class Interpreter:
         made: Counter[int] = Counter()  # stages that have made all their updates of a step
         done = 0
         self.broken = True  # until the end is reached
-        self._stepped = False
         try:
             for rank, action in self._execute_all(programs, segment):
                 if action.op is _STEP:
@@ -157,6 +161,7 @@ class Interpreter:
         executors: Mapping[int, Worker | Recorder] = {
             **self._workers, **(self.recorders if segment.training else {})}
         step_together, last_forwards = segment.rounds.flush and not self._distributed, self._results.last_forwards
+        interrupts = self._interrupts
         heads = {rank: first for rank, program in programs.items() if (first := next(program, None)) is not None}
         while heads:
             moved = False
@@ -164,6 +169,8 @@ class Interpreter:
                 missing, execute, program = self._workers[rank].missing, executors[rank].execute, programs[rank]
                 action: Action | None = heads.pop(rank)
                 while action is not None and (self._distributed or missing(action) is None):
+                    if interrupts.noted and self._can_give_up(segment):
+                        interrupts.raise_noted()
                     if action.op is _STEP:
                         if step_together:
                             break
@@ -182,6 +189,15 @@ class Interpreter:
                                   for rank, action in heads.items()
                                   if (found := self._workers[rank].missing(action)) is not None)
                 raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
+
+    def _can_give_up(self, segment: Segment) -> bool:
+        """Return whether a segment can be begun again as if it had not been: else it is better ended."""
+        return not self._stepped and not (segment.training and any(
+            stage.forwards_change_state for worker in self._workers.values() for stage in worker.stages.values()))
+
+    def fail(self) -> None:
+        """Note a failure before the steps that stages have made were counted."""
+        self.broken = self.broken or self._stepped
 
     def _abandon(self) -> None:
         """Undo a failed segment if no stage has stepped in it: training may go on. Over several processes that is

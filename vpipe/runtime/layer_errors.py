@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from vpipe.distributed.descriptors import hint_if_none_left
 from vpipe.errors import RunError
 from vpipe.model.layer import Layer
 from vpipe.runtime.activations import Span
@@ -27,6 +28,8 @@ def hint_of(error: Exception, otherwise: str = "fix what raised it") -> str:
     """Return the remedy for an error that is not vpipe's own."""
     if isinstance(error, torch.OutOfMemoryError):
         return "smaller microbatches, more recompute, or fewer layers in this stage take less memory"
+    if (raised := hint_if_none_left(error)) is not None:
+        return raised
     if type(error).__module__.startswith("torch._dynamo"):
         return ("choose another backend as compile, such as aot_eager, or do not compile; a layer that is compiled "
                 "again for every call, since a number that it reads changes, cannot be compiled")

@@ -75,7 +75,8 @@ class MicrobatchLoader:
 
     Attributes:
         end: a microbatch at which to pause.
-        error: raised while a batch was read: the microbatches end before it.
+        error: raised while a batch was read: the microbatches end before it. KeyboardInterrupt is one, too, where no
+            other ranks wait.
         checksums: of batches, by number, until the comparison with other ranks drops them.
         batches_read: their number.
     """
@@ -91,7 +92,7 @@ class MicrobatchLoader:
         self._exhausted = False
         self.batches_read = self._read = 0  # and their microbatches
         self.end: int | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.checksums: dict[int, list[int]] = {}
         self._sizes = [_Sizes(0, 0, 0, 0, microbatches)]  # where they change
 
@@ -109,7 +110,9 @@ class MicrobatchLoader:
             with activity.during("reading a batch"):
                 batch = next(self._batches, _END)
             fields = None if batch is _END else self._check(batch)
-        except Exception as error:  # raised when the batches before are done
+        except (Exception, KeyboardInterrupt) as error:  # raised when the batches before are done
+            if self._comparison is not None and isinstance(error, KeyboardInterrupt):
+                raise
             self.error, fields = error, None
         if fields is None:
             self._exhausted = True

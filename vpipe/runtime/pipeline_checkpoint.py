@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, no_longer_used
 from vpipe.checkpoint.save import save_checkpoint
 from vpipe.checkpoint.shards import check_dtypes
 from vpipe.distributed.watchdog import activity
-from vpipe.errors import Problem, UserError
+from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.state_dict import Position
@@ -37,7 +35,7 @@ class PipelineCheckpoint:
 
     def save(self, arrangement: Mapping[str, Any]) -> None:
         """Write the checkpoint; see :meth:`vpipe.Pipeline.save`."""
-        with activity.during("saving a checkpoint"), self._problems_of_all():
+        with activity.during("saving a checkpoint"), self._engine.collectives.problems_of_all():
             tensors = self._engine.checkpoint_state()
             check_dtypes(tensors)
         position = self._engine.position
@@ -52,7 +50,7 @@ class PipelineCheckpoint:
         Raises:
             UserError: it does not fit, or is damaged; on every rank with the problems of the first that has any.
         """
-        with activity.during("loading a checkpoint"), self._problems_of_all():
+        with activity.during("loading a checkpoint"), self._engine.collectives.problems_of_all():
             folder = find_checkpoint(self._folder, _load_call)
             manifest = Manifest.load(folder)
             check_compatible(manifest, model, "load it into a pipeline of the model that saved it")
@@ -65,18 +63,6 @@ class PipelineCheckpoint:
             if self._rank == 0 and warning is not None:
                 warnings.warn(warning, stacklevel=3)
         return position
-
-    @contextmanager
-    def _problems_of_all(self) -> Iterator[None]:
-        """Raise on all ranks the problems of the first rank that has any, before any goes on."""
-        mine: Sequence[Problem] = ()
-        try:
-            yield
-        except UserError as error:
-            mine = error.problems
-        of_all = self._engine.collectives.exchange.all_gather([asdict(problem) for problem in mine])
-        if found := next(filter(None, of_all), None):
-            raise UserError.all_of([Problem(**problem) for problem in found])
 
     @property
     def _rank(self) -> int:

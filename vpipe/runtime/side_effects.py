@@ -304,6 +304,11 @@ class SideEffects:
         """Return whether an output may lie in memory that the next forward changes in place."""
         return bool(self._left or self._changing)
 
+    @property
+    def draws(self) -> bool:
+        """Return whether forwards draw from random sources other than torch's own."""
+        return bool(self._drawn)
+
     def unshare(self, output: Tensor) -> Tensor:
         """Return an output, or a copy if it shares memory that the next forward may change in place."""
         slots = self._slots() if self._left else (slot for slot, in_place in self._changing.values() if in_place)

@@ -94,6 +94,11 @@ class Stage(StageLayers):
         """Return whether a forward may change buffers or attributes of modules."""
         return any(span.effects.may_share for span in self._spans)
 
+    @property
+    def forwards_change_state(self) -> bool:
+        """Return whether a forward may leave changed what a later one reads: buffers, attributes, random states."""
+        return any(span.effects.may_share or span.effects.draws for span in self._spans)
+
     # -- forward ---------------------------------------------------------------------------------------
 
     def forward(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey,

@@ -15,6 +15,7 @@ from vpipe.errors import UserError
 from vpipe.model.layer import LOSS, Model, check_alike, kind_of, parameter_of, set_parameter, share_modules
 from vpipe.model.sequential import rounded_module
 from vpipe.model.split import StageSpec
+from vpipe.model.wrappers import find_wrapper
 from vpipe.runtime.precision import Precision
 from vpipe.runtime.weight_versions import Slot, WeightVersions, has_hooks, replace_parameter
 
@@ -163,6 +164,12 @@ class StageLayers:
                 raise UserError(f"'{name}' requires a gradient now, but did not when the pipeline was built: no "
                                 "optimizer steps it",
                                 hint="save, and load into a pipeline that is built with what is trained from here on")
+
+    def check_not_wrapped(self) -> None:
+        """Refuse a layer that was wrapped or sharded after the stage was built."""
+        for i, module in self.modules.items():
+            if (wrapper := find_wrapper(self.layer_names[i], module)) is not None:
+                raise UserError(f"{wrapper.what}; it was not when the pipeline was built", hint=wrapper.hint)
 
     def use_latest(self) -> None:
         """Point the modules to the latest weights."""

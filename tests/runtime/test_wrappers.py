@@ -1,0 +1,100 @@
+"""Layers that PyTorch divides over ranks, or whose gradients it adds there, are refused by name: built so, or later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from jobs import AdamW, WithoutGroup, refusal_of_a_wrapped_layer
+from models import rich_batches, rich_model
+from torch import nn
+from world import World
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.errors import UserError
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+
+def model(wrap: Callable[[nn.Module], nn.Module]) -> Model:
+    layers = list(rich_model(tied=False).layers)
+    build = layers[3].build
+    layers[3] = Layer("raw1", lambda: wrap(build()))
+    return Model(layers, rich_model().batch)
+
+
+def refusal(wrap: Callable[[nn.Module], nn.Module]) -> str:
+    with pytest.raises(UserError) as error:
+        Pipeline(model(wrap), stages=2, optimizer=AdamW())
+    return str(error.value)
+
+
+def test_a_layer_in_distributed_data_parallel() -> None:
+    assert refusal(WithoutGroup) == (
+        "error: layer 'raw1' is wrapped in DistributedDataParallel, which adds gradients when no schedule says so: its "
+        "ranks may wait for one another for ever\n"
+        "hint: give the module itself: replicas=2 has every stage on two ranks, and adds their gradients")
+    assert "layer 'raw1' ('1' in it) is wrapped" in refusal(
+        lambda module: nn.Sequential(module, WithoutGroup(nn.ReLU())))
+
+
+@pytest.mark.usefixtures("group")
+def test_a_sharded_layer_and_one_of_dtensors() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+
+    def distribute(module: nn.Module) -> nn.Module:
+        module.w = nn.Parameter(distribute_tensor(module.w, mesh, [Shard(0)]))  # type: ignore[arg-type]
+        return module
+
+    assert refusal(lambda module: fully_shard(module, mesh=mesh)) == (
+        "error: layer 'raw1' is sharded by fully_shard, which gathers weights and adds gradients when no schedule says "
+        "so: some would be lost\n"
+        "hint: give the module without fully_shard: replicas=2 has every stage on two ranks, and adds their gradients, "
+        "and more stages leave less of the model on each rank")
+    assert refusal(distribute) == (
+        "error: 'raw1.w' is a DTensor (S(0) over 1 ranks), but stages compute with plain tensors\nhint: build layer "
+        "'raw1' without parallelize_module, distribute_module, distribute_tensor and fully_shard; more stages leave "
+        "less of the model on each rank")
+    pipe = Pipeline(model(lambda module: module), stages=2, microbatches=2, optimizer=AdamW())
+    steps = pipe.train(rich_batches(2, 4))
+    next(steps)
+    fully_shard(pipe.engine.local_stages[0].modules[3], mesh=mesh)
+    with pytest.raises(UserError, match=r"layer 'raw1' is sharded by fully_shard, .*; it was not when the pipeline"):
+        next(steps)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_layer_that_is_wrapped_later(schedule: str, tmp_path: Path) -> None:
+    later: list[nn.Sequential] = []
+
+    def keep(module: nn.Module) -> nn.Module:
+        later.append(nn.Sequential(module, nn.Identity()))
+        return later[-1]
+
+    pipe = Pipeline(model(keep), stages=2, microbatches=2, optimizer=AdamW(), schedule=schedule)
+    steps = pipe.train(rich_batches(3, 4))
+    next(steps)
+    later[-1][1] = WithoutGroup(nn.Identity())
+    with pytest.raises(UserError, match=r"in DistributedDataParallel.*; it was not when the pipeline was built"):
+        next(steps)
+    for act in (lambda: pipe.evaluate(rich_batches(1, 4)), pipe.state_dict, lambda: pipe.save(tmp_path / "saved"),
+                lambda: pipe.train(rich_batches(1, 4))):
+        with pytest.raises(UserError, match=r"layer 'raw1' \('1' in it\) is wrapped"):
+            act()
+
+
+def test_all_ranks_refuse_what_one_has(world: World) -> None:
+    (refused,) = set(world.run(refusal_of_a_wrapped_layer))
+    assert refused.startswith("error: layer 'raw1' is wrapped in DistributedDataParallel")
