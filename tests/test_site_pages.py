@@ -56,6 +56,10 @@ def test_links_and_anchors_of_the_gathered_pages(gathered: Path) -> None:
             count += 1
             assert there.is_file(), f"{page.relative_to(gathered)} links to {target}"
             assert not anchor or anchor in anchors(there), f"{page.relative_to(gathered)} links to {target}"
+            chinese = there.with_suffix(".zh.md")  # to which it leads on the Chinese site
+            if anchor and chinese.is_file() and not page.name.endswith(".zh.md") \
+                    and not page.with_suffix(".zh.md").is_file():
+                assert anchor in anchors(chinese), f"{page.relative_to(gathered)} links to {target}"
     assert count > 500
 
 
