@@ -101,6 +101,16 @@ def test_values_of_many_megabytes_pass_beside_the_heartbeats(ranks: Ranks) -> No
     assert ranks.ended[0].empty()
 
 
+def test_what_a_rank_gives_before_it_ends_arrives(ranks: Ranks) -> None:
+    ranks.start(2)
+    mine = Exchange(ranks.watches[0]).gather("mine")
+    Exchange(ranks.watches[1]).gather("theirs" * 3_000_000)
+    ranks.watches.pop(1).leave()
+    assert [len(value) for value in mine()] == [4, 18_000_000]
+    until(lambda: ranks.watches[0]._states[1].left)
+    assert ranks.ended[0].empty()
+
+
 def test_a_rank_that_ends_before_it_takes_part_is_named(ranks: Ranks) -> None:
     ranks.start(3)
     ranks.watches.pop(2).leave()

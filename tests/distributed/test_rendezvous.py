@@ -31,6 +31,7 @@ TIMING = WatchdogTiming(beat_s=0.05, silent_s=20.0, grace_s=5.0, long_s=60.0, jo
 def not_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks are threads: none is the process's."""
     monkeypatch.setattr(module, "install", lambda watchdog: None)
+    monkeypatch.setattr(module, "_kept", {})
 
 
 @pytest.fixture
@@ -119,6 +120,30 @@ def test_a_rank_with_another_secret_is_refused_and_counted(ends: list[Callable[[
     with pytest.raises(RunError, match=re.escape("rank 1 did not join within 1 s (refused 1 that did not know this "
                                                  "run's secret); rank 0 was sharing")):
         first.exchange.all_gather(None)
+
+
+def test_runs_of_one_secret_do_not_mix(ends: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as two steps of a job, whose script has made it."""
+    port = free_port(None)
+    monkeypatch.setenv(SECRET, "of the job")
+    monkeypatch.setenv("VPIPE_RUN", "17.0")
+    meet(ends, 0, port)
+    monkeypatch.setenv("VPIPE_RUN", "17.1")
+    with pytest.raises(RunError, match="belongs to another run: it hung up"):
+        meet(ends, 1, port)
+
+
+def test_a_rank_tells_another_users_process_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        store.set("watchdog", f"{server.getsockname()[1]} token 127.0.0.1")
+        uid = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+        with pytest.raises(RunError, match=re.escape(f"could not reach rank 0 at 127.0.0.1: a process of another user "
+                                                     f"({uid}) listens there")):
+            Rendezvous.in_store(1, 2, TIMING, store, "127.0.0.1")
+        with server.accept()[0] as accepted:
+            assert accepted.recv(100) == b""
 
 
 def test_a_rank_does_not_take_an_impostor_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,8 @@ def test_one_that_is_silent_while_others_wait_is_to_blame(ranks: Ranks) -> None:
 
 def test_a_stranger_is_shown_out(ranks: Ranks) -> None:
     detector = ranks.start(3, without=(2,))
-    for said in (b'{"rank": 2, "nonce": "1", "proof": "guessed"}\n', b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff\n",
+    for said in (b'{"rank": 2, "nonce": "1", "proof": "guessed"}\n', b'{"rank": 2, "nonce": "", "proof": "\\ud800"}\n',
+                 b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff\n",
                  b"x" * (2 << 20), b"[" * 4000 + b"\n", b"x" * 5000, b""):
         with socket.create_connection(("127.0.0.1", detector.port), WITHIN_S) as stranger:
             try:

@@ -17,6 +17,8 @@ from time import monotonic
 from typing import Any
 from weakref import WeakSet
 
+from vpipe.distributed.sockets import strangers
+
 MAX_UNSENT_BYTES = 1 << 20
 """Above which a message that may be lost is dropped: a beat more or less."""
 
@@ -30,6 +32,7 @@ RECEIVES = 4
 """From one peer at a time: one that sends without end must not keep the others waiting."""
 
 _connections: WeakSet[Connection] = WeakSet()
+_listeners: WeakSet[socket.socket] = WeakSet()
 
 
 class Connection:
@@ -58,14 +61,14 @@ class Connection:
         """Return whether something waits for the network to take it."""
         return bool(self._unsent)
 
-    def send(self, message: Mapping[str, Any], *, keep: bool = False) -> None:
+    def send(self, message: Mapping[str, Any], *, again: bool = False) -> None:
         """Send a message; what the network does not take now, it gets from :meth:`flush`.
 
         Args:
-            keep: whether the message must arrive; another is dropped when too much waits.
+            again: whether the like is sent again soon: then it is dropped when too much waits.
         """
         with self._lock:
-            if keep or len(self._unsent) < MAX_UNSENT_BYTES:
+            if not again or len(self._unsent) < MAX_UNSENT_BYTES:
                 self._unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
@@ -148,7 +151,7 @@ def admit(connection: Connection, key: str, nonce: str, answer: Mapping[str, Any
         answer: of the other side.
     """
     rank, theirs, said = answer.get("rank"), answer.get("nonce"), answer.get("proof")
-    if not (isinstance(rank, int) and isinstance(theirs, str) and isinstance(said, str)) or \
+    if not (isinstance(rank, int) and isinstance(theirs, str) and isinstance(said, str) and said.isascii()) or \
             not hmac.compare_digest(said.encode(), proof(key, "rank", rank, nonce, theirs).encode()):
         return None
     connection.send({"proof": proof(key, "rank 0", rank, theirs, nonce)})
@@ -159,13 +162,15 @@ def introduce(connection: Connection, rank: int, key: str, timeout_s: float) -> 
     """Go through the handshake as a rank: each side shows the other that it knows the key, which is not sent.
 
     Raises:
-        OSError: the other side does not know it, hangs up or does not answer in time.
+        OSError: the other side does not know it, is a process of another user, hangs up or does not answer in time.
     """
     try:
+        if users := strangers([connection.fileno()]):
+            raise ConnectionError(f"a process of another user ({users[0]}) listens there")
         nonce, theirs = secrets.token_hex(16), connection.next(timeout_s).get("nonce")
         connection.send({"rank": rank, "nonce": nonce, "proof": proof(key, "rank", rank, theirs, nonce)})
         said = connection.next(timeout_s).get("proof")
-        if not isinstance(said, str) or \
+        if not isinstance(said, str) or not said.isascii() or \
                 not hmac.compare_digest(said.encode(), proof(key, "rank 0", rank, nonce, theirs).encode()):
             raise ConnectionError("it is no rank of this run")
     except OSError:
@@ -191,6 +196,13 @@ def connect(address: str, port: int, timeout_s: float) -> Connection:
 
 
 def listening_socket(address: str, port: int = 0) -> socket.socket:
+    """Return a listener that a forked child does not keep; see :func:`_listener`."""
+    made = _listener(address, port)
+    _listeners.add(made)
+    return made
+
+
+def _listener(address: str, port: int) -> socket.socket:
     """Return a socket that listens at a port of the address, or at a path; on all interfaces, when only others know
     the address.
 
@@ -221,6 +233,8 @@ def _close_in_child() -> None:
     """Close the connections in a forked child, which would keep them up when this process is gone."""
     for connection in list(_connections):
         connection._socket.close()
+    for listener in list(_listeners):
+        listener.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

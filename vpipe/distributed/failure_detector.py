@@ -278,7 +278,7 @@ class FailureDetector:
             if now >= beat_at:
                 beat_at = now + self.timing.beat_s
                 self._broadcast({"ranks": [[now - member.heard_at, member.left, member.waits, member.at]
-                                           for member in self._members]})
+                                           for member in self._members]}, again=end_at is None)
                 for connection in [one for one, (until, _) in self._unauthenticated.items() if until < now]:
                     self._drop(connection)
 
@@ -379,7 +379,7 @@ class FailureDetector:
         for rank, message in answers:
             connection = self._members[rank].connection
             if connection is not None and not connection.closed:
-                connection.send(message, keep=True)
+                connection.send(message)
 
     def _find_failure(self, now: float) -> None:
         """Declare the ranks that are gone, silent or absent, all of a kind in one fault.
@@ -407,7 +407,7 @@ class FailureDetector:
             self._fault = fault
             self._broadcast({"fault": asdict(fault)})
 
-    def _broadcast(self, message: dict[str, Any]) -> None:
+    def _broadcast(self, message: dict[str, Any], *, again: bool = False) -> None:
         for member in self._members:
             if member.connection is not None and not member.connection.closed:
-                member.connection.send(message)
+                member.connection.send(message, again=again)

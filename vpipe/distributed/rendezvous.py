@@ -35,7 +35,23 @@ def agent_has_store() -> bool:
 
 def ranks_have_secret() -> bool:
     """Return whether the ranks know something that others do not, and so can meet without a store."""
-    return bool(os.environ.get(SECRET)) and not agent_has_store()
+    return bool(_private(SECRET)) and not agent_has_store()
+
+
+_kept: dict[str, str] = {}
+
+
+def _private(name: str) -> str:
+    """Return a variable of the environment, empty if it is not set, and keep it from processes that this one starts:
+    such a one may be a rank of another run."""
+    if value := os.environ.pop(name, ""):
+        _kept[name] = value
+    return _kept.get(name, "")
+
+
+def _key(secret: str) -> str:
+    """Return what the ranks of this run alone know; a user may give several runs the same secret."""
+    return f"{secret} {os.environ.get(RUN) or os.environ.get('TORCHELASTIC_RUN_ID', '')}"
 
 
 def open_store(kind: str, address: str, port: int, rank: int, ranks: int, timeout_s: float) -> PrefixStore:
@@ -114,7 +130,7 @@ class Rendezvous:
             RunError: rank 0 is not reached in time, or is that of another run.
             OSError: rank 0 cannot listen there.
         """
-        folder, secret = os.environ.get(MEETING), os.environ[SECRET]
+        folder, secret = _private(MEETING), _key(_private(SECRET))
         where = os.path.join(folder, "ranks") if folder else address
         detector = FailureDetector(ranks, timing, where, secret, port) if rank == 0 else None
         deadline, why = time.monotonic() + timing.join_s, ""
@@ -128,6 +144,8 @@ class Rendezvous:
             try:
                 introduce(connection, rank, secret, timing.join_s)
             except OSError as error:
+                if detector is not None:
+                    detector.stop()
                 raise _other_run(where, port, rank, f": {error}") from error
             return cls(rank, ranks, timing, connection, detector, 0 if folder else port)
         at = where if folder else f"{where}:{port}"
@@ -147,19 +165,19 @@ class Rendezvous:
         """
         reached_at = address or _address_of(store) or ""
         detector = None
-        secret = os.environ.get(SECRET)
+        secret = _private(SECRET)
         try:
             if rank == 0:
                 named, listens_at = ("", address) if address is not None else \
                     server_address(reached_at, hosts or [""] * ranks)
                 token = secrets.token_hex(16)
-                detector = FailureDetector(ranks, timing, listens_at, secret or token)
+                detector = FailureDetector(ranks, timing, listens_at, _key(secret or token))
                 store.set("watchdog", f"{detector.port} {'' if secret else token} {named}")
             store.wait(["watchdog"], timedelta(seconds=timing.join_s))
             port, token, named = _text(store.get("watchdog")).split(" ")
             reached_at = named or reached_at
             connection = connect(reached_at, int(port), timing.join_s)
-            introduce(connection, rank, secret or token, timing.join_s)
+            introduce(connection, rank, _key(secret or token), timing.join_s)
         except (RuntimeError, OSError, ValueError, OverflowError) as error:
             if detector is not None:
                 detector.stop()
@@ -176,7 +194,7 @@ class Rendezvous:
         """
         if self._store is not None:
             return self._store
-        if folder := os.environ.get(MEETING):
+        if folder := _private(MEETING):
             return FileStore(os.path.join(folder, f"group {next(_groups_made)}"), self.ranks)
         address, limit = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
         made = TCPStore(address, 0, self.ranks, is_master=True, timeout=limit, wait_for_workers=False) \

@@ -137,7 +137,7 @@ class Watchdog:
         self._long_waits: LongWaits | None = None
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
-        self._leaving = False
+        self._leaving, self._leave_by = False, 0.0
         self._given_up: Fault | None = None  # sent to rank 0, whose answer comes first
         self.stop_asked: str | None = None
         self._stop: str | None = None  # asked here, and still to be sent
@@ -253,7 +253,7 @@ class Watchdog:
 
     def give(self, message: Mapping[str, Any]) -> None:
         """Send a message for rank 0's relay."""
-        self._connection.send(message, keep=True)
+        self._connection.send(message)
         if self._connection.has_unsent:
             with suppress(OSError):
                 self._wake.send(b".")  # the thread sends the rest
@@ -301,7 +301,8 @@ class Watchdog:
     def leave(self) -> None:
         """Tell rank 0 that this program comes to its end, so that it is not taken for dead."""
         if not self._known.is_set():
-            self._connection.send({"left": True}, keep=True)
+            self._connection.send({"left": True})
+        self._leave_by = monotonic() + self.timing.grace_s
         self._leaving = True  # not before: the thread closes the connection when it sees it
         with suppress(OSError):
             self._wake.send(b".")
@@ -330,7 +331,7 @@ class Watchdog:
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             selector.register(self._connection, selectors.EVENT_READ)
-            while not self._leaving and not (self._known.is_set() and self._connection.closed):
+            while not self._may_leave() and not (self._known.is_set() and self._connection.closed):
                 sends = selectors.EVENT_WRITE if self._connection.has_unsent else 0
                 selector.modify(self._connection, selectors.EVENT_READ | sends)
                 for key, events in selector.select(max(0.0, beat_at - monotonic())):
@@ -347,7 +348,7 @@ class Watchdog:
                 now = monotonic()
                 if self._known.is_set():  # what is left is to end the process, and exchanges of other threads
                     if end_at is None:
-                        self._connection.send({"heard": True}, keep=True)
+                        self._connection.send({"heard": True})
                         self.break_off()
                         end_at = now + self.timing.grace_s
                     elif now > end_at and not self._acknowledged.is_set():
@@ -369,7 +370,7 @@ class Watchdog:
                     beat_at = now + self.timing.beat_s
                     if self.transfer is not transfer:
                         transfer, since = self.transfer, now
-                    self._connection.send(self._heartbeat(transfer, now - since))
+                    self._connection.send(self._heartbeat(transfer, now - since), again=True)
                     self._update_long_waits(now - heard_at)
                     self._check_limit(transfer, now - since)
                 if self._known.is_set():
@@ -386,6 +387,10 @@ class Watchdog:
             self._end_main_thread(end_at)
         elif self._leaving and not self._known.is_set() and self._long_waits is not None:
             self._long_waits.end()
+
+    def _may_leave(self) -> bool:
+        """Return whether this program is at its end, and all that it has sent is on its way."""
+        return self._leaving and (not self._connection.has_unsent or monotonic() > self._leave_by)
 
     def _heartbeat(self, transfer: Transfer | None, waited_s: float) -> dict[str, object]:
         """Return what the others learn of this rank: of what is new no more than whom it waits for."""

@@ -426,14 +426,14 @@ class RankLog(logging.FileHandler):
 
 def _follow_launcher() -> None:
     """End at once when the launcher is gone, whatever this process waits for; handle the signals that it passes on."""
-    pipe = os.environ.get(PARENT_PIPE)
+    pipe, folder = os.environ.get(PARENT_PIPE), os.environ.get(MEETING)
     if pipe is None:
         return
 
     def wait() -> None:
         while number := os.read(int(pipe), 1):  # of a signal; nothing when the other end is closed
             handle_signal(number[0])
-        if folder := os.environ.get(MEETING):
+        if folder:
             shutil.rmtree(folder, ignore_errors=True)  # the launcher would have
         os._exit(1)
 
