@@ -12,7 +12,7 @@ from typing import Any, Protocol
 DOING = "sharing what each has"
 
 
-class Line(Protocol):
+class ExchangeLine(Protocol):
     """This rank's connection with all ranks."""
 
     @property
@@ -46,7 +46,7 @@ class Exchange:
             ones.
     """
 
-    def __init__(self, line: Line | None = None, channel: str = "", timeout_s: float | None = None) -> None:
+    def __init__(self, line: ExchangeLine | None = None, channel: str = "", timeout_s: float | None = None) -> None:
         self._line, self._channel, self._timeout_s = line, channel, timeout_s
         self.rank, self.ranks = (0, 1) if line is None else (line.rank, line.ranks)
 

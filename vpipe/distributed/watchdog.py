@@ -106,7 +106,7 @@ class Watchdog:
     The main thread may be anywhere: in a transfer that nothing interrupts, in a debugger, in a pause of the
     user's. As long as this thread beats, the rank is alive. When a failure becomes known, the transfers of this
     process are broken off, so that the main thread raises; one that does not within ``timing.grace_s`` is ended. It is
-    also the :class:`~vpipe.distributed.exchange.Line` by which this rank exchanges values with the others.
+    also the :class:`~vpipe.distributed.exchange.ExchangeLine` by which this rank exchanges values with the others.
 
     Args:
         hosts: by rank.
@@ -239,7 +239,7 @@ class Watchdog:
         with suppress(OSError):
             self._wake.send(b".")
 
-    # -- exchanges: the protocol Line ------------------------------------------------------------------
+    # -- exchanges: the protocol ExchangeLine ------------------------------------------------------------------
 
     @property
     def ranks(self) -> int:
