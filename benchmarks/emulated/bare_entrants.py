@@ -13,7 +13,7 @@ from device import WIDTH, pause
 from entrant import Entrant, Updates
 from orders import ORDERS, Order
 
-from vpipe.schedules.action import RETURNS, Op
+from vpipe.schedules.action import Op
 from vpipe.schedules.schedule import stages_of_rank
 
 
@@ -50,7 +50,7 @@ def _updates(order: Order, forth: Boxes, back: Boxes, case: Case, rank: int) -> 
                 pause(forward_s)
                 if stage < last and stage + 1 not in here:
                     forth.put(stage + 1, microbatch, message)
-            elif op in RETURNS:
+            elif op.returns:
                 if stage < last and stage + 1 not in here:
                     message = back.take(stage, microbatch)
                 pause(half_s)

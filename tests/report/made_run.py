@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vpipe.schedules.action import RETURNS, Action, Op
+from vpipe.schedules.action import Action, Op
 from vpipe.schedules.build import build
 from vpipe.schedules.registry import recipe_named
 
@@ -81,18 +81,18 @@ def _lines(programs: list[list[Action]], placement: Any, took: Took, evaluation:
                 op, stage, index = action.op, action.stage, action.microbatch
                 start = arrives = now[rank] + GAP_S
                 source = (True, stage - 1, index) if op is Op.FORWARD and stage else (
-                    (False, stage + 1, index) if op in RETURNS and stage < last else None)
+                    (False, stage + 1, index) if op.returns and stage < last else None)
                 if source is not None:
                     if source not in ended:
                         break
                     end, peer = ended[source]
                     arrives = max(start, end if peer == rank else end + SEND_S + LATENCY_S)
                 end = arrives + took(rank, action)
-                if op is Op.FORWARD or op in RETURNS:
+                if op is Op.FORWARD or op.returns:
                     ended[op is Op.FORWARD, stage, index] = end, rank
-                held[rank] += 1_000_000 * ((op is Op.FORWARD) - (op in RETURNS))
+                held[rank] += 1_000_000 * ((op is Op.FORWARD) - (op.returns))
                 lines[rank].append([str(action), start, end, arrives - start, held[rank], 1])
-                to = stage + 1 if op is Op.FORWARD else stage - 1 if op in RETURNS else -1
+                to = stage + 1 if op is Op.FORWARD else stage - 1 if op.returns else -1
                 if 0 <= to <= last and rank not in placement[to]:
                     send = Action(Op.SEND_F if op is Op.FORWARD else Op.SEND_B, stage, index)
                     lines[rank].append([str(send), end, end + SEND_S, 0.0, held[rank], 1])

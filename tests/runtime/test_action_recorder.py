@@ -16,7 +16,7 @@ from vpipe.errors import RunError
 from vpipe.runtime import action_recorder as trace
 from vpipe.runtime import activations as kept
 from vpipe.runtime.microbatches import Batch
-from vpipe.schedules.action import PER_MICROBATCH, Op
+from vpipe.schedules.action import Op
 from vpipe.schedules.action_record import RecordedAction, RecordedEvaluation
 
 SETTINGS: list[dict[str, Any]] = [
@@ -105,7 +105,7 @@ def test_a_run_that_goes_on_counts_on(setting: dict[str, Any], tmp_path: Path) -
 def test_a_flush_schedule_is_recorded_action_by_action() -> None:
     _, pipe, notes = trained(record=True, schedule="1f1b", stages=3, recompute=0.5, grad_clip=1.0)
     for rank, program in enumerate(pipe.engine._schedule.programs):
-        expected = [(a.op, a.stage, a.microbatch + batch * (4 if a.op in PER_MICROBATCH else 1))
+        expected = [(a.op, a.stage, a.microbatch + batch * (4 if a.op.per_microbatch else 1))
                     for batch in range(4) for a in program]
         assert [(note.op, note.stage, note.number) for note in actions(notes[rank])] == expected
 

@@ -14,7 +14,7 @@ from vpipe.errors import RunError
 from vpipe.runtime.batch_comparison import BatchComparison, checksum
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox
-from vpipe.schedules.schedule import Rounds
+from vpipe.schedules.assignment import Assignment
 
 HINT = ("\nhint: every rank must read the same batches in the same order: give a DataLoader that shuffles a generator "
         "with the same seed on all ranks, generator=torch.Generator().manual_seed(0), and no DistributedSampler, since "
@@ -72,7 +72,7 @@ class Ranks:
             loader = self.loaders[rank] = MicrobatchLoader(
                 iter(batches_of(rank)), self._microbatches, ("x", "y"), lambda _: 1, comparison=comparison)
             loader.has(count * self._microbatches - 1)
-            comparison.begin(Segment(loader, 0, 0, 0, Rounds(self._placement, self._microbatches, self._flush,
+            comparison.begin(Segment(loader, 0, 0, 0, Assignment(self._placement, self._microbatches, self._flush,
                                                            lambda _: True), self._training))
         total = range(count * self._microbatches)
         for microbatch in total:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from vpipe.schedules.action import COMPLETES
 from vpipe.schedules.csv_format import read_csv
 from vpipe.schedules.schedule import Schedule, stages_of_rank
 
@@ -42,7 +41,7 @@ def differences(path: str, schedule: Schedule, rank: int) -> list[str]:
             found.append(f"losses of step {step}")
         for stage, one in modules.items():
             turns = [action.microbatch for action in schedule.programs[rank]
-                     if action.op in COMPLETES and action.stage == stage]
+                     if action.op.completes and action.stage == stage]
             for name, parameter in one.named_parameters():
                 total = gradients[turns[0]][f"{stage}.{name}"]
                 for microbatch in turns[1:]:

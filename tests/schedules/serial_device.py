@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vpipe.schedules.action import RECEIVES, SENDS, Action, Op
-from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.action import Action, Op
+from vpipe.schedules.graph import Graph
 from vpipe.schedules.schedule import Schedule
 
 Transfer = tuple[Action, int, int]
@@ -23,7 +23,7 @@ class SerialDevices:
 
     def __init__(self, schedule: Schedule, *, rendezvous: bool, blocking: bool = False) -> None:
         self.schedule, self.rendezvous, self.blocking = schedule, rendezvous, blocking
-        self.deps = Dependencies.from_schedule(schedule)
+        self.deps = Graph.from_schedule(schedule)
         ranks = range(schedule.ranks)
         self.cursors = [0] * schedule.ranks
         self.queues: list[list[Transfer]] = [[] for _ in ranks]
@@ -61,24 +61,28 @@ class SerialDevices:
     def _transfers(self, action: Action, rank: int) -> list[Transfer]:
         if action.op is Op.REDUCE:
             return [(action, -1, -1)]
-        if action.op in SENDS:
-            return [(action, rank, peer) for _, peer in self.deps.peers.other_ends(action, rank) if peer != rank]
-        if action.op not in RECEIVES:
+        if action.op.sends:
+            return [(action, rank, peer) for _, peer in self.deps.other_ends(action, rank) if peer != rank]
+        if not action.op.receives:
             return []
-        sends = self.deps.peers.other_ends(action, rank)
+        sends = self.deps.other_ends(action, rank)
         if action.op is Op.RECV_G:  # once for each of its senders
             number = self.received_tied.setdefault((action, rank), 0)
             self.received_tied[action, rank] += 1
             sends = sends[number:number + 1]
         return [(send, peer, rank) for send, peer in sends if peer != rank]
 
+    def _receives(self, action: Action, rank: int) -> list[Action]:
+        position = self.deps.position(action, rank)
+        return [one for one in self.deps.before(action, (rank, position)) if one.op.receives]
+
     def _awaited(self, action: Action, rank: int) -> list[tuple[Transfer, int]]:
         """What an action waits for: the transfers that bring what it uses."""
-        found = [((send, peer, rank), rank) for receive in self.deps.receives(action, rank)
-                 for send, peer in self.deps.peers.other_ends(receive, rank) if peer != rank]
+        found = [((send, peer, rank), rank) for receive in self._receives(action, rank)
+                 for send, peer in self.deps.other_ends(receive, rank) if peer != rank]
         if action.op in (Op.NORM, Op.STEP) and self.schedule.rounds.width(action.stage) > 1:
             found.append(((Action(Op.REDUCE, action.stage, action.microbatch), -1, -1), rank))
-        if action.op is Op.STEP and self.deps.normed:
+        if action.op is Op.STEP and self.deps.setting.normed:
             found += [((Action(Op.NORM, stage, action.microbatch), -1, -1), ranks[0])
                       for stage, ranks in enumerate(self.schedule.placement) if rank not in ranks]
         return found

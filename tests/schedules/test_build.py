@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vpipe.errors import UserError
-from vpipe.schedules.action import COMPUTE, Op
+from vpipe.schedules.action import Op
 from vpipe.schedules.build import build, build_evaluation, reverse_backwards
 from vpipe.schedules.check import channel_order, execute, matching, precedence, prove
-from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.graph import Graph
 from vpipe.schedules.lower import lower
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.schedule import Schedule
@@ -21,7 +21,7 @@ from vpipe.schedules.size import Layout, default_placement
 @given(st.sampled_from(Layout), st.integers(1, 6), st.integers(1, 4), st.integers(1, 12))
 def test_no_layout_deadlocks(layout: Layout, ranks: int, chunks: int, microbatches: int) -> None:
     schedule = lower(build_evaluation(layout.placement(ranks, chunks), microbatches))
-    deps = Dependencies.from_schedule(schedule)
+    deps = Graph.from_schedule(schedule)
     for rule in (matching, precedence, channel_order):
         rule(deps)
     for rendezvous in (False, True):
@@ -38,7 +38,7 @@ def test_a_v() -> None:
 
 
 def compute(schedule: Schedule, rank: int) -> str:
-    return " ".join(str(action)[1:] for action in schedule.programs[rank] if action.op in COMPUTE | {Op.STEP})
+    return " ".join(str(action)[1:] for action in schedule.programs[rank] if action.op.works)
 
 
 def test_gpipe_with_its_backwards_reversed() -> None:

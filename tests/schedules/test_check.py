@@ -13,7 +13,7 @@ from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.build import build
 from vpipe.schedules.check import RULES, check, execute, prove
-from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.graph import Graph
 from vpipe.schedules.lower import lower
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule
@@ -310,7 +310,7 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
                          [(rule, *case) for rule, cases in BROKEN.items() for case in cases])
 def test_a_broken_rule(rule: str, broken: Callable[[], Schedule], text: str, marked: str) -> None:
     schedule = broken()
-    deps = Dependencies.from_schedule(schedule)
+    deps = Graph.from_schedule(schedule)
     for kept in RULES[:[one.__name__ for one in RULES].index(rule)]:
         kept(deps)
     with pytest.raises(CheckError) as raised:
@@ -363,7 +363,7 @@ def proved(draw: st.DrawFn) -> Schedule:
 @settings(deadline=None, max_examples=60)
 @given(proved())
 def test_every_placement_and_tie_passes(schedule: Schedule) -> None:
-    assert execute(Dependencies.from_schedule(schedule), rendezvous=True) == (
+    assert execute(Graph.from_schedule(schedule), rendezvous=True) == (
         [len(program) for program in schedule.programs], {})
 
 
@@ -415,7 +415,7 @@ def test_a_borrower_on_the_owners_rank_takes_over_without_a_transfer() -> None:
 @pytest.mark.parametrize(("schedule", "version"), [(stream, [0, 1, 2, 3]), (synchronised, [0, 0, 1, 2])])
 def test_the_version_in_use(schedule: Callable[[], Schedule], version: list[int]) -> None:
     made = schedule()
-    assert [Dependencies.from_schedule(made).version[made.stages - 1, microbatch] for microbatch in range(4)] == version
+    assert [Graph.from_schedule(made).version[made.stages - 1, microbatch] for microbatch in range(4)] == version
     check(made)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vpipe.errors import CheckError, UserError
-from vpipe.schedules.action import COMPLETES, RETURNS, Op
+from vpipe.schedules.action import Op
 from vpipe.schedules.build import build
 from vpipe.schedules.check import prove
 from vpipe.schedules.costs import Costs, Number
@@ -60,7 +60,7 @@ def test_every_size_passes_or_is_refused(name: str, data: st.DataObject) -> None
         return
     for stage, held_by in enumerate(schedule.placement):
         program = [action for action in schedule.programs[held_by[0]] if action.stage == stage]
-        for ops in (RETURNS, COMPLETES):  # gradients accumulate in plain PyTorch's order
+        for ops in ((Op.BACKWARD, Op.INPUT), (Op.BACKWARD, Op.WEIGHT)):  # gradients accumulate in plain PyTorch's order
             order = [action.microbatch for action in program if action.op in ops]
             assert order == list(range(schedule.microbatches))
         if schedule.flush:
@@ -192,7 +192,7 @@ def paired_bubble_s(schedule: Schedule, forward_s: int, input_s: int, weight_s: 
                 paired = [action.op for action in program[at:at + 2]] == [Op.FORWARD, Op.BACKWARD]
                 block = program[at:at + 1 + paired]
                 needed = [(action.op is Op.FORWARD, action.stage + (-1 if action.op is Op.FORWARD else 1),
-                           action.microbatch) for action in block if action.op in RETURNS or action.op is Op.FORWARD]
+                           action.microbatch) for action in block if action.op.returns or action.op is Op.FORWARD]
                 needed = [tensor for tensor in needed if 0 <= tensor[1] < schedule.stages]
                 if any(tensor not in ends for tensor in needed):
                     break
@@ -200,7 +200,7 @@ def paired_bubble_s(schedule: Schedule, forward_s: int, input_s: int, weight_s: 
                 begun.setdefault(rank, start)
                 clocks[rank] = start + sum(takes[action.op] for action in block)
                 for action in block:
-                    if action.op in RETURNS or action.op is Op.FORWARD:
+                    if action.op.returns or action.op is Op.FORWARD:
                         ends[action.op is Op.FORWARD, action.stage, action.microbatch] = clocks[rank]
                 cursors[rank] += len(block)
                 waiting = True

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vpipe.schedules.action import COMPUTE, PER_MICROBATCH, RECEIVES, RETURNS, SENDS, Action, Op, forward
+from vpipe.schedules.action import Action, Op, forward
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.build import build, replica_views, stream_program
-from vpipe.schedules.lower import Lowering, VersionsUsed, lower
+from vpipe.schedules.lower import Lowering, lower
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
+from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.size import Layout, Placement, default_placement
+from vpipe.schedules.versions import StreamVersions
 
 
 def lowered(name: str, ranks: int, microbatches: int, every: int | None = None, *, tied: bool = False,
@@ -98,8 +100,8 @@ def schedules(*names: str) -> st.SearchStrategy[Schedule]:
 
 
 ALL = ("gpipe", "1f1b", "zb_h1", "zb_h2", "looped_bfs", "zb_v", "pipedream", "2bw")
-MADE_BY = {Op.SEND_F: (Op.FORWARD,), Op.SEND_B: RETURNS, Op.SEND_W: (Op.STEP,)}
-USES = {Op.RECV_F: (Op.FORWARD,), Op.RECV_B: RETURNS, Op.RECV_G: (Op.STEP,)}
+MADE_BY = {Op.SEND_F: (Op.FORWARD,), Op.SEND_B: (Op.BACKWARD, Op.INPUT), Op.SEND_W: (Op.STEP,)}
+USES = {Op.RECV_F: (Op.FORWARD,), Op.RECV_B: (Op.BACKWARD, Op.INPUT), Op.RECV_G: (Op.STEP,)}
 
 
 @settings(deadline=None)
@@ -113,7 +115,7 @@ def test_receives_precede_their_use_and_sends_follow_what_they_send(schedule: Sc
             elif op in MADE_BY:
                 made = max(at.get((maker, stage, index - (op is Op.SEND_W)), -1) for maker in MADE_BY[op])
                 assert 0 <= made < position
-                assert all(other.op in RECEIVES for other in program[made + 1:position])
+                assert all(other.op.receives for other in program[made + 1:position])
 
 
 @settings(deadline=None)
@@ -126,7 +128,7 @@ def test_a_transfer_has_a_computation_to_hide_behind(schedule: Schedule) -> None
         for position, action in enumerate(program):
             if seen_compute and action.op is Op.RECV_F:
                 between = program[position:program.index(forward(action.stage, action.microbatch))]
-                assert any(other.op in COMPUTE for other in between)
+                assert any(other.op.computes for other in between)
             seen_compute = seen_compute or action.op is Op.FORWARD
 
 
@@ -135,14 +137,14 @@ def test_a_transfer_has_a_computation_to_hide_behind(schedule: Schedule) -> None
 def test_lowering_adds_and_moves_nothing_else(schedule: Schedule) -> None:
     every = None if schedule.flush else schedule.update_every
     bare = build(schedule.name, schedule.placement, schedule.microbatches, every)
-    added = {Op.NORM} | SENDS | RECEIVES
+    added = {Op.NORM, *(op for op in Op if op.transfer is not None)}
     assert bare.programs == schedule.with_programs(
         [[action for action in program if action.op not in added] for program in schedule.programs]).programs
 
 
 def shifted(program: Sequence[Action], every: int) -> list[Action]:
     """The same actions one update later."""
-    return [Action(action.op, action.stage, action.microbatch + (every if action.op in PER_MICROBATCH else 1))
+    return [Action(action.op, action.stage, action.microbatch + (every if action.op.per_microbatch else 1))
             for action in program]
 
 
@@ -166,7 +168,7 @@ def test_a_stream_repeats(name: str, stages: int, more: int, tied: bool, norm: b
 
 def endless(name: str, placement: Placement, every: int, rank: int) -> Iterator[Action]:
     """The compute program of a rank, with microbatches without end."""
-    recipe, rounds = recipe_named(name), Rounds(placement, every, False, lambda microbatch: True)
+    recipe, rounds = recipe_named(name), Assignment(placement, every, False, lambda microbatch: True)
     return stream_program(recipe, replica_views(recipe, placement, 12 * every, every)[rank], rounds,
                           stages_of_rank(placement, rank))
 
@@ -180,20 +182,26 @@ def test_a_stream_is_lowered_lazily() -> None:
             asked.append(action)
             yield action
 
-    program = Lowering(Rounds(placement, 1, False, lambda microbatch: True), 2, compute, {0: (2,)}).program()
+    program = Lowering(Assignment(placement, 1, False, lambda microbatch: True), 2, compute, {0: (2,)}).program()
     first = list(itertools.islice(program, 7))
     assert [str(action) for action in first] == [
         "2RECV_F0", "2F0", "2RECV_F1", "2B0", "2SEND_B0", "0SEND_TIED_G0", "0RECV_TIED_W1"]
     assert [str(action) for action in asked] == ["2F0", "2B0", "2STEP0", "2F1"]
 
 
+def versions_of(name: str, every: int) -> StreamVersions:
+    placement = default_placement(3)
+    return StreamVersions(Assignment(placement, every, False, lambda number: True),
+                          lambda rank: endless(name, placement, every, rank))
+
+
 def test_versions_used() -> None:
-    used = VersionsUsed(0, endless("pipedream", default_placement(3), 2, 0))
-    assert [used.of(microbatch) for microbatch in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
-    assert used.of(10_000) == (10_000 - 2) // 2
-    assert used.of(9_990) == (9_990 - 2) // 2
+    used = versions_of("pipedream", 2)
+    assert [used.of(0, microbatch) for microbatch in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert used.of(0, 10_000) == (10_000 - 2) // 2
+    assert used.of(0, 9_990) == (9_990 - 2) // 2
 
 
 def test_versions_used_when_told() -> None:
-    used = VersionsUsed(0, endless("2bw", default_placement(3), 3, 0))
-    assert [used.of(microbatch) for microbatch in range(12)] == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    used = versions_of("2bw", 3)
+    assert [used.of(0, microbatch) for microbatch in range(12)] == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2]

@@ -12,16 +12,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vpipe.errors import UserError
-from vpipe.schedules.action import COMPLETES, PER_MICROBATCH, Action, Op
+from vpipe.schedules.action import Action, Op
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.build import build
 from vpipe.schedules.check import check, prove
 from vpipe.schedules.csv_format import read_csv, write_csv
-from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.graph import Graph
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import rank_peaks
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.schedule import Rounds, Schedule
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement, widened
 
 ANY_WIDTHS = ("gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw")
@@ -76,12 +77,12 @@ def test_any_widths_are_proved_and_every_microbatch_goes_to_its_replica(case: Ca
     schedule = prove(case.name, case.placement, case.microbatches, case.every, case.ties, case.norm)
     for stage, ranks in enumerate(case.placement):
         for replica, rank in enumerate(ranks):
-            for op in (Op.FORWARD, *COMPLETES):
+            for op in (Op.FORWARD, Op.BACKWARD, Op.WEIGHT):
                 taken = [action.microbatch for action in schedule.programs[rank]
                          if action.stage == stage and action.op is op]
                 mine = list(range(replica, case.microbatches, len(ranks)))
                 halves = any(action.op is Op.WEIGHT for action in schedule.programs[rank])
-                assert taken == ([] if op in COMPLETES and halves is (op is Op.BACKWARD) and mine else mine)
+                assert taken == ([] if op.completes and halves is (op is Op.BACKWARD) and mine else mine)
 
 
 @settings(deadline=None, max_examples=60)
@@ -94,7 +95,7 @@ def test_every_update_has_the_gradients_of_its_round(case: Case) -> None:
             update = 0
             for action in schedule.programs[rank]:
                 rounds += [set()] * (update == len(rounds))
-                if action.op in COMPLETES:
+                if action.op.completes:
                     rounds[update] = rounds[update] | {action.microbatch}
                 update += action.op is Op.STEP
             assert update == schedule.updates(stage), "a replica with no microbatch of a round steps, too"
@@ -114,7 +115,7 @@ VERSION: dict[str, Callable[[int, int, int, int], int]] = {  # of (microbatch, w
 def test_versions(case: Case) -> None:
     assert case.every is not None
     schedule = case.built()
-    for (stage, microbatch), version in Dependencies.from_schedule(schedule).version.items():
+    for (stage, microbatch), version in Graph.from_schedule(schedule).version.items():
         assert version == VERSION[case.name](microbatch, case.widths[stage], depth(case.widths, stage), case.every)
 
 
@@ -125,7 +126,7 @@ def test_warm_up_and_peak(case: Case) -> None:
     schedule = case.built()
     for stage, ranks in enumerate(case.placement):
         for replica, rank in enumerate(ranks):
-            ops = [action.op for action in schedule.programs[rank] if action.op in PER_MICROBATCH]
+            ops = [action.op for action in schedule.programs[rank] if action.op.per_microbatch]
             own, warmup = len(range(replica, case.microbatches, len(ranks))), depth(case.widths, stage)
             turns = [Op.FORWARD, Op.BACKWARD] * max(0, own - warmup)
             assert ops == [Op.FORWARD] * min(warmup, own) + turns + [Op.BACKWARD] * min(warmup, own)
@@ -154,7 +155,7 @@ def test_with_equal_widths_every_pipeline_is_one_without_replicas(data: st.DataO
             program = one[len(range(replica, count, width))].programs[rank]
             assert together.programs[rank * width + replica] == tuple(
                 Action(action.op, action.stage, action.microbatch * width + replica)
-                if action.op in PER_MICROBATCH else action for action in program)
+                if action.op.per_microbatch else action for action in program)
     check(together)
     check(lower(together))
 
@@ -196,7 +197,7 @@ def test_widths_that_cannot_be(arguments: tuple[str, Placement, int], what: str)
 
 def test_rounds() -> None:
     """2-1 with 2 microbatches per update and replica, of 7: the last round of stage 0 is not whole."""
-    rounds = Rounds(((0, 1), (2,)), 2, False, lambda microbatch: microbatch < 7)
+    rounds = Assignment(((0, 1), (2,)), 2, False, lambda microbatch: microbatch < 7)
     assert [rounds.per_update(0), rounds.per_update(1), rounds.per_step] == [4, 2, 4]
     assert [list(rounds.in_update(0, update)) for update in range(3)] == [[0, 1, 2, 3], [4, 5, 6], []]
     assert [list(rounds.share(0, 1, 0, rank)) for rank in (0, 1)] == [[4, 6], [5]]

@@ -14,7 +14,7 @@ from vpipe.schedules.action import Action, Op
 from vpipe.schedules.build import build
 from vpipe.schedules.check import prove
 from vpipe.schedules.costs import Costs, Number, ratio
-from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.graph import Graph
 from vpipe.schedules.peaks import rank_peaks, stage_peaks
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import recipe_named, schedule_names
@@ -74,7 +74,7 @@ def test_2bw_changes_over_before_a_step_would_make_a_third_version() -> None:
 def test_versions(name: str, data: st.DataObject) -> None:
     warmup, every, updates = data.draw(streams(name))
     schedule = prove(name, default_placement(len(warmup)), every * updates, every, warmup=warmup)
-    for (stage, microbatch), version in Dependencies.from_schedule(schedule).version.items():
+    for (stage, microbatch), version in Graph.from_schedule(schedule).version.items():
         assert version == VERSIONS[name](warmup, every, stage, microbatch)
     assert [fact.peak_activations for fact in rank_peaks(schedule)] == list(schedule.peak_activations)
 

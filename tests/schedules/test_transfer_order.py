@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from serial_device import SerialDevices
 
 from vpipe.errors import CheckError, UserError
-from vpipe.schedules.action import RECEIVES, Action, Op
+from vpipe.schedules.action import Action, Op
 from vpipe.schedules.build import build, build_evaluation, replica_views, stream_program
 from vpipe.schedules.check import check, prove
-from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.graph import Graph
 from vpipe.schedules.lower import Lowering, lower
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
+from vpipe.schedules.schedule import Assignment, Schedule, stages_of_rank
+from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import Layout, Placement, default_placement, widened
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order, post_in_time
+from vpipe.schedules.versions import StreamVersions
 
 MODES = [(rendezvous, blocking) for rendezvous in (False, True) for blocking in (False, True)]
 
@@ -122,7 +124,7 @@ def test_any_order_that_can_be_computed_can_be_lowered(order: tuple[Schedule, bo
 
 
 def ordered(schedule: Schedule) -> Schedule:
-    placed, stuck = in_one_order(Dependencies.from_schedule(schedule))
+    placed, stuck = in_one_order(Graph.from_schedule(schedule))
     assert not stuck
     return placed
 
@@ -172,7 +174,7 @@ def test_without_the_order_the_model_of_a_device_stands_still() -> None:
 def test_actions_keep_their_order_and_only_receives_move() -> None:
     schedule = prove("zb_v", ((0,), (1,), (1,), (0,)), 8, None, {0: (3,)}, True)
     for before, after in zip(schedule.programs, ordered(schedule).programs, strict=True):
-        assert [a for a in before if a.op not in RECEIVES] == [a for a in after if a.op not in RECEIVES]
+        assert [a for a in before if not a.op.receives] == [a for a in after if not a.op.receives]
         assert sorted(map(str, before)) == sorted(map(str, after))
 
 
@@ -180,12 +182,13 @@ def lazily(name: str, placement: Placement, microbatches: int, rank: int, warmup
     """The actions of a rank of a stream that is ordered while it comes, as the engine does it."""
     recipe = recipe_named(name)
     found = replica_views(recipe, placement, 4 * len(placement), 1 if name == "pipedream" else None, warmup)
-    rounds = Rounds(placement, found[0].size.update_every, False, lambda number: number < microbatches)
+    rounds = Assignment(placement, found[0].size.update_every, False, lambda number: number < microbatches)
     ties = {0: (len(placement) - 1,)}
     lowered = [Lowering(rounds, each, lambda of: stream_program(
         recipe, found[of], rounds, stages_of_rank(placement, of)), ties, warmup=warmup) for each in range(len(found))]
-    order = TransferOrder(rounds, ties, [one.program() for one in lowered],
-                          lambda of, owner, number: lowered[of].version_of(owner, number), normed=False, ranks=[rank])
+    versions = StreamVersions(rounds, lambda of: stream_program(recipe, found[of], rounds,
+                                                                stages_of_rank(placement, of)))
+    order = TransferOrder(Setting(rounds, ties, versions.of), [one.program() for one in lowered], ranks=[rank])
     return list(order.program(rank))
 
 
@@ -214,11 +217,10 @@ def test_a_stream_asks_for_no_microbatch_much_before_it_comes() -> None:
         asked.append(number)
         return True
 
-    rounds = Rounds(placement, 1, False, exists)
+    rounds = Assignment(placement, 1, False, exists)
     lowered = [Lowering(rounds, each, lambda of: stream_program(recipe, found[of], rounds, [of]), {})
                for each in range(3)]
-    order = TransferOrder(rounds, {}, [one.program() for one in lowered], lambda of, owner, number: 0, normed=False,
-                          ranks=[2])
+    order = TransferOrder(Setting(rounds), [one.program() for one in lowered], ranks=[2])
     for action in islice(order.program(2), 200):
         if action.op is Op.FORWARD:
             assert max(asked) <= action.microbatch + len(placement)

@@ -13,7 +13,7 @@ from vpipe.config.config import Config
 from vpipe.errors import UserError
 from vpipe.runtime import action_recorder as labels
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.action import PER_MICROBATCH, Op
+from vpipe.schedules.action import Op
 from vpipe.schedules.build import build
 from vpipe.schedules.csv_format import write_csv
 from vpipe.schedules.size import default_placement
@@ -78,7 +78,7 @@ def test_one_step_is_profiled_and_the_run_ends_in_good_order(
 
     found = events(profiled, "1f1b", 2)
     assert labelled(found) == sorted(
-        f"{action.stage}{action.op}{action.microbatch + (4 if action.op in PER_MICROBATCH else 1)}"
+        f"{action.stage}{action.op}{action.microbatch + (4 if action.op.per_microbatch else 1)}"
         for program in job.schedule.programs for action in program)  # of 4 microbatches, and a version, before it
     by_name = {event["name"]: event for event in found}
     assert {"ProfilerStep#2"} <= set(by_name)

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from vpipe.errors import UserError, counted
 from vpipe.plan.plan import Plan
-from vpipe.schedules.action import RECEIVES, SENDS, Op
 from vpipe.schedules.build import build, check_chunks, check_warmup
 from vpipe.schedules.check import check
-from vpipe.schedules.csv_format import TORCH, read_csv_file, write_csv, write_torch_csv
+from vpipe.schedules.csv_format import read_csv_file, write_csv, write_torch_csv
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import rank_peaks, stage_peaks
 from vpipe.schedules.registry import Recipe, recipe_named, schedule_names
@@ -51,7 +50,7 @@ def run_check(options: argparse.Namespace) -> None:
     """Prove a schedule in a CSV file: as written and, if it has no transfers, with those that vpipe adds."""
     schedule = _file(options.file)
     check(schedule)
-    transfers = sum(action.op in SENDS or action.op in RECEIVES for program in schedule.programs for action in program)
+    transfers = sum(action.op.transfer is not None for program in schedule.programs for action in program)
     if not transfers:
         check(lower(schedule.compute_only()))
     actions, of_them = sum(map(len, schedule.programs)), f", {transfers} of them transfers" if transfers else ""
@@ -90,16 +89,10 @@ def _read(path: Path) -> Schedule:
 def _for_torch(schedule: Schedule) -> str:
     """Return the file for PyTorch; say what it needs beside it, and who does what it leaves out."""
     text = write_torch_csv(schedule)
-    left = Counter(_TORCH_DOES.get(action.op, "transfers and sums: PyTorch adds its own")
-                   for program in schedule.programs for action in program if action.op not in TORCH)
+    left = Counter(action.op.torch for program in schedule.programs for action in program if action.op.torch)
     print(f"note: num_stages={schedule.stages}, n_microbatches={schedule.microbatches}; left out: "
           + "; ".join(f"{times} {what}" for what, times in left.items()), file=sys.stderr)
     return text
-
-
-_TORCH_DOES = {Op.STEP: "STEP: step the optimizer after schedule.step()",
-               Op.RECOMPUTE: "R: a backward recomputes where your modules use torch.utils.checkpoint",
-               Op.USE: "USE: with a flush there is one version of the weights"}
 
 
 def _text(summary: Summary) -> str:

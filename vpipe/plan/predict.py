@@ -11,7 +11,7 @@ from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.recompute import ranges
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory
-from vpipe.schedules.action import PER_MICROBATCH, Action, Op
+from vpipe.schedules.action import Action
 from vpipe.schedules.build import build
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.peaks import peak_contents
@@ -60,7 +60,7 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
                         recompute=[stage for stage, dropped in enumerate(recomputed) if dropped],
                         warmup=plan.warmup_depth or None)
     built = spec.prepare() if is_file(name) else _build(profile, spec, partition, recomputed)
-    split = any(action.op is Op.INPUT for program in built.programs for action in program)
+    split = bool(built.split_backwards)
     rounds = built.rounds
     costs = pipeline_costs(profile, partition, recomputed, built.placement, split, built.versions,
                            [-(-rounds.per_update(stage) // rounds.width(stage)) for stage in range(built.stages)])
@@ -142,7 +142,7 @@ def _simulate_batches(schedule: Schedule, costs: Costs) -> _SimulatedSteps:
         return _SimulatedSteps(timeline, _end_s(timeline.events), _working_s(timeline.events))
 
     def per_batch(action: Action) -> int:  # by how much the index differs from that in the batch before
-        return schedule.microbatches if action.op in PER_MICROBATCH else schedule.updates(action.stage)
+        return schedule.microbatches if action.op.per_microbatch else schedule.updates(action.stage)
 
     twice = schedule.with_programs([(*program, *(
         Action(action.op, action.stage, action.microbatch + per_batch(action)) for action in program))
@@ -177,7 +177,7 @@ def _simulate_stream(schedule: Schedule, costs: Costs) -> _SimulatedSteps:
     made: dict[int, float] = {}  # by update of the last stage, when its last replica had made it
     for rank in schedule.placement[last]:
         for event in timeline.events[rank]:
-            if event.action.op is Op.STEP and event.action.stage == last:
+            if event.action.op.makes_version and event.action.stage == last:
                 update = event.action.microbatch
                 made[update] = max(float(event.end_s), made.get(update, 0.0))
     per_step = rounds.per_step // rounds.per_update(last)

@@ -11,9 +11,10 @@ from statistics import fmean, median
 from vpipe.metric_formulas import bubble
 from vpipe.report.idle_causes import Cause, Producers, medians, time_slices
 from vpipe.report.recording import Recording
-from vpipe.schedules.action import COMPUTE, RETURNS, Op
+from vpipe.schedules.action import Action
+from vpipe.schedules.kinds import Kind, kind_with
+from vpipe.schedules.versions import VersionRegister
 
-WORK = COMPUTE | {Op.STEP}
 Points = Sequence[tuple[float, float]]
 
 
@@ -50,7 +51,7 @@ def step_ends(recording: Recording) -> dict[int, float]:
     span, per_step = rounds.per_update(0), rounds.per_step
     for rank in recording.placement[0]:
         for done in recording.tracks[rank].actions:
-            if done.op is Op.STEP and done.stage == 0 and (done.number + 1) * span % per_step == 0:
+            if done.op.makes_version and done.stage == 0 and (done.number + 1) * span % per_step == 0:
                 step = (done.number + 1) * span // per_step - 1
                 ends[step] = max(done.end_s, ends.get(step, 0.0))
                 seen[step] += 1
@@ -95,7 +96,7 @@ def typical_window(recording: Recording, most_actions: int, steps: int | None = 
     bounds = [(step, end) for step, end in ends.items() if steady.start_s <= end <= steady.end_s]
     if steady.start_s == 0.0:
         bounds.insert(0, (steady.first - 1, 0.0))
-    busiest = max(sum(done.op in COMPUTE and steady.start_s <= done.end_s <= steady.end_s for done in track.actions)
+    busiest = max(sum(done.op.computes and steady.start_s <= done.end_s <= steady.end_s for done in track.actions)
                   for track in recording.tracks)
     steps = max(1, min(len(bounds) - 1, steps or int(most_actions / max(1, busiest / steady.steps))))
     took = step_times(recording)
@@ -110,7 +111,7 @@ def _cut(recording: Recording, window: Window, most_actions: int) -> Window:
     cuts_s = []
     for track in recording.tracks:
         ends = [done.end_s for done in track.actions
-                if done.op in COMPUTE and window.start_s < done.end_s <= window.end_s]
+                if done.op.computes and window.start_s < done.end_s <= window.end_s]
         if len(ends) > 2 * most_actions:
             cuts_s.append(ends[2 * most_actions - 1])
     return replace(window, end_s=min(cuts_s), cut=True) if cuts_s else window
@@ -122,19 +123,25 @@ class RankTime:
 
     rank: int
     span: float
-    work: Mapping[tuple[Op, int], float]
+    work: Mapping[tuple[Kind, int], float]
     idle: Mapping[Cause, float]
 
-    def compute(self, of: frozenset[Op]) -> float:
-        """Return the seconds at work on these operations."""
-        return sum(seconds for (op, _), seconds in self.work.items() if op in of)
+    @property
+    def compute(self) -> float:
+        """Return the seconds of forwards and backwards."""
+        return sum(seconds for (op, _), seconds in self.work.items() if op.computes)
+
+    @property
+    def update(self) -> float:
+        """Return the seconds of optimizer steps."""
+        return sum(seconds for (op, _), seconds in self.work.items() if op.works and not op.computes)
 
 
 def rank_times(recording: Recording, window: Window, producers: Producers) -> list[RankTime]:
     """Return the ranks' times in a window; evaluations are not counted."""
     times = []
     for track in recording.tracks:
-        work: dict[tuple[Op, int], float] = defaultdict(float)
+        work: dict[tuple[Kind, int], float] = defaultdict(float)
         idle: dict[Cause, float] = defaultdict(float)
         span = 0.0
         for start_s, end_s, cause, done in time_slices(recording, track, producers):
@@ -208,12 +215,13 @@ class Figures:
         for stage, ranks in enumerate(recording.placement):
             mine = [times[rank] for rank in ranks]
             handing = sum(seconds for time in mine for (op, own), seconds in time.work.items()
-                          if op not in WORK and own == stage)
+                          if not op.works and own == stage)
             waiting = sum(time.idle.get(Cause.TRANSFER, 0.0) for time in mine)
             idle = sum(sum(time.idle.values()) for time in mine) - waiting
             per = max(1, window.steps) * len(ranks)
-            forward, backward, split, weight, recompute, update = (usual.get((stage, op), 0.0) for op in (
-                Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE, Op.STEP))
+            forward, backward, split, weight, recompute, update = (
+                usual.get((stage, kind_with(trait)), 0.0) for trait in (
+                    "uses_version", "whole_backward", "first_half", "second_half", "recomputation", "makes_version"))
             kept = max((held for rank in ranks for _, held in memory.get(rank, ())), default=None)
             stages.append(StageFigures(forward, split or backward, weight, recompute, update,
                                        (handing + waiting) / per, idle / per, kept, max(staleness[stage], default=0),
@@ -244,21 +252,18 @@ def _staleness(recording: Recording) -> list[list[int]]:
     """
     behind: list[list[int]] = [[] for _ in recording.placement]
     for track in recording.tracks:
-        made: dict[int, int] = defaultdict(int)  # the latest version; at first that before the first recorded step
+        registers: dict[int, VersionRegister] = {}  # at first with the version before the first recorded step
         for op, stage, index, *_ in track.actions:
-            if op is Op.STEP and stage not in made:
-                made[stage] = index
-        chosen: dict[int, int] = {}
+            if op.makes_version:
+                registers.setdefault(stage, VersionRegister(index))
         used: dict[tuple[int, int], int] = {}
         for op, stage, index, *_ in track.actions:
-            if op is Op.STEP:
-                made[stage] = index + 1
-            elif op is Op.USE:
-                chosen[stage] = index
-            elif op is Op.FORWARD:
-                used[stage, index] = chosen.get(stage, made[stage])
-            elif op in RETURNS and (stage, index) in used:
-                behind[stage].append(made[stage] - used.pop((stage, index)))
+            register = registers.setdefault(stage, VersionRegister())
+            register.follow(Action(op, stage, index))
+            if op.uses_version:
+                used[stage, index] = register.in_use
+            elif op.returns and (stage, index) in used:
+                behind[stage].append(register.latest - used.pop((stage, index)))
     return behind
 
 
@@ -275,7 +280,7 @@ def memory_curves(recording: Recording) -> dict[int, Points]:
         static, versions = sum(track.static_bytes.values()), dict.fromkeys(track.weight_bytes, 1)
         curve: list[tuple[float, float]] = []
         for done in track.actions:
-            if done.op not in WORK:
+            if not done.op.works:
                 continue
             if done.stage in versions:
                 versions[done.stage] = done.versions

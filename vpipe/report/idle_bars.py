@@ -12,20 +12,19 @@ from vpipe.report.idle_causes import Cause
 from vpipe.report.report_data import ReportData
 from vpipe.report.style import FILLS
 from vpipe.report.timeline import swatch
-from vpipe.schedules.action import COMPUTE, Op
+from vpipe.schedules.kinds import kind_with
 from vpipe.units import size_text
-from vpipe.visualize.svg import COLOURS
 from vpipe.visualize.table import milliseconds, percent, row_name
 
 _NAMES = {"compute": "forward and backward", "step": "optimizer step", "comm": "handing over"}
-_COMPUTE_FILL = COLOURS[Op.FORWARD]
+_COMPUTE_FILL, _STEP_FILL = kind_with("uses_version").colour, kind_with("makes_version").colour
 
 
 def _shares(time: RankTime, steps: int) -> list[tuple[str, str, float]]:
     """Return (name, fill, seconds per step) of each part of a rank's time."""
-    compute, step = time.compute(COMPUTE), time.compute(frozenset({Op.STEP}))
+    compute, step = time.compute, time.update
     handing = sum(time.work.values()) - compute - step
-    parts = [(_NAMES["compute"], _COMPUTE_FILL, compute), (_NAMES["step"], COLOURS[Op.STEP], step),
+    parts = [(_NAMES["compute"], _COMPUTE_FILL, compute), (_NAMES["step"], _STEP_FILL, step),
              (_NAMES["comm"], "var(--comm)", handing),
              *((f"idle: {cause.value}", FILLS[cause], time.idle.get(cause, 0.0)) for cause in Cause)]
     return [(name, fill, seconds / max(1, steps)) for name, fill, seconds in parts if seconds > 0]

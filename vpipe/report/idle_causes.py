@@ -17,8 +17,9 @@ from statistics import median
 from typing import NamedTuple
 
 from vpipe.report.recording import Recording, Track
-from vpipe.schedules.action import COMPLETES, RECEIVES, RETURNS, SENDS, Op
 from vpipe.schedules.action_record import RecordedAction
+from vpipe.schedules.kinds import NORMS, PART, SUM, Kind, Needed
+from vpipe.schedules.setting import Setting
 
 
 class Cause(StrEnum):
@@ -48,19 +49,12 @@ class _Produced(NamedTuple):
     excess_s: float
 
 
-_AWAITED = RETURNS | {Op.FORWARD, Op.REDUCE, Op.SEND_G, Op.NORM}
-_ALL_STAGES = -1
-
-
 @dataclass(frozen=True)
 class Producers:
-    """The actions that others wait for.
+    """The actions that others wait for, by the value that they make or send, its stage and its index."""
 
-    ``ends`` maps (operation, stage, index) to them. Backwards and input halves count as ``BACKWARD``, norms are of all
-    stages, and ``WEIGHT`` with an update's number has the weight gradients of a replicated stage in that update.
-    """
-
-    ends: Mapping[tuple[Op, int, int], Sequence[_Produced]]
+    made: Mapping[Needed, Sequence[_Produced]]
+    setting: Setting
 
     @classmethod
     def from_recording(cls, recording: Recording, simulated: bool = False) -> Producers:
@@ -69,41 +63,32 @@ class Producers:
         In a ``simulated`` one no action is late: durations differ only where ranks share cores.
         """
         usual, rounds = medians(recording), recording.rounds
-        ends: dict[tuple[Op, int, int], list[_Produced]] = defaultdict(list)
+        made: dict[Needed, list[_Produced]] = defaultdict(list)
         for track in recording.tracks:
-            for done in track.actions:
-                op, stage, index, start_s, end_s, waited_s, *_ = done
+            for op, stage, index, start_s, end_s, waited_s, *_ in track.actions:
                 excess_s = 0.0 if simulated else max(0.0, end_s - start_s - waited_s - usual[stage, op])
-                made = _Produced(track.rank, end_s, excess_s)
-                if op in _AWAITED:
-                    ends[Op.BACKWARD if op in RETURNS else op, _ALL_STAGES if op is Op.NORM else stage,
-                         index].append(made)
-                if op in COMPLETES and rounds.width(stage) > 1:
-                    ends[Op.WEIGHT, stage, index // rounds.per_update(stage)].append(made)
-        return cls(ends)
+                produced = _Produced(track.rank, end_s, excess_s)
+                makes = op.makes
+                if op.transfer is not None and op.sends and not op.per_microbatch:
+                    makes = ((op.transfer.value, 0),)
+                for value, offset in makes:
+                    at = rounds.update_of(stage, index) if value is PART else index
+                    made[value, stage + offset, at].append(produced)
+        there = {value for value, _, _ in made}
+        # A simulated sum is a transfer, no action.
+        return cls(made, Setting(rounds, lowered=SUM in there, normed=NORMS in there))
 
     def awaited(self, done: RecordedAction, rank: int) -> _Produced | None:
         """Return the producer that an action waited for: of several, the one that ended last."""
         op, stage, index, *_ = done
-        if op is Op.FORWARD or op in RETURNS:
-            source = (op, stage - 1, index) if op is Op.FORWARD else (Op.BACKWARD, stage + 1, index)
-            return self.ends[source][-1] if source in self.ends else None
-        sums = self.ends.get((Op.REDUCE, stage, index), ())
-        found: list[_Produced] = []
-        if op is Op.REDUCE or (op is Op.STEP and not sums):  # a simulated sum is a transfer, no action
-            found += self.ends.get((Op.WEIGHT, stage, index), ())
-        elif op in (Op.NORM, Op.STEP):
-            found += sums
-        if op in (Op.NORM, Op.STEP):
-            found += self.ends.get((Op.SEND_G, stage, index), ())
-        if op is Op.STEP:
-            found += self.ends.get((Op.NORM, _ALL_STAGES, index), ())
-        return max((made for made in found if made.rank != rank), key=lambda made: made.end_s, default=None)
+        found = [made for needed in op.needs(self.setting, stage, index, rank) if needed[0].homes is not None
+                 for made in self.made.get(needed, ()) if made.rank != rank]
+        return max(found, key=lambda made: made.end_s, default=None)
 
 
-def medians(recording: Recording) -> dict[tuple[int, Op], float]:
+def medians(recording: Recording) -> dict[tuple[int, Kind], float]:
     """Return the median seconds at work, by stage and operation."""
-    taken: dict[tuple[int, Op], list[float]] = defaultdict(list)
+    taken: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for track in recording.tracks:
         for op, stage, _, start_s, end_s, waited_s, *_ in track.actions:
             taken[stage, op].append(end_s - start_s - waited_s)
@@ -119,7 +104,7 @@ def time_slices(recording: Recording, track: Track, producers: Producers) -> Ite
     evaluations = iter(sorted(track.evaluations))
     evaluation = next(evaluations, None)
     for number, done in enumerate(track.actions):
-        if done.op is Op.USE:  # takes no time
+        if done.op.chooses:  # takes no time
             continue
         while evaluation is not None and evaluation[0] < done.start_s:
             start_s, end_s = max(now, evaluation[0]), min(max(now, evaluation[1]), done.start_s)
@@ -131,7 +116,7 @@ def time_slices(recording: Recording, track: Track, producers: Producers) -> Ite
             evaluation = next(evaluations, None)
         if done.start_s > now:
             upcoming = next((later for at in range(number, len(track.actions))
-                             if (later := track.actions[at]).op not in _HANDED), None)
+                             if not _is_handed((later := track.actions[at]).op)), None)
             made = None if upcoming is None else producers.awaited(upcoming, track.rank)
             # Before the first action of a rank the pipeline fills.
             yield from _idle(now, done.start_s, done, made, Cause.DISPATCH if number else Cause.SCHEDULE)
@@ -144,7 +129,9 @@ def time_slices(recording: Recording, track: Track, producers: Producers) -> Ite
         yield TimeSlice(now, recording.end_s, Cause.SCHEDULE, None)
 
 
-_HANDED = SENDS | RECEIVES | {Op.USE}
+def _is_handed(kind: Kind) -> bool:
+    """Tell whether an action waits for nothing itself."""
+    return kind.transfer is not None or kind.chooses
 
 
 def _idle(start_s: float, end_s: float, done: RecordedAction, made: _Produced | None,

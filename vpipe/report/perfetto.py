@@ -16,11 +16,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from vpipe.report.figures import WORK
 from vpipe.report.idle_causes import Producers, time_slices
 from vpipe.report.recording import Recording, Track, describe
-from vpipe.schedules.action import RETURNS, Op
 from vpipe.schedules.action_record import RecordedAction
+from vpipe.schedules.kinds import Needed
+from vpipe.schedules.setting import Setting
 from vpipe.visualize.table import row_name
 
 MOST_ACTIONS = 250_000
@@ -30,8 +30,6 @@ SHORTEST_IDLE_US = 5.0
 _COMPUTE, _TRANSFERS, _IDLE = 1, 2, 3
 _ROWS = {_COMPUTE: "compute", _TRANSFERS: "transfers", _IDLE: "idle"}
 Event = tuple[float, dict[str, Any]]
-_Use = tuple[bool, int, int]
-"""The action that uses a transfer: whether it is a forward, its stage and microbatch."""
 
 
 def write_trace(recording: Recording, producers: Producers, path: Path, most: int = MOST_ACTIONS,
@@ -47,7 +45,7 @@ def write_trace(recording: Recording, producers: Producers, path: Path, most: in
     if until_s < recording.end_s:
         note = (f"trace.json shows the first {until_s:.1f} s of {recording.end_s:.1f} s, {most:,} actions: Perfetto "
                 "opens no much larger file.")
-    flows = _flows(recording, until_s)
+    flows = _flows(recording, producers.setting, until_s)
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with partial.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -82,7 +80,7 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Mapping[_Use, int],
+def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Mapping[Needed, int],
              until_s: float) -> Iterator[Event]:
     """Yield a rank's slices, flows and counters, in order."""
     rank, versions = track.rank, dict.fromkeys(track.weight_bytes, 1)
@@ -91,22 +89,22 @@ def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Ma
         if end_s > until_s:
             return
         start, end = _us(start_s), _us(end_s)
-        row = _IDLE if cause is not None or done is None else _COMPUTE if done.op in WORK else _TRANSFERS
+        row = _IDLE if cause is not None or done is None else _COMPUTE if done.op.works else _TRANSFERS
         event = {"ph": "X", "pid": rank, "tid": row, "ts": start, "dur": round(end - start, 3)}
         if cause is not None or done is None:
             if end - start >= SHORTEST_IDLE_US:
                 yield start, {**event, "name": "evaluation" if cause is None else cause.value,
                               "args": {} if done is None else {"before": str(done.action)}}
             continue
-        yield start, {**event, "name": str(done.action), "cat": done.op.value, "args": {
+        yield start, {**event, "name": str(done.action), "cat": str(done.op), "args": {
             "what": describe(done), "waited_ms": round(done.waited_s * 1e3, 4), "held_bytes": done.held_bytes,
             "versions": done.versions}}
-        ends = _ends(done)
+        ends = _ends(done, producers.setting)
         if ends is not None and (number := flows.get(ends[1])) is not None:
             flow = {"ph": ends[0], "id": number, "pid": rank, "tid": row, "ts": start, "name": "transfer",
                     "cat": "transfer"}
             yield start, flow if ends[0] == "s" else {**flow, "bp": "e"}
-        if done.op in WORK:
+        if done.op.works:
             if done.stage in versions:
                 versions[done.stage] = done.versions
             held = done.held_bytes, sum(count * track.weight_bytes[stage] for stage, count in versions.items())
@@ -116,25 +114,24 @@ def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Ma
                     "activations": held[0], "weight versions": held[1], "gradients and optimizer": static}}
 
 
-def _ends(done: RecordedAction) -> tuple[str, _Use] | None:
-    """Return which end of a flow an action is, and the action that uses its tensor; None for others."""
+def _ends(done: RecordedAction, setting: Setting) -> tuple[str, Needed] | None:
+    """Return which end of a flow an action is, and what flows; None for others."""
     op, stage, index, *_ = done
-    if op is Op.SEND_F:
-        return "s", (True, stage + 1, index)
-    if op is Op.SEND_B:
-        return "s", (False, stage - 1, index)
-    if op is Op.FORWARD:
-        return "f", (True, stage, index)
-    return ("f", (False, stage, index)) if op in RETURNS else None
+    if not op.per_microbatch or op.receives:
+        return None
+    if op.transfer is not None:
+        return "s", (op.transfer.value, stage + op.transfer.value_offset, index)
+    used = [needed for needed in op.needs(setting, stage, index, 0) if needed[0].carrier is not None]
+    return ("f", used[0]) if used else None
 
 
-def _flows(recording: Recording, until_s: float) -> dict[_Use, int]:
+def _flows(recording: Recording, setting: Setting, until_s: float) -> dict[Needed, int]:
     """Number the flows whose ends are both shown and in order: two hosts' clocks may differ."""
-    sent: dict[_Use, float] = {}
-    used: dict[_Use, float] = {}
+    sent: dict[Needed, float] = {}
+    used: dict[Needed, float] = {}
     for track in recording.tracks:
         for done in track.actions:
-            if done.end_s <= until_s and (ends := _ends(done)) is not None:
+            if done.end_s <= until_s and (ends := _ends(done, setting)) is not None:
                 (sent if ends[0] == "s" else used)[ends[1]] = done.begun_s
     both = (use for use, begun_s in sent.items() if use in used and _us(begun_s) <= _us(used[use]))
     return {use: number for number, use in enumerate(both, 1)}

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError, counted
-from vpipe.schedules.action import PER_MICROBATCH, Op
 from vpipe.schedules.action_record import FORMAT, RecordedAction
-from vpipe.schedules.schedule import Rounds
+from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.kinds import kind_if_any
 from vpipe.schedules.size import Placement
 
 _RECORD_AGAIN = "record the run again with 'trace: true' in its config, or copy the file whole"
@@ -93,7 +93,6 @@ def _open_lines(file: Path) -> Iterator[Iterator[str]]:
 
 _SLACK_S = 1e-6  # by which rounded times may overlap
 _TEXT = re.compile(r"(\d+)([A-Z_]+)(\d+)")
-_OPS = {op.value: op for op in Op}
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,8 @@ class Recording:
     notes: tuple[str, ...] = ()
 
     @cached_property
-    def rounds(self) -> Rounds:
-        return Rounds(self.placement, self.microbatches if self.flush else self.update_every, self.flush,
+    def rounds(self) -> Assignment:
+        return Assignment(self.placement, self.microbatches if self.flush else self.update_every, self.flush,
                       lambda number: number >= 0)
 
     @property
@@ -280,7 +279,7 @@ def _parse_action(entry: list[Any], stages: int, last_s: float) -> RecordedActio
     if len(entry) != 6 or type(entry[0]) is not str or (match := _TEXT.fullmatch(entry[0])) is None:
         return None
     _, start_s, end_s, waited_s, held, versions = entry
-    op, stage = _OPS.get(match[2]), int(match[1])
+    op, stage = kind_if_any(match[2]), int(match[1])
     if op is None or stage >= stages or not (is_number(start_s) and is_number(end_s) and is_number(waited_s)):
         return None
     if not (_is_count(held) and _is_count(versions) and start_s <= end_s and last_s - _SLACK_S <= start_s
@@ -298,17 +297,6 @@ def damaged_line(what: str, file: Path, number: int, line: str, hint: str) -> Us
                      where=f"{file}:{number}", hint=hint)
 
 
-_WHAT = {
-    Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of backward", Op.WEIGHT: "weight half",
-    Op.RECOMPUTE: "recompute", Op.STEP: "optimizer step", Op.USE: "choose a weight version",
-    Op.REDUCE: "sum of gradients over replicas", Op.NORM: "gradient norms", Op.SEND_F: "send activations",
-    Op.RECV_F: "get ready for activations", Op.SEND_B: "send gradients", Op.RECV_B: "get ready for gradients",
-    Op.SEND_W: "send tied weights", Op.RECV_W: "get ready for tied weights",
-    Op.SEND_G: "send gradients of tied weights", Op.RECV_G: "get ready for gradients of tied weights"}
-
-
 def describe(done: RecordedAction) -> str:
     """Return ``forward, microbatch 17, stage 2``."""
-    counts = "microbatch" if done.op in PER_MICROBATCH else (
-        "version" if done.op in (Op.USE, Op.SEND_W, Op.RECV_W) else "update")
-    return f"{_WHAT[done.op]}, {counts} {done.number}, stage {done.stage}"
+    return f"{done.op.name}, {done.op.counts} {done.number}, stage {done.stage}"

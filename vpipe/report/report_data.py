@@ -16,13 +16,15 @@ from vpipe.errors import CheckError, UserError, counted
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
-from vpipe.report.figures import WORK, Figures, Points, step_ends
+from vpipe.report.figures import Figures, Points, step_ends
 from vpipe.report.idle_causes import Cause, Producers, medians, time_slices
 from vpipe.report.recording import Recording, Track, read_recording
 from vpipe.report.run_metrics import History, Totals, read_history
-from vpipe.schedules.action import PER_MICROBATCH, Action, Op
+from vpipe.schedules.action import Action
 from vpipe.schedules.action_record import RecordedAction
 from vpipe.schedules.costs import Costs, Link, StageCosts
+from vpipe.schedules.kinds import kind_with
+from vpipe.schedules.peaks import recomputations
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.simulator.timeline import Timeline
@@ -52,7 +54,7 @@ def repeat_batches(timeline: Timeline, batches: int) -> Timeline:
     """Return the timeline of so many batches of a schedule with a flush, where ``timeline`` is of one."""
     schedule = timeline.schedule
     count = schedule.microbatches
-    programs = [[action._replace(microbatch=action.microbatch + batch * (count if action.op in PER_MICROBATCH else 1))
+    programs = [[action._replace(microbatch=action.microbatch + batch * (count if action.op.per_microbatch else 1))
                  for batch in range(batches) for action in program] for program in schedule.programs]
     return simulate(replace(schedule.with_programs(programs), microbatches=batches * count), timeline.costs)
 
@@ -72,10 +74,10 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
     last = steps * rounds.per_step
 
     def taken(done: RecordedAction) -> int:
-        return rounds.per_update(done.stage) if done.op is Op.STEP else 1
+        return 1 if done.op.per_microbatch else rounds.per_update(done.stage)
 
     programs = [[Action(done.op, done.stage, done.number - before // taken(done)) for done in track.actions
-                 if done.op in WORK and (done.number + 1) * taken(done) <= before + last]
+                 if done.op.works and (done.number + 1) * taken(done) <= before + last]
                 for track in recording.tracks]
     ranks, stages = len(programs), len(recording.placement)
     schedule = Schedule(recording.schedule, recording.placement, tuple(map(tuple, programs)), last,
@@ -85,16 +87,16 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
 
 def _median_costs(recording: Recording, producers: Producers, programs: Sequence[Sequence[Action]]) -> Costs:
     usual = medians(recording)
-    early = {action.stage for program in programs for action in program if action.op is Op.RECOMPUTE}
+    early = {stage for program in programs for stage, _ in recomputations(program)}
 
     def stage(number: int) -> StageCosts:
-        def of(op: Op) -> float:
-            return usual.get((number, op), 0.0)
+        def of(trait: str) -> float:
+            return usual.get((number, kind_with(trait)), 0.0)
 
-        whole = of(Op.BACKWARD)
-        halves = (of(Op.INPUT), of(Op.WEIGHT)) if (number, Op.INPUT) in usual else (whole, 0.0)
-        return StageCosts(of(Op.FORWARD), *halves, recompute_s=of(Op.RECOMPUTE) if number in early else 0.0,
-                          step_s=of(Op.STEP))
+        whole, split = of("whole_backward"), (number, kind_with("first_half")) in usual
+        halves = (of("first_half"), of("second_half")) if split else (whole, 0.0)
+        return StageCosts(of("uses_version"), *halves, recompute_s=of("recomputation") if number in early else 0.0,
+                          step_s=of("makes_version"))
 
     waits = [piece.end_s - piece.start_s for track in recording.tracks
              for piece in time_slices(recording, track, producers) if piece.cause is Cause.TRANSFER]

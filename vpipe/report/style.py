@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vpipe.report.idle_causes import Cause
-from vpipe.schedules.action import Op
-from vpipe.visualize.svg import COLOURS, mixed
+from vpipe.schedules.kinds import Kind, kinds
+from vpipe.visualize.svg import mixed
 
 FILLS = {Cause.SCHEDULE: "var(--idle)", Cause.TRANSFER: "url(#transfer)", Cause.STRAGGLER: "url(#straggler)",
          Cause.DISPATCH: "url(#dispatch)", Cause.UNKNOWN: "url(#unknown)"}
@@ -107,16 +107,16 @@ s.addEventListener('pointerover',show);s.addEventListener('click',show)}
 """
 
 
-def css(used: set[Op], chunks: int) -> str:
+def css(used: set[Kind], chunks: int) -> str:
     """Return the style sheet, with a class per operation and stage of a rank; later stages are paler."""
-    fills = "".join(f".{op.value}{chunk}{{fill:{shade(op, chunk, chunks)}}}" for op in COLOURS if op in used
-                    for chunk in range(1 if op is Op.STEP else chunks))
+    fills = "".join(f".{op}{chunk}{{fill:{shade(op, chunk, chunks)}}}" for op in kinds() if op.works and op in used
+                    for chunk in range(chunks if op.per_microbatch else 1))
     return _CSS + fills
 
 
-def shade(op: Op, chunk: int, chunks: int) -> str:
+def shade(op: Kind, chunk: int, chunks: int) -> str:
     """Return the colour of an operation on the rank's stage number ``chunk`` of ``chunks``."""
-    return mixed(COLOURS[op], 0.6 * chunk / max(1, chunks - 1))
+    return mixed(op.colour, 0.6 * chunk / max(1, chunks - 1))
 
 
 PATTERNS = """<svg width="0" height="0" style="position:absolute" aria-hidden="true"><defs>

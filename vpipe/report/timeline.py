@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from html import escape
 
-from vpipe.report.figures import WORK, Window, step_ends
+from vpipe.report.figures import Window, step_ends
 from vpipe.report.idle_causes import Cause, Producers, TimeSlice, time_slices
 from vpipe.report.recording import Recording, describe
 from vpipe.report.style import FILLS, shade
-from vpipe.schedules.action import Op
+from vpipe.schedules.kinds import Kind, kinds
 from vpipe.schedules.schedule import stages_of_rank
-from vpipe.visualize.svg import COLOURS, NAMES, tick_of
+from vpipe.visualize.svg import tick_of
 from vpipe.visualize.table import milliseconds, number, row_name
 
 _ROW, _GAP, _HEAD, _AXIS = 26, 6, 34, 28
@@ -77,17 +77,17 @@ class _Figure:
                          f"{milliseconds(lane.window.span_s)}" for lane in self._lanes)
 
     def _legend(self) -> Iterator[str]:
-        ops, causes, handing = set[Op](), set[Cause](), False
+        ops, causes, handing = set[Kind](), set[Cause](), False
         for piece in (piece for ranks in self._parts for own in ranks for piece in own):
             if piece.cause is not None:
                 causes.add(piece.cause)
             elif piece.done is not None:
                 ops.add(piece.done.op)
-                handing = handing or piece.done.op not in WORK
+                handing = handing or not piece.done.op.works
         yield '<ul class="bar">'
-        for op in (op for op in COLOURS if op in ops):
-            shades = [shade(op, chunk, self._chunks) for chunk in range(1 if op is Op.STEP else self._chunks)]
-            yield swatch(shades, NAMES[op], inset=2 * (op is Op.RECOMPUTE))
+        for op in (op for op in kinds() if op.works and op in ops):
+            shades = [shade(op, chunk, self._chunks) for chunk in range(self._chunks if op.per_microbatch else 1)]
+            yield swatch(shades, op.name, inset=2 * op.recomputation)
         if handing:
             yield swatch(["var(--comm)"], "handing over", inset=4)
         for cause in (cause for cause in Cause if cause in causes):
@@ -137,7 +137,7 @@ class _Figure:
             return
         inset = 0
         if piece.cause is None and done is not None:
-            inset = _HANDED_INSET if done.op not in WORK else _AGAIN_INSET if done.op is Op.RECOMPUTE else 0
+            inset = _HANDED_INSET if not done.op.works else _AGAIN_INSET if done.op.recomputation else 0
         place = (f'x="{_n(self._x(start))}%" y="{row + inset}" width="{_n(100 * share)}%" '
                  f'height="{_ROW - 2 * inset}"')
         took = milliseconds(piece.end_s - piece.start_s)
@@ -147,12 +147,12 @@ class _Figure:
                    "</rect>")
         elif done is None:
             yield f'<rect {place} fill="var(--panel)"><title>evaluation, {took}</title></rect>'
-        elif done.op not in WORK:
+        elif not done.op.works:
             yield f'<rect {place} class="comm"><title>{done.action}: {describe(done)}; {took}</title></rect>'
         else:
-            chunk = stages.index(done.stage) if done.op is not Op.STEP and done.stage in stages else 0
+            chunk = stages.index(done.stage) if done.op.per_microbatch and done.stage in stages else 0
             waited = f", waited {milliseconds(done.waited_s)}" if done.waited_s > 0 else ""
-            yield (f'<rect {place} class="{"cell " * (not step)}{done.op.value}{chunk}">'
+            yield (f'<rect {place} class="{"cell " * (not step)}{done.op}{chunk}">'
                    f"<title>{done.action}: {describe(done)}; {took}{waited}</title></rect>")
             if not step:
                 yield self._label(lane, done.number, start + (end - start) / 2, share, row)
@@ -184,7 +184,7 @@ class _Figure:
 
 
 def _is_step(piece: TimeSlice) -> bool:
-    return piece.cause is None and piece.done is not None and piece.done.op is Op.STEP
+    return piece.cause is None and piece.done is not None and not piece.done.op.per_microbatch and piece.done.op.works
 
 
 def chunks(recording: Recording) -> int:

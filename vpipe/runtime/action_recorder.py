@@ -15,15 +15,11 @@ from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.microbatches import Signature
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.action import PER_MICROBATCH, Action, Op
+from vpipe.schedules.action import Action, Kind
 from vpipe.schedules.action_record import RecordedAction, RecordedEvaluation
 
 MOST_ACTIONS = 100_000
 """Per rank: about 7 MB in its file."""
-
-_FORWARD, _BACKWARD, _INPUT, _WEIGHT = Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT
-_RECOMPUTE, _USE = Op.RECOMPUTE, Op.USE
-"""To name a member of an enumeration takes longer than to record an action."""
 
 
 @dataclass(slots=True)
@@ -35,7 +31,7 @@ class _Sizes:
         known: whether a microbatch has had its whole backward; until then each is counted.
     """
 
-    bytes: dict[Op, int] = field(default_factory=dict)
+    bytes: dict[Kind, int] = field(default_factory=dict)
     known: bool = False
 
 
@@ -58,7 +54,7 @@ class Recorder:
     def __init__(self, worker: Worker, limit: int) -> None:
         self.worker, self.count = worker, 0
         self._limit = limit
-        self._records: list[tuple[Op, int, int, float, float, float, int, int] | RecordedEvaluation] = []
+        self._records: list[tuple[Kind, int, int, float, float, float, int, int] | RecordedEvaluation] = []
         self._held = 0
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._sizes: dict[tuple[int, bool, Signature], _Sizes] = defaultdict(_Sizes)
@@ -89,21 +85,21 @@ class Recorder:
         if self.count >= self._limit:
             worker.execute(action)
             return
-        counter = self._counter_for(op, stage, index) if op is _FORWARD or op is _RECOMPUTE else None
+        counter = self._counter_for(op, stage, index) if op.uses_version or op.recomputation else None
         transport = worker.transport
         waited, started = transport.wait_s, perf_counter()
         if counter is None:
             worker.execute(action)
         else:
             self._execute_counted(action, counter)
-        ended = started if op is _USE else perf_counter()
+        ended = started if op.chooses else perf_counter()
         self.count += 1
-        if op is _FORWARD or op is _RECOMPUTE or op is _INPUT:
+        if op.memory is not None and (op.memory.takes or op.memory.leaves):
             self._keep(op, stage, index)
-        elif op is _BACKWARD or op is _WEIGHT:
+        elif op.completes:
             self._drop(stage, index)
         segment = worker.segment
-        number = segment.number(index) if op in PER_MICROBATCH else segment.update_number(stage, index)
+        number = segment.number(index) if op.per_microbatch else segment.update_number(stage, index)
         here = worker.stages.get(stage)
         self._records.append((op, stage, number, started, ended, transport.wait_s - waited, self._held,
                             0 if here is None else here.weights.version_count))
@@ -135,9 +131,9 @@ class Recorder:
                                                                *changes.get(index, ())))
                 + _untrained_bytes(self.worker.stages[index]) for index, size in self.weight_bytes().items()}
 
-    def _counter_for(self, op: Op, stage: int, microbatch: int) -> ActivationCounter | None:
+    def _counter_for(self, op: Kind, stage: int, microbatch: int) -> ActivationCounter | None:
         """Return the counter of an action's activations; None where their size is known."""
-        if op is _FORWARD:
+        if op.uses_version:
             segment = self.worker.segment
             sizes = self._sizes[stage, self.worker.is_split(stage, microbatch), segment.signature(microbatch)]
             self._in_flight[stage, microbatch] = _InFlight(sizes, None if sizes.known else ActivationCounter())
@@ -152,7 +148,7 @@ class Recorder:
                 error.hint = "what such a layer keeps cannot be counted for the timeline of the run: set trace to false"
             raise
 
-    def _keep(self, op: Op, stage: int, microbatch: int) -> None:
+    def _keep(self, op: Kind, stage: int, microbatch: int) -> None:
         """Add the bytes that an action keeps."""
         mine = self._in_flight[stage, microbatch]
         sizes = mine.sizes.bytes
@@ -186,10 +182,10 @@ def label_actions(worker: Worker) -> Callable[[], None]:
     """
     plain = worker.operations
 
-    def labelled(op: Op, operation: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    def labelled(op: Kind, operation: Callable[[int, int], None]) -> Callable[[int, int], None]:
         def execute(stage: int, index: int) -> None:
             segment = worker.segment
-            number = segment.number(index) if op in PER_MICROBATCH else segment.update_number(stage, index)
+            number = segment.number(index) if op.per_microbatch else segment.update_number(stage, index)
             with record_function(f"{stage}{op}{number}"):
                 operation(stage, index)
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from vpipe.errors import UserError, nearest
 from vpipe.model.layer import Layer, Model
-from vpipe.schedules.action import Op
 from vpipe.schedules.schedule import Schedule
 
 DEFAULT_BACKEND = "inductor"
@@ -40,7 +39,7 @@ def check_compiled(backend: str, schedule: Schedule, device: torch.device | None
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         raise UserError(f"torch.compile has no backend '{backend}'",
                         hint=nearest(backend, USUAL_BACKENDS))
-    if any(action.op is Op.INPUT for program in schedule.programs for action in program):
+    if schedule.split_backwards:
         raise UserError(f"'{schedule.name}' splits every backward: it intercepts the operations that take a weight, "
                         "and a compiled layer shows none",
                         hint="choose a schedule with whole backwards, such as 1f1b or interleaved, or do not compile")

@@ -42,8 +42,9 @@ from vpipe.runtime.transport.compression import CompressedTransport, Compression
 from vpipe.runtime.transport.distributed import DistributedTransport, is_ordered, tensor_groups
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
 from vpipe.runtime.worker import Worker
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.delays import mean_delay
-from vpipe.schedules.schedule import Rounds, Schedule, describe_rank
+from vpipe.schedules.schedule import Schedule, describe_rank
 from vpipe.schedules.size import Placement
 
 Pauses = Callable[[int], int | None]
@@ -129,7 +130,7 @@ class Engine:
         self._stream: RunningSegment | None = None
         self._results = StepResults(self.workers, schedule, distributed)
         self._interrupts = Interrupts(alone=not distributed)
-        self._interpreter = Interpreter(self.workers, self._results, self._interrupts, distributed)
+        self._interpreter = Interpreter(self.workers, self._results, schedule.ties, self._interrupts, distributed)
         self._interpreter.exchange_tied_weights()
         self._replicas_compared = False
 
@@ -240,7 +241,7 @@ class Engine:
                                    "call of the pipeline ends the microbatches in flight")
             raise
 
-    def _steps_of_stream(self, segment: Segment, rounds: Rounds) -> Iterator[int]:
+    def _steps_of_stream(self, segment: Segment, rounds: Assignment) -> Iterator[int]:
         """Yield the step numbers of a stream; after a failure nothing of it is left to drain."""
         try:
             yield from self._interpreter.run(segment, self._programs.for_stream(rounds))
@@ -305,7 +306,7 @@ class Engine:
             self.collectives.check_replicas_begin(buffers=self.position.microbatches == 0)
             self._replicas_compared = True
 
-    def _segment(self, loader: MicrobatchLoader, first: int, rounds: Rounds) -> Segment:
+    def _segment(self, loader: MicrobatchLoader, first: int, rounds: Assignment) -> Segment:
         """Return the segment that is trained next, beginning with an empty pipeline."""
         check_rescheduled(self._optimizers)
         self._check_not_wrapped()
@@ -376,7 +377,7 @@ class Engine:
                 end = first + most if loader.has(first + most - 1) else loader.total
                 if loader.error is not None:
                     break
-                rounds = Rounds(self._placement, end - first, True, partial(gt, end - first))
+                rounds = Assignment(self._placement, end - first, True, partial(gt, end - first))
                 if (name := self._labels) is not None:
                     last = len(self._placement) - 1
                     for rank, counts in labels.items():

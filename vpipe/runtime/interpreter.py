@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from vpipe.errors import RunError
@@ -12,16 +12,16 @@ from vpipe.runtime.interrupts import Interrupts
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.worker import IsSplit, VersionOf, Worker
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.action import Action
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.build import build_evaluation, replica_views, stream_program
-from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.graph import Flow, Graph
 from vpipe.schedules.lower import Lowering, lower
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
+from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.setting import Setting
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order
-
-_STEP = Op.STEP
-"""To name a member of an enumeration takes longer than to compare with it."""
+from vpipe.schedules.versions import StreamVersions
 
 
 class RankProgram(NamedTuple):
@@ -42,11 +42,10 @@ class RankPrograms:
 
     def __init__(self, schedule: Schedule, recompute: Collection[int], ordered: bool) -> None:
         if ordered and not schedule.stream:
-            schedule, _ = in_one_order(Dependencies.from_schedule(schedule))
+            schedule, _ = in_one_order(Graph.from_schedule(schedule))
         self._schedule, self._recompute, self._ordered = schedule, recompute, ordered
-        self._split = frozenset((action.stage, action.microbatch) for program in schedule.programs for action in program
-                                if action.op is Op.INPUT)
-        self._versions = Dependencies.from_schedule(schedule).version
+        self._split = schedule.split_backwards
+        self._versions = Graph.from_schedule(schedule).version
         self._evaluations: dict[int, Schedule] = {}  # the latest, by its number of microbatches
 
     def for_batch(self, rank: int) -> RankProgram:
@@ -55,7 +54,7 @@ class RankPrograms:
                            lambda owner, microbatch: self._versions[owner, microbatch],
                            lambda stage, microbatch: (stage, microbatch) in self._split)
 
-    def for_stream(self, rounds: Rounds) -> Callable[[int], RankProgram]:
+    def for_stream(self, rounds: Assignment) -> Callable[[int], RankProgram]:
         """Return a function that gives a rank its lowered program over all microbatches that exist.
 
         The generator yields the program for very many microbatches (:data:`vpipe.schedules.registry.Program`); actions
@@ -69,16 +68,17 @@ class RankPrograms:
         def compute(rank: int) -> Iterator[Action]:
             return stream_program(recipe, views[rank], rounds, stages_of_rank(placement, rank), self._recompute)
 
+        ties, versions = self._schedule.ties, StreamVersions(rounds, compute)
+
+        def lowered(rank: int) -> Iterator[Action]:
+            return Lowering(rounds, rank, compute, ties, warmup=self._schedule.warmup).program()
+
         def program(rank: int) -> RankProgram:
-            lowered = {every: Lowering(rounds, every, compute, self._schedule.ties, warmup=self._schedule.warmup)
-                       for every in (range(self._schedule.ranks) if self._ordered else (rank,))}
-            actions = lowered[rank].program()
+            actions = lowered(rank)
             if self._ordered:
-                order = TransferOrder(
-                    rounds, self._schedule.ties, [lowering.program() for lowering in lowered.values()],
-                    lambda of, owner, microbatch: lowered[of].version_of(owner, microbatch), normed=False, ranks=[rank])
-                actions = order.program(rank)
-            return RankProgram(actions, lowered[rank].version_of, lambda stage, microbatch: stage in split)
+                setting, every = Setting(rounds, ties, versions.of), range(self._schedule.ranks)
+                actions = TransferOrder(setting, list(map(lowered, every)), ranks=[rank]).program(rank)
+            return RankProgram(actions, versions.of, lambda stage, microbatch: stage in split)
 
         return program
 
@@ -87,7 +87,7 @@ class RankPrograms:
         if microbatches not in self._evaluations:
             schedule = lower(build_evaluation(self._schedule.placement, microbatches))
             if self._ordered:
-                schedule, _ = in_one_order(Dependencies.from_schedule(schedule))
+                schedule, _ = in_one_order(Graph.from_schedule(schedule))
             self._evaluations = {microbatches: schedule}
         programs = self._evaluations[microbatches].programs
         return lambda rank: RankProgram(iter(programs[rank]), lambda owner, microbatch: 0,
@@ -100,6 +100,7 @@ class Interpreter:
     Args:
         workers: of this process, by rank.
         results: sends losses as soon as they are computed.
+        ties: stages that borrow a stage's tied weights, by owning stage.
         interrupts: of the user; one that waits is raised between two actions, while a batch can still be given up.
         distributed: whether there are other processes; then this one has one rank, which waits where it must.
 
@@ -108,10 +109,10 @@ class Interpreter:
         recorders: by rank, where actions in training are recorded.
     """
 
-    def __init__(self, workers: Mapping[int, Worker], results: StepResults, interrupts: Interrupts,
-                 distributed: bool) -> None:
+    def __init__(self, workers: Mapping[int, Worker], results: StepResults, ties: Mapping[int, Sequence[int]],
+                 interrupts: Interrupts, distributed: bool) -> None:
         self._workers, self._results, self._distributed = workers, results, distributed
-        self._interrupts = interrupts
+        self._ties, self._interrupts = ties, interrupts
         self.broken = self._stepped = False
         self.recorders: Mapping[int, Recorder] = {}
 
@@ -120,18 +121,16 @@ class Interpreter:
         if self.broken:
             raise RunError("this pipeline failed before and cannot go on", hint="build a new one")
         self._stepped = False
-        programs: dict[int, Iterator[Action]] = {}
+        programs = {rank: program_of(rank) for rank in self._workers}
         for rank, worker in self._workers.items():
-            program = program_of(rank)
-            programs[rank] = program.actions
-            worker.begin(segment, program.version_of, program.is_split)
+            worker.begin(segment, programs[rank].version_of, programs[rank].is_split)
         rounds, here = segment.rounds, sum(len(worker.stages) for worker in self._workers.values())
         made: Counter[int] = Counter()  # stages that have made all their updates of a step
         done = 0
         self.broken = True  # until the end is reached
         try:
             for rank, action in self._execute_all(programs, segment):
-                if action.op is _STEP:
+                if action.op.makes_version:
                     step, left = divmod((action.microbatch + 1) * rounds.per_update(action.stage), rounds.per_step)
                     made[step - 1] += not left
                     # A step of fewer microbatches ends with the programs.
@@ -152,8 +151,7 @@ class Interpreter:
         if segment.training and rounds.in_step(done):
             yield done
 
-    def _execute_all(self, programs: Mapping[int, Iterator[Action]],
-                     segment: Segment) -> Iterator[tuple[int, Action]]:
+    def _execute_all(self, rank_programs: Mapping[int, RankProgram], segment: Segment) -> Iterator[tuple[int, Action]]:
         """Execute each rank's actions as soon as their inputs are there; yield steps and last forwards afterwards.
 
         With a flush the ranks of one process step when all can: an error before that leaves the weights unchanged.
@@ -161,23 +159,26 @@ class Interpreter:
         executors: Mapping[int, Worker | Recorder] = {
             **self._workers, **(self.recorders if segment.training else {})}
         step_together, last_forwards = segment.rounds.flush and not self._distributed, self._results.last_forwards
-        interrupts = self._interrupts
+        interrupts, flow = self._interrupts, None if self._distributed else self._flow(rank_programs, segment)
+        programs = {rank: program.actions for rank, program in rank_programs.items()}
         heads = {rank: first for rank, program in programs.items() if (first := next(program, None)) is not None}
         while heads:
             moved = False
             for rank in list(heads):
-                missing, execute, program = self._workers[rank].missing, executors[rank].execute, programs[rank]
+                execute, program = executors[rank].execute, programs[rank]
                 action: Action | None = heads.pop(rank)
-                while action is not None and (self._distributed or missing(action) is None):
+                while action is not None and (flow is None or flow.missing(action, rank) is None):
                     if interrupts.noted and self._can_give_up(segment):
                         interrupts.raise_noted()
-                    if action.op is _STEP:
+                    if action.op.makes_version:
                         if step_together:
                             break
                         self._stepped = True
                     execute(action)
+                    if flow is not None:
+                        flow.follow(action, rank)
                     moved = True
-                    if action.op is _STEP or action is last_forwards.get(rank):
+                    if action.op.makes_version or action is last_forwards.get(rank):
                         yield rank, action
                     action = next(program, None)
                 if action is not None:
@@ -185,10 +186,17 @@ class Interpreter:
             if step_together and not moved:
                 step_together = False
             elif not moved:
-                waits = "; ".join(f"rank {rank} at {action} waits for {found[0]} from rank {found[1]}"
-                                  for rank, action in heads.items()
-                                  if (found := self._workers[rank].missing(action)) is not None)
+                waits = "; ".join(
+                    f"rank {rank} at {action} waits for the {value.name} {index} of stage {stage} from rank {home}"
+                    for rank, action in heads.items() if flow is not None and (found := flow.missing(action, rank))
+                    for value, stage, index, home in [found])
                 raise RunError(f"no rank can go on: {waits}", hint="the schedule deadlocks: this is a defect of vpipe")
+
+    def _flow(self, programs: Mapping[int, RankProgram], segment: Segment) -> Flow:
+        """Return what tells whether an action can be executed, where all ranks are in this process."""
+        version_of = next(iter(programs.values())).version_of
+        normed = any(worker.optimizer_steps.global_norms for worker in self._workers.values())
+        return Flow(Setting(segment.rounds, self._ties, version_of, normed=normed))
 
     def _can_give_up(self, segment: Segment) -> bool:
         """Return whether a segment can be begun again as if it had not been: else it is better ended."""

@@ -20,7 +20,6 @@ from torch import Tensor
 from vpipe.errors import UserError
 from vpipe.runtime.precision import Precision
 from vpipe.runtime.stage import Stage
-from vpipe.schedules.action import Op
 from vpipe.schedules.schedule import Schedule
 
 INITIAL_SCALE = 65536.0
@@ -74,7 +73,7 @@ class LossScaler:
         scaler = cls(precision, stages, schedule.flush)
         if scaler.per_stage:
             hint = "set loss_scale to a number such as 1024, or choose a schedule with a flush"
-            if any(action.op is Op.INPUT for program in schedule.programs for action in program):
+            if schedule.split_backwards:
                 raise UserError(f"'{schedule.name}' has no flush and backwards in two halves, between which a loss "
                                 "scale that is found while training may change", hint=hint)
             for number, stage in stages.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import UserError
 from vpipe.model.layer import NO_LABEL
-from vpipe.schedules.schedule import Rounds
+from vpipe.schedules.assignment import Assignment
 
 Batch = Mapping[str, Tensor]
 """A dict of tensors whose dimension 0 counts samples."""
@@ -254,7 +254,7 @@ class Segment:
     first: int
     base: int
     steps_before: int
-    rounds: Rounds
+    rounds: Assignment
     training: bool
 
     def number(self, microbatch: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
@@ -21,7 +21,6 @@ from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
 from vpipe.runtime.weight_versions import WeightVersions
-from vpipe.schedules.action import Action, Op
 from vpipe.schedules.size import Placement
 
 ABSENT = -1.0
@@ -118,7 +117,7 @@ class OptimizerSteps:
         Args:
             whole: whether the backward is not in two halves: then gradients are sent as they are made.
         """
-        update = microbatch // self._rounds.per_update(stage)
+        update = self._rounds.update_of(stage, microbatch)
         self._completed[stage] += 1
         if self._completed[stage] < len(self._rounds.share(stage, update, stage, self._transport.rank)):
             return None
@@ -158,16 +157,6 @@ class OptimizerSteps:
         norms = self._norms[number][stage] = _gradient_norms(self._stages[stage].weights)
         for rank in self._audience[stage]:
             self._transport.send(rank, TransferKey("N", stage, number), [norms])
-
-    def missing_norms(self, stage: int, update: int) -> str | None:
-        """Return, in words, the norms of other ranks that a step waits for; None when it does not wait."""
-        number = self._number(stage, update)
-        if not self.global_norms or self._steps[number] > 0 or (
-                all(own in self._norms[number] for own in self.optimizers)
-                and all(self._transport.is_ready(rank, TransferKey("N", other, number))
-                        for other, (rank, _) in self._others.items())):
-            return None
-        return f"the gradient norms of update {number}"
 
     def _norms_of_all(self, number: int) -> Tensor:
         """Return the norms of every stage, in their order; received at this rank's first step, dropped at its last."""
@@ -246,19 +235,6 @@ class OptimizerSteps:
     def use(self, stage: int, version: int) -> None:
         """Give the following microbatches this version."""
         self._stages[stage].weights.choose(self._number(stage, version))
-
-    # -- transfers that actions wait for ---------------------------------------------------------------
-
-    def receives_of(self, action: Action) -> Iterator[tuple[int, TransferKey]]:
-        """Yield the transfers that an action receives, with the ranks that send them."""
-        stage, update = action.stage, action.microbatch
-        if action.op is Op.REDUCE:
-            yield from self.reducers[stage].shares_needed(self._number(stage, update),
-                                                          self._contributors(stage, update))
-        elif action.op is (Op.NORM if self.global_norms else Op.STEP):
-            if stage in self.reducers:
-                yield from self.reducers[stage].sums_needed(self._number(stage, update))
-            yield from self._tied.gradients_needed(stage, update)
 
     def _contributors(self, stage: int, update: int) -> list[int]:
         """Return the replicas with a microbatch of an update."""

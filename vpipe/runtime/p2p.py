@@ -81,10 +81,6 @@ class P2PTransfers:
         """Return the rank that sends the gradients of a stage's output, and the key of the transfer."""
         return (self._rank_of(stage + 1, microbatch), TransferKey("B", stage, self._segment.base + microbatch))
 
-    def is_ready(self, peer: int, key: TransferKey) -> bool:
-        """Return whether a transfer can be received without waiting."""
-        return key in self._local or (peer != self._transport.rank and self._transport.is_ready(peer, key))
-
     def receive_activations(self, stage: int, microbatch: int) -> list[Tensor]:
         """Return the outputs of the stage before; none for the first stage."""
         if stage == 0:
@@ -135,8 +131,7 @@ class P2PTransfers:
         return self._local.pop(key) if key in self._local else self._transport.receive(peer, key)
 
     def _rank_of(self, stage: int, microbatch: int) -> int:
-        ranks = self._placement[stage]
-        return ranks[microbatch % len(ranks)]
+        return self._segment.rounds.rank_of(stage, microbatch)
 
     # -- SEND_F, RECV_F, SEND_B, RECV_B --------------------------------------------------------------------
 

@@ -193,11 +193,6 @@ class Reducer:
 
     # -- REDUCE_GRAD: the shares are summed, and the sums sent (all-gather)
 
-    def shares_needed(self, update: int, contributors: Sequence[int]) -> Iterator[tuple[int, TransferKey]]:
-        """Yield the transfers that :meth:`reduce` waits for, with the ranks that they come from."""
-        for number in range(len(self._buckets)):
-            yield from ((rank, self._key(_SHARE, update, number)) for rank in self._others if rank in contributors)
-
     def reduce(self, update: int, contributors: Sequence[int]) -> None:
         """Sum this replica's share of every gradient and send it to the others."""
         self._refuse_hooks()
@@ -214,11 +209,6 @@ class Reducer:
                            bucket.spec)
 
     # -- NORM or STEP: the sums are put together
-
-    def sums_needed(self, update: int) -> Iterator[tuple[int, TransferKey]]:
-        """Yield the transfers that :meth:`gather` waits for, with the ranks that they come from."""
-        for number in range(len(self._buckets)):
-            yield from ((rank, self._key(_SUM, update, number)) for rank in self._others)
 
     def gather(self, update: int) -> None:
         """Receive the sums, and make them the gradients of the stage."""

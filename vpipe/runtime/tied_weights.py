@@ -14,7 +14,7 @@ gradients travel unscaled.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
 from vpipe.runtime.weight_versions import WeightVersions
-from vpipe.schedules.dependencies import TransferPeers, borrowing_ranks
-from vpipe.schedules.schedule import Rounds
+from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.setting import Setting, borrowing_ranks
 from vpipe.schedules.size import Placement
 
 
@@ -47,7 +47,7 @@ class TiedWeights:
                         for stage in stages.values() for owner in stage.borrowed}
         self._posted: dict[int, deque[int]] = defaultdict(deque)  # versions whose receives are posted, by owner
         self._here: dict[TransferKey, list[Tensor]] = {}  # from this rank to itself
-        self._rounds: Rounds
+        self._rounds: Assignment
         self._senders: dict[tuple[int, int], list[int]] = {}  # ranks whose gradients of an update are not posted yet
         self._begun: dict[int, int] = defaultdict(int)  # the owner's updates before those that are counted
         for owner in set(ties) & set(stages):
@@ -60,10 +60,10 @@ class TiedWeights:
             for weights in stage.borrowed.values():
                 _refuse_hooks(weights, weights.names)
 
-    def begin(self, rounds: Rounds) -> None:
+    def begin(self, rounds: Assignment) -> None:
         """Count updates and versions from here."""
         self._rounds = rounds
-        self._partners = TransferPeers(rounds, {owner: tuple(borrowers) for owner, borrowers in self._ties.items()})
+        self._partners = Setting(rounds, {owner: tuple(borrowers) for owner, borrowers in self._ties.items()})
         for number, stage in self._stages.items():
             self._begun[number] = stage.weights.latest
             self._begun.update({owner: weights.latest for owner, weights in stage.borrowed.items()})
@@ -72,10 +72,6 @@ class TiedWeights:
         """Drop all transfers that were not received."""
         for store in (self._posted, self._here, self._senders):
             store.clear()
-
-    def is_ready(self, peer: int, key: TransferKey) -> bool:
-        """Return whether a transfer can be received without waiting."""
-        return key in self._here if peer == self._transport.rank else self._transport.is_ready(peer, key)
 
     def exchange_first(self) -> None:
         """Send the initial weights and post their receives: owner after owner, in one order on all ranks."""
@@ -105,12 +101,6 @@ class TiedWeights:
                 if rank in self._rounds.contributors(owner, update, borrower):
                     self._post(rank, self._key("G", owner, borrower, update), self._stages[owner].weights.values(names))
 
-    def gradients_needed(self, owner: int, update: int) -> Iterator[tuple[int, TransferKey]]:
-        """Yield the transfers, with their ranks, that the owner's step waits for."""
-        for borrower in self._ties.get(owner, {}):
-            for rank in self._rounds.contributors(owner, update, borrower):
-                yield rank, self._key("G", owner, borrower, update)
-
     def add_gradients(self, owner: int, update: int) -> None:
         """Add the borrowers' gradients, the last stage's first: the order in which autograd would sum them."""
         total: dict[str, Tensor] = {}
@@ -136,13 +126,6 @@ class TiedWeights:
         for borrower, weights in self._borrowed(owner):
             self._post(self._lender[owner], self._key("W", owner, borrower, version), weights.values(weights.names))
         self._posted[owner].append(version)
-
-    def versions_needed(self, owner: int, version: int) -> Iterator[tuple[int, TransferKey]]:
-        """Yield the transfers, with their ranks, that using a version waits for."""
-        for posted in self._posted[owner]:
-            if posted <= version:
-                for borrower, _ in self._borrowed(owner):
-                    yield self._lender[owner], self._key("W", owner, borrower, posted)
 
     def install(self, owner: int, version: int | None = None) -> None:
         """Receive and install the posted versions, up to ``version`` or all."""

@@ -6,6 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from operator import attrgetter
+from pkgutil import resolve_name
 from time import perf_counter
 from typing import NamedTuple
 
@@ -24,8 +27,9 @@ from vpipe.runtime.p2p import SCALE, P2PTransfers
 from vpipe.runtime.stage import NOTHING, Stage
 from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
 from vpipe.runtime.tied_weights import TiedWeights
-from vpipe.runtime.transport.transport import TransferKey, Transport
-from vpipe.schedules.action import COMPUTE, RECEIVES, RETURNS, SENDS, Action, Op
+from vpipe.runtime.transport.transport import Transport
+from vpipe.schedules.action import Action, Kind, Op
+from vpipe.schedules.kinds import kinds
 from vpipe.schedules.size import Placement
 
 VersionOf = Callable[[int, int], int]
@@ -33,10 +37,6 @@ VersionOf = Callable[[int, int], int]
 
 IsSplit = Callable[[int, int], bool]
 """(stage, microbatch) -> whether its backward comes in two halves."""
-
-_NEVER_WAIT = SENDS | RECEIVES | {Op.WEIGHT, Op.RECOMPUTE, Op.USE}
-_FORWARD, _STEP = Op.FORWARD, Op.STEP
-"""To name a member of an enumeration takes longer than to compare with it."""
 
 
 class ForwardInputs(NamedTuple):
@@ -69,20 +69,19 @@ class Worker:
         self.records: dict[tuple[int, int], Record] = {}
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
         self._activations = dict.fromkeys(stages, 0)
-        self.seconds: dict[tuple[int, Op], float] = defaultdict(float)  # by stage
+        self.seconds: dict[tuple[int, Kind], float] = defaultdict(float)  # by stage
         self.peak_activations = dict.fromkeys(stages, 0)
         self._staleness = dict.fromkeys(stages, 0)
         self.segment: Segment
         self._version_of: VersionOf
         self.is_split: IsSplit
-        self.operations: dict[Op, Callable[[int, int], None]] = {
-            Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.RECOMPUTE: self._recompute,
-            Op.INPUT: self._backward_input, Op.WEIGHT: self._backward_weight,
-            Op.REDUCE: self._reduce, Op.NORM: steps.norm, Op.STEP: steps.step, Op.USE: steps.use,
-            Op.SEND_F: self._p2p.send_activations, Op.RECV_F: self._post_activations,
-            Op.SEND_B: self._p2p.send_gradients, Op.RECV_B: self._p2p.post_gradients,
-            Op.SEND_W: tied.send_version, Op.RECV_W: tied.post_version,
-            Op.SEND_G: tied.send_gradients, Op.RECV_G: tied.post_gradients}
+        self.operations: dict[Kind, Callable[[int, int], None]] = {kind: self._operation(kind) for kind in kinds()}
+
+    def _operation(self, kind: Kind) -> Callable[[int, int], None]:
+        """Return the function that executes a kind of action, given a stage and an index."""
+        operation: Callable[[int, int], None] = partial(resolve_name(kind.runs), self) if ":" in kind.runs \
+            else attrgetter(kind.runs)(self)
+        return operation
 
     # -- what the interpreter calls --------------------------------------------------------------------
 
@@ -116,22 +115,11 @@ class Worker:
             report_failure(error)
             raise
         except Exception as error:
-            who = "the optimizer step raised " if action.op is Op.STEP else ""
+            who = "the optimizer step raised " if action.op.makes_version else ""
             failure = RunError(f"{who}{type(error).__name__}: {error}", hint=hint_of(error))
             self._report_failure(failure, action)
             raise failure from error
         self.seconds[action.stage, action.op] += perf_counter() - started - (self.transport.wait_s - waited)
-
-    def missing(self, action: Action) -> tuple[TransferKey | str, int | str] | None:
-        """Return the transfer that an action waits for, and from where; None when it can be executed at once."""
-        if action.op in _NEVER_WAIT:
-            return None
-        for peer, key in self._receives_of(action):
-            if not (self.tied if key.kind in "WG" else self._p2p).is_ready(peer, key):
-                return key, peer
-        if action.op is _STEP and (norms := self.optimizer_steps.missing_norms(action.stage, action.microbatch)):
-            return norms, "others"
-        return None
 
     def end(self) -> None:
         """End a segment: receive the last tied weights, and check that no transfer, record or pin is left over."""
@@ -182,14 +170,13 @@ class Worker:
     def usage(self, stage: int) -> StageUsage:
         """Return a stage's figures of training so far; transfers, waiting and memory are those of the whole rank."""
 
-        def spent(*ops: Op) -> float:
-            return sum(self.seconds[stage, op] for op in ops)
-
+        own = {op: seconds for (index, op), seconds in self.seconds.items() if index == stage}
         return StageUsage(
-            forward_s=spent(Op.FORWARD), backward_s=spent(Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE),
-            step_s=spent(Op.STEP, Op.NORM),
+            forward_s=own.get(Op.FORWARD, 0.0),
+            backward_s=sum(seconds for op, seconds in own.items() if op.computes and op is not Op.FORWARD),
+            step_s=sum(own.get(op, 0.0) for op in (Op.STEP, Op.NORM)),
             communication_s=sum(seconds for (_, op), seconds in self.seconds.items()
-                                if op in SENDS | RECEIVES or op is Op.REDUCE),
+                                if op.transfer is not None or op.summed),
             # Over nccl a stream waits, which the host does not measure.
             idle_s=math.nan if self.transport.ordered and self.stages[stage].device.type != "cpu" else
             self.transport.wait_s, bytes_sent=self.transport.bytes_sent,
@@ -342,27 +329,13 @@ class Worker:
                 returned = [*returned, scale]
             self._p2p.put_gradients(stage_index, microbatch, returned)
 
-    # -- waits and failures ----------------------------------------------------------------------------
-
-    def _receives_of(self, action: Action) -> Iterator[tuple[int, TransferKey]]:
-        """Yield the transfers that an action receives, with the ranks that send them."""
-        stage, index = action.stage, action.microbatch
-        if action.op is _FORWARD:
-            if stage > 0:
-                yield self._p2p.activation_source(stage, index)
-            if self.segment.training:
-                for owner in self.stages[stage].borrowed:
-                    yield from self.tied.versions_needed(owner, self._version_of(owner, index))
-        elif action.op in RETURNS and stage < self._last:
-            yield self._p2p.gradient_source(stage, index)
-        else:
-            yield from self.optimizer_steps.receives_of(action)
+    # -- failures --------------------------------------------------------------------------------------
 
     def _report_failure(self, error: RunError, action: Action) -> None:
         """Add the place to an error, and report it to all ranks."""
         activity.rest()
         error.rank, error.stage, error.action = self.rank, action.stage, str(action)
-        if action.op in COMPUTE:
+        if action.op.computes:
             error.microbatch = self.segment.base + action.microbatch
             error.action += "" if self.segment.training else " of an evaluation"
         report_failure(error)

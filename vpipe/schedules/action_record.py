@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.action import Action, Kind
 
 FORMAT = 1
 
@@ -27,7 +27,7 @@ class RecordedAction(NamedTuple):
         versions: of its weights that the stage holds after it; 0 where the stage is on another rank (tied weights).
     """
 
-    op: Op
+    op: Kind
     stage: int
     number: int
     start_s: float

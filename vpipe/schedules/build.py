@@ -10,8 +10,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vpipe.errors import Problem, UserError, VpipeError, counted
-from vpipe.schedules.action import COMPLETES, PER_MICROBATCH, RETURNS, Action, Op, forward
+from vpipe.schedules.action import Action, Op, forward
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.costs import Costs
+from vpipe.schedules.kinds import UPDATE
 from vpipe.schedules.registry import (
     DEFAULT_ASYNCHRONOUS,
     DEFAULT_SCHEDULE,
@@ -21,11 +23,8 @@ from vpipe.schedules.registry import (
     recipes,
     reversible_schedules,
 )
-from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
+from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.size import Placement, Size, default_warmup
-
-_STEP, _USE = Op.STEP, Op.USE
-"""To name a member of an enumeration takes longer than to compare with it, and streams are generated as they run."""
 
 
 def build(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
@@ -54,7 +53,7 @@ def build(name: str, placement: Placement, microbatches: int, update_every: int 
         raise UserError(f"'{name}' has one order, whatever the memory limit of {limits}",
                         hint="leave the limit out, or choose a schedule that keeps one, such as auto")
     every = microbatches if recipe.flush else views[0].size.update_every
-    rounds = Rounds(placement, every, recipe.flush, lambda microbatch: microbatch < microbatches)
+    rounds = Assignment(placement, every, recipe.flush, lambda microbatch: microbatch < microbatches)
     programs = []
     for rank, view in enumerate(views):
         if recipe.flush:
@@ -127,11 +126,11 @@ class ReplicaView:
         if self.width == 1 and all(real == own for own, real in self.stages.items()):
             return iter(program)
         return (Action(action.op, self.stages.get(action.stage, action.stage),
-                       action.microbatch * self.width + self.replica if action.op in PER_MICROBATCH
+                       action.microbatch * self.width + self.replica if action.op.per_microbatch
                        else action.microbatch) for action in program)
 
 
-def stream_program(recipe: Recipe, view: ReplicaView, rounds: Rounds, stages: list[int],
+def stream_program(recipe: Recipe, view: ReplicaView, rounds: Assignment, stages: list[int],
                    recompute: Collection[int] = ()) -> Iterator[Action]:
     """Yield lazily the compute actions and steps of one rank of a schedule without a flush.
 
@@ -149,20 +148,20 @@ def stream_program(recipe: Recipe, view: ReplicaView, rounds: Rounds, stages: li
         if needed <= latest or rounds.exists(needed):
             latest = max(latest, needed)
             yield action
-            if action.op is _STEP:
+            if action.op.makes_version:
                 stepped[action.stage] += 1
-            elif action.op in COMPLETES:
+            elif action.op.completes:
                 completed[action.stage] += 1
         elif not any(rounds.exists(completed[stage] * view.width + view.replica)
                      or rounds.has_update(stage, stepped[stage]) for stage in stages):
             return
 
 
-def _needed(action: Action, rounds: Rounds) -> int:
+def _needed(action: Action, rounds: Assignment) -> int:
     """Return a microbatch without which there is no such action; -1 if there always is."""
-    if action.op is _STEP:
+    if action.op.counts == UPDATE:
         return action.microbatch * rounds.per_update(action.stage)
-    if action.op is _USE:
+    if action.op.chooses:
         return (action.microbatch - 1) * rounds.per_update(action.stage) if action.microbatch else -1
     return action.microbatch
 
@@ -391,7 +390,7 @@ def with_recompute(program: Iterable[Action], stages: Collection[int]) -> Iterat
         key = action.stage, action.microbatch
         if action.op is Op.RECOMPUTE:
             recomputed.add(key)
-        elif action.op in RETURNS and action.stage in stages and key not in recomputed:
+        elif action.op.returns and action.stage in stages and key not in recomputed:
             yield Action(Op.RECOMPUTE, *key)
         yield action
 
@@ -413,10 +412,10 @@ def reverse_backwards(schedule: Schedule) -> Schedule:
     """
     programs = []
     for program in schedule.programs:
-        backwards = [action for action in program if action.op in (Op.RECOMPUTE, Op.BACKWARD)]
+        backwards = [action for action in program if action.op is Op.BACKWARD or action.op is Op.RECOMPUTE]
         first = program.index(backwards[0]) if backwards else len(program)
         steps = program[first + len(backwards):]
-        if any(action.op is not Op.STEP for action in steps):
+        if any(action.op.counts != UPDATE for action in steps):
             raise UserError(f"'{schedule.name}' cannot run its backwards from the last microbatch to the first",
                             hint="they must follow all forwards of a rank, as in "
                                  f"{' or '.join(reversible_schedules())}")

@@ -10,17 +10,19 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from vpipe.errors import counted
-from vpipe.schedules.action import COMPLETES, PER_MICROBATCH, RECEIVES, SENDS, Action, Op
+from vpipe.schedules.action import Action
 from vpipe.schedules.build import build, reverse_backwards
 from vpipe.schedules.costs import Costs
-from vpipe.schedules.dependencies import TIED, Dependencies, execute
 from vpipe.schedules.error_grid import Spot
+from vpipe.schedules.graph import Graph, execute
+from vpipe.schedules.kinds import NORMS, SUM, TIED_VERSION, UPDATE, VERSION, Kind, Value, kind_with, kinds
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import rank_loads, stage_loads
 from vpipe.schedules.registry import Limits
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 from vpipe.schedules.transfer_order import in_one_order
+from vpipe.schedules.versions import VersionRegister
 
 
 def prove(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
@@ -30,7 +32,7 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
     """Build, lower and check the schedule ``name``, before any process is started.
 
     A stream (a schedule without a flush) is proved by a finite part of it. After the warm-up its programs repeat: the
-    actions of the next :attr:`~vpipe.schedules.schedule.Rounds.per_step` microbatches are those of the ones before
+    actions of the next :attr:`~vpipe.schedules.schedule.Assignment.per_step` microbatches are those of the ones before
     with microbatches, updates and versions shifted, and the rules see only differences between these. An action
     depends on no action further away than the microbatches in flight (at most one per rank more than its warm-up)
     and the versions in use (made at most that many microbatches, or one update, before the latest). So what holds in
@@ -61,56 +63,55 @@ def check(schedule: Schedule) -> None:
     Raises:
         CheckError: a rule is broken; the text shows the grid of actions with the one at fault marked.
     """
-    dependencies = Dependencies.from_schedule(schedule)
+    graph = Graph.from_schedule(schedule)
     for rule in RULES:
-        rule(dependencies)
+        rule(graph)
 
 
-def placement(deps: Dependencies) -> None:
+def placement(graph: Graph) -> None:
     """Check that every stage has ranks, every rank a program, and that every action stands on a rank of its stage.
 
     Actions on a microbatch stand on the replica that takes it. Stages share all of their ranks or none. Tied
     exchanges carry the stage that owns the weight: they stand on its ranks or on those of a stage that borrows it.
     A weight belongs to the first stage that uses it, so only later ones can borrow it.
     """
-    schedule = deps.schedule
+    schedule = graph.schedule
     ranks, stages = len(schedule.programs), schedule.stages
     for stage, group in enumerate(schedule.placement):
         if not group or len(set(group)) < len(group):
-            raise deps.error(f"stage {stage} lives on {counted(len(group), 'rank')} {group}",
+            raise graph.error(f"stage {stage} lives on {counted(len(group), 'rank')} {group}",
                              "give every stage at least one rank, and none twice")
         for rank in group:
             if not 0 <= rank < ranks:
-                raise deps.error(f"stage {stage} lives on rank {rank}, but there are programs for "
+                raise graph.error(f"stage {stage} lives on rank {rank}, but there are programs for "
                                  f"{counted(ranks, 'rank')}",
                                  "add the program of that rank, or place the stage on another", (max(rank, 0), 0))
         for other, theirs in enumerate(schedule.placement[:stage]):
             if set(theirs) & set(group) and theirs != group:
-                raise deps.error(f"stage {stage} lives on ranks {group}, stage {other} on {theirs}",
+                raise graph.error(f"stage {stage} lives on ranks {group}, stage {other} on {theirs}",
                                  "let stages share all of their ranks, in the same order, or none")
     for rank in set(range(ranks)) - {rank for group in schedule.placement for rank in group}:
-        raise deps.error(f"rank {rank} has a program but no stage", "start fewer ranks, or place a stage on it",
+        raise graph.error(f"rank {rank} has a program but no stage", "start fewer ranks, or place a stage on it",
                          (rank, 0))
     for owner, borrowers in schedule.ties.items():
         if owner < 0 or not set(borrowers) <= set(range(owner + 1, stages)):
-            raise deps.error(f"the tied weights of stage {owner} are borrowed by stages {borrowers}",
+            raise graph.error(f"the tied weights of stage {owner} are borrowed by stages {borrowers}",
                              f"the first stage that uses a weight owns it; later ones, up to {stages - 1}, borrow it")
-    for action, spot in deps.actions():
+    for action, spot in graph.actions():
         rank = spot[0]
         if action.stage >= stages:
-            raise deps.error(f"{action} on rank {rank}: there {'is' if stages == 1 else 'are'} "
+            raise graph.error(f"{action} on rank {rank}: there {'is' if stages == 1 else 'are'} "
                              f"{counted(stages, 'stage')}", f"use {_range('stage', 0, stages)}", spot)
-        borrowed = action.op in (Op.RECV_W, Op.SEND_G)
-        homes = deps.peers.borrowing.get(action.stage, ()) if borrowed else schedule.placement[action.stage]
+        borrowed = action.op.transfer is not None and action.op.transfer.borrowed
+        homes = graph.setting.borrowing.get(action.stage, ()) if borrowed else schedule.placement[action.stage]
         if rank not in homes:
-            raise deps.error(f"{action} stands on rank {rank}, but stage {action.stage} "
+            raise graph.error(f"{action} stands on rank {rank}, but stage {action.stage} "
                              f"{'is borrowed by' if borrowed else 'lives on'} "
                              + (f"rank {' and '.join(map(str, sorted(homes)))}" if homes else "no rank"),
                              "move the action to that rank, or change the placement", spot)
-        if action.op in PER_MICROBATCH and rank != (home := deps.rank_of(action.stage, action.microbatch)):
-            raise deps.error(f"{action} stands on rank {rank}, but of the {len(homes)} replicas of stage "
-                             f"{action.stage} number {action.microbatch % len(homes)}, rank {home}, takes that "
-                             "microbatch",
+        if action.op.per_microbatch and rank != (home := schedule.rounds.rank_of(action.stage, action.microbatch)):
+            raise graph.error(f"{action} stands on rank {rank}, but of the {len(homes)} replicas of stage "
+                             f"{action.stage} number {list(homes).index(home)}, rank {home}, takes that microbatch",
                              "microbatch i goes to replica i mod their number, forward and backward", spot)
 
 
@@ -118,76 +119,79 @@ def _range(word: str, first: int, beyond: int) -> str:
     return f"{word} {first}" if beyond == first + 1 else f"{counted(2, word)[2:]} {first} to {beyond - 1}"
 
 
-def indices(deps: Dependencies) -> None:
+def indices(graph: Graph) -> None:
     """Check that microbatches, updates and versions are in range; version 0 is there from the start, never sent."""
-    schedule = deps.schedule
-    for action, spot in deps.actions():
+    schedule = graph.schedule
+    for action, spot in graph.actions():
         updates = schedule.updates(action.stage)
         first, beyond, word = 0, updates, "update"
-        if action.op in PER_MICROBATCH:
+        if action.op.per_microbatch:
             beyond, word = schedule.microbatches, "microbatch"
-        elif action.op in (Op.SEND_W, Op.RECV_W, Op.USE):
-            first, beyond, word = int(action.op is not Op.USE), updates + 1, "version"
+        elif action.op.counts == VERSION:
+            first, beyond, word = int(action.op.transfer is not None), updates + 1, "version"
         if not first <= action.microbatch < beyond:
-            raise deps.error(f"{action}: there is no {word} {action.microbatch} with "
+            raise graph.error(f"{action}: there is no {word} {action.microbatch} with "
                              f"{counted(schedule.microbatches, 'microbatch')} and an update every "
                              f"{schedule.rounds.per_update(action.stage)}",
                              f"use {_range(word, first, beyond)}, or leave the action out", spot)
 
 
-_NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of the backward",
-          Op.WEIGHT: "weight half of the backward"}
-
-
-def completeness(deps: Dependencies) -> None:
+def completeness(graph: Graph) -> None:
     """Check that every microbatch goes forward once per stage, and backward once: whole, or in two halves.
 
-    Dropped activations are recomputed early at most once.
+    Dropped activations are recomputed early at most once, as is everything else that generators yield.
     """
-    for stage in range(deps.schedule.stages):
-        for microbatch in range(deps.schedule.microbatches):
-            backward = deps.input_gradient(stage, microbatch), deps.weight_gradient(stage, microbatch)
-            whole = Action(Op.BACKWARD, stage, microbatch)
-            if whole in backward and backward[0] != backward[1]:  # one half and not the other
-                backward = Action(Op.INPUT, stage, microbatch), Action(Op.WEIGHT, stage, microbatch)
-            if whole in deps.where and whole not in backward:
-                raise deps.error(f"{whole} stands in the programs beside its halves",
-                                 "give every microbatch on every stage either B, or I and W", deps.where[whole][-1])
-            for action in (Action(Op.FORWARD, stage, microbatch), *dict.fromkeys(backward)):
-                spots = deps.where.get(action, ())
+    forward, whole = kind_with("uses_version"), kind_with("whole_backward")
+    first, second = kind_with("first_half"), kind_with("second_half")
+    others = [kind for kind in kinds() if kind.generated and kind.per_microbatch
+              and kind not in (forward, whole, first, second)]
+    for stage in range(graph.schedule.stages):
+        for microbatch in range(graph.schedule.microbatches):
+            backward = [Action(whole, stage, microbatch)]
+            halves = Action(first, stage, microbatch), Action(second, stage, microbatch)
+            if any(half in graph.where for half in halves):
+                if backward[0] in graph.where:
+                    raise graph.error(f"{backward[0]} stands in the programs beside its halves",
+                                      "give every microbatch on every stage either B, or I and W",
+                                      graph.where[backward[0]][-1])
+                backward = list(halves)
+            for action in (Action(forward, stage, microbatch), *backward):
+                spots = graph.where.get(action, ())
                 if len(spots) != 1:
-                    there = [deps.where[other][0] for other in backward if other in deps.where]
-                    mark = [*spots[-1:], *there, deps.end(deps.rank_of(stage, microbatch))][0]
+                    there = [graph.where[other][0] for other in backward if other in graph.where]
+                    mark = [*spots[-1:], *there, graph.end(graph.schedule.rounds.rank_of(stage, microbatch))][0]
+                    half = "" if action.op in (forward, whole) else f"{' '.join(action.op.name.split()[:2])} of the "
                     what = f"stands {len(spots)} times in the programs" if spots else \
-                        f"is missing: stage {stage} has no {_NAMES[action.op]} of microbatch {microbatch}"
-                    raise deps.error(f"{action} {what}", "every microbatch goes forward and backward exactly "
-                                     "once on every stage; backward is either B, or I and W", mark)
-            recompute = Action(Op.RECOMPUTE, stage, microbatch)
-            if len(spots := deps.where.get(recompute, ())) > 1:
-                raise deps.error(f"{recompute} stands {len(spots)} times in the programs",
-                                 "recompute every microbatch at most once", spots[-1])
+                        f"is missing: stage {stage} has no {half}{(whole if half else action.op).name} of " \
+                        f"microbatch {microbatch}"
+                    raise graph.error(f"{action} {what}", "every microbatch goes forward and backward exactly "
+                                      "once on every stage; backward is either B, or I and W", mark)
+            for kind in others:
+                if len(spots := graph.where.get(Action(kind, stage, microbatch), ())) > 1:
+                    raise graph.error(f"{Action(kind, stage, microbatch)} stands {len(spots)} times in the programs",
+                                      f"{kind.name} every microbatch at most once", spots[-1])
 
 
-def matching(deps: Dependencies) -> None:
+def matching(graph: Graph) -> None:
     """Check that every send has its receive on the peer, every receive its send, and that none stands twice."""
-    for action, (rank, position) in deps.actions():
-        if action.op not in SENDS and action.op not in RECEIVES:
+    for action, (rank, position) in graph.actions():
+        if action.op.transfer is None:
             continue
-        partners = deps.peers.other_ends(action, rank)
+        partners = graph.other_ends(action, rank)
         if not partners:
-            raise deps.error(f"{action} on rank {rank} has no other rank at its other end",
+            raise graph.error(f"{action} on rank {rank} has no other rank at its other end",
                              "transfer only between stages on different ranks", (rank, position))
-        if deps.position(action, rank) != position:
-            raise deps.error(f"{action} stands more than once on rank {rank}", "transfer every tensor once",
+        if graph.position(action, rank) != position:
+            raise graph.error(f"{action} stands more than once on rank {rank}", "transfer every tensor once",
                              (rank, position))
         for partner, peer in partners:
-            if deps.position(partner, peer) is None:
-                raise deps.error(f"{action} on rank {rank} has no {partner} on rank {peer}",
+            if graph.position(partner, peer) is None:
+                raise graph.error(f"{action} on rank {rank} has no {partner} on rank {peer}",
                                  f"add {partner} there, or leave {action} out", (rank, position),
-                                 *[deps.end(peer)] * (peer != rank))
+                                 *[graph.end(peer)] * (peer != rank))
 
 
-def precedence(deps: Dependencies) -> None:
+def precedence(graph: Graph) -> None:
     """Check that every action follows, on its rank, the actions that make or receive the tensors that it uses or sends.
 
     That is: a backward follows the forward and the early recompute, its weight half the input half; a send
@@ -196,104 +200,104 @@ def precedence(deps: Dependencies) -> None:
     used); backward follows the next stage or its gradients; a sum over replicas follows the rank's own gradients; an
     owner's norm and step follow that sum and the tied gradients of that update.
     """
-    for action, (rank, position) in deps.actions():
-        needed = list(deps.makers(action, rank))
-        if deps.lowered:
-            needed += deps.receives(action, rank)
-            needed += deps.local_sends(action, rank)
-        for before in needed:
-            there = deps.position(before, rank)
+    for action, (rank, position) in graph.actions():
+        for before in graph.before(action, (rank, position)):
+            there = graph.position(before, rank)
             if there is None or there > position:
                 state = "is not there" if there is None else "comes only later in the row"
-                raise deps.error(f"{action} on rank {rank} needs {before} before it, which {state}",
+                raise graph.error(f"{action} on rank {rank} needs {before} before it, which {state}",
                                  f"place {before} before {action}", (rank, position))
 
 
-def last_versions(deps: Dependencies) -> None:
+def last_versions(graph: Graph) -> None:
     """Check that every borrower of tied weights ends with the version that their owner ends with."""
-    for owner, borrowing in deps.peers.borrowing.items() if deps.lowered else ():
-        updates = deps.schedule.updates(owner)
-        last = Action(Op.RECV_W, owner, updates)
+    carrier = TIED_VERSION.carrier
+    assert carrier is not None, "tied weights are sent"
+    for owner, borrowing in graph.setting.borrowing.items() if graph.setting.lowered else ():
+        updates = graph.schedule.updates(owner)
+        last = Action(carrier.other_end, owner, updates)
         for rank in borrowing if updates else ():
-            if deps.position(last, rank) is None:
-                raise deps.error(f"rank {rank} borrows the tied weights of stage {owner} and never receives their last "
-                                 f"version {updates}", f"add {last}", deps.end(rank))
+            if graph.position(last, rank) is None:
+                raise graph.error(f"rank {rank} borrows the tied weights of stage {owner} and never receives their "
+                                  f"last version {updates}", f"add {last}", graph.end(rank))
 
 
-def borrowed_versions(deps: Dependencies) -> None:
+def borrowed_versions(graph: Graph) -> None:
     """Check that the forwards of a rank use the versions of a borrowed weight in order: older ones are not kept."""
     latest: dict[tuple[int, int], int] = {}  # by rank and owner
-    for action, spot in deps.actions() if deps.schedule.ties else ():
+    for action, spot in graph.actions() if graph.schedule.ties else ():
         rank = spot[0]
-        for owner, borrowers in deps.schedule.ties.items():
-            if action.op is not Op.FORWARD or action.stage not in borrowers:
+        for owner, borrowers in graph.schedule.ties.items():
+            if not action.op.uses_version or action.stage not in borrowers:
                 continue
-            version = deps.version[owner, action.microbatch]
+            version = graph.version[owner, action.microbatch]
             if version < latest.get((rank, owner), 0):
-                raise deps.error(f"{action} on rank {rank} uses version {version} of the tied weights of stage "
+                raise graph.error(f"{action} on rank {rank} uses version {version} of the tied weights of stage "
                                  f"{owner}, after a forward that uses version {latest[rank, owner]}",
                                  "run the microbatches of an update before those of later updates", spot)
             latest[rank, owner] = version
 
 
-def channel_order(deps: Dependencies) -> None:
+def channel_order(graph: Graph) -> None:
     """Check that two ranks send and receive the transfers of one kind in the same order.
 
     So a transport needs no tags, only a channel per kind and direction; those of a tied weight are its own.
     """
-    sent: dict[tuple[int, int, Op, int], list[tuple[Action, Spot]]] = defaultdict(list)
-    received: dict[tuple[int, int, Op, int], list[tuple[Action, Spot]]] = defaultdict(list)
-    for action, spot in deps.actions():
-        tie = action.stage if action.op in TIED else -1
-        if action.op in SENDS:
-            for _, peer in deps.peers.other_ends(action, spot[0]):
+    sent: dict[tuple[int, int, Kind, int], list[tuple[Action, Spot]]] = defaultdict(list)
+    received: dict[tuple[int, int, Kind, int], list[tuple[Action, Spot]]] = defaultdict(list)
+    for action, spot in graph.actions():
+        if action.op.transfer is None:
+            continue
+        tie = action.stage if action.op.transfer.value.handed_over else -1
+        if action.op.sends:
+            for _, peer in graph.other_ends(action, spot[0]):
                 sent[spot[0], peer, action.op, tie].append((action, spot))
-        elif action.op in RECEIVES:
-            for send, peer in deps.peers.other_ends(action, spot[0]):
+        else:
+            for send, peer in graph.other_ends(action, spot[0]):
                 received[peer, spot[0], send.op, tie].append((send, spot))
     for (source, target, op, tie), sends in sent.items():
         if source == target:
             continue  # tied weights change hands in any order
         for (send, here), (expected, there) in zip(sends, received[source, target, op, tie], strict=True):
             if send != expected:
-                raise deps.error(f"rank {source} sends {send} to rank {target}, which receives what {expected} sends "
+                raise graph.error(f"rank {source} sends {send} to rank {target}, which receives what {expected} sends "
                                  "first", "send and receive in the same order", here, there)
 
 
-def updates(deps: Dependencies) -> None:
+def updates(graph: Graph) -> None:
     """Check that every stage steps every update once, in order, with the gradients of exactly its microbatches.
 
     So does every replica, with the microbatches that it takes. With a flush nothing is in flight at a step.
     """
-    schedule, rounds = deps.schedule, deps.schedule.rounds
-    for stage, rank in deps.replicas():
+    schedule, rounds = graph.schedule, graph.schedule.rounds
+    for stage, rank in graph.replicas():
         name = f"stage {stage}" + (f" on rank {rank}" if rounds.width(stage) > 1 else "")
         steps = in_flight = 0
         since: set[int] = set()  # microbatches whose weight gradients were made since the last step
-        for action, spot in deps.of_stage(stage, rank):
-            if action.op is Op.FORWARD:
+        for action, spot in graph.of_stage(stage, rank):
+            if action.op.uses_version:
                 in_flight += 1
-            elif action.op in COMPLETES:
+            elif action.op.completes:
                 in_flight -= 1
                 since.add(action.microbatch)
-            elif action.op is Op.STEP:
+            elif action.op.makes_version:
                 if action.microbatch != steps:
-                    raise deps.error(f"{action} comes where update {steps} of {name} is due",
+                    raise graph.error(f"{action} comes where update {steps} of {name} is due",
                                      "step every update once, in order", spot)
                 due = set(rounds.share(stage, steps, stage, rank))
                 if since != due:
                     wrong = [f"{word} {sorted(which)}" for word, which in
                              (("those missing are", due - since), ("those of other updates are", since - due)) if which]
-                    raise deps.error(f"{action} must use the gradients of {_numbers(due)}; {', '.join(wrong)}",
+                    raise graph.error(f"{action} must use the gradients of {_numbers(due)}; {', '.join(wrong)}",
                                      "place the step right behind the last backward, or weight half, of its update",
                                      spot)
                 if schedule.flush and in_flight:
-                    raise deps.error(f"{action} with {counted(in_flight, 'microbatch')} in flight, in a schedule with "
+                    raise graph.error(f"{action} with {counted(in_flight, 'microbatch')} in flight, in a schedule with "
                                      "a flush", "let every backward run before the step", spot)
                 steps, since = steps + 1, set()
         if steps != schedule.updates(stage):
-            raise deps.error(f"{name} makes {steps} of {schedule.updates(stage)} updates",
-                             "step every update once, in order", deps.end(rank))
+            raise graph.error(f"{name} makes {steps} of {schedule.updates(stage)} updates",
+                             "step every update once, in order", graph.end(rank))
 
 
 def _numbers(microbatches: set[int]) -> str:
@@ -304,131 +308,135 @@ def _numbers(microbatches: set[int]) -> str:
     return f"microbatches {', '.join(map(str, sorted(microbatches)))}"
 
 
-def used_versions(deps: Dependencies) -> None:
+def used_versions(graph: Graph) -> None:
     """Check that a stage uses versions that it has made, and none older than the one in use: those may be gone."""
-    for stage, rank in deps.replicas():
-        made = 0
-        chosen: int | None = None
-        for action, spot in deps.of_stage(stage, rank):
-            if action.op is Op.STEP:
-                made += 1
-            elif action.op is Op.USE:
-                oldest = made if chosen is None else chosen
-                if action.microbatch > made:
-                    raise deps.error(f"{action}: stage {stage} has made version {made} at most by then",
+    for stage, rank in graph.replicas():
+        register = VersionRegister()
+        for action, spot in graph.of_stage(stage, rank):
+            if action.op.chooses:
+                if action.microbatch > register.latest:
+                    raise graph.error(f"{action}: stage {stage} has made version {register.latest} at most by then",
                                      "use a version behind the step that makes it: update 0 makes version 1", spot)
-                if action.microbatch < oldest:
-                    raise deps.error(f"{action} goes back behind version {oldest}, which is in use",
+                if action.microbatch < register.in_use:
+                    raise graph.error(f"{action} goes back behind version {register.in_use}, which is in use",
                                      "use versions in the order in which they are made; without any USE the latest is "
                                      "in use, so say USE before the step that makes a newer one", spot)
-                chosen = action.microbatch
+            register.follow(action)
 
 
-def reductions(deps: Dependencies) -> None:
+def reductions(graph: Graph) -> None:
     """Check that the replicas of a stage sum their gradients once per update, behind them and before norm and step."""
-    for stage, rank in deps.replicas() if deps.lowered else ():
-        if deps.schedule.rounds.width(stage) > 1:
-            for update in range(deps.schedule.updates(stage)):
-                _once_between(deps, Action(Op.REDUCE, stage, update), rank, (Op.NORM, Op.STEP),
+    for stage, rank in graph.replicas() if graph.setting.lowered else ():
+        if graph.schedule.rounds.width(stage) > 1:
+            for update in range(graph.schedule.updates(stage)):
+                _once_between(graph, SUM, stage, update, rank,
                               "sum the gradients of a replicated stage once per update, on each of its ranks, right "
                               "before the step")
 
 
-def norms(deps: Dependencies) -> None:
+def norms(graph: Graph) -> None:
     """Check that every stage publishes the norm of every update once on each of its ranks, if norms are exchanged.
 
     A norm stands behind the weight gradients of the update and before the rank's first step of it, which waits for
     the norms of all stages.
     """
-    for stage, rank in deps.replicas() if deps.normed else ():
-        for update in range(deps.schedule.updates(stage)):
-            _once_between(deps, Action(Op.NORM, stage, update), rank, (Op.STEP,),
+    for stage, rank in graph.replicas() if graph.setting.normed else ():
+        for update in range(graph.schedule.updates(stage)):
+            _once_between(graph, NORMS, stage, update, rank,
                           "publish the norm of every update once per stage, right before the rank's first step, or "
                           "exchange no norms at all")
 
 
-def _once_between(deps: Dependencies, action: Action, rank: int, before: tuple[Op, ...], hint: str) -> None:
-    """Check that an action on an update stands once on a rank, between the last gradient and the action that needs it.
+def _once_between(graph: Graph, value: Value, stage: int, update: int, rank: int, hint: str) -> None:
+    """Check that what makes a value of an update stands once on a rank, between the last gradient and what needs it.
 
-    The latter is one of ``before`` of its own stage; behind a norm, of any stage.
+    The latter is an action of its own stage; behind a norm, of any stage.
     """
-    stage, update = action.stage, action.microbatch
-    positions = [position for there, position in deps.where.get(action, ()) if there == rank]
-    position, needing = next((at, one) for at, one in enumerate(deps.schedule.programs[rank]) if
+    (kind, _), = graph.makers[value]
+    action, before = Action(kind, stage, update), _users(graph, value)
+    positions = [position for there, position in graph.where.get(action, ()) if there == rank]
+    position, needing = next((at, one) for at, one in enumerate(graph.schedule.programs[rank]) if
                              one.microbatch == update and one.op in before
-                             and (one.stage == stage or action.op is Op.NORM))
+                             and (one.stage == stage or value is NORMS))
     if len(positions) != 1:
         state = f"stands {len(positions)} times in the program of rank {rank}" if positions else \
             f"is missing on rank {rank}"
-        raise deps.error(f"{action} {state}", hint, (rank, positions[-1] if positions else position))
-    made = deps.last.get((stage, update, rank))
-    last = -1 if made is None else deps.position(made, rank)
+        raise graph.error(f"{action} {state}", hint, (rank, positions[-1] if positions else position))
+    made = graph.last.get((stage, update, rank))
+    last = -1 if made is None else graph.position(made, rank)
     assert last is not None, "it was read there"
     if not last < positions[0] < position:
-        raise deps.error(f"{action} on rank {rank} must stand between the last weight gradient of its update and "
+        raise graph.error(f"{action} on rank {rank} must stand between the last weight gradient of its update and "
                          f"{needing}", hint, (rank, positions[0]))
 
 
-def weight_versions(deps: Dependencies) -> None:
+def _users(graph: Graph, value: Value) -> Collection[Kind]:
+    """Return the kinds of actions on updates that need a value."""
+    rank = graph.schedule.placement[0][0]
+    return [kind for kind in kinds() if kind.counts == UPDATE and kind.transfer is None
+            and any(needed is value for needed, _, _ in kind.needs(graph.setting, 0, 0, rank))]
+
+
+def weight_versions(graph: Graph) -> None:
     """Check that a stage holds at most its stated number of versions, and no backward is staler than they allow."""
-    for stage, rank in deps.replicas():
-        bound = deps.schedule.versions[stage]
-        for load in stage_loads(deps.schedule.programs[rank], stage):
+    for stage, rank in graph.replicas():
+        bound = graph.schedule.versions[stage]
+        for load in stage_loads(graph.schedule.programs[rank], stage):
             if load.versions > bound or load.staleness > bound - 1:
-                raise deps.error(f"stage {stage} holds {counted(load.versions, 'weight version')} with staleness "
+                raise graph.error(f"stage {stage} holds {counted(load.versions, 'weight version')} with staleness "
                                  f"{load.staleness}; the schedule states at most {bound} and {bound - 1}",
                                  "let fewer microbatches be in flight at a step, or state more versions",
                                  (rank, load.position))
 
 
-def peak_activations(deps: Dependencies) -> None:
+def peak_activations(graph: Graph) -> None:
     """Check that a rank holds the activations of at most its stated number of microbatch-stages."""
-    for rank, bound in enumerate(deps.schedule.peak_activations):
-        for load in rank_loads(deps.schedule.programs[rank]):
+    for rank, bound in enumerate(graph.schedule.peak_activations):
+        for load in rank_loads(graph.schedule.programs[rank]):
             if load.activations > bound:
-                raise deps.error(f"rank {rank} holds the activations of "
+                raise graph.error(f"rank {rank} holds the activations of "
                                  f"{counted(load.activations, 'microbatch-stage')}; the schedule states at most "
                                  f"{bound}", "run a backward before this forward, or state a higher peak",
                                  (rank, load.position))
 
 
-def no_deadlock_buffered(deps: Dependencies) -> None:
+def no_deadlock_buffered(graph: Graph) -> None:
     """Check that every rank reaches its end when sends never wait."""
-    _reaches_end(deps, rendezvous=False, kind="never wait (buffered)")
+    _reaches_end(graph, rendezvous=False, kind="never wait (buffered)")
 
 
-def no_deadlock_rendezvous(deps: Dependencies) -> None:
+def no_deadlock_rendezvous(graph: Graph) -> None:
     """Check that every rank reaches its end when a send waits until its receive is posted."""
-    _reaches_end(deps, rendezvous=True, kind="wait for their receive (rendezvous)")
+    _reaches_end(graph, rendezvous=True, kind="wait for their receive (rendezvous)")
 
 
-def _reaches_end(deps: Dependencies, rendezvous: bool, kind: str) -> None:
-    cursors, blocked = execute(deps, rendezvous=rendezvous)
+def _reaches_end(graph: Graph, rendezvous: bool, kind: str) -> None:
+    cursors, blocked = execute(graph, rendezvous=rendezvous)
     if blocked:
         waiting = "; ".join(f"rank {rank} stands before {action} and waits for {awaited} of rank {peer}"
                             for rank, (action, awaited, peer) in blocked.items())
-        raise deps.error(f"deadlock when sends {kind}: {waiting}",
+        raise graph.error(f"deadlock when sends {kind}: {waiting}",
                          "move the awaited actions forward in their programs, or the waiting ones back",
                          *((rank, cursors[rank]) for rank in blocked), cursors=cursors)
 
 
-def no_deadlock_in_one_order(deps: Dependencies) -> None:
+def no_deadlock_in_one_order(graph: Graph) -> None:
     """Check that every rank reaches its end when it does one transfer at a time, in an order that all ranks keep to.
 
     nccl asks for that: see :class:`vpipe.schedules.transfer_order.TransferOrder`.
     """
-    stuck = in_one_order(deps)[1] if deps.lowered else {}
+    stuck = in_one_order(graph)[1] if graph.setting.lowered else {}
     if stuck:
         waiting = "; ".join(f"rank {rank} stands before {action}" for rank, action in stuck.items())
-        cursors = [deps.position(stuck[rank], rank) or 0 if rank in stuck else len(program)
-                   for rank, program in enumerate(deps.schedule.programs)]
-        raise deps.error(f"deadlock when a rank carries out one transfer at a time (nccl): {waiting}",
+        cursors = [graph.position(stuck[rank], rank) or 0 if rank in stuck else len(program)
+                   for rank, program in enumerate(graph.schedule.programs)]
+        raise graph.error(f"deadlock when a rank carries out one transfer at a time (nccl): {waiting}",
                          "let the replicas of a stage come to their sums in one order, and the ranks that borrow a "
                          "weight to their gradients in the order of the microbatches",
                          *((rank, cursors[rank]) for rank in stuck), cursors=cursors)
 
 
-RULES: tuple[Callable[[Dependencies], None], ...] = (
+RULES: tuple[Callable[[Graph], None], ...] = (
     placement, indices, completeness, updates, used_versions, reductions, norms, matching, precedence, last_versions,
     borrowed_versions, channel_order, no_deadlock_buffered, no_deadlock_rendezvous, no_deadlock_in_one_order,
     weight_versions, peak_activations)

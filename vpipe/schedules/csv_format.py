@@ -17,12 +17,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 
 from vpipe.errors import UserError, counted, nearest
 from vpipe.files import read_bounded
-from vpipe.schedules.action import COMPLETES, COMPUTE, OF_MODELS, PER_MICROBATCH, Action, Op
+from vpipe.schedules.action import Action, step
+from vpipe.schedules.kinds import kind_names
 from vpipe.schedules.peaks import rank_loads, stage_loads
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import MOST_ACTIONS, MOST_RANKS, MOST_STAGES, Placement, first_missing
@@ -31,9 +32,6 @@ LARGEST_BYTES = 8 << 20
 """A file beyond this is no schedule: 250,000 forwards and backwards with all of their transfers take 7 MB."""
 
 LONGEST_CELL = 128
-
-TORCH = COMPUTE - {Op.RECOMPUTE}
-"""The operations of PyTorch's ``compute_only`` form."""
 
 _SHARDED = re.compile(r"\d+(?:(UNSHARD|RESHARD)\d*|(REDUCE_GRAD))")
 _PAIR = "OVERLAP_F_B"
@@ -94,7 +92,7 @@ def read_csv_file(path: Path) -> CsvFile:
         where = f"{path}:{line}"
         rows.append([_Cell(action, rank, column, where) for column, cell in enumerate(cells, 1)
                      for action in _actions(cell.strip(), f"cell {column} of rank {rank}", where, left_out)])
-        computed += sum(cell.action.op in COMPUTE for cell in rows[-1])
+        computed += sum(cell.action.op.computes for cell in rows[-1])
         if computed > MOST_ACTIONS:
             raise UserError(f"'{path}' has more than {MOST_ACTIONS:,} forwards and backwards",
                             hint="use fewer microbatches, stages or replicas", where=where)
@@ -104,10 +102,10 @@ def read_csv_file(path: Path) -> CsvFile:
     placement = _placement(rows)
     microbatches = _microbatches(rows)
     programs = [[cell.action for cell in row] for row in rows]
-    if not any(action.op is Op.STEP for program in programs for action in program):
+    if not any(action.op.makes_version for program in programs for action in program):
         for stage, ranks in enumerate(placement):
             for rank in ranks:
-                programs[rank].append(Action(Op.STEP, stage, 0))
+                programs[rank].append(step(stage, 0))
     flush, per_update = _updates(placement, programs, microbatches, path)
     schedule = Schedule(
         path.name, placement, tuple(map(tuple, programs)), microbatches, per_update, flush,
@@ -143,12 +141,12 @@ def write_torch_csv(schedule: Schedule) -> str:
                             "wrap the modules of its stages in DistributedDataParallel or fully_shard there")
     (last,), end = schedule.placement[-1], schedule.stages - 1
     turns = [action.microbatch for action in schedule.programs[last]
-             if action.op is Op.FORWARD and action.stage == end]
+             if action.op.uses_version and action.stage == end]
     if (late := next((turn for turn, microbatch in enumerate(turns) if turn != microbatch), None)) is not None:
         raise UserError(f"stage {end}, the last, takes microbatch {turns[late]} in turn {late}, but PyTorch's runtime "
                         f"would take its loss for that of microbatch {late}",
                         hint="let the last stage take the microbatches from the first to the last one")
-    return _text([action for action in program if action.op in TORCH] for program in schedule.programs)
+    return _text([action for action in program if not action.op.torch] for program in schedule.programs)
 
 
 def _text(programs: Iterable[Sequence[Action]]) -> str:
@@ -212,8 +210,8 @@ def _actions(text: str, place: str, where: str, left_out: Counter[str]) -> Itera
         except UserError as error:
             raise UserError(f"'{text}' in {place} is not an action", hint=_remedy(text) or error.problems[0].hint,
                             where=where) from None
-        if action.op in OF_MODELS:
-            left_out[action.op] += 1
+        if action.op.of_model:
+            left_out[str(action.op)] += 1
         else:
             yield action
 
@@ -225,7 +223,7 @@ def _remedy(text: str) -> str | None:
         return "separate actions by commas, such as 0F0,0F1"
     if (almost := _ALMOST.fullmatch(text)) is None:
         return None
-    close = nearest(almost[2].upper(), [op.value for op in Op])
+    close = nearest(almost[2].upper(), kind_names())
     if not close.startswith("did you mean"):
         return None
     return f"did you mean '{almost[1]}{close.split(chr(39))[1]}{almost[3]}'?"
@@ -238,7 +236,7 @@ def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
     cells = list(chain.from_iterable(rows))
     for cell in cells:
         action = cell.action
-        if action.op is Op.FORWARD:
+        if action.op.uses_version:
             home.setdefault(action.stage, cell)
             there = firsts[action.stage]
             there[cell.rank] = min(action.microbatch, there.get(cell.rank, action.microbatch))
@@ -258,9 +256,9 @@ def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
 def _microbatches(rows: Sequence[Sequence[_Cell]]) -> int:
     """Return the number of microbatches, which is the most forwards that a stage has."""
     seen: dict[int, set[int]] = defaultdict(set)
-    cells = [cell for cell in chain.from_iterable(rows) if cell.action.op in PER_MICROBATCH]
+    cells = [cell for cell in chain.from_iterable(rows) if cell.action.op.per_microbatch]
     for cell in cells:
-        if cell.action.op is Op.FORWARD:
+        if cell.action.op.uses_version:
             seen[cell.action.stage].add(cell.action.microbatch)
     count = max(map(len, seen.values()))
     for cell in cells:
@@ -278,7 +276,7 @@ def _updates(placement: Placement, programs: Sequence[Sequence[Action]], microba
     The microbatches of an update are those that a replica completes before its first STEP. The last update of
     replicas may have fewer.
     """
-    steps = [sum(action.op is Op.STEP and action.stage == stage for action in programs[ranks[0]])
+    steps = [sum(action.op.makes_version and action.stage == stage for action in programs[ranks[0]])
              for stage, ranks in enumerate(placement)]
     stage = steps.index(max(steps)) if steps[0] else 0  # of replicated stages those with fewer replicas step more often
     if steps[stage] == 1:
@@ -288,7 +286,7 @@ def _updates(placement: Placement, programs: Sequence[Sequence[Action]], microba
         every, left = divmod(microbatches, steps[stage])
     elif steps[stage]:
         own = [action.op for action in programs[placement[stage][0]] if action.stage == stage]
-        every = sum(op in COMPLETES for op in own[:own.index(Op.STEP)])
+        every = sum(op.completes for op in takewhile(lambda op: not op.makes_version, own))
         left = not every or microbatches % every or -(-microbatches // (every * width)) != steps[stage]
     if left:
         raise UserError(f"stage {stage} makes {counted(steps[stage], 'STEP')} from "

@@ -15,7 +15,7 @@ from math import lcm
 from operator import gt
 
 from vpipe.errors import counted
-from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.graph import Graph
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import default_warmup
@@ -56,7 +56,7 @@ def _delays(schedule: Schedule, stage: int) -> Iterator[int]:
             version = rule(microbatch, stage, widths, schedule.update_every, schedule.warmup)
             yield microbatch // rounds.per_update(stage) - version
         return
-    used = Dependencies.from_schedule(schedule).version
+    used = Graph.from_schedule(schedule).version
     last = max(0, schedule.microbatches // rounds.per_step - 1)
     for microbatch in rounds.in_step(last):
         yield microbatch // rounds.per_update(stage) - used[stage, microbatch]

@@ -29,54 +29,26 @@ step each sums its share of them (REDUCE_GRAD) and sends the sum to the others; 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
-from vpipe.schedules.action import COMPLETES, COMPUTE, RETURNS, Action, Op
-from vpipe.schedules.dependencies import borrowing_ranks
-from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
+from vpipe.schedules.action import Action, Kind, Op
+from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.graph import carried, receive_of
+from vpipe.schedules.kinds import UPDATE
+from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import default_warmup
 from vpipe.schedules.transfer_order import post_in_time
 
 Compute = Callable[[int], Iterator[Action]]
 """Returns the compute program of a rank, from its beginning."""
 
-_FORWARD, _STEP, _SEND_F, _SEND_B, _RECV_F, _RECV_B = (
-    Op.FORWARD, Op.STEP, Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B)
-"""To name a member of an enumeration takes longer than to compare with it, and a stream is lowered while it runs."""
 
-_LONG = COMPUTE - {Op.RECOMPUTE}
-"""Operations that take long enough to transfer something meanwhile."""
-
-_REMEMBERED = 4096
-"""Microbatches whose versions are remembered: far more than are ever in flight."""
-
-
-class VersionsUsed:
-    """Read off the program of an owner's rank which version of its weights each microbatch uses; 0 is its first."""
-
-    def __init__(self, owner: int, program: Iterator[Action]) -> None:
-        self._owner, self._program = owner, program
-        self._used: dict[int, int] = {}
-        self._steps = 0
-        self._chosen: int | None = None
-
-    def of(self, microbatch: int) -> int:
-        """Return the version that the owner's forward uses."""
-        while microbatch not in self._used:
-            action = next(self._program)
-            if action.stage != self._owner:
-                continue
-            if action.op is Op.FORWARD:
-                self._used[action.microbatch] = self._steps if self._chosen is None else self._chosen
-                if len(self._used) > _REMEMBERED:
-                    del self._used[next(iter(self._used))]
-            elif action.op is Op.STEP:
-                self._steps += 1
-            elif action.op is Op.USE:
-                self._chosen = action.microbatch
-        return self._used[microbatch]
+def _is_long(action: Action) -> bool:
+    """Tell whether an action takes long enough to transfer something meanwhile."""
+    return action.op.computes and action.op is not Op.RECOMPUTE
 
 
 class Lowering:
@@ -89,15 +61,15 @@ class Lowering:
         warmup: forwards of a replica of every stage before its first backward, where it is a stream.
     """
 
-    def __init__(self, rounds: Rounds, rank: int, compute: Compute, ties: Mapping[int, Sequence[int]],
+    def __init__(self, rounds: Assignment, rank: int, compute: Compute, ties: Mapping[int, Sequence[int]],
                  norm: bool = False, warmup: Sequence[int] = ()) -> None:
         self._rounds, self._rank, self._compute, self._norm = rounds, rank, compute, norm
         self._warmup = warmup
         placement = rounds.placement
         self._stages = stages_of_rank(placement, rank)
         self._ties = {owner: borrowers for owner, borrowers in ties.items() if owner in self._stages and borrowers}
-        self._lent = {owner for owner, borrowers in self._ties.items()
-                      if borrowing_ranks(placement, owner, borrowers, rank)}
+        self._setting = Setting(rounds)  # without ties, whose versions are asked for only when they are used
+        self._lent = {owner for owner in self._ties if Setting(rounds, ties).lending.get((owner, rank))}
         self._borrowers = {owner: sorted(here) for owner, borrowers in ties.items()
                            if (here := set(borrowers) & set(self._stages))}
         self._completed: Counter[tuple[int, int, int]] = Counter()  # gradients there, by (owner, update, borrower)
@@ -106,17 +78,13 @@ class Lowering:
         self._ahead = 2 if not rounds.flush and any(rounds.width(stage) > 1 for stage in self._stages) else 1
         # Receives of activations that are posted earlier still, and the forwards that they are for.
         self._early_receives = self._surplus() if warmup else 0
-        self._forwards = (action for action in compute(rank) if action.op is Op.FORWARD)
+        self._forwards = (action for action in compute(rank) if action.op.uses_version)
         self._forwards_met = self._receives_met = 0
         self._steps: list[Action] = []  # that wait for the rank's other stages
         self._steps_alone = not (norm or self._borrowers or self._ties
                                  or any(rounds.width(stage) > 1 for stage in self._stages))
-        self._versions = {(owner, replica): VersionsUsed(owner, compute(rank)) for owner in self._borrowers
-                          for replica, rank in enumerate(placement[owner])}
-
-    def version_of(self, owner: int, microbatch: int) -> int:
-        """Return the version of a borrowed weight that a microbatch uses."""
-        return self._versions[owner, microbatch % self._rounds.width(owner)].of(microbatch)
+        self._followers: dict[Action, list[Action]] = defaultdict(list)  # what comes right behind a step
+        self._sent_behind: dict[Kind, list[tuple[Kind, int]]] = {}  # sends, with the stage of each less the action's
 
     def program(self) -> Iterator[Action]:
         """Yield the rank's actions, in order."""
@@ -127,16 +95,16 @@ class Lowering:
             for update in range(self._early(owner)):
                 yield from self._await_gradients(owner, update)
         for action in self._compute(self._rank):
-            if action.op in RETURNS:
+            if action.op.returns:
                 # The shapes of a gradient are known once its forward has run, not earlier.
-                while any(one.microbatch == action.microbatch and one.stage == action.stage and one.op is _FORWARD
+                while any(one.microbatch == action.microbatch and one.stage == action.stage and one.op.uses_version
                           for one in delayed):
                     yield from self._with_sends(delayed.popleft())
             yield from self._before(action)
             # Inputs of the action behind a step arrive during the compute before it, which is longer; so with an R.
-            if action.op in _LONG:
-                while delayed and (self._ahead == 1 or delayed[0].op not in _LONG
-                                   or sum(one.op in _LONG for one in delayed) >= self._ahead):
+            if _is_long(action):
+                while delayed and (self._ahead == 1 or not _is_long(delayed[0])
+                                   or sum(map(_is_long, delayed)) >= self._ahead):
                     yield from self._with_sends(delayed.popleft())
             delayed.append(action)
         while delayed:
@@ -152,47 +120,51 @@ class Lowering:
         return max((-(-more[stage - 1] * widths[stage - 1] // widths[stage]) - more[stage] for stage in self._stages
                     if stage), default=0)
 
-    def _elsewhere(self, stage: int, microbatch: int) -> bool:
-        placement = self._rounds.placement
-        if not 0 <= stage < len(placement):
-            return False
-        ranks = placement[stage]
-        return ranks[microbatch % len(ranks)] != self._rank
-
-    def _before(self, action: Action) -> tuple[Action, ...]:
+    def _before(self, action: Action) -> Iterable[Action]:
         """Return the receives that ``action`` needs."""
-        op, stage, index = action.op, action.stage, action.microbatch
-        if op is _FORWARD and self._early_receives:
-            return tuple(self._receive_early())
-        if op is _FORWARD:
-            return (Action(_RECV_F, stage, index),) if self._elsewhere(stage - 1, index) else ()
-        if op in RETURNS:
-            return (Action(_RECV_B, stage, index),) if self._elsewhere(stage + 1, index) else ()
-        return (Action(Op.RECV_G, stage, index),) if op is _STEP and stage in self._ties and self._rounds.flush else ()
+        op, stage, index = action
+        if op.makes_version:
+            return (Action(Op.RECV_G, stage, index),) if stage in self._ties and self._rounds.flush else ()
+        if op.uses_version and self._early_receives:
+            return self._receive_early()
+        return self._receives(action) if op.per_microbatch else ()
+
+    def _receives(self, action: Action) -> Iterator[Action]:
+        """Yield the receives of what an action needs from other ranks, but for tied weights."""
+        for value, stage, index in action.op.needs(self._setting, action.stage, action.microbatch, self._rank):
+            if value.carrier is not None and value.homes is not None and not value.handed_over:
+                for home in value.homes(self._setting, stage, index, self._rank):
+                    if home != self._rank:
+                        yield receive_of(carried(value.carrier, stage, index))
 
     def _receive_early(self) -> Iterator[Action]:
         """Yield the receives of the activations for the next forward and the ones behind it, so far as none is yet."""
         self._forwards_met += 1
         for forward in islice(self._forwards, self._forwards_met + self._early_receives - self._receives_met):
             self._receives_met += 1
-            if self._elsewhere(forward.stage - 1, forward.microbatch):
-                yield Action(_RECV_F, forward.stage, forward.microbatch)
+            yield from self._receives(forward)
 
     def _with_sends(self, action: Action) -> Iterable[Action]:
         """Return an action, when it may be executed, and what is sent behind it."""
-        op, stage, index = action.op, action.stage, action.microbatch
-        if op is _STEP:
+        op, stage, index = action
+        if op.makes_version:
             if self._steps_alone:
                 return (action,)
             self._steps.append(action)
             return self._take_steps()
+        if op.counts == UPDATE and (due := Action(Op.STEP, stage, index)) in self._steps:
+            self._followers[due].append(action)
+            return ()
         actions = [action]
-        if op is _FORWARD:
-            if self._elsewhere(stage + 1, index):
-                actions.append(Action(_SEND_F, stage, index))
-        elif op in RETURNS and self._elsewhere(stage - 1, index):
-            actions.append(Action(_SEND_B, stage, index))
-        if self._borrowers and op in COMPLETES:
+        if op not in self._sent_behind:
+            self._sent_behind[op] = [(carrier, offset - carrier.transfer.value_offset) for value, offset in op.makes
+                                     if (carrier := value.carrier) is not None and carrier.transfer is not None
+                                     and not value.handed_over]
+        for carrier, offset in self._sent_behind[op]:
+            assert carrier.transfer is not None, "it sends"
+            if carrier.transfer.peers(self._setting, stage + offset, index, self._rank):
+                actions.append(Action(carrier, stage + offset, index))
+        if self._borrowers and op.completes:
             return chain(actions, self._complete(action))
         return actions
 
@@ -200,7 +172,7 @@ class Lowering:
         """Note the gradients of a microbatch for the weights that its stage borrows."""
         owners = [owner for owner, here in self._borrowers.items() if action.stage in here]
         for owner in owners:
-            self._completed[owner, action.microbatch // self._rounds.per_update(owner), action.stage] += 1
+            self._completed[owner, self._rounds.update_of(owner, action.microbatch), action.stage] += 1
             yield from self._close(owner)
         if owners:
             yield from self._take_steps()
@@ -259,6 +231,7 @@ class Lowering:
         for step in ready:
             self._steps.remove(step)
             yield step
+            yield from self._followers.pop(step, ())
             if step.stage in self._ties:
                 yield from self._await_gradients(step.stage, step.microbatch + self._early(step.stage))
             if step.stage in self._lent:

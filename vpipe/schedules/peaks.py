@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from vpipe.schedules.action import COMPLETES, RETURNS, Action, Op
+from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, StageCosts
+from vpipe.schedules.kinds import HALF, RECOMPUTED, SAVED
 from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.versions import VersionRegister
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,50 +43,39 @@ class StageLoad:
 
 
 def rank_loads(program: Sequence[Action]) -> Iterator[RankLoad]:
-    """Yield what a rank holds behind each of its forwards, backwards and halves."""
+    """Yield what a rank holds behind each action that takes or frees memory."""
     activations = halves = 0
     for position, action in enumerate(program):
-        if action.op is Op.FORWARD:
-            activations += 1
-        elif action.op is Op.WEIGHT:
-            halves -= 1
-        elif action.op in RETURNS:
-            activations -= 1
-            halves += action.op is Op.INPUT
-        else:
-            continue
-        yield RankLoad(position, activations, halves)
+        more = action.op.more_held
+        if more != (0, 0):
+            activations, halves = activations + more[0], halves + more[1]
+            yield RankLoad(position, activations, halves)
 
 
 def stage_loads(program: Sequence[Action], stage: int) -> Iterator[StageLoad]:
     """Yield what ``stage`` holds behind each forward, backward, half, step and USE of its rank's program."""
-    latest = 0
-    chosen: int | None = None  # the version of the last USE
+    register = VersionRegister()
     pinned: dict[int, int] = {}  # version by microbatch in flight
     users: Counter[int] = Counter()  # microbatches in flight by version
     for position, action in enumerate(program):
-        if action.stage != stage:
+        op, microbatch = action.op, action.microbatch
+        if action.stage != stage or not op.touches_versions:
             continue
         staleness = 0
-        if action.op is Op.FORWARD:
-            version = latest if chosen is None else chosen
-            pinned[action.microbatch] = version
-            users[version] += 1
-        elif action.op is Op.STEP:
-            latest += 1
-        elif action.op is Op.USE:
-            chosen = action.microbatch
-        elif action.op not in RETURNS and action.op not in COMPLETES:
-            continue
-        if action.op in RETURNS:
-            staleness = latest - pinned[action.microbatch]
-        if action.op in COMPLETES:
-            used = pinned.pop(action.microbatch)
+        if op.uses_version:
+            pinned[microbatch] = register.in_use
+            users[register.in_use] += 1
+        else:
+            register.follow(action)
+        if op.returns:
+            staleness = register.latest - pinned[microbatch]
+        if op.completes:
+            used = pinned.pop(microbatch)
             users[used] -= 1
             if not users[used]:
                 del users[used]
-        oldest = latest if chosen is None else chosen
-        yield StageLoad(position, latest - oldest + 1 + sum(version < oldest for version in users), staleness)
+        oldest = register.in_use
+        yield StageLoad(position, register.latest - oldest + 1 + sum(version < oldest for version in users), staleness)
 
 
 @dataclass(frozen=True)
@@ -163,32 +154,38 @@ def moments(schedule: Schedule, costs: Costs, rank: int,
     program, stages = schedule.programs[rank], stages_of_rank(schedule.placement, rank)
     versions = {stage: {load.position: load.versions for load in stage_loads(program, stage)}
                 if every_version or costs.stages[stage].version_bytes else {} for stage in stages}
-    early = {(action.stage, action.microbatch) for action in program if action.op is Op.RECOMPUTE}
+    early = recomputations(program)
     contents = {stage: StageContents() for stage in stages}
     held = {stage: each.bytes(costs.stages[stage]) for stage, each in contents.items()}
     yield -1, True, contents, sum(held.values())
     for position, action in enumerate(program):
-        stage, op = action.stage, action.op
+        stage, memory = action.stage, action.op.memory
         if stage not in contents:  # tied weights of another rank's
             continue
         own, cost, is_early = contents[stage], costs.stages[stage], (stage, action.microbatch) in early
-        if op in RETURNS:
-            if cost.recompute_s and not is_early:
-                own.dropped, own.recomputed = own.dropped - 1, own.recomputed + 1
-                held[stage] = own.bytes(cost)
-                yield position, True, contents, sum(held.values())
-            own.in_flight -= 1
-            own.recomputed = max(0, own.recomputed - 1)
-            own.weight_halves += op is Op.INPUT
-        elif op is Op.FORWARD:
-            own.in_flight += 1
-            own.dropped += is_early or cost.recompute_s > 0
-        elif op is Op.RECOMPUTE:
-            own.dropped, own.recomputed = own.dropped - 1, own.recomputed + 1
-        elif op is Op.WEIGHT:
-            own.weight_halves -= 1
-        elif position not in versions[stage]:
+        if memory is None and position not in versions[stage]:
             continue
+        for value in memory.takes if memory is not None else ():
+            if value is SAVED:
+                own.in_flight += 1
+                own.dropped += is_early or cost.recompute_s > 0
+            elif value is RECOMPUTED:
+                own.dropped, own.recomputed = own.dropped - 1, own.recomputed + 1
+        if action.op.recomputes and cost.recompute_s and not is_early:
+            own.dropped, own.recomputed = own.dropped - 1, own.recomputed + 1
+            held[stage] = own.bytes(cost)
+            yield position, True, contents, sum(held.values())
+        if memory is not None:
+            own.in_flight -= SAVED in memory.frees
+            if RECOMPUTED in memory.frees:
+                own.recomputed = max(0, own.recomputed - 1)
+            own.weight_halves += (HALF in memory.leaves) - (HALF in memory.frees)
         own.versions = versions[stage].get(position, own.versions)
         held[stage] = own.bytes(cost)
-        yield position, op in (Op.FORWARD, Op.RECOMPUTE), contents, sum(held.values())
+        yield position, memory is not None and bool(memory.takes), contents, sum(held.values())
+
+
+def recomputations(program: Sequence[Action]) -> set[tuple[int, int]]:
+    """Return (stage, microbatch) of everything that ``program`` recomputes before the backward."""
+    return {(action.stage, action.microbatch) for action in program
+            if action.op.memory is not None and RECOMPUTED in action.op.memory.takes}

@@ -10,14 +10,15 @@ from functools import lru_cache
 from pathlib import Path
 
 from vpipe.errors import UserError, counted
-from vpipe.schedules.action import Op
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.build import build, check_chunks, check_warmup, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.csv_format import read_csv
 from vpipe.schedules.lower import lower
+from vpipe.schedules.peaks import recomputations
 from vpipe.schedules.registry import Limits, Recipe, recipe_if_any, recipe_named
-from vpipe.schedules.schedule import Rounds, Schedule, stages_of_rank
+from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import (
     MOST_MICROBATCHES,
@@ -234,7 +235,7 @@ def _part_of_stream(placement: Placement, size: Size, in_flight: int) -> int:
     Args:
         in_flight: the most microbatches in flight on a rank.
     """
-    per_step = Rounds(placement, size.update_every, False, lambda microbatch: True).per_step
+    per_step = Assignment(placement, size.update_every, False, lambda microbatch: True).per_step
     deepest = max(size.stages, size.ranks, in_flight) * max(map(len, placement))
     return 4 * -(-deepest // per_step) * per_step
 
@@ -278,6 +279,6 @@ def _more_microbatches(schedule: Schedule, wanted: int, key: str, batch: int | N
 def _bubble(schedule: Schedule) -> str:
     """Return the share of the time from a rank's first start to its last end in which it waits, at equal stages."""
     computed = schedule.compute_only()
-    early = {action.stage for program in computed.programs for action in program if action.op is Op.RECOMPUTE}
+    early = {stage for program in computed.programs for stage, _ in recomputations(program)}
     costs = Costs(tuple(StageCosts(1, 1, 1, recompute_s=int(stage in early)) for stage in range(schedule.stages)))
     return f"{100 * float(simulate(computed, costs).bubble_share):.0f} %"

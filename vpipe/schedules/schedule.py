@@ -1,93 +1,14 @@
-"""A schedule as a value: where the stages live, which replica takes which microbatch, and the actions of every rank.
-
-Microbatch i goes to replica ``i mod width`` of every stage. With a flush an update takes all microbatches. Without one
-it takes a *round*: ``update_every`` on every replica of its stage.
-
-Source of the rounds: Narayanan et al., PipeDream (SOSP 2019), section 3.2, 1F1B with round-robin over replicas.
-"""
+"""A schedule as a value: where the stages live, and the actions of every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm
 
-from vpipe.schedules.action import COMPUTE, Action, Op
+from vpipe.schedules.action import Action
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.size import Placement
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """Assign microbatches to replicas and to updates.
-
-    The last round of a stream takes the microbatches that are left. A replica may have none of it.
-
-    Attributes:
-        placement: ranks per stage.
-        update_every: microbatches per update with a flush; per update and replica without.
-        flush: the pipeline is empty at every update.
-        exists: tells whether there is a microbatch of a number. If so, all smaller numbers exist.
-    """
-
-    placement: Placement
-    update_every: int
-    flush: bool
-    exists: Callable[[int], bool]
-
-    def width(self, stage: int) -> int:
-        """Return the number of replicas of a stage."""
-        return len(self.placement[stage])
-
-    def rank_of(self, stage: int, microbatch: int) -> int:
-        """Return the rank that takes a microbatch through a stage."""
-        ranks = self.placement[stage]
-        return ranks[microbatch % len(ranks)]
-
-    def per_update(self, stage: int) -> int:
-        """Return the number of microbatches of a complete update of a stage."""
-        return self.update_every if self.flush else self.update_every * self.width(stage)
-
-    @cached_property
-    def per_step(self) -> int:
-        """The fewest microbatches with which every stage makes complete updates: one step of training."""
-        return lcm(*map(self.per_update, range(len(self.placement))))
-
-    def has_update(self, stage: int, update: int) -> bool:
-        """Tell whether there is a microbatch for an update of a stage."""
-        return self.exists(update * self.per_update(stage))
-
-    def in_update(self, stage: int, update: int) -> range:
-        """Return the microbatches of an update of a stage."""
-        return self._existing(update * self.per_update(stage), self.per_update(stage))
-
-    def in_step(self, step: int) -> range:
-        """Return the microbatches of a step of training, see :attr:`per_step`."""
-        return self._existing(step * self.per_step, self.per_step)
-
-    def _existing(self, first: int, count: int) -> range:
-        beyond = first + count
-        while beyond > first and not self.exists(beyond - 1):
-            beyond -= 1
-        return range(first, beyond)
-
-    def share(self, owner: int, update: int, stage: int, rank: int) -> range:
-        """Return the microbatches of an update of ``owner`` that ``rank`` takes through ``stage``."""
-        return self._of_rank(self.in_update(owner, update), stage, rank)
-
-    def complete_share(self, owner: int, update: int, stage: int, rank: int) -> range:
-        """Return the same for a complete update, without asking which microbatches exist."""
-        first = update * self.per_update(owner)
-        return self._of_rank(range(first, first + self.per_update(owner)), stage, rank)
-
-    def _of_rank(self, microbatches: range, stage: int, rank: int) -> range:
-        width = self.width(stage)
-        first = microbatches.start + (self.placement[stage].index(rank) - microbatches.start) % width
-        return range(first, microbatches.stop, width)
-
-    def contributors(self, owner: int, update: int, stage: int) -> list[int]:
-        """Return the ranks of ``stage`` that take any microbatch of an update of ``owner``, in replica order."""
-        return [rank for rank in self.placement[stage] if self.share(owner, update, stage, rank)]
 
 
 @dataclass(frozen=True)
@@ -96,7 +17,7 @@ class Schedule:
 
     Attributes:
         name: of the registered schedule, or of the file.
-        placement: ranks per stage; with several, microbatch i goes to the (i mod width)-th.
+        placement: ranks per stage; with several, they take turns.
         programs: actions per rank.
         microbatches: how many flow through.
         update_every: microbatches per optimizer step; without a flush, on every replica.
@@ -129,9 +50,15 @@ class Schedule:
         return len(self.programs)
 
     @cached_property
-    def rounds(self) -> Rounds:
+    def rounds(self) -> Assignment:
         """The microbatches of every replica and of every update."""
-        return Rounds(self.placement, self.update_every, self.flush, lambda number: 0 <= number < self.microbatches)
+        return Assignment(self.placement, self.update_every, self.flush, lambda number: 0 <= number < self.microbatches)
+
+    @cached_property
+    def split_backwards(self) -> frozenset[tuple[int, int]]:
+        """Stage and microbatch of every backward that comes in two halves."""
+        return frozenset((stage, index) for program in self.programs for op, stage, index in program
+                         if op.returns and not op.completes)
 
     def updates(self, stage: int) -> int:
         """Return the number of updates of a stage; the last may have fewer microbatches."""
@@ -143,9 +70,7 @@ class Schedule:
 
     def compute_only(self) -> Schedule:
         """Return the schedule with what a generator yields: no transfers, no exchanges."""
-        generated = COMPUTE | {Op.STEP, Op.USE}
-        return self.with_programs([[action for action in program if action.op in generated]
-                                   for program in self.programs])
+        return self.with_programs([[action for action in program if action.op.generated] for program in self.programs])
 
 
 def stages_of_rank(placement: Placement, rank: int) -> list[int]:

@@ -6,16 +6,16 @@ early enough, in the order of sending. :class:`TransferOrder` serves nccl: all r
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import chain
 
-from vpipe.schedules.action import RECEIVES, RETURNS, SENDS, Action, Op
-from vpipe.schedules.dependencies import Dependencies, OnRank, TransferPeers
-from vpipe.schedules.schedule import Rounds, Schedule
+from vpipe.schedules.action import Action, Kind
+from vpipe.schedules.graph import Flow, Graph, OnRank, other_ends
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.setting import Setting
 
-Channel = tuple[int, int, Op]
+Channel = tuple[int, int, Kind]
 """Sender, receiver, and what is sent."""
 
 
@@ -29,92 +29,94 @@ def post_in_time(schedule: Schedule) -> Schedule:
 
     A schedule that deadlocks even with buffers is returned unchanged.
     """
-    return _Posting(schedule).moved()
+    graph = Graph.from_schedule(schedule)
+    posting = _ReceivePlacement(graph)
+    while posting.awake:
+        while posting.awake:
+            posting.go_on(posting.awake.pop())
+        for receive, rank in list(posting.overdue()):
+            if (receive, rank) not in posting.done:
+                posting.post(receive, rank)
+    ended = all(cursor == len(program) for cursor, program in zip(posting.cursors, schedule.programs, strict=True))
+    return schedule.with_programs(posting.programs) if ended else schedule
 
 
-class _Posting:
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule, self._deps = schedule, Dependencies.from_schedule(schedule)
-        self._programs: list[list[Action]] = [[] for _ in schedule.programs]  # with the receives moved
-        self._cursors = [0] * schedule.ranks  # in the programs that came
-        self._done: set[OnRank] = set()
+class _ReceivePlacement:
+    """The programs so far, with their receives moved, and how far each rank has come in the program that it had."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        ranks = graph.schedule.ranks
+        self.programs: list[list[Action]] = [[] for _ in range(ranks)]
+        self.cursors = [0] * ranks
+        self.done: set[OnRank] = set()
+        self.awake = list(range(ranks))
         self._late: dict[int, list[Action]] = defaultdict(list)  # receives that wait for earlier ones of their channel
         self._sleepers: dict[OnRank, list[int]] = defaultdict(list)  # ranks to wake when an action is done
-        self._awake = list(range(schedule.ranks))
         self._orders: dict[Channel, list[Action]] = defaultdict(list)  # receives of a channel as they are sent
         self._posted: dict[Channel, int] = defaultdict(int)  # how many of them are posted
         self._places: dict[Action, tuple[Channel, int]] = {}
-        for action, (rank, _) in self._deps.actions():
-            if action.op in (Op.SEND_F, Op.SEND_B):
-                for receive, peer in self._deps.peers.other_ends(action, rank):
+        for action, (rank, _) in graph.actions():
+            if action.op.sends and action.op.per_microbatch:
+                for receive, peer in graph.other_ends(action, rank):
                     channel = rank, peer, action.op
                     self._places[receive] = channel, len(self._orders[channel])
                     self._orders[channel].append(receive)
 
-    def moved(self) -> Schedule:
-        while self._awake:
-            while self._awake:
-                self._go_on(self._awake.pop())
-            for receive, rank in list(self._overdue()):
-                if (receive, rank) not in self._done:
-                    self._emit(receive, rank)
-        ended = all(cursor == len(program)
-                    for cursor, program in zip(self._cursors, self._schedule.programs, strict=True))
-        return self._schedule.with_programs(self._programs) if ended else self._schedule
-
-    def _go_on(self, rank: int) -> None:
+    def go_on(self, rank: int) -> None:
         """Let a rank go as far as it can."""
-        program = self._schedule.programs[rank]
-        while self._cursors[rank] < len(program):
-            action = program[self._cursors[rank]]
-            if action.op in RECEIVES:
-                if (action, rank) not in self._done:
-                    self._post(action, rank)
+        program = self._graph.schedule.programs[rank]
+        while self.cursors[rank] < len(program):
+            action = program[self.cursors[rank]]
+            if action.op.receives:
+                if (action, rank) not in self.done:
+                    self._post_in_order(action, rank)
             else:
-                received = ((receive, rank) for receive in self._deps.receives(action, rank))
-                for awaited in chain(received, self._deps.awaited(action, rank, rendezvous=True)):
-                    if awaited not in self._done:
+                for awaited in self._awaited(action, rank, self.cursors[rank]):
+                    if awaited not in self.done:
                         self._sleepers[awaited].append(rank)
                         return
-                self._emit(action, rank)
-                if action.op is Op.FORWARD:
+                self.post(action, rank)
+                if action.op.uses_version:
                     for late in self._late.pop(rank, ()):
-                        self._post(late, rank)
-            self._cursors[rank] += 1
+                        self._post_in_order(late, rank)
+            self.cursors[rank] += 1
 
-    def _overdue(self) -> Iterator[OnRank]:
+    def _awaited(self, action: Action, rank: int, position: int) -> Iterator[OnRank]:
+        """Yield the receives that an action needs, and what it waits for."""
+        for before in self._graph.before(action, (rank, position)):
+            if before.op.receives:
+                yield before, rank
+        yield from self._graph.awaited(action, rank, rendezvous=True)
+
+    def overdue(self) -> Iterator[OnRank]:
         """Yield the receives that sends wait for."""
-        for rank, cursor in enumerate(self._cursors):
-            program = self._schedule.programs[rank]
-            if cursor < len(program) and program[cursor].op in SENDS:
-                yield from (one for one in self._deps.awaited(program[cursor], rank, rendezvous=True)
-                            if one not in self._done and self._deps.position(*one) is not None)
+        for rank, cursor in enumerate(self.cursors):
+            program = self._graph.schedule.programs[rank]
+            if cursor < len(program) and program[cursor].op.sends:
+                yield from (one for one in self._graph.awaited(program[cursor], rank, rendezvous=True)
+                            if one not in self.done and self._graph.position(*one) is not None)
 
-    def _post(self, receive: Action, rank: int) -> None:
+    def _post_in_order(self, receive: Action, rank: int) -> None:
         """Post a receive behind those of earlier sends; later, when one of these cannot be posted yet."""
         if receive not in self._places:  # the exchange of a tied weight keeps its order by itself
-            self._emit(receive, rank)
+            self.post(receive, rank)
             return
         channel, place = self._places[receive]
         for earlier in self._orders[channel][self._posted[channel]:place + 1]:
-            if any((maker, rank) not in self._done for maker in self._deps.makers(earlier, rank)):
+            position = self._graph.position(earlier, rank)
+            if any((maker, rank) not in self.done for maker in self._graph.before(earlier, (rank, position or 0))):
                 self._late[rank].append(receive)
                 return
-            self._emit(earlier, rank)
+            self.post(earlier, rank)
 
-    def _emit(self, action: Action, rank: int) -> None:
-        self._programs[rank].append(action)
-        self._done.add((action, rank))
+    def post(self, action: Action, rank: int) -> None:
+        """Put an action at the end of its rank's new program."""
+        self.programs[rank].append(action)
+        self.done.add((action, rank))
         if action in self._places:
             self._posted[self._places[action][0]] += 1
-        self._awake += self._sleepers.pop((action, rank), ())
-
-
-_TICKS = {Op.FORWARD: 1, Op.RECOMPUTE: 1, Op.INPUT: 1, Op.WEIGHT: 1, Op.BACKWARD: 2}
-"""Virtual time of actions; others take none."""
-
-VersionOf = Callable[[int, int, int], int]
-"""(rank, owning stage, microbatch) -> version of the tied weights that the rank's forward uses."""
+        self.awake += self._sleepers.pop((action, rank), ())
 
 
 class TransferOrder:
@@ -134,30 +136,20 @@ class TransferOrder:
     The sum over the replicas of a stage counts as one transfer in which all of them take part.
 
     Args:
+        setting: the pipeline.
         programs: of every rank, lowered; their own receives are left out.
-        version_of: returns the version of borrowed weights.
-        normed: steps wait for the gradient norms of all stages.
         ranks: whose actions are wanted; those of the others are made and forgotten.
     """
 
-    def __init__(self, rounds: Rounds, ties: Mapping[int, Sequence[int]], programs: Sequence[Iterator[Action]],
-                 version_of: VersionOf, *, normed: bool, ranks: Collection[int]) -> None:
-        self._rounds, self._peers = rounds, TransferPeers(rounds, ties)
-        self._version_of, self._normed = version_of, normed
-        self._programs = [(action for action in program if action.op not in RECEIVES) for program in programs]
-        self._owners = {borrower: [owner for owner in ties if borrower in ties[owner]]
-                        for borrowers in ties.values() for borrower in borrowers}
+    def __init__(self, setting: Setting, programs: Sequence[Iterator[Action]], ranks: Collection[int]) -> None:
+        self._setting, self._flow = setting, Flow(setting, one_order=True)
+        self._programs = [(action for action in program if not action.op.receives) for program in programs]
         self._placed: dict[int, deque[Action]] = {rank: deque() for rank in ranks}
         self._next: list[Action | None] = [next(program, None) for program in self._programs]
         self._awake = [(0, rank) for rank, action in enumerate(self._next) if action is not None]  # a heap
         self._now = 0
         self._asleep: set[int] = set()
-        self._arrived: set[tuple[Action, int]] = set()  # receives of activations and gradients, until they are used
-        self._versions: Counter[tuple[int, int]] = Counter()  # newest version of tied weights, by rank and owner
-        self._tied: Counter[tuple[int, int]] = Counter()  # ranks that sent tied gradients, by owner and update
-        self._got_tied: Counter[tuple[Action, int]] = Counter()  # the same, seen from a rank of the owner
         self._arrived_at: dict[Action, set[int]] = defaultdict(set)  # ranks that have come to a sum over replicas
-        self._norms: set[tuple[int, int, int]] = set()  # stage, update, rank
 
     def program(self, rank: int) -> Iterator[Action]:
         """Yield lazily the actions of a rank, with its receives in the common order."""
@@ -179,24 +171,28 @@ class TransferOrder:
         self._now, rank = heappop(self._awake)
         action = self._next[rank]
         assert action is not None, "a rank at the end of its program is not awake"
-        if action.op is Op.REDUCE:
+        if action.op.summed:
             self._sum(action, rank)
-        elif self._can_go_on(action, rank):
+        elif self._flow.missing(action, rank) is None:
             self._place(action, rank)
-            self._send(action, rank)
+            for receive, peer in other_ends(self._setting, action, rank) if action.op.sends else ():
+                self._place(receive, peer)
             self._pass(action, rank)
         else:
             self._asleep.add(rank)
 
     def _pass(self, action: Action, rank: int) -> None:
-        """Let a rank come to the action behind this one."""
+        """Take note of an action, wake the ranks that may wait for it, and let its own come to the next one."""
+        woken = self._flow.follow(action, rank)
+        for sleeper in woken if action.op.per_microbatch else sorted(self._asleep):
+            self._wake(sleeper)
         self._next[rank] = next(self._programs[rank], None)
         if self._next[rank] is not None:
-            heappush(self._awake, (self._now + _TICKS.get(action.op, 0), rank))
+            heappush(self._awake, (self._now + _ticks(action.op), rank))
 
     def _sum(self, action: Action, rank: int) -> None:
         """Carry out a sum over replicas, as one transfer, when all of them have come to it."""
-        ranks = self._rounds.placement[action.stage]
+        ranks = self._setting.placement[action.stage]
         self._arrived_at[action].add(rank)
         self._asleep.add(rank)
         if len(self._arrived_at[action]) < len(ranks):
@@ -204,39 +200,10 @@ class TransferOrder:
         del self._arrived_at[action]
         self._awake = [entry for entry in self._awake if entry[1] not in ranks]  # who was woken meanwhile
         heapify(self._awake)
+        self._asleep.difference_update(ranks)
         for replica in ranks:
-            self._asleep.discard(replica)
             self._place(action, replica)
             self._pass(action, replica)
-
-    def _send(self, action: Action, rank: int) -> None:
-        """Deliver to the other ranks what an action sends."""
-        stage, index = action.stage, action.microbatch
-        if action.op in SENDS:
-            for receive, peer in self._peers.other_ends(action, rank):
-                self._place(receive, peer)
-                if receive.op is Op.RECV_W:
-                    self._versions[peer, receive.stage] = receive.microbatch
-                elif receive.op is Op.RECV_G:
-                    self._got_tied[receive, peer] += 1
-                else:
-                    self._arrived.add((receive, peer))
-                self._wake(peer)
-            if action.op is Op.SEND_G:
-                senders = self._peers.gradient_senders(stage, index)
-                self._tied[stage, index] += 1
-                if self._tied[stage, index] == len(senders):
-                    del self._tied[stage, index]
-                else:
-                    self._wake(senders[self._tied[stage, index]])
-        elif action.op is Op.FORWARD:
-            self._arrived.discard((Action(Op.RECV_F, stage, index), rank))
-        elif action.op in RETURNS:
-            self._arrived.discard((Action(Op.RECV_B, stage, index), rank))
-        elif action.op is Op.NORM:
-            self._norms.add((stage, index, rank))
-            for sleeper in sorted(self._asleep):
-                self._wake(sleeper)
 
     def _place(self, action: Action, rank: int) -> None:
         if rank in self._placed:
@@ -247,37 +214,14 @@ class TransferOrder:
             self._asleep.remove(rank)
             heappush(self._awake, (self._now, rank))
 
-    def _can_go_on(self, action: Action, rank: int) -> bool:
-        op, stage, index = action.op, action.stage, action.microbatch
-        if op is Op.FORWARD:
-            return (self._has(Action(Op.RECV_F, stage, index), stage - 1, rank)
-                    and all(self._versions[rank, owner] >= self._version_of(rank, owner, index)
-                            for owner in self._owners.get(stage, ())))
-        if op in RETURNS:
-            return self._has(Action(Op.RECV_B, stage, index), stage + 1, rank)
-        if op is Op.SEND_G:
-            # All ranks of the owner take the gradients in one order.
-            return self._peers.gradient_senders(stage, index)[self._tied[stage, index]] == rank
-        if op is Op.NORM or op is Op.STEP:
-            if op is (Op.NORM if self._normed else Op.STEP) and stage in self._peers.ties:
-                got = Action(Op.RECV_G, stage, index), rank
-                if self._got_tied[got] < len(self._peers.gradient_senders(stage, index)):
-                    return False
-                self._got_tied.pop(got, None)
-            if op is Op.STEP and self._normed:
-                return all((one, index, ranks[0]) in self._norms
-                           for one, ranks in enumerate(self._rounds.placement) if rank not in ranks)
-        return True
 
-    def _has(self, receive: Action, source: int, rank: int) -> bool:
-        """Tell whether the input of a forward or a backward from another rank's stage has arrived."""
-        return self._peers.rank_of(source, receive.microbatch) in (-1, rank) or (receive, rank) in self._arrived
+def _ticks(kind: Kind) -> int:
+    """Return the virtual time of an action: a whole backward takes as long as its halves together."""
+    return kind.computes * (1 + (kind.returns and kind.completes))
 
 
-def in_one_order(deps: Dependencies) -> tuple[Schedule, Mapping[int, Action]]:
+def in_one_order(graph: Graph) -> tuple[Schedule, Mapping[int, Action]]:
     """Return a lowered schedule with its receives in the common order, and the ranks that cannot reach their end."""
-    schedule = deps.schedule
-    order = TransferOrder(schedule.rounds, schedule.ties, [iter(program) for program in schedule.programs],
-                          lambda rank, owner, microbatch: deps.version.get((owner, microbatch), 0),
-                          normed=deps.normed, ranks=range(schedule.ranks))
+    schedule = graph.schedule
+    order = TransferOrder(graph.setting, [iter(program) for program in schedule.programs], range(schedule.ranks))
     return schedule.with_programs([list(order.program(rank)) for rank in range(schedule.ranks)]), order.stuck

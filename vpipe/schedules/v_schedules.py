@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 
-from vpipe.schedules.action import Action, Op, step, weight_half
+from vpipe.schedules.action import Action, Kind, Op, step, weight_half
+from vpipe.schedules.kinds import kind_named
 from vpipe.schedules.size import Layout
 
 PERIOD = 6
@@ -62,7 +63,7 @@ def repeat_block(block: BuildingBlock, ranks: int, microbatches: int,
         max_in_flight: limit of a rank's microbatch-stages between F and W; at it no new forward begins.
     """
     lines = [_RankProgram(block.times(rank, ranks), rank, ranks, microbatches) for rank in range(ranks)]
-    available: dict[tuple[Op, int, int], int] = {}  # the unit from which an action's result can be used
+    available: dict[tuple[Kind, int, int], int] = {}  # the unit from which an action's result can be used
     now = 0
     while any(line.ahead or line.waiting for line in lines):
         for line in lines:
@@ -91,7 +92,7 @@ class _RankProgram:
         self._forwards_left = 2 * microbatches
         self._in_flight = 0
 
-    def next(self, available: dict[tuple[Op, int, int], int], now: int, max_in_flight: int) -> Action | None:
+    def next(self, available: dict[tuple[Kind, int, int], int], now: int, max_in_flight: int) -> Action | None:
         """Return the action to do now; None when there is none."""
         weight = weight_half(*self.waiting[0][1:]) if self.waiting else None
         if not self.ahead:
@@ -141,7 +142,7 @@ class VPhases:
 
     def repeat(self, turn: str, times: int) -> Iterator[Action]:
         """Yield the actions of so many turns."""
-        operations = [(Op(word[0]), [int(chunk) for chunk in word[1:]]) for word in turn.split()]
+        operations = [(kind_named(word[0]), [int(chunk) for chunk in word[1:]]) for word in turn.split()]
         for _ in range(times):
             for op, chunks in operations:
                 if op is not Op.WEIGHT:
@@ -158,7 +159,7 @@ class VPhases:
         yield from self._waiting
         yield from (step(stage, 0) for stage in self._stages)
 
-    def _next(self, op: Op, chunk: int) -> Iterator[Action]:
+    def _next(self, op: Kind, chunk: int) -> Iterator[Action]:
         is_forward = op is Op.FORWARD
         groups, within = divmod(self._taken[is_forward, chunk], self._group * self._waves)
         self._taken[is_forward, chunk] += 1

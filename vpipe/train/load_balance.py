@@ -17,7 +17,6 @@ from vpipe.pipeline import Pipeline
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.action import Op
 from vpipe.schedules.prepare import is_file
 from vpipe.train.job import Job
 from vpipe.train.run_folder import PLAN, PROFILE
@@ -34,9 +33,6 @@ ALLOWED = 0.15
 
 WORTH = 0.01
 """Least share of a step that another partition must save to be named."""
-
-COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE)
-UPDATE = (Op.STEP, Op.NORM)
 
 log = logging.getLogger("vpipe")
 
@@ -160,8 +156,11 @@ class BalanceCheck:
 
 def _spent(worker: Worker, stages: int) -> Tensor:
     """Return the seconds [2, stages] of a rank so far, in microbatches and in optimizer steps; 0 for other stages."""
-    return torch.tensor([[sum(worker.seconds.get((stage, op), 0.0) for op in ops) for stage in range(stages)]
-                         for ops in (COMPUTE, UPDATE)], dtype=torch.float64)
+    spent = torch.zeros(2, stages, dtype=torch.float64)
+    for (stage, op), seconds in worker.seconds.items():
+        if op.transfer is None and not op.summed:
+            spent[0 if op.computes else 1, stage] += seconds
+    return spent
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,8 @@ from vpipe.pipeline import Pipeline
 from vpipe.runtime.compiled import compile_backend, compiled_model
 from vpipe.runtime.executors.registry import THREADED
 from vpipe.runtime.transport.compression import Compression
-from vpipe.schedules.action import COMPLETES
 from vpipe.schedules.build import build
-from vpipe.schedules.dependencies import Dependencies
+from vpipe.schedules.graph import Graph
 from vpipe.schedules.prepare import is_file
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule
@@ -238,7 +237,7 @@ def _version_rule(name: str, schedule: Schedule, microbatches: int) -> Versions:
         return version_rule(name, schedule.warmup)
     if schedule.stream:
         schedule = build(name, schedule.placement, microbatches, schedule.update_every, warmup=schedule.warmup)
-    used = Dependencies.from_schedule(schedule).version
+    used = Graph.from_schedule(schedule).version
     return lambda microbatch, stage, widths, every: used[stage, microbatch]
 
 
@@ -252,7 +251,7 @@ def _in_order(schedule: Schedule) -> bool:
     for program in schedule.programs:
         latest: dict[int, int] = {}
         for action in program:
-            if action.op in COMPLETES:
+            if action.op.completes:
                 if action.microbatch < latest.get(action.stage, 0):
                     return False
                 latest[action.stage] = action.microbatch

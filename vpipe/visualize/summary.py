@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from vpipe.plan.predict import step_period
-from vpipe.schedules.action import Op
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs, Link, Number, StageCosts, ratio
-from vpipe.schedules.dependencies import Dependencies
-from vpipe.schedules.peaks import RankPeaks, StagePeaks, rank_peaks, stage_peaks
+from vpipe.schedules.graph import Graph
+from vpipe.schedules.peaks import RankPeaks, StagePeaks, rank_peaks, recomputations, stage_peaks
 from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.simulator.timeline import Timeline
@@ -79,14 +78,14 @@ class Summary:
         """
         computed = schedule.compute_only()
         check(computed)
-        recomputing = {action.stage for program in computed.programs for action in program if action.op is Op.RECOMPUTE}
+        recomputing = {stage for program in computed.programs for stage, _ in recomputations(program)}
         timeline = simulate(computed, costs.of(computed.placement, recomputing))
         return cls(computed, costs, timeline, rank_peaks(computed), stage_peaks(computed))
 
     @property
     def versions_used(self) -> Mapping[tuple[int, int], int]:
         """Return the weight version of every (stage, microbatch), in forward and backward; nothing for a flush."""
-        return {} if self.schedule.flush else Dependencies.from_schedule(self.schedule).version
+        return {} if self.schedule.flush else Graph.from_schedule(self.schedule).version
 
     @property
     def chunks(self) -> str:

@@ -7,17 +7,12 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from html import escape
 
-from vpipe.schedules.action import Op
 from vpipe.schedules.costs import Number
+from vpipe.schedules.kinds import kinds
 from vpipe.schedules.simulator.timeline import Event
 from vpipe.visualize.summary import Summary
 from vpipe.visualize.table import number, row_name, sizes
 
-COLOURS: dict[Op, str] = {  # light enough for dark numbers, on either background
-    Op.FORWARD: "#6ea8fe", Op.BACKWARD: "#63c48d", Op.INPUT: "#4fc4c4", Op.WEIGHT: "#f4b860", Op.RECOMPUTE: "#b79cf0",
-    Op.STEP: "#d6336c"}
-NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.INPUT: "input half of backward",
-          Op.WEIGHT: "weight half", Op.RECOMPUTE: "recompute", Op.STEP: "optimizer step"}
 _STYLE = """
 text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:#1f2328}
 .bg{fill:#ffffff}.idle{fill:#eef1f4}.soft{fill:#59636e}.line{stroke:#d1d9e0}
@@ -65,7 +60,7 @@ class _Drawing:
         self._right = self._left + end * self._scale + 14
         used = {event.action.op for events in self._timeline.events for event in events}
         chunks = 1 + max(summary.chunk_of)
-        self._shades = {op: 1 if op is Op.STEP else chunks for op in COLOURS if op in used}
+        self._shades = {op: chunks if op.per_microbatch else 1 for op in kinds() if op in used}
         legend = sum(width for _, _, width in self._entries()) + self._left
         self._width = max(self._right + sum(width for _, width, _ in self._columns) + 10, legend, 600.0)
         self._bottom = _TOP + len(self._timeline.events) * (self._row + _GAP)
@@ -94,7 +89,7 @@ class _Drawing:
 
     def _colours(self) -> str:
         """Return one class per operation and stage of a rank; later stages are paler."""
-        fills = "".join(f".{op.value}{chunk}{{fill:{mixed(COLOURS[op], 0.65 * chunk / max(1, shades - 1))}}}"
+        fills = "".join(f".{op}{chunk}{{fill:{mixed(op.colour, 0.65 * chunk / max(1, shades - 1))}}}"
                         for op, shades in self._shades.items() for chunk in range(shades))
         return f"{fills}\n@media(prefers-color-scheme:dark){{{_DARK}}}\n"
 
@@ -109,13 +104,13 @@ class _Drawing:
         yield f'<rect class="idle" x="{self._left}" y="{y}" width="{_n(width)}" height="{_ROW}" rx="3"/>'
         yield '<g class="cell">'
         for event in events:
-            if event.action.op is not Op.STEP:
+            if event.action.op.per_microbatch:
                 yield self._action(event, y)
         for event in events:
-            if event.action.op is Op.STEP:
+            if not event.action.op.per_microbatch:
                 x, width = self._x(event.start_s), max(3.0, float(event.end_s - event.start_s) * self._scale)
-                yield (f'<rect class="STEP0" x="{_n(x - 1.5)}" y="{y - 2}" width="{_n(width)}" height="{_ROW + 4}" '
-                       f'rx="1.5"><title>{event.action} at {number(event.start_s)}</title></rect>')
+                yield (f'<rect class="{event.action.op}0" x="{_n(x - 1.5)}" y="{y - 2}" width="{_n(width)}" '
+                       f'height="{_ROW + 4}" rx="1.5"><title>{event.action} at {number(event.start_s)}</title></rect>')
         yield from self._labels(events, y)
         yield "</g>"
         x = self._right
@@ -131,7 +126,7 @@ class _Drawing:
         title = f"{action}, {number(event.start_s)} to {number(event.end_s)}"
         title += "" if version is None else f", weight version {version}"
         gap = 1.0 if width > 6 else 0.4
-        return (f'<rect class="{action.op.value}{self._summary.chunk_of[action.stage]}" x="{_n(x + gap / 2)}" y="{y}" '
+        return (f'<rect class="{action.op}{self._summary.chunk_of[action.stage]}" x="{_n(x + gap / 2)}" y="{y}" '
                 f'width="{_n(max(0.2, width - gap))}" height="{_ROW}" rx="{3 if width > 12 else 1}">'
                 f"<title>{title}</title></rect>")
 
@@ -141,7 +136,7 @@ class _Drawing:
         for event in events:
             action, start = event.action, self._x(event.start_s)
             width = float(event.end_s - event.start_s) * self._scale
-            if action.op is Op.STEP or width < 1:
+            if not action.op.per_microbatch or width < 1:
                 continue
             x = start + width / 2
             version = self._versions.get((action.stage, action.microbatch))
@@ -179,7 +174,7 @@ class _Drawing:
 
     def _entries(self) -> list[tuple[list[tuple[str, int]], str, float]]:
         """Return the legend: swatches (class and width), their text, the width of it all."""
-        entries = [([(f"{op.value}{chunk}", 4 if op is Op.STEP else 14) for chunk in range(shades)], NAMES[op])
+        entries = [([(f"{op}{chunk}", 14 if op.per_microbatch else 4) for chunk in range(shades)], op.name)
                    for op, shades in self._shades.items()]
         return [(swatches, name, sum(width for _, width in swatches) + 20 + 5.9 * len(name))
                 for swatches, name in (*entries, ([("idle", 14)], "idle"))]

@@ -6,21 +6,12 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from vpipe.schedules.action import Op
+from vpipe.schedules.kinds import kinds
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.schedules.simulator.timeline import Event
 from vpipe.visualize.summary import Summary
-from vpipe.visualize.svg import NAMES
 from vpipe.visualize.table import number, replica, row_name, sizes, table
 
-_SHADES: dict[Op, tuple[str, ...]] = {  # foreground;background of the 256 colours, one per stage of a rank
-    Op.FORWARD: ("38;5;255;48;5;26", "38;5;16;48;5;75", "38;5;16;48;5;117", "38;5;16;48;5;153"),
-    Op.BACKWARD: ("38;5;255;48;5;28", "38;5;16;48;5;71", "38;5;16;48;5;114", "38;5;16;48;5;157"),
-    Op.INPUT: ("38;5;255;48;5;30", "38;5;16;48;5;73", "38;5;16;48;5;116", "38;5;16;48;5;152"),
-    Op.WEIGHT: ("38;5;16;48;5;172", "38;5;16;48;5;179", "38;5;16;48;5;222", "38;5;16;48;5;230"),
-    Op.RECOMPUTE: ("38;5;255;48;5;97", "38;5;16;48;5;140", "38;5;16;48;5;183", "38;5;16;48;5;189"),
-    Op.STEP: ("1;38;5;255;48;5;160",),
-}
 _IDLE, _DIM = ".", "2"
 _UNSEEN = 100  # of an action that is so many times shorter than the longest there may be nothing to see
 
@@ -43,7 +34,7 @@ def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
     lines = [f"{schedule.name}: {sizes(schedule)}", f"{summary.times()}  ({summary.costs})", "",
              *(f"{name:{label}}{_styled(cells, colour)}".rstrip() for name, cells in rows)]
     used = {event.action.op for events in summary.timeline.events for event in events}
-    legend = [_styled([(f"{op.value[0]} {name}", _SHADES[op][0])], colour) for op, name in NAMES.items() if op in used]
+    legend = [_styled([(f"{op[0]} {op.name}", op.shades[0])], colour) for op in kinds() if op in used]
     lines += ["", "  ".join([*legend, f"{_IDLE} idle"])]
     if summary.chunks != "1":
         lines.append(f"lower case{' and lighter' * colour}: not the first of the rank's stages")
@@ -79,7 +70,7 @@ def holdings(summary: Summary) -> list[str]:
 
 def _label(event: Event, chunk: int) -> str:
     """Return ``F3``; ``f3`` on a later stage of the rank."""
-    label = f"{event.action.op.value}{event.action.microbatch}"
+    label = f"{event.action.op}{event.action.microbatch}"
     return label.lower() if chunk else label
 
 
@@ -135,19 +126,19 @@ class _Picture:
         for event in events:
             first, last = self._column(event.start_s), min(self._column(event.end_s), self._columns)
             op = event.action.op
-            if op is Op.STEP:
+            if not op.per_microbatch:
                 at = first - 1 if first and row[min(first, self._columns) - 1][0] in f" -S{_IDLE}" else first
                 if at < self._columns:
-                    row[at] = ("S", _SHADES[op][0])
+                    row[at] = (op[0], op.shades[0])
                     busy = max(busy, at + 1)
                 continue
-            chunk, shades = self._summary.chunk_of[event.action.stage], _SHADES[op]
+            chunk, shades = self._summary.chunk_of[event.action.stage], op.shades
             style = shades[min(chunk, len(shades) - 1)]
             text = _label(event, chunk)
             if 0 < last - first < len(text):
                 self.bare = self.bare or last < self._columns
                 text = text[0]
-            text = text.ljust(last - first, "-" if op is Op.BACKWARD else " ")[:max(0, last - first)]
+            text = text.ljust(last - first, "-" if op.whole_backward else " ")[:max(0, last - first)]
             row[first:first + len(text)] = [(character, style) for character in text]
             busy = max(busy, last)
         return row[:busy] if busy < self._columns else row
@@ -156,7 +147,7 @@ class _Picture:
         row: list[Cell] = [(" ", "")] * self._columns
         for event in events:
             used = self._versions.get((event.action.stage, event.action.microbatch))
-            if event.action.op is Op.STEP or used is None:
+            if not event.action.op.per_microbatch or used is None:
                 continue
             width = self._column(event.end_s) - self._column(event.start_s)
             first, label = self._column(event.start_s), f"v{used}"

@@ -18,7 +18,6 @@ from vpipe.errors import CheckError, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver.stage_table import StageDemand
-from vpipe.schedules.action import Op
 from vpipe.schedules.build import ReplicaView, build, replica_views
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs
@@ -57,7 +56,7 @@ def traits_of(recipe: Recipe) -> ScheduleTraits:
         check(lower(example))
     except CheckError as error:
         return ScheduleTraits(problem=error.problems[0].what.split("\n")[0])
-    split = any(action.op is Op.INPUT for program in example.programs for action in program)
+    split = bool(example.split_backwards)
     pair = list(_examples(recipe, 4, (8, 16)))
     if recipe.chunks > 1 or len(pair) < 2:
         return ScheduleTraits(split)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vpipe.runtime.worker import Worker
-from vpipe.schedules.action import Op
+from vpipe.schedules.action import Kind, Op
 
 _SENT = {Op.SEND_F: "F", Op.SEND_B: "B", Op.SEND_W: "W", Op.SEND_G: "G"}
 """The kind of transfer that a send makes."""
@@ -28,7 +28,7 @@ class NaiveWorker(Worker):
         super().__init__(*arguments, **options)
         self.operations = {op: partial(self._to_its_end, op, operation) for op, operation in self.operations.items()}
 
-    def _to_its_end(self, op: Op, operation: Callable[[int, int], None], stage: int, index: int) -> None:
+    def _to_its_end(self, op: Kind, operation: Callable[[int, int], None], stage: int, index: int) -> None:
         operation(stage, index)
         for here in self.stages.values():
             if here.device.type == "cuda":

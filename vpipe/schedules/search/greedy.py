@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
 
-from vpipe.schedules.action import Action, Op, step
+from vpipe.schedules.action import Action, Kind, Op, step
 from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.size import Placement
 
-Turn = tuple[Op, int]
+Turn = tuple[Kind, int]
 """An operation of a stage; its microbatch is the stage's next, since every stage takes them in order."""
 
 HAIR = 1e-9
@@ -204,7 +204,7 @@ class GreedyRun:
         forward = backward = None
         soonest, blocked = math.inf, False
         stages: Sequence[int] = work.stages_of[rank]
-        ops: tuple[Op, ...] = (Op.FORWARD, Op.INPUT)
+        ops: tuple[Kind, ...] = (Op.FORWARD, Op.INPUT)
         if rules.turns is not None:
             if self._turns[rank] == len(rules.turns[rank]):
                 return None, None, math.inf, False
@@ -235,7 +235,7 @@ class GreedyRun:
                     blocked = True
         return forward, backward, soonest, blocked
 
-    def _do(self, rank: int, now: float, op: Op, stage: int) -> None:
+    def _do(self, rank: int, now: float, op: Kind, stage: int) -> None:
         work = self._work
         self._starts[rank] = min(self._starts[rank], now)
         transfer_s = 0.0

@@ -15,7 +15,7 @@ from itertools import product
 from operator import itemgetter
 
 from vpipe.errors import CheckError, UserError, counted
-from vpipe.schedules.action import RETURNS, Action, Op
+from vpipe.schedules.action import Action, Op
 from vpipe.schedules.build import build
 from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.peaks import rank_peaks
@@ -191,8 +191,8 @@ class _Problem:
 
 def _turns(program: Iterable[Action]) -> tuple[Turn, ...]:
     """Return the order of forwards and backwards."""
-    return tuple((Op.FORWARD if action.op is Op.FORWARD else Op.INPUT, action.stage)
-                 for action in program if action.op is Op.FORWARD or action.op in RETURNS)
+    return tuple((Op.FORWARD if action.op.uses_version else Op.INPUT, action.stage)
+                 for action in program if action.op.uses_version or action.op.returns)
 
 
 def _without_limits(work: Workload) -> GreedyRules:

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from math import lcm
 
-from vpipe.schedules.action import COMPLETES, PER_MICROBATCH, RETURNS, SENDS, Action, Op
+from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, ratio
-from vpipe.schedules.dependencies import borrowing_ranks
-from vpipe.schedules.lower import VersionsUsed, add_transfers
+from vpipe.schedules.graph import Graph
+from vpipe.schedules.kinds import Kind
+from vpipe.schedules.lower import add_transfers
+from vpipe.schedules.peaks import recomputations
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.timeline import recomputations
-
-_NEIGHBOUR: dict[Op, tuple[Op, int, tuple[Op, ...]]] = {
-    Op.SEND_F: (Op.RECV_F, 1, (Op.FORWARD,)),
-    Op.SEND_B: (Op.RECV_B, -1, (Op.BACKWARD, Op.INPUT)),
-}
-"""The receive of a send, its stage seen from the send's, and the operations that wait for it."""
-
-_LOWERED = SENDS | {Op.REDUCE}
-"""Operations that no compute-only schedule has."""
 
 
 @dataclass(slots=True)
@@ -77,9 +69,11 @@ class SimulationTables:
     @classmethod
     def from_schedule(cls, schedule: Schedule, costs: Costs) -> SimulationTables:
         """Tabulate ``schedule``, compute-only (then its receives are posted from the beginning) or lowered."""
-        posted = not any(action.op in _LOWERED for program in schedule.programs for action in program)
+        graph = Graph.from_schedule(schedule)
+        posted = not graph.setting.lowered
         if posted:
             schedule = add_transfers(schedule)
+            graph = Graph.from_schedule(schedule)
         widths = [len(ranks) for ranks in schedule.placement]
         unit = _ticks_per_second(costs, widths)
         sizes = [len(program) for program in schedule.programs]
@@ -89,28 +83,41 @@ class SimulationTables:
                      list(_ticks(schedule, costs, unit)))
 
         @cache
-        def ticks(op: Op, stage: int, source: int, target: int) -> Number:
+        def ticks(kind: Kind, stage: int, source: int, target: int) -> Number:
             cost = costs.stages[stage]
-            size = (ratio(cost.reduce_bytes, widths[stage]) if op is Op.REDUCE else
-                    {Op.SEND_F: cost.output_bytes, Op.SEND_B: cost.gradient_bytes}.get(op, cost.tied_bytes))
+            size = ratio(cost.reduce_bytes, widths[stage]) if kind.transfer is None else kind.transfer.bytes(cost)
             return 0 if source == target else ratio(costs.link(source, target).transfer_s(size) * unit, 1)
 
-        numbers = _Numbers(schedule, tables.firsts)
+        users: dict[tuple[int, int], list[int]] = defaultdict(list)  # by what is waited for, and the rank that waits
+        for rank, first in enumerate(tables.firsts):
+            for position, awaited in enumerate(graph.waits[rank]):
+                for spot in filter(None, awaited):
+                    users[tables.firsts[spot[0]] + spot[1], rank].append(first + position)
+        published = {number for number, _ in users}
+
+        def number_of(action: Action, rank: int) -> int:
+            return tables.firsts[rank] + (graph.position(action, rank) or 0)
+
         for rank, (first, program) in enumerate(zip(tables.firsts, schedule.programs, strict=True)):
             for number, action in enumerate(program, start=first):
                 op, stage = action.op, action.stage
-                if op in SENDS:
-                    for receive, users in numbers.receives(action, rank):
-                        target = tables.rank_of[receive]
-                        tables._add(Message(action, rank, target, ticks(op, stage, rank, target), users,
-                                            1 if posted else 2), number, *(() if posted else (receive,)))
-                elif op is Op.REDUCE:
-                    for other, made, summed in numbers.replicas(action, rank):
-                        if made is not None:
-                            tables._add(Message(action, other, rank, ticks(op, stage, other, rank), (number,), 1), made)
-                        tables._add(Message(action, rank, other, ticks(op, stage, rank, other), summed, 1), number)
-                elif op is Op.NORM and rank == schedule.placement[stage][0]:  # the stage's other ranks have the same
-                    tables._add(Message(action, rank, rank, 0, tuple(numbers.steps(action)), 1), number)
+                if op.sends:
+                    for receive, target in graph.other_ends(action, rank):
+                        tables._add(Message(action, rank, target, ticks(op, stage, rank, target),
+                                            tuple(users.get((number, target), ())), 1 if posted else 2),
+                                    number, *(() if posted else (number_of(receive, target),)))
+                elif op.summed:
+                    for other in schedule.placement[stage]:
+                        made = graph.last.get((stage, action.microbatch, other))
+                        if other != rank and made is not None:
+                            tables._add(Message(action, other, rank, ticks(op, stage, other, rank), (number,), 1),
+                                        number_of(made, other))
+                        if other != rank:
+                            tables._add(Message(action, rank, other, ticks(op, stage, rank, other),
+                                                tuple(users.get((number, other), ())), 1), number)
+                elif number in published and not op.computes:  # known to all as soon as it is there
+                    waiting = tuple(user for other in range(schedule.ranks) for user in users.get((number, other), ()))
+                    tables._add(Message(action, rank, rank, 0, waiting, 1), number)
         return tables
 
     def _add(self, message: Message, *openers: int) -> None:
@@ -119,90 +126,19 @@ class SimulationTables:
         self.messages.append(message)
 
 
-class _Numbers:
-    """Find the numbers of actions.
-
-    A key is (stage, index); for operations that may stand on several ranks, because the stage is replicated or its
-    weights are borrowed, (stage, index, rank).
-    """
-
-    def __init__(self, schedule: Schedule, firsts: Sequence[int]) -> None:
-        self._schedule = schedule
-        self._where: dict[Op, dict[tuple[int, ...], int]] = {op: {} for op in Op}
-        several = {op: op not in PER_MICROBATCH for op in Op}
-        self._last: dict[tuple[int, int, int], int] = {}  # of a replica's gradients of an update: (stage, update, rank)
-        spans = {stage: schedule.rounds.per_update(stage) for stage in range(schedule.stages)
-                 if schedule.rounds.width(stage) > 1}
-        for rank, (first, program) in enumerate(zip(firsts, schedule.programs, strict=True)):
-            for number, action in enumerate(program, start=first):
-                key = action.stage, action.microbatch
-                self._where[action.op][(*key, rank) if several[action.op] else key] = number
-                if spans and action.op in COMPLETES and action.stage in spans:
-                    self._last[action.stage, action.microbatch // spans[action.stage], rank] = number
-        self._users: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # of tied versions, by borrowing rank
-        for owner, borrowers in schedule.ties.items():
-            used = {rank: VersionsUsed(owner, iter(schedule.programs[rank])) for rank in schedule.placement[owner]}
-            for microbatch in range(schedule.microbatches):
-                version = used[schedule.rounds.rank_of(owner, microbatch)].of(microbatch)
-                for stage in borrowers:
-                    user = self._where[Op.FORWARD][stage, microbatch]
-                    self._users[owner, version, schedule.rounds.rank_of(stage, microbatch)].append(user)
-
-    def _of(self, operations: Iterable[Op], *key: int) -> tuple[int, ...]:
-        """Return those of the ``operations`` that exist."""
-        return tuple([self._where[op][key] for op in operations if key in self._where[op]])
-
-    def steps(self, norm: Action) -> Iterator[int]:
-        """Yield the steps that wait for a norm: those on other ranks than its stage's, which have it themselves."""
-        own = self._schedule.placement[norm.stage]
-        for stage, ranks in enumerate(self._schedule.placement):
-            for rank in ranks:
-                if rank not in own:
-                    yield from self._of((Op.STEP,), stage, norm.microbatch, rank)
-
-    def replicas(self, reduce: Action, rank: int) -> Iterator[tuple[int, int | None, tuple[int, ...]]]:
-        """Yield for every other replica its rank, its last gradient if it has any, and what waits for the sum."""
-        stage, update = reduce.stage, reduce.microbatch
-        for other in self._schedule.placement[stage]:
-            if other != rank:
-                yield other, self._last.get((stage, update, other)), self._of((Op.NORM, Op.STEP), stage, update, other)
-
-    def receives(self, send: Action, rank: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield for every rank that receives ``send`` the receive, and what waits for it."""
-        stage, index, schedule = send.stage, send.microbatch, self._schedule
-        if (neighbour := _NEIGHBOUR.get(send.op)) is not None:
-            receiving, offset, users = neighbour
-            there = self._where[receiving].get((stage + offset, index))
-            if there is not None:
-                yield there, self._of(users, stage + offset, index)
-        elif send.op is Op.SEND_W:
-            for target in borrowing_ranks(schedule.placement, stage, schedule.ties.get(stage, ()), rank):
-                for receive in self._of((Op.RECV_W,), stage, index, target):
-                    yield receive, tuple(self._users.get((stage, index, target), ()))
-        else:
-            for target in schedule.placement[stage]:
-                for receive in self._of((Op.RECV_G,), stage, index, target):
-                    yield receive, self._of((Op.NORM, Op.STEP), stage, index, target)
-
-
 def _ticks(schedule: Schedule, costs: Costs, unit: int) -> Iterator[Number | None]:
     """Yield the ticks of each action, rank after rank; None when it takes no time of its rank."""
-    times: dict[tuple[Op, int], Number] = {}
-    alone: dict[tuple[Op, int], Number] = {}  # of backwards that recompute by themselves
-    for stage, cost in enumerate(costs.stages):
-        for op, time in ((Op.FORWARD, cost.forward_s), (Op.BACKWARD, cost.input_s + cost.weight_s),
-                         (Op.INPUT, cost.input_s), (Op.WEIGHT, cost.weight_s), (Op.RECOMPUTE, cost.recompute_s),
-                         (Op.STEP, cost.step_s)):
-            times[op, stage] = ratio(time * unit, 1)  # an int for a whole number, unless it is a float
-            alone[op, stage] = ratio((time + cost.recompute_s) * unit, 1)
+    @cache
+    def ticks(kind: Kind, stage: int, alone: bool) -> Number | None:
+        if kind.seconds is None:
+            return None
+        cost = costs.stages[stage]
+        return ratio((kind.seconds(cost) + (cost.recompute_s if alone else 0)) * unit, 1)  # an int for a whole number
+
     for program in schedule.programs:
         recomputed = recomputations(program)
-        for action in program:
-            key = action.op, action.stage
-            if action.op in RETURNS and (action.stage, action.microbatch) not in recomputed:
-                yield alone[key]
-            else:
-                yield times.get(key)
+        for op, stage, index in program:
+            yield ticks(op, stage, op.recomputes and (stage, index) not in recomputed)
 
 
 def _ticks_per_second(costs: Costs, widths: Sequence[int]) -> int:

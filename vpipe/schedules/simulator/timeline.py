@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from vpipe.schedules.action import Action, Op
+from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.peaks import moments
 from vpipe.schedules.schedule import Schedule
-
-TIMED = frozenset({Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.RECOMPUTE, Op.STEP})
-"""Operations that keep a rank busy; the others take no time of it."""
 
 Curve = tuple[tuple[Number, Number], ...]
 """(time in seconds, bytes held from then on), in order; of several points at one time the last holds."""
@@ -122,7 +119,7 @@ class Timeline:
 
     def _held(self, rank: int) -> Iterator[tuple[Number, Number]]:
         events = iter(self.events[rank])
-        timed = [next(events) if action.op in TIMED else None for action in self.schedule.programs[rank]]
+        timed = [next(events) if action.op.seconds is not None else None for action in self.schedule.programs[rank]]
         now: Number = 0
         before: Number = -1
         for position, at_start, _, held in moments(self.schedule, self.costs, rank):
@@ -132,7 +129,3 @@ class Timeline:
                 yield (event.start_s if at_start and event is not None else now), held
             before = held
 
-
-def recomputations(program: Sequence[Action]) -> set[tuple[int, int]]:
-    """Return (stage, microbatch) of everything that ``program`` recomputes before the backward."""
-    return {(action.stage, action.microbatch) for action in program if action.op is Op.RECOMPUTE}

@@ -1,0 +1,113 @@
+"""Assign microbatches to the replicas of stages and to updates.
+
+With a flush an update takes all microbatches. Without one it takes ``update_every`` on every replica of its stage. The
+last update of a stream takes the microbatches that are left; a replica may have none of it.
+
+Source: Narayanan et al., PipeDream (SOSP 2019), section 3.2, 1F1B with round-robin over replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+from vpipe.schedules.size import Placement
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Say which rank takes which microbatch through which stage, and which update its gradient goes into.
+
+    Nothing else knows that the replicas of a stage take turns: another assignment is another class with these methods.
+
+    Attributes:
+        placement: ranks per stage.
+        update_every: microbatches per update with a flush; per update and replica without.
+        flush: the pipeline is empty at every update.
+        exists: tells whether there is a microbatch of a number. If so, all smaller numbers exist.
+    """
+
+    placement: Placement
+    update_every: int
+    flush: bool
+    exists: Callable[[int], bool]
+
+    @staticmethod
+    def replica_of(microbatch: int, width: int) -> int:
+        """Return the replica, of ``width``, that takes a microbatch."""
+        return microbatch % width
+
+    @staticmethod
+    def microbatch_of(turn: int, replica: int, width: int) -> int:
+        """Return the microbatch that a replica takes in a turn, both from 0."""
+        return turn * width + replica
+
+    @classmethod
+    def turns_of(cls, microbatches: int, replica: int, width: int) -> int:
+        """Return how many of the first ``microbatches`` a replica takes."""
+        return len(range(cls.microbatch_of(0, replica, width), microbatches, width))
+
+    def width(self, stage: int) -> int:
+        """Return the number of replicas of a stage."""
+        return len(self.placement[stage])
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """Return the rank that takes a microbatch through a stage; -1 outside the pipeline."""
+        if not 0 <= stage < len(self.placement):
+            return -1
+        ranks = self.placement[stage]
+        return ranks[self.replica_of(microbatch, len(ranks))]
+
+    def update_of(self, stage: int, microbatch: int) -> int:
+        """Return the update of a stage that takes the gradient of a microbatch."""
+        return microbatch // self.per_update(stage)
+
+    def per_update(self, stage: int) -> int:
+        """Return the number of microbatches of a complete update of a stage."""
+        return self.update_every if self.flush else self.update_every * self.width(stage)
+
+    @cached_property
+    def per_step(self) -> int:
+        """The fewest microbatches with which every stage makes complete updates: one step of training."""
+        return lcm(*map(self.per_update, range(len(self.placement))))
+
+    def has_update(self, stage: int, update: int) -> bool:
+        """Tell whether there is a microbatch for an update of a stage."""
+        return self.exists(update * self.per_update(stage))
+
+    def in_update(self, stage: int, update: int) -> range:
+        """Return the microbatches of an update of a stage."""
+        return self._existing(update * self.per_update(stage), self.per_update(stage))
+
+    def in_step(self, step: int) -> range:
+        """Return the microbatches of a step of training, see :attr:`per_step`."""
+        return self._existing(step * self.per_step, self.per_step)
+
+    def _existing(self, first: int, count: int) -> range:
+        beyond = first + count
+        while beyond > first and not self.exists(beyond - 1):
+            beyond -= 1
+        return range(first, beyond)
+
+    def share(self, owner: int, update: int, stage: int, rank: int) -> Sequence[int]:
+        """Return the microbatches of an update of ``owner`` that ``rank`` takes through ``stage``, in order."""
+        return self._of_rank(self.in_update(owner, update), stage, rank)
+
+    def complete_share(self, owner: int, update: int, stage: int, rank: int) -> Sequence[int]:
+        """Return the same for a complete update, without asking which microbatches exist."""
+        first = update * self.per_update(owner)
+        return self._of_rank(range(first, first + self.per_update(owner)), stage, rank)
+
+    def _of_rank(self, microbatches: range, stage: int, rank: int) -> Sequence[int]:
+        """Return those microbatches that ``rank`` takes: every ``width``-th."""
+        width, replica = self.width(stage), self.placement[stage].index(rank)
+        for first in microbatches[:width]:
+            if self.replica_of(first, width) == replica:
+                return microbatches[first - microbatches.start::width]
+        return ()
+
+    def contributors(self, owner: int, update: int, stage: int) -> list[int]:
+        """Return the ranks of ``stage`` that take any microbatch of an update of ``owner``, in replica order."""
+        return [rank for rank in self.placement[stage] if self.share(owner, update, stage, rank)]

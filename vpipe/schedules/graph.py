@@ -1,0 +1,320 @@
+"""The graph of a schedule: which action waits for which, derived from what their kinds need and make.
+
+:class:`Graph` is of programs that are known to their end, :class:`Flow` of programs that are followed action by action,
+as a stream is. Both know of no kind: what they say follows from the rows of :mod:`vpipe.schedules.kinds`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from vpipe.errors import CheckError
+from vpipe.schedules.action import Action
+from vpipe.schedules.error_grid import Spot, rule_error
+from vpipe.schedules.kinds import NORMS, PART, Kind, Needed, Value, kinds
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.setting import Setting
+from vpipe.schedules.versions import VersionRegister
+
+OnRank = tuple[Action, int]
+"""An action and the rank that executes it."""
+
+
+def other_ends(setting: Setting, transfer: Action, rank: int) -> list[OnRank]:
+    """Return the other ends of a send or a receive; none when it leads out of the pipeline.
+
+    Activations and their gradients have no other end on their own rank. Tied weights do: there they change hands.
+    """
+    end = transfer.op.transfer
+    assert end is not None, "it is a send or a receive"
+    other = Action(transfer.op.other_end, transfer.stage + end.offset, transfer.microbatch)
+    return [(other, peer) for peer in end.peers(setting, transfer.stage, transfer.microbatch, rank)]
+
+
+def carried(carrier: Kind, stage: int, index: int) -> Action:
+    """Return the send of a value, which is of a stage and an index."""
+    assert carrier.transfer is not None, "it sends"
+    return Action(carrier, stage - carrier.transfer.value_offset, index)
+
+
+def receive_of(send: Action) -> Action:
+    """Return the receive of a send."""
+    assert send.op.transfer is not None, "it is a send"
+    return Action(send.op.other_end, send.stage + send.op.transfer.offset, send.microbatch)
+
+
+def _makers() -> Mapping[Value, Sequence[tuple[Kind, int]]]:
+    """Return by value the kinds that make it, each with the stage of the value less that of the action."""
+    makers: dict[Value, list[tuple[Kind, int]]] = defaultdict(list)
+    for kind in kinds():
+        for value, offset in kind.makes:
+            makers[value].append((kind, offset))
+    return makers
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Hold tables made in one pass over the programs, and answer what the checker's rules ask.
+
+    Attributes:
+        where: the spots of every action.
+        last: by stage, update and rank, the rank's last action (B or W) that makes weight gradients for it.
+        version: the weight version that the forward of (stage, microbatch) uses.
+    """
+
+    schedule: Schedule
+    setting: Setting
+    where: Mapping[Action, Sequence[Spot]]
+    last: Mapping[tuple[int, int, int], Action]
+    version: Mapping[tuple[int, int], int]
+    makers: Mapping[Value, Sequence[tuple[Kind, int]]]
+
+    @classmethod
+    def from_schedule(cls, schedule: Schedule) -> Graph:
+        where: dict[Action, list[Spot]] = {}
+        version: dict[tuple[int, int], int] = {}
+        last: dict[tuple[int, int, int], Action] = {}
+        spans = [schedule.rounds.per_update(stage) for stage in range(schedule.stages)]
+        kinds_there: set[Kind] = set()
+        for rank, program in enumerate(schedule.programs):
+            registers: dict[int, VersionRegister] = defaultdict(VersionRegister)
+            for position, action in enumerate(program):
+                op, stage, index = action
+                if action in where:
+                    where[action].append((rank, position))
+                else:
+                    where[action] = [(rank, position)]
+                if op not in kinds_there:
+                    kinds_there.add(op)
+                if op.uses_version:
+                    version[stage, index] = registers[stage].in_use
+                elif op.completes:
+                    if stage < len(spans) and spans[stage]:
+                        last[stage, index // spans[stage], rank] = action
+                elif op.makes_version or op.chooses:
+                    registers[stage].follow(action)
+        makers = _makers()
+        setting = Setting(schedule.rounds, schedule.ties, lambda owner, index: version.get((owner, index), 0),
+                          lowered=any(kind.transfer is not None or kind.summed for kind in kinds_there),
+                          normed=any((NORMS, 0) in kind.makes for kind in kinds_there))
+        return cls(schedule, setting, where, last, version, makers)
+
+    # -- the programs ----------------------------------------------------------------------------------
+
+    def error(self, what: str, hint: str, *marks: Spot, cursors: Sequence[int] | None = None) -> CheckError:
+        """Return the error of a broken rule; see :func:`~vpipe.schedules.error_grid.rule_error`."""
+        return rule_error(self.schedule, what, hint, *marks, cursors=cursors)
+
+    def actions(self) -> Iterator[tuple[Action, Spot]]:
+        """Yield every action with its spot, rank after rank."""
+        for rank, program in enumerate(self.schedule.programs):
+            for position, action in enumerate(program):
+                yield action, (rank, position)
+
+    def of_stage(self, stage: int, rank: int) -> Iterator[tuple[Action, Spot]]:
+        """Yield the actions of a stage on a rank in order, with their spots."""
+        for position, action in enumerate(self.schedule.programs[rank]):
+            if action.stage == stage:
+                yield action, (rank, position)
+
+    def replicas(self) -> Iterator[tuple[int, int]]:
+        """Yield every stage with each of its ranks."""
+        for stage, ranks in enumerate(self.schedule.placement):
+            for rank in ranks:
+                yield stage, rank
+
+    def end(self, rank: int) -> Spot:
+        return rank, len(self.schedule.programs[rank])
+
+    def position(self, action: Action, rank: int) -> int | None:
+        """Return the position of ``action`` in the program of ``rank``; None when it is not there."""
+        for there, position in self.where.get(action, ()):
+            if there == rank:
+                return position
+        return None
+
+    def other_ends(self, transfer: Action, rank: int) -> list[OnRank]:
+        """Return the other ends of a send or a receive; see :func:`other_ends`."""
+        return other_ends(self.setting, transfer, rank)
+
+    # -- the edges -------------------------------------------------------------------------------------
+
+    def maker(self, value: Value, stage: int, index: int, rank: int, before: int | None = None) -> Action | None:
+        """Return the action that makes a value on a rank, whether or not it is there; None where none has to.
+
+        Args:
+            before: the position where it is needed: of several the last one before it.
+        """
+        if value is PART:
+            return self.last.get((stage, index, rank))
+        found = {position: action for kind, offset in self.makers[value]
+                 if (position := self.position(action := Action(kind, stage - offset, index), rank)) is not None}
+        if found:
+            return found[max((position for position in found if before is not None and position < before),
+                             default=min(found))]
+        kind, offset = self.makers[value][0]
+        return None if value.optional else Action(kind, stage - offset, index)
+
+    def before(self, action: Action, spot: Spot) -> Iterator[Action]:
+        """Yield the actions that the one at ``spot`` must follow on its own rank.
+
+        These make values that it needs, get ready for those that come from elsewhere, or hand them over here.
+        """
+        setting, (rank, at) = self.setting, spot
+        receives, handed_over = [], []
+        for value, stage, index in action.op.needs(setting, action.stage, action.microbatch, rank):
+            for home in (rank,) if value.homes is None else value.homes(setting, stage, index, rank):
+                if home == rank and not value.handed_over:
+                    if (maker := self.maker(value, stage, index, rank, at)) is not None:
+                        yield maker
+                elif setting.lowered and value.carrier is not None:
+                    send = carried(value.carrier, stage, index)
+                    receives.append(receive_of(send))
+                    handed_over += [send] * (home == rank)
+        yield from receives
+        yield from handed_over
+
+    def awaited(self, action: Action, rank: int, rendezvous: bool) -> list[OnRank]:
+        """Return the actions, besides those before it on its rank, that must be executed before ``action`` can be.
+
+        A receive only posts; the action that uses the tensor waits for the send. A compute-only schedule has no sends:
+        there it waits for the action that makes the tensor. With ``rendezvous`` sends wait for their receives.
+        """
+        op, setting = action.op, self.setting
+        if op.transfer is not None:
+            return [other for other in self.other_ends(action, rank) if other[1] != rank] \
+                if rendezvous and op.sends else []
+        found: list[OnRank] = []
+        for value, stage, index in op.needs(setting, action.stage, action.microbatch, rank):
+            for home in () if value.homes is None else value.homes(setting, stage, index, rank):
+                if home == rank and not value.handed_over:
+                    continue
+                needed: Iterable[Needed] = [(value, stage, index)]
+                if value.carrier is not None:
+                    send = carried(value.carrier, stage, index)
+                    if setting.lowered:
+                        found.append((send, home))
+                        continue
+                    needed = send.op.needs(setting, send.stage, index, home)
+                found += [(maker, home) for each in needed if (maker := self.maker(*each, home)) is not None]
+        return found
+
+    @cached_property
+    def waits(self) -> Sequence[Sequence[Sequence[Spot | None]]]:
+        """By rank and position, the spots of :meth:`awaited` without ``rendezvous``; None for one that is missing."""
+        return [[[None if (position := self.position(awaited, peer)) is None else (peer, position)
+                  for awaited, peer in self.awaited(action, rank, rendezvous=False)]
+                 for action in program] for rank, program in enumerate(self.schedule.programs)]
+
+
+def execute(graph: Graph, *, rendezvous: bool) -> tuple[list[int], dict[int, tuple[Action, Action, int]]]:
+    """Execute a schedule without time and tensors: every rank goes as far as it can, in whatever order of turns.
+
+    Args:
+        rendezvous: a send waits until its receive is posted; otherwise it never waits (buffered).
+
+    Returns:
+        How many actions each rank executed, and of the ranks that did not reach their end the action before which they
+        stand, the one that they wait for, and its rank.
+    """
+    programs, waits = graph.schedule.programs, graph.waits
+    cursors = [0] * len(programs)
+    blocked: dict[int, tuple[Action, Action, int]] = {}
+    sleepers: dict[Spot, list[int]] = defaultdict(list)  # ranks to wake when a spot has been executed
+    awake = list(range(len(programs)))
+    while awake:
+        rank = awake.pop()
+        blocked.pop(rank, None)
+        while cursors[rank] < len(programs[rank]):
+            action = programs[rank][cursors[rank]]
+            spots = waits[rank][cursors[rank]]
+            if rendezvous and action.op.sends:
+                spots = [None if (at := graph.position(other, peer)) is None else (peer, at)
+                         for other, peer in graph.awaited(action, rank, rendezvous=True)]
+            for number, spot in enumerate(spots):
+                if spot is None or spot[1] >= cursors[spot[0]]:
+                    blocked[rank] = action, *graph.awaited(action, rank, rendezvous)[number]
+                    if spot is not None:
+                        sleepers[spot].append(rank)
+                    break
+            if rank in blocked:
+                break
+            if sleepers:
+                awake += sleepers.pop((rank, cursors[rank]), ())
+            cursors[rank] += 1
+    return cursors, dict(sorted(blocked.items()))
+
+
+class Flow:
+    """What programs that are followed action by action have sent and published so far, and what they wait for.
+
+    Nothing is asked about microbatches beyond the action at hand, which may not exist. What has been used is forgotten.
+
+    Args:
+        one_order: all transfers keep to one order.
+    """
+
+    def __init__(self, setting: Setting, *, one_order: bool = False) -> None:
+        self._setting, self._one_order = setting, one_order
+        self._arrived: set[tuple[Value, int, int, int]] = set()  # of microbatches: value, stage, index, receiver
+        self._newest: dict[tuple[Value, int, int, int], int] = {}  # of updates: by value, stage, maker, receiver
+        self._parts: Counter[tuple[int, int, int]] = Counter()  # gradients of an update: stage, update, replica
+
+    def missing(self, action: Action, rank: int) -> tuple[Value, int, int, int] | None:
+        """Return a value from another rank that an action waits for, with its stage, index and maker.
+
+        When nothing is missing, the action is executed next: what it alone uses is forgotten.
+        """
+        op, setting = action.op, self._setting
+        if op.transfer is not None:
+            if self._one_order and op.in_turn is not None:
+                for value, stage, index, home in op.in_turn(setting, action.stage, action.microbatch, rank):
+                    if self._newest.get((value, stage, home, setting.placement[stage][0]), -1) < index:
+                        return value, stage, index, home
+            return None
+        used = []
+        for value, stage, index in op.needs(setting, action.stage, action.microbatch, rank):
+            if value.homes is not None:
+                for home in value.homes(setting, stage, index, rank):
+                    if home != rank or value.handed_over:
+                        if not self._is_there(value, stage, index, home, rank):
+                            return value, stage, index, home
+                        used.append((value, stage, index, rank))
+        if used:
+            self._arrived.difference_update(used)
+        return None
+
+    def _is_there(self, value: Value, stage: int, index: int, home: int, rank: int) -> bool:
+        if value is PART:
+            return self._parts[stage, index, home] == len(self._setting.assignment.share(stage, index, stage, home))
+        carrier = value.carrier
+        if carrier is not None and carrier.per_microbatch:
+            return (value, stage, index, rank) in self._arrived
+        return self._newest.get((value, stage, home, rank if carrier is not None else home), -1) >= index
+
+    def follow(self, action: Action, rank: int) -> Sequence[int]:
+        """Take note of an action that has been executed; return the ranks to which it has sent something."""
+        op, stage, index = action
+        if op.sends:
+            assert op.transfer is not None, "it sends"
+            value, at = op.transfer.value, stage + op.transfer.value_offset
+            peers = op.transfer.peers(self._setting, stage, index, rank)
+            for peer in peers:
+                if op.per_microbatch:
+                    self._arrived.add((value, at, index, peer))
+                else:
+                    self._newest[value, at, rank, peer] = index
+            return peers
+        if op.completes:
+            assignment = self._setting.assignment
+            if assignment.width(stage) > 1:
+                self._parts[stage, assignment.update_of(stage, index), rank] += 1
+        elif not op.per_microbatch:
+            for value, offset in op.makes:
+                self._newest[value, stage + offset, rank, rank] = index
+            if op.makes_version:
+                self._parts.pop((stage, index, rank), None)
+        return ()

@@ -1,0 +1,356 @@
+"""The kinds of actions: one table, and the only place that knows what an action needs, makes and frees.
+
+A row of the table is data, with expressions of a few lines. All else is derived from the rows: which action waits for
+which, in which order transfers go, what memory is held, which weights a forward uses, what a worker calls, the drawing.
+
+A package adds a kind by :func:`register_kind`, in a module to which an entry point in the group ``vpipe.actions``
+points under the kind's text (docs/add-an-action.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from vpipe.errors import UserError, nearest
+from vpipe.plugins import announced, load, unregistered
+from vpipe.schedules.costs import Number, StageCosts
+from vpipe.schedules.setting import Setting
+
+MICROBATCH, UPDATE, VERSION = "microbatch", "update", "version"
+"""What the index of an action counts."""
+
+
+@dataclass(eq=False)
+class Value:
+    """Something that actions make and need, of a stage and an index.
+
+    Attributes:
+        name: for messages.
+        homes: returns the ranks where it is made, for a setting, its stage and index, and the rank that needs it; None
+            where that is the same rank.
+        handed_over: also an owner and a borrower on one rank send and receive it.
+        optional: it is needed only where something makes it.
+        carrier: the kind that sends it to the ranks that need it, if any: a later row.
+    """
+
+    name: str
+    homes: Callable[[Setting, int, int, int], Sequence[int]] | None = None
+    handed_over: bool = False
+    optional: bool = False
+    carrier: Kind | None = None
+
+
+def _home(at: Setting, stage: int, microbatch: int) -> Sequence[int]:
+    rank = at.assignment.rank_of(stage, microbatch)
+    return () if rank < 0 else (rank,)
+
+
+OUTPUT = Value("output", lambda at, stage, index, rank: _home(at, stage, index))
+OUTPUT_GRADIENT = Value("gradient of the output", lambda at, stage, index, rank: _home(at, stage + 1, index))
+SAVED = Value("saved activations")
+OFFLOADED = Value("saved activations on the host")
+RECOMPUTED = Value("recomputed activations", optional=True)
+HALF = Value("inputs and gradients that the weight half needs")
+GRADIENT = Value("weight gradient of a microbatch")
+PART = Value("a replica's gradient of an update",
+             lambda at, stage, index, rank: at.assignment.contributors(stage, index, stage))
+SUM = Value("sum of gradients over replicas",
+            lambda at, stage, index, rank: at.placement[stage] if at.assignment.width(stage) > 1 else ())
+NORMS = Value("gradient norms",
+              lambda at, stage, index, rank: () if rank in at.placement[stage] else at.placement[stage][:1])
+UPDATED = Value("weights after an update")
+TIED_VERSION = Value("tied weights", lambda at, stage, index, rank: at.lenders(stage, rank), handed_over=True)
+TIED_GRADIENT = Value("gradient of tied weights",
+                      lambda at, stage, index, rank: at.gradient_senders(stage, index), handed_over=True)
+
+Needed = tuple[Value, int, int]
+"""A value with its stage and index."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What an action does to the memory of its rank.
+
+    Attributes:
+        takes: values that it holds from its start on, or, with ``recomputes``, needs anew.
+        leaves: values that are held from its end on.
+        frees: values that are held no longer from its end on.
+    """
+
+    takes: tuple[Value, ...] = ()
+    leaves: tuple[Value, ...] = ()
+    frees: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One end of a transfer of ``value`` between two ranks.
+
+    Attributes:
+        value: what is sent.
+        sends: this end sends it.
+        other: the text of the kind at the other end.
+        offset: the stage of the other end's action, less that of this one's.
+        value_offset: the stage of the value, less that of this end's action.
+        peers: returns the ranks of the other ends, for a setting, the action's stage and index, and its rank.
+        bytes: that the sending stage sends.
+        borrowed: this end stands on the ranks that borrow the weights of its stage.
+    """
+
+    value: Value
+    sends: bool
+    other: str
+    offset: int
+    value_offset: int
+    peers: Callable[[Setting, int, int, int], Sequence[int]]
+    bytes: Callable[[StageCosts], Number] = lambda cost: cost.tied_bytes
+    borrowed: bool = False
+
+
+class Kind(str):
+    """A row of the table. As text it is what stands between stage and index, such as the F of 2F0.
+
+    Attributes:
+        name: for people.
+        counts: what its index counts: ``MICROBATCH``, ``UPDATE`` or ``VERSION``.
+        runs: the name of the method of :class:`vpipe.runtime.worker.Worker` that executes it, with dots for a part of
+            it; or, of a package's kind, ``module:function``, which is called with the worker, the stage and the index.
+        needs: yields the values without which it cannot start, for a setting, its stage and index, and its rank.
+        makes: the values that it makes, each with the stage of the value less its own.
+        memory: what it does to the memory of its rank; None for nothing.
+        seconds: the seconds of its rank that it takes; None where it takes none.
+        recomputes: without a recomputation before it, it recomputes dropped activations by itself.
+        transfer: the transfer of which it is an end.
+        host_bytes: what it copies to or from the host, on a link of their own; None where it does not.
+        summed: it exchanges gradients with the other replicas of its stage: all of them do it together.
+        in_turn: yields what must have been sent before it where all transfers have one order.
+        makes_version: it makes the next weight version of its stage.
+        chooses: it sets the version that the next forwards use to its index.
+        uses_version: it uses the weight version of its stage, which is held until the gradient has been made.
+        generated: generators yield it; others are added by lowering.
+        of_model: only a model asks for it, with tied weights or clipping; no file has to contain it.
+        torch: what does it where PyTorch runs the schedule; empty where PyTorch's compute-only form has it.
+        colour: its fill in drawings, for dark numbers. What takes no time is not drawn.
+        shades: its styles in a terminal, one per stage of a rank: foreground and background of the 256 colours.
+    """
+
+    def __new__(cls, text: str, *_: object, **__: object) -> Kind:
+        return super().__new__(cls, text)
+
+    def __init__(self, text: str, name: str, counts: str, runs: str, *,
+                 needs: Callable[[Setting, int, int, int], Iterable[Needed]] = lambda at, s, i, rank: (),
+                 makes: tuple[tuple[Value, int], ...] = (), memory: Memory | None = None,
+                 seconds: Callable[[StageCosts], Number] | None = None, recomputes: bool = False,
+                 transfer: Transfer | None = None, host_bytes: Callable[[StageCosts], Number] | None = None,
+                 summed: bool = False,
+                 in_turn: Callable[[Setting, int, int, int], Iterable[tuple[Value, int, int, int]]] | None = None,
+                 makes_version: bool = False, chooses: bool = False, uses_version: bool = False,
+                 generated: bool = False, of_model: bool = False,
+                 torch: str = "transfers and sums: PyTorch adds its own", colour: str = "#aab4be",
+                 shades: tuple[str, ...] = ("38;5;16;48;5;248",)) -> None:
+        self.name, self.counts, self.runs = name, counts, runs
+        self.needs, self.makes, self.memory = needs, makes, memory
+        self.seconds, self.recomputes = seconds, recomputes
+        self.transfer, self.host_bytes, self.summed, self.in_turn = transfer, host_bytes, summed, in_turn
+        self.makes_version, self.chooses, self.uses_version = makes_version, chooses, uses_version
+        self.generated, self.of_model, self.torch = generated, of_model, torch
+        self.colour, self.shades = colour, shades
+        self.per_microbatch = counts == MICROBATCH
+        self.sends = transfer is not None and transfer.sends
+        self.receives = transfer is not None and not transfer.sends
+        self.computes = seconds is not None and self.per_microbatch
+        made = {value for value, _ in makes}
+        self.returns = OUTPUT_GRADIENT in made and self.computes  # takes the gradient of the output, makes the input's
+        self.completes = GRADIENT in made  # completes the weight gradients of a microbatch
+        self.works = seconds is not None
+        self.whole_backward, self.first_half = self.returns and self.completes, self.returns and not self.completes
+        self.second_half, self.recomputation = self.completes and not self.returns, RECOMPUTED in made
+        holds = memory if memory is not None else Memory()
+        self.more_held = ((SAVED in holds.takes) - (SAVED in holds.frees), (HALF in holds.leaves) - (HALF in holds.frees))
+        self.touches_versions = uses_version or makes_version or chooses or self.returns or self.completes
+        if transfer is not None and transfer.sends:
+            transfer.value.carrier = self
+
+    def __reduce__(self) -> tuple[Callable[[str], Kind], tuple[str]]:
+        return kind_named, (str(self),)
+
+    @property
+    def value(self) -> str:
+        """Return the text, as a member of an enumeration does."""
+        return str(self)
+
+    @property
+    def other_end(self) -> Kind:
+        """Return the kind at the other end of a transfer."""
+        assert self.transfer is not None, "it is one end of a transfer"
+        return _KINDS[self.transfer.other]
+
+
+# -- expressions that several rows share ---------------------------------------------------------------
+
+def _backward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
+    return (SAVED, s, i), (RECOMPUTED, s, i), (OUTPUT_GRADIENT, s, i)
+
+
+def _sums(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
+    """What a norm or a step adds up: gradients of borrowers and replicas."""
+    return (TIED_GRADIENT, s, i), (SUM if at.lowered else PART, s, i)
+
+
+def _neighbour(offset: int) -> Callable[[Setting, int, int, int], Sequence[int]]:
+    """The rank that takes the microbatch through the stage at that offset, unless it is the same rank."""
+    return lambda at, s, i, rank: [peer for peer in _home(at, s + offset, i) if peer != rank]
+
+
+def _borrowers(at: Setting, s: int, i: int, rank: int) -> Sequence[int]:
+    return at.lending.get((s, rank), ())
+
+
+class _Members(type):
+    def __iter__(cls) -> Iterator[Kind]:
+        return iter(kinds())
+
+    def __call__(cls, text: str) -> Kind:
+        return kind_named(text)
+
+
+class Op(metaclass=_Members):
+    """The kinds of vpipe itself, by name."""
+
+    FORWARD = Kind(
+        "F", "forward", MICROBATCH, "_forward", generated=True, uses_version=True, torch="",
+        needs=lambda at, s, i, rank: [(OUTPUT, s - 1, i), *(
+            (TIED_VERSION, owner, version) for owner in at.owners.get(s, ()) if (version := at.version_of(owner, i)))],
+        makes=((OUTPUT, 0), (SAVED, 0)), memory=Memory(takes=(SAVED,)), seconds=lambda cost: cost.forward_s,
+        colour="#6ea8fe",
+        shades=("38;5;255;48;5;26", "38;5;16;48;5;75", "38;5;16;48;5;117", "38;5;16;48;5;153"))
+    BACKWARD = Kind(
+        "B", "backward", MICROBATCH, "_backward", generated=True, recomputes=True, torch="", needs=_backward_needs,
+        makes=((OUTPUT_GRADIENT, -1), (GRADIENT, 0), (PART, 0)), memory=Memory(frees=(SAVED, RECOMPUTED)),
+        seconds=lambda cost: cost.input_s + cost.weight_s, colour="#63c48d",
+        shades=("38;5;255;48;5;28", "38;5;16;48;5;71", "38;5;16;48;5;114", "38;5;16;48;5;157"))
+    INPUT = Kind(
+        "I", "input half of backward", MICROBATCH, "_backward_input", generated=True, recomputes=True, torch="",
+        needs=_backward_needs, makes=((OUTPUT_GRADIENT, -1), (HALF, 0)),
+        memory=Memory(frees=(SAVED, RECOMPUTED), leaves=(HALF,)), seconds=lambda cost: cost.input_s, colour="#4fc4c4",
+        shades=("38;5;255;48;5;30", "38;5;16;48;5;73", "38;5;16;48;5;116", "38;5;16;48;5;152"))
+    WEIGHT = Kind(
+        "W", "weight half", MICROBATCH, "_backward_weight", generated=True, torch="",
+        needs=lambda at, s, i, rank: [(HALF, s, i)],
+        makes=((GRADIENT, 0), (PART, 0)), memory=Memory(frees=(HALF,)), seconds=lambda cost: cost.weight_s,
+        colour="#f4b860",
+        shades=("38;5;16;48;5;172", "38;5;16;48;5;179", "38;5;16;48;5;222", "38;5;16;48;5;230"))
+    RECOMPUTE = Kind(
+        "R", "recompute", MICROBATCH, "_recompute", generated=True, needs=lambda at, s, i, rank: [(SAVED, s, i)],
+        makes=((RECOMPUTED, 0),), memory=Memory(takes=(RECOMPUTED,)), seconds=lambda cost: cost.recompute_s,
+        torch="R: a backward recomputes where your modules use torch.utils.checkpoint",
+        colour="#b79cf0",
+        shades=("38;5;255;48;5;97", "38;5;16;48;5;140", "38;5;16;48;5;183", "38;5;16;48;5;189"))
+    STEP = Kind(
+        "STEP", "optimizer step", UPDATE, "optimizer_steps.step", generated=True, makes_version=True,
+        torch="STEP: step the optimizer after schedule.step()",
+        needs=lambda at, s, i, rank: [
+            *_sums(at, s, i, rank), *((NORMS, stage, i) for stage in range(len(at.placement)) if at.normed)],
+        makes=((UPDATED, 0),), seconds=lambda cost: cost.step_s, colour="#d6336c", shades=("1;38;5;255;48;5;160",))
+    USE = Kind("USE", "choose a weight version", VERSION, "optimizer_steps.use", generated=True, chooses=True,
+               torch="USE: with a flush there is one version of the weights")
+    REDUCE = Kind(
+        "REDUCE_GRAD", "sum of gradients over replicas", UPDATE, "_reduce", summed=True,
+        needs=lambda at, s, i, rank: [
+            *((GRADIENT, s, microbatch) for microbatch in at.assignment.share(s, i, s, rank)), (PART, s, i)],
+        makes=((SUM, 0),))
+    NORM = Kind("NORM", "gradient norms", UPDATE, "optimizer_steps.norm", of_model=True, needs=_sums,
+                makes=((NORMS, 0),))
+    SEND_F = Kind(
+        "SEND_F", "send activations", MICROBATCH, "_p2p.send_activations",
+        needs=lambda at, s, i, rank: [(OUTPUT, s, i)],
+        transfer=Transfer(OUTPUT, True, "RECV_F", 1, 0, _neighbour(1), lambda cost: cost.output_bytes))
+    RECV_F = Kind("RECV_F", "get ready for activations", MICROBATCH, "_post_activations",
+                  transfer=Transfer(OUTPUT, False, "SEND_F", -1, -1, _neighbour(-1)))
+    SEND_B = Kind(
+        "SEND_B", "send gradients", MICROBATCH, "_p2p.send_gradients",
+        needs=lambda at, s, i, rank: [(OUTPUT_GRADIENT, s - 1, i)],
+        transfer=Transfer(OUTPUT_GRADIENT, True, "RECV_B", -1, -1, _neighbour(-1), lambda cost: cost.gradient_bytes))
+    RECV_B = Kind(  # the shapes of a gradient are known once its forward has run
+        "RECV_B", "get ready for gradients", MICROBATCH, "_p2p.post_gradients",
+        needs=lambda at, s, i, rank: [(SAVED, s, i)],
+        transfer=Transfer(OUTPUT_GRADIENT, False, "SEND_B", 1, 0, _neighbour(1)))
+    # Weights tied across ranks. The stage is the one that owns the weight, on both sides.
+    SEND_W = Kind("SEND_TIED_W", "send tied weights", VERSION, "tied.send_version", of_model=True,
+                  needs=lambda at, s, i, rank: [(UPDATED, s, i - 1)],
+                  transfer=Transfer(TIED_VERSION, True, "RECV_TIED_W", 0, 0, _borrowers))
+    RECV_W = Kind("RECV_TIED_W", "get ready for tied weights", VERSION, "tied.post_version", of_model=True,
+                  transfer=Transfer(TIED_VERSION, False, "SEND_TIED_W", 0, 0,
+                                    lambda at, s, i, rank: at.lenders(s, rank), borrowed=True))
+    SEND_G = Kind("SEND_TIED_G", "send gradients of tied weights", UPDATE, "tied.send_gradients", of_model=True,
+                  needs=lambda at, s, i, rank: [(GRADIENT, *each) for each in at.lent_gradients(s, i, rank)],
+                  in_turn=lambda at, s, i, rank: [  # all ranks of the owner take them in one order
+                      (TIED_GRADIENT, s, i, before) for before in at.gradient_senders_before(s, i, rank)],
+                  transfer=Transfer(TIED_GRADIENT, True, "RECV_TIED_G", 0, 0,
+                                    lambda at, s, i, rank: at.placement[s], borrowed=True))
+    RECV_G = Kind("RECV_TIED_G", "get ready for gradients of tied weights", UPDATE, "tied.post_gradients",
+                  of_model=True, transfer=Transfer(TIED_GRADIENT, False, "SEND_TIED_G", 0, 0,
+                                                   lambda at, s, i, rank: at.gradient_senders(s, i)))
+
+
+# -- the table -----------------------------------------------------------------------------------------
+
+ENTRY_POINTS = "vpipe.actions"
+_OWN = tuple(kind for kind in vars(Op).values() if isinstance(kind, Kind))
+_KINDS: dict[str, Kind] = {str(kind): kind for kind in _OWN}
+
+
+def register_kind(kind: Kind) -> Kind:
+    """Add a kind to the table.
+
+    Raises:
+        UserError: another kind has its text, or it could not be told from an index.
+    """
+    if not kind.isidentifier() or any(character.isdigit() for character in kind):
+        raise UserError(f"an action cannot be called {str(kind)!r}", hint="use letters and _, such as AVERAGE")
+    known = _KINDS.get(kind)
+    if known is not None and (known in _OWN or known.runs != kind.runs):
+        raise UserError(f"there is already a kind of action called '{kind}': {known.name}, run by {known.runs}",
+                        hint="choose another name")
+    _KINDS[str(kind)] = kind
+    return kind
+
+
+def kind_named(text: str) -> Kind:
+    """Return the kind called ``text``, of vpipe or of an installed package.
+
+    Raises:
+        UserError: there is none, or several, or its package cannot be imported.
+    """
+    known = _KINDS.get(text)
+    entry = None if known in _OWN else load(ENTRY_POINTS, "kind of action", text, own=False)
+    if known is None and text not in _KINDS:
+        if entry is not None:
+            raise unregistered(entry, "kind of action")
+        raise UserError(f"no kind of action is called '{text}'", hint=nearest(text, kind_names()))
+    return _KINDS[text]
+
+
+def kind_if_any(text: str) -> Kind | None:
+    """Return the kind called ``text``; None where nobody has one.
+
+    Raises:
+        UserError: several have, or its package cannot be imported.
+    """
+    return _KINDS.get(text) or (kind_named(text) if text in announced(ENTRY_POINTS) else None)
+
+
+def kind_with(trait: str) -> Kind:
+    """Return the kind of vpipe itself that has a trait, such as ``whole_backward``."""
+    return next(kind for kind in _OWN if getattr(kind, trait))
+
+
+def kinds() -> Sequence[Kind]:
+    """Return the kinds that are known so far: vpipe's own, then those of imported packages."""
+    return tuple(_KINDS.values())
+
+
+def kind_names() -> list[str]:
+    """Return every text of :func:`kind_named`, without importing the packages that announce them."""
+    return [*_KINDS, *(name for name in announced(ENTRY_POINTS) if name not in _KINDS)]
