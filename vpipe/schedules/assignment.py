@@ -58,7 +58,7 @@ class Assignment:
         if not 0 <= stage < len(self.placement):
             return -1
         ranks = self.placement[stage]
-        return ranks[self.replica_of(microbatch, len(ranks))]
+        return ranks[0] if len(ranks) == 1 else ranks[self.replica_of(microbatch, len(ranks))]
 
     def update_of(self, stage: int, microbatch: int) -> int:
         """Return the update of a stage that takes the gradient of a microbatch."""

@@ -74,32 +74,27 @@ class Graph:
 
     @classmethod
     def from_schedule(cls, schedule: Schedule) -> Graph:
-        where: dict[Action, list[Spot]] = {}
+        where: dict[Action, tuple[Spot, ...]] = {}
         version: dict[tuple[int, int], int] = {}
         last: dict[tuple[int, int, int], Action] = {}
         spans = [schedule.rounds.per_update(stage) for stage in range(schedule.stages)]
-        kinds_there: set[Kind] = set()
         for rank, program in enumerate(schedule.programs):
             registers: dict[int, VersionRegister] = defaultdict(VersionRegister)
             for position, action in enumerate(program):
                 op, stage, index = action
                 if action in where:
-                    where[action].append((rank, position))
+                    where[action] = (*where[action], (rank, position))
                 else:
-                    where[action] = [(rank, position)]
-                if op not in kinds_there:
-                    kinds_there.add(op)
-                if op.uses_version:
-                    version[stage, index] = registers[stage].in_use
-                elif op.completes:
-                    if stage < len(spans) and spans[stage]:
+                    where[action] = ((rank, position),)
+                if op.touches_versions:
+                    if op.uses_version:
+                        version[stage, index] = registers[stage].in_use
+                    elif op.completes and stage < len(spans) and spans[stage]:
                         last[stage, index // spans[stage], rank] = action
-                elif op.makes_version or op.chooses:
                     registers[stage].follow(action)
         makers = _makers()
         setting = Setting(schedule.rounds, schedule.ties, lambda owner, index: version.get((owner, index), 0),
-                          lowered=any(kind.transfer is not None or kind.summed for kind in kinds_there),
-                          normed=any((NORMS, 0) in kind.makes for kind in kinds_there))
+                          lowered=schedule.lowered, normed=any((NORMS, 0) in kind.makes for kind in schedule.kinds))
         return cls(schedule, setting, where, last, version, makers)
 
     # -- the programs ----------------------------------------------------------------------------------
@@ -150,13 +145,16 @@ class Graph:
         """
         if value is PART:
             return self.last.get((stage, index, rank))
-        found = {position: action for kind, offset in self.makers[value]
-                 if (position := self.position(action := Action(kind, stage - offset, index), rank)) is not None}
-        if found:
-            return found[max((position for position in found if before is not None and position < before),
-                             default=min(found))]
+        latest, found = -1, None
+        for kind, offset in self.makers[value]:
+            position = self.position(action := Action(kind, stage - offset, index), rank)
+            if position is not None and (found is None or (
+                    before is not None and position < before and not position < latest < before)):
+                latest, found = position, action
+        if found is not None or value.optional:
+            return found
         kind, offset = self.makers[value][0]
-        return None if value.optional else Action(kind, stage - offset, index)
+        return Action(kind, stage - offset, index)
 
     def before(self, action: Action, spot: Spot) -> Iterator[Action]:
         """Yield the actions that the one at ``spot`` must follow on its own rank.
@@ -205,9 +203,13 @@ class Graph:
     @cached_property
     def waits(self) -> Sequence[Sequence[Sequence[Spot | None]]]:
         """By rank and position, the spots of :meth:`awaited` without ``rendezvous``; None for one that is missing."""
-        return [[[None if (position := self.position(awaited, peer)) is None else (peer, position)
-                  for awaited, peer in self.awaited(action, rank, rendezvous=False)]
-                 for action in program] for rank, program in enumerate(self.schedule.programs)]
+        return [[self.spots(self.awaited(action, rank, rendezvous=False)) for action in program]
+                for rank, program in enumerate(self.schedule.programs)]
+
+    def spots(self, actions: Sequence[OnRank]) -> Sequence[Spot | None]:
+        """Return where actions stand; None for one that is missing."""
+        return [None if (position := self.position(action, rank)) is None else (rank, position)
+                for action, rank in actions] if actions else ()
 
 
 def execute(graph: Graph, *, rendezvous: bool) -> tuple[list[int], dict[int, tuple[Action, Action, int]]]:
@@ -232,8 +234,7 @@ def execute(graph: Graph, *, rendezvous: bool) -> tuple[list[int], dict[int, tup
             action = programs[rank][cursors[rank]]
             spots = waits[rank][cursors[rank]]
             if rendezvous and action.op.sends:
-                spots = [None if (at := graph.position(other, peer)) is None else (peer, at)
-                         for other, peer in graph.awaited(action, rank, rendezvous=True)]
+                spots = graph.spots(graph.awaited(action, rank, rendezvous=True))
             for number, spot in enumerate(spots):
                 if spot is None or spot[1] >= cursors[spot[0]]:
                     blocked[rank] = action, *graph.awaited(action, rank, rendezvous)[number]

@@ -41,13 +41,17 @@ class Value:
     carrier: Kind | None = None
 
 
-def _home(at: Setting, stage: int, microbatch: int) -> Sequence[int]:
-    rank = at.assignment.rank_of(stage, microbatch)
-    return () if rank < 0 else (rank,)
+def _at(offset: int) -> Callable[[Setting, int, int, int], Sequence[int]]:
+    """The rank that takes the microbatch through the stage at that offset, if there is one."""
+    def homes(at: Setting, stage: int, index: int, rank: int) -> Sequence[int]:
+        home = at.assignment.rank_of(stage + offset, index)
+        return () if home < 0 else (home,)
+
+    return homes
 
 
-OUTPUT = Value("output", lambda at, stage, index, rank: _home(at, stage, index))
-OUTPUT_GRADIENT = Value("gradient of the output", lambda at, stage, index, rank: _home(at, stage + 1, index))
+OUTPUT = Value("output", _at(0))
+OUTPUT_GRADIENT = Value("gradient of the output", _at(1))
 SAVED = Value("saved activations")
 OFFLOADED = Value("saved activations on the host")
 RECOMPUTED = Value("recomputed activations", optional=True)
@@ -164,6 +168,7 @@ class Kind(str):
         self.returns = OUTPUT_GRADIENT in made and self.computes  # takes the gradient of the output, makes the input's
         self.completes = GRADIENT in made  # completes the weight gradients of a microbatch
         self.works = seconds is not None
+        self.long = self.computes and RECOMPUTED not in made  # enough to transfer something meanwhile
         self.whole_backward, self.first_half = self.returns and self.completes, self.returns and not self.completes
         self.second_half, self.recomputation = self.completes and not self.returns, RECOMPUTED in made
         holds = memory if memory is not None else Memory()
@@ -189,6 +194,12 @@ class Kind(str):
 
 # -- expressions that several rows share ---------------------------------------------------------------
 
+def _forward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
+    tied = [(TIED_VERSION, owner, version) for owner in at.owners.get(s, ()) if (version := at.version_of(owner, i))] \
+        if at.ties else ()
+    return (OUTPUT, s - 1, i), *tied
+
+
 def _backward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     return (SAVED, s, i), (RECOMPUTED, s, i), (OUTPUT_GRADIENT, s, i)
 
@@ -200,7 +211,11 @@ def _sums(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
 
 def _neighbour(offset: int) -> Callable[[Setting, int, int, int], Sequence[int]]:
     """The rank that takes the microbatch through the stage at that offset, unless it is the same rank."""
-    return lambda at, s, i, rank: [peer for peer in _home(at, s + offset, i) if peer != rank]
+    def peers(at: Setting, s: int, i: int, rank: int) -> Sequence[int]:
+        peer = at.assignment.rank_of(s + offset, i)
+        return () if peer in (-1, rank) else (peer,)
+
+    return peers
 
 
 def _borrowers(at: Setting, s: int, i: int, rank: int) -> Sequence[int]:
@@ -220,9 +235,8 @@ class Op(metaclass=_Members):
 
     FORWARD = Kind(
         "F", "forward", MICROBATCH, "_forward", generated=True, uses_version=True, torch="",
-        needs=lambda at, s, i, rank: [(OUTPUT, s - 1, i), *(
-            (TIED_VERSION, owner, version) for owner in at.owners.get(s, ()) if (version := at.version_of(owner, i)))],
-        makes=((OUTPUT, 0), (SAVED, 0)), memory=Memory(takes=(SAVED,)), seconds=lambda cost: cost.forward_s,
+        needs=_forward_needs, makes=((OUTPUT, 0), (SAVED, 0)), memory=Memory(takes=(SAVED,)),
+        seconds=lambda cost: cost.forward_s,
         colour="#6ea8fe",
         shades=("38;5;255;48;5;26", "38;5;16;48;5;75", "38;5;16;48;5;117", "38;5;16;48;5;153"))
     BACKWARD = Kind(

@@ -46,11 +46,6 @@ Compute = Callable[[int], Iterator[Action]]
 """Returns the compute program of a rank, from its beginning."""
 
 
-def _is_long(action: Action) -> bool:
-    """Tell whether an action takes long enough to transfer something meanwhile."""
-    return action.op.computes and action.op is not Op.RECOMPUTE
-
-
 class Lowering:
     """Lower the program of one rank.
 
@@ -102,9 +97,9 @@ class Lowering:
                     yield from self._with_sends(delayed.popleft())
             yield from self._before(action)
             # Inputs of the action behind a step arrive during the compute before it, which is longer; so with an R.
-            if _is_long(action):
-                while delayed and (self._ahead == 1 or not _is_long(delayed[0])
-                                   or sum(map(_is_long, delayed)) >= self._ahead):
+            if action.op.long:
+                while delayed and (self._ahead == 1 or not delayed[0].op.long
+                                   or sum(one.op.long for one in delayed) >= self._ahead):
                     yield from self._with_sends(delayed.popleft())
             delayed.append(action)
         while delayed:
@@ -129,13 +124,15 @@ class Lowering:
             return self._receive_early()
         return self._receives(action) if op.per_microbatch else ()
 
-    def _receives(self, action: Action) -> Iterator[Action]:
-        """Yield the receives of what an action needs from other ranks, but for tied weights."""
-        for value, stage, index in action.op.needs(self._setting, action.stage, action.microbatch, self._rank):
+    def _receives(self, action: Action) -> list[Action]:
+        """Return the receives of what an action needs from other ranks, but for tied weights."""
+        rank, found = self._rank, []
+        for value, stage, index in action.op.needs(self._setting, action.stage, action.microbatch, rank):
             if value.carrier is not None and value.homes is not None and not value.handed_over:
-                for home in value.homes(self._setting, stage, index, self._rank):
-                    if home != self._rank:
-                        yield receive_of(carried(value.carrier, stage, index))
+                for home in value.homes(self._setting, stage, index, rank):
+                    if home != rank:
+                        found.append(receive_of(carried(value.carrier, stage, index)))
+        return found
 
     def _receive_early(self) -> Iterator[Action]:
         """Yield the receives of the activations for the next forward and the ones behind it, so far as none is yet."""

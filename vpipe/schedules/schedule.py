@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from vpipe.schedules.action import Action
+from vpipe.schedules.action import Action, Kind
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.size import Placement
 
@@ -53,6 +53,16 @@ class Schedule:
     def rounds(self) -> Assignment:
         """The microbatches of every replica and of every update."""
         return Assignment(self.placement, self.update_every, self.flush, lambda number: 0 <= number < self.microbatches)
+
+    @property
+    def kinds(self) -> set[Kind]:
+        """Return the kinds of its actions."""
+        return {action.op for program in self.programs for action in program}
+
+    @property
+    def lowered(self) -> bool:
+        """Tell whether there are transfers or sums; without any, actions wait directly for each other."""
+        return any(kind.transfer is not None or kind.summed for kind in self.kinds)
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:

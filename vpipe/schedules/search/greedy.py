@@ -14,7 +14,9 @@ from enum import Enum
 from heapq import heappop, heappush
 
 from vpipe.schedules.action import Action, Kind, Op, step
-from vpipe.schedules.costs import Costs, Number
+from vpipe.schedules.costs import Costs
+from vpipe.schedules.graph import Graph
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 
 Turn = tuple[Kind, int]
@@ -99,15 +101,20 @@ class Workload:
                                                    for stage in here)
                        for step_s, here in zip(self.step_s, self.stages_of, strict=True)]
 
-        def transfer(stage: int, target: int, size: Number) -> float:
-            ends = self.rank_of[stage], self.rank_of[target]
-            return 0.0 if ends[0] == ends[1] else float(costs.link(*ends).transfer_s(size))
-
-        self.down_s = [transfer(s, s + 1, stages[s].output_bytes) if s < last else 0.0 for s in range(last + 1)]
-        self.up_s = [transfer(s, s - 1, stages[s].gradient_bytes) if s else 0.0 for s in range(last + 1)]
+        self.fed_by, self.feeds = _feeds(placement)
+        self.transfer_s = {op: [self._transfer_s(costs, op, stage) for stage in range(last + 1)] for op in self.feeds}
+        self.down_s, self.up_s = self.transfer_s[Op.FORWARD], self.transfer_s[Op.INPUT]
         # A forward leaves room for the later stages of its rank; without it these could wait for ever.
         self.later = [sum(other > stage for other in self.stages_of[rank]) for stage, rank in enumerate(self.rank_of)]
         self.reserve = [self._room(self.stages_of[rank], stage) for stage, rank in enumerate(self.rank_of)]
+
+    def _transfer_s(self, costs: Costs, op: Kind, stage: int) -> float:
+        """Return the seconds from the end of an action until what it feeds can begin."""
+        sizes = [value.carrier.transfer.bytes(costs.stages[stage]) for value, _ in op.makes
+                 if value.carrier is not None and value.carrier.transfer is not None]
+        target = next((self.rank_of[fed] for _, fed in self.feeds[op][stage]), self.rank_of[stage])
+        same = target == self.rank_of[stage]
+        return 0.0 if same else float(costs.link(self.rank_of[stage], target).transfer_s(sizes[0]))
 
     def _room(self, stages: Sequence[int], held: int = -1) -> float:
         """Return the bytes that one microbatch needs on ``stages`` of a rank behind stage ``held``, not split."""
@@ -142,17 +149,40 @@ class Workload:
         return self._room(self.stages_of[rank]) + self.versions_bytes[rank]
 
 
+def _feeds(placement: Placement) -> tuple[dict[Turn, Turn | None], dict[Kind, list[list[Turn]]]]:
+    """Return by what a forward or an input half is fed, the last of what it waits for, and by kind and stage the reverse.
+
+    One microbatch goes through the graph of its actions.
+    """
+    stages = range(len(placement))
+    turns = [(Op.FORWARD, stage) for stage in stages] + [(Op.INPUT, stage) for stage in reversed(stages)]
+    programs: list[list[Action]] = [[] for _ in range(1 + max(rank for rank, *_ in placement))]
+    for op, stage in turns:
+        programs[placement[stage][0]].append(Action(op, stage, 0))
+    graph = Graph.from_schedule(Schedule("turns", placement, tuple(map(tuple, programs)), 1, 1, True, (), (), {}))
+    ancestors: dict[Turn, set[Turn]] = {}
+    fed_by: dict[Turn, Turn | None] = {}
+    for turn in turns:
+        action, rank = Action(*turn, 0), placement[turn[1]][0]
+        before = [*graph.before(action, graph.where[action][0]),
+                  *(awaited for awaited, _ in graph.awaited(action, rank, rendezvous=False))]
+        makers = [(each.op, each.stage) for each in before]
+        ancestors[turn] = set(makers).union(*(ancestors[maker] for maker in makers))
+        fed_by[turn] = max(makers, key=lambda maker: len(ancestors[maker]), default=None)
+    return fed_by, {op: [[turn for turn, maker in fed_by.items() if maker == (op, stage)] for stage in stages]
+                    for op in (Op.FORWARD, Op.INPUT)}
+
+
 class GreedyRun:
     """One run of list scheduling, of ``work`` by ``rules``."""
 
     def __init__(self, work: Workload, rules: GreedyRules) -> None:
         self._work, self._rules = work, rules
         stages, ranks = len(work.rank_of), work.ranks
-        self._last = stages - 1
-        # Known arrival times of the inputs of the next forwards and the gradients of the next backwards.
-        self._inputs: list[list[float]] = [[] for _ in range(stages)]
-        self._inputs[0] = [0.0] * work.microbatches
-        self._gradients: list[list[float]] = [[] for _ in range(stages)]
+        # Known arrival times of what the next forwards and input halves wait for.
+        self._inputs, self._gradients = ([[0.0] * work.microbatches if work.fed_by[op, stage] is None else []
+                                          for stage in range(stages)] for op in (Op.FORWARD, Op.INPUT))
+        self._arrivals = {Op.FORWARD: self._inputs, Op.INPUT: self._gradients}
         self._forwards, self._backwards, self._weights = [0] * stages, [0] * stages, [0] * stages  # how many started
         self._flying, self._halves = [0] * ranks, [deque[int]() for _ in range(ranks)]
         self._bytes = [0.0] * ranks
@@ -236,48 +266,38 @@ class GreedyRun:
         return forward, backward, soonest, blocked
 
     def _do(self, rank: int, now: float, op: Kind, stage: int) -> None:
-        work = self._work
+        work, end, transfer_s = self._work, now, 0.0
         self._starts[rank] = min(self._starts[rank], now)
-        transfer_s = 0.0
-        if op is Op.FORWARD:
+        if op.uses_version:
             microbatch, end = self._forwards[stage], now + work.forward_s[stage]
             self._forwards[stage] += 1
-            self._flying[rank] += 1
-            self._bytes[rank] += work.forward_bytes[stage]
-            transfer_s = work.down_s[stage]
-            if stage < self._last:
-                self._arrive(self._inputs[stage + 1], stage + 1, end + transfer_s)
-            else:
-                self._arrive(self._gradients[stage], stage, end)
-        elif op is Op.WEIGHT:
-            self._halves[rank].popleft()
-            microbatch, end = self._weights[stage], now + work.weight_s[stage]
-            self._weights[stage] += 1
-            self._bytes[rank] -= work.half_bytes[stage]
         else:
-            microbatch, end = self._backwards[stage], now + work.input_s[stage]
-            self._backwards[stage] += 1
-            self._flying[rank] -= 1
-            self._bytes[rank] -= work.forward_bytes[stage]
-            if op is Op.BACKWARD:
+            microbatch = (self._backwards if op.returns else self._weights)[stage]
+            if op.returns:
+                end += work.input_s[stage]
+                self._backwards[stage] += 1
+            if op.completes:
                 end += work.weight_s[stage]
                 self._weights[stage] += 1
-            else:
-                self._halves[rank].append(stage)
-                self._bytes[rank] += work.half_bytes[stage]
-            transfer_s = work.up_s[stage]
-            if stage:
-                self._arrive(self._gradients[stage - 1], stage - 1, end + transfer_s)
-        if op is not Op.WEIGHT:
+        activations, halves = op.more_held
+        self._flying[rank] += activations
+        self._bytes[rank] += activations * work.forward_bytes[stage]
+        self._bytes[rank] += halves * work.half_bytes[stage]
+        if halves > 0:
+            self._halves[rank].append(stage)
+        elif halves < 0:
+            self._halves[rank].popleft()
+        if activations:
+            made = Op.FORWARD if op.uses_version else Op.INPUT  # a whole backward feeds what its first half does
+            transfer_s = work.transfer_s[made][stage]
+            for fed, there in work.feeds[made][stage]:
+                self._arrivals[fed][there].append(end + transfer_s)
+                heappush(self._events, (end + transfer_s, work.rank_of[there]))
             self._last_op[rank] = op
             self._turns[rank] += 1
         self._orders[rank].append(Action(op, stage, microbatch))
         self._free[rank] = end if work.overlap else end + transfer_s
         heappush(self._events, (self._free[rank], rank))
-
-    def _arrive(self, queue: list[float], stage: int, when: float) -> None:
-        queue.append(when)
-        heappush(self._events, (when, self._work.rank_of[stage]))
 
 
 def _fused(order: Sequence[Action]) -> list[Action]:

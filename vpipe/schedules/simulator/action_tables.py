@@ -11,7 +11,7 @@ from math import lcm
 
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, ratio
-from vpipe.schedules.graph import Graph
+from vpipe.schedules.graph import Graph, receive_of
 from vpipe.schedules.kinds import Kind
 from vpipe.schedules.lower import add_transfers
 from vpipe.schedules.peaks import recomputations
@@ -69,11 +69,10 @@ class SimulationTables:
     @classmethod
     def from_schedule(cls, schedule: Schedule, costs: Costs) -> SimulationTables:
         """Tabulate ``schedule``, compute-only (then its receives are posted from the beginning) or lowered."""
-        graph = Graph.from_schedule(schedule)
-        posted = not graph.setting.lowered
+        posted = not schedule.lowered
         if posted:
             schedule = add_transfers(schedule)
-            graph = Graph.from_schedule(schedule)
+        graph = Graph.from_schedule(schedule)
         widths = [len(ranks) for ranks in schedule.placement]
         unit = _ticks_per_second(costs, widths)
         sizes = [len(program) for program in schedule.programs]
@@ -89,10 +88,11 @@ class SimulationTables:
             return 0 if source == target else ratio(costs.link(source, target).transfer_s(size) * unit, 1)
 
         users: dict[tuple[int, int], list[int]] = defaultdict(list)  # by what is waited for, and the rank that waits
-        for rank, first in enumerate(tables.firsts):
-            for position, awaited in enumerate(graph.waits[rank]):
-                for spot in filter(None, awaited):
-                    users[tables.firsts[spot[0]] + spot[1], rank].append(first + position)
+        for rank, (first, program) in enumerate(zip(tables.firsts, schedule.programs, strict=True)):
+            for number, action in enumerate(program, start=first):
+                for awaited, peer in graph.awaited(action, rank, rendezvous=False):
+                    if (position := graph.position(awaited, peer)) is not None:
+                        users[tables.firsts[peer] + position, rank].append(number)
         published = {number for number, _ in users}
 
         def number_of(action: Action, rank: int) -> int:
@@ -101,11 +101,11 @@ class SimulationTables:
         for rank, (first, program) in enumerate(zip(tables.firsts, schedule.programs, strict=True)):
             for number, action in enumerate(program, start=first):
                 op, stage = action.op, action.stage
-                if op.sends:
-                    for receive, target in graph.other_ends(action, rank):
+                if op.sends and op.transfer is not None:
+                    for target in op.transfer.peers(graph.setting, stage, action.microbatch, rank):
                         tables._add(Message(action, rank, target, ticks(op, stage, rank, target),
                                             tuple(users.get((number, target), ())), 1 if posted else 2),
-                                    number, *(() if posted else (number_of(receive, target),)))
+                                    number, *(() if posted else (number_of(receive_of(action), target),)))
                 elif op.summed:
                     for other in schedule.placement[stage]:
                         made = graph.last.get((stage, action.microbatch, other))
