@@ -201,14 +201,14 @@ def test_only_the_first_actions_are_recorded() -> None:
 
 def test_what_a_layer_saves_under_hooks_of_its_own_is_theirs() -> None:
     """A checkpoint inside a layer: what it would save is not kept, and is not counted."""
-    assert kept.only_counted()
+    assert kept.only_ours()
     count = kept.ActivationCounter()
     layer = RawMatmul()
     x = torch.randn(3, 12, requires_grad=True)
     with count.counting():
-        assert kept.only_counted()
+        assert kept.only_ours()
         with torch.autograd.graph.save_on_cpu():
-            assert not kept.only_counted()
+            assert not kept.only_ours()
             layer(x)
         assert not count.saved()
         output = layer(x)

@@ -303,6 +303,11 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
         (lambda: replace(vee(), peak_activations=(3, 3)), "rank 1 holds the activations of 4 microbatch-stages; the "
          "schedule states at most 3", "2F1"),
     ],
+    "nothing_freed_is_used": [
+        (lambda: added(good(), 1, "1OFFLOAD2", before="1F3"),
+         "1B2 on rank 1 needs the saved activations of stage 1 and microbatch 2, which 1OFFLOAD2 has freed", "1B2"),
+        (lambda: added(halves(), 1, "1OFFLOAD2", before="1I2"), "1I2 on rank 1 needs the saved activations", "1I2"),
+    ],
 }
 
 

@@ -85,7 +85,7 @@ class Recorder:
         if self.count >= self._limit:
             worker.execute(action)
             return
-        counter = self._counter_for(op, stage, index) if op.uses_version or op.recomputation else None
+        counter = self._counter_for(op, stage, index) if op.takes_memory or op.host_bytes else None
         transport = worker.transport
         waited, started = transport.wait_s, perf_counter()
         if counter is None:
@@ -94,7 +94,7 @@ class Recorder:
             self._execute_counted(action, counter)
         ended = started if op.chooses else perf_counter()
         self.count += 1
-        if op.memory is not None and (op.memory.takes or op.memory.leaves):
+        if op.takes_memory or op.host_bytes or op.first_half:
             self._keep(op, stage, index)
         elif op.completes:
             self._drop(stage, index)
@@ -163,7 +163,7 @@ class Recorder:
     def _drop(self, stage: int, microbatch: int) -> None:
         """Subtract the bytes that a microbatch kept."""
         mine = self._in_flight.pop((stage, microbatch))
-        mine.sizes.known = True
+        mine.sizes.known = not self.worker.offloads.may_offload(stage)
         self._held -= mine.bytes
 
 

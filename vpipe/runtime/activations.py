@@ -75,7 +75,14 @@ class Record:
     weight_grads: list[WeightGradStore] = field(default_factory=list)
 
 
-class ActivationCounter:
+class SavingHooks:
+    """Hooks of vpipe's for tensors that autograd saves, which change no number. They are called with each tensor."""
+
+    def __call__(self, saved: Tensor) -> object:
+        raise NotImplementedError
+
+
+class ActivationCounter(SavingHooks):
     """Count the bytes that the graphs of one microbatch save, by storage.
 
     It hooks into the saving of tensors by autograd, and changes no number. It holds no storage: one that was freed no
@@ -90,7 +97,7 @@ class ActivationCounter:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the tensors that are saved meanwhile."""
-        with saved_tensors_hooks(self, _unpack_unchanged):
+        with saved_tensors_hooks(self, unpack_unchanged):
             yield
 
     def __call__(self, saved: Tensor) -> tuple[Tensor, int]:
@@ -110,31 +117,38 @@ class ActivationCounter:
         for tensor in (*(t for saved in record.spans for t in saved.inputs.values()),
                        *(t for store in record.weight_grads for t in store.waiting())):
             _add(there, tensor)
-        self._fields |= {_storage(field): field.nbytes for field in record.fields.values()}
+        self._fields |= {storage_of(field): field.nbytes for field in record.fields.values()}
         there |= {storage: size for storage, size in self._fields.items() if record.fields or storage in there}
         for module in modules:
             for shared in (*module.parameters(), *module.buffers()):
                 if shared.layout is torch.strided:
-                    there.pop(_storage(shared), None)
+                    there.pop(storage_of(shared), None)
         return sum(there.values())
 
 
-def only_counted() -> bool:
-    """Return whether the hooks for saved tensors in force, if any, are an :class:`ActivationCounter`'s."""
+def only_ours() -> bool:
+    """Return whether the hooks for saved tensors in force, if any, are vpipe's."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is None or isinstance(hooks[0], ActivationCounter)
+    return hooks is None or isinstance(hooks[0], SavingHooks)
+
+
+def saving_hooks() -> SavingHooks | None:
+    """Return the hooks for saved tensors in force, if they are vpipe's."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks is not None and isinstance(hooks[0], SavingHooks) else None
 
 
 def _add(storages: dict[StorageWeakRef, int], tensor: Tensor) -> None:
     if tensor.layout is torch.strided:
-        storages.setdefault(_storage(tensor), tensor.untyped_storage().nbytes())
+        storages.setdefault(storage_of(tensor), tensor.untyped_storage().nbytes())
 
 
-def _storage(tensor: Tensor) -> StorageWeakRef:
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """Return a reference to the storage of a tensor, equal for all that share it."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _unpack_unchanged(packed: tuple[Tensor, int]) -> Tensor:
+def unpack_unchanged(packed: tuple[Tensor, int]) -> Tensor:
     """Return a saved tensor; raise autograd's own error if it was changed in place meanwhile."""
     saved, version = packed
     if saved._version != version:  # which it shares with the tensor that it was detached from

@@ -43,6 +43,9 @@ def check_compiled(backend: str, schedule: Schedule, device: torch.device | None
         raise UserError(f"'{schedule.name}' splits every backward: it intercepts the operations that take a weight, "
                         "and a compiled layer shows none",
                         hint="choose a schedule with whole backwards, such as 1f1b or interleaved, or do not compile")
+    if schedule.offloaded_stages:
+        raise UserError(f"'{schedule.name}' offloads activations, and a compiled layer saves its own way",
+                        hint="leave OFFLOAD out of the schedule, or do not compile")
     if backend == DEFAULT_BACKEND and device is not None:
         compiler = os.environ.get("CXX", "g++")
         if device.type == "cpu" and shutil.which(compiler) is None and shutil.which("clang++") is None:

@@ -566,5 +566,5 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                                                        for s, factor in factors.items() if factor})
         workers[rank] = worker_of[settings.executor](
             rank, placement, stages, steps, tied, transport,
-            BatchComparison(transport, placement, model.batch) if distributed else None)
+            BatchComparison(transport, placement, model.batch) if distributed else None, schedule.offloaded_stages)
     return workers

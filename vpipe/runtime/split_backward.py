@@ -34,7 +34,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vpipe.runtime.activations import only_counted
+from vpipe.runtime.activations import only_ours
 from vpipe.runtime.weight_grad_store import WeightGradStore, is_trained
 
 Function = Callable[..., Any]
@@ -123,7 +123,7 @@ def _changes_weight(func: Function, args: Sequence[Any], kwargs: Mapping[str, An
 def _hooked() -> bool:
     """Return whether hooks handle what operations save (a checkpoint expects the same to be saved in its backward), or
     operations are transformed (``torch.vmap``)."""
-    return not only_counted() or torch._C._functorch.peek_interpreter_stack() is not None
+    return not only_ours() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _defer(store: WeightGradStore, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
@@ -22,6 +22,7 @@ from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.layer_errors import hint_of
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Segment, Signature
+from vpipe.runtime.offload import Offloads
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.p2p import SCALE, P2PTransfers
 from vpipe.runtime.stage import NOTHING, Stage
@@ -57,12 +58,14 @@ class Worker:
         stages: of this rank.
         tied: weights of these stages that other stages share.
         comparison: of batches, where other processes read them, too.
+        offloaded: stages of which the schedule offloads activations.
     """
 
     def __init__(self, rank: int, placement: Placement, stages: Mapping[int, Stage], steps: OptimizerSteps,
-                 tied: TiedWeights, transport: Transport, comparison: BatchComparison | None = None) -> None:
+                 tied: TiedWeights, transport: Transport, comparison: BatchComparison | None = None,
+                 offloaded: Collection[int] = ()) -> None:
         self.rank, self.stages, self.transport, self.optimizer_steps = rank, stages, transport, steps
-        self.tied, self.comparison = tied, comparison
+        self.tied, self.comparison, self.offloads = tied, comparison, Offloads(stages, offloaded)
         self._stage_scaler = steps.stage_scaler
         self._p2p = P2PTransfers(transport, placement, scales=self._stage_scaler is not None)
         self._last = len(placement) - 1
@@ -140,7 +143,7 @@ class Worker:
         self.records.clear()
         self.losses.clear()
         self._activations = dict.fromkeys(self.stages, 0)
-        for part in (self._p2p, self.tied, self.optimizer_steps, self.transport):
+        for part in (self._p2p, self.tied, self.optimizer_steps, self.transport, self.offloads):
             part.abandon()
         for stage in self.stages.values():
             for weights in stage.all_weights:
@@ -192,8 +195,9 @@ class Worker:
             self._end_forward(stage_index, microbatch, inputs,
                               stage.evaluate(inputs.received, inputs.fields, inputs.key))
         else:
-            outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
-                                            split=self.is_split(stage_index, microbatch))
+            with self.offloads.saving(stage_index, microbatch):
+                outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
+                                                split=self.is_split(stage_index, microbatch))
             self._end_forward(stage_index, microbatch, inputs, outputs, record)
 
     def _post_activations(self, stage_index: int, microbatch: int) -> None:
@@ -323,6 +327,7 @@ class Worker:
     def _end_backward(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
         """Store the gradients of a stage's inputs for the stage before."""
         self._activations[stage_index] -= 1
+        self.offloads.forget(stage_index, microbatch)
         if stage_index > 0:
             if self._stage_scaler is not None:
                 scale = self._stage_scaler.scale_tensor(stage_index, self.stages[stage_index].device)

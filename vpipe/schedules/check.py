@@ -15,7 +15,7 @@ from vpipe.schedules.build import build, reverse_backwards
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.error_grid import Spot
 from vpipe.schedules.graph import Graph, execute
-from vpipe.schedules.kinds import NORMS, SUM, TIED_VERSION, UPDATE, VERSION, Kind, Value, kind_with, kinds
+from vpipe.schedules.kinds import NORMS, SUM, TIED_VERSION, UPDATE, VERSION, Kind, Needed, Value, kind_with, kinds
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import rank_loads, stage_loads
 from vpipe.schedules.registry import Limits
@@ -436,8 +436,27 @@ def no_deadlock_in_one_order(graph: Graph) -> None:
                          *((rank, cursors[rank]) for rank in stuck), cursors=cursors)
 
 
+def nothing_freed_is_used(graph: Graph) -> None:
+    """Check that no action uses what an action before it on its rank has freed and none has brought back."""
+    for rank, program in enumerate(graph.schedule.programs):
+        freed: dict[Needed, Action] = {}
+        for position, action in enumerate(program):
+            op, stage, index = action
+            for needed in op.needs(graph.setting, stage, index, rank) if freed else ():
+                if needed in freed:
+                    raise graph.error(f"{action} on rank {rank} needs the {needed[0].name} of stage {needed[1]} and "
+                                      f"microbatch {needed[2]}, which {freed[needed]} has freed",
+                                      f"place {action} before {freed[needed]}, or bring them back between the two",
+                                      (rank, position))
+            if op.memory is not None:
+                for value in (*op.memory.takes, *op.memory.leaves):
+                    freed.pop((value, stage, index), None)
+                if not op.returns and not op.completes:  # behind a backward nobody needs what it frees
+                    freed |= {(value, stage, index): action for value in op.memory.frees}
+
+
 RULES: tuple[Callable[[Graph], None], ...] = (
     placement, indices, completeness, updates, used_versions, reductions, norms, matching, precedence, last_versions,
     borrowed_versions, channel_order, no_deadlock_buffered, no_deadlock_rendezvous, no_deadlock_in_one_order,
-    weight_versions, peak_activations)
+    weight_versions, peak_activations, nothing_freed_is_used)
 """Every rule, in the order in which :func:`check` holds a schedule to them."""

@@ -82,6 +82,7 @@ class Costs:
         cores: of every host. When more of its ranks compute, step or copy what they transfer than it has cores, all of
             these slow down alike; with None every rank has a device of its own.
         hosts: per rank, a number that those on the same host have in common; one host for all when empty.
+        host_link: between a rank's device and the memory of its host, for offloaded activations; one after the other.
     """
 
     stages: tuple[StageCosts, ...]
@@ -90,6 +91,7 @@ class Costs:
     overlap: bool = True
     cores: int | None = None
     hosts: tuple[int, ...] = ()
+    host_link: Link = Link()
 
     def link(self, source: int, target: int) -> Link:
         """Return the link from rank ``source`` to rank ``target``."""

@@ -172,7 +172,9 @@ class Kind(str):
         self.whole_backward, self.first_half = self.returns and self.completes, self.returns and not self.completes
         self.second_half, self.recomputation = self.completes and not self.returns, RECOMPUTED in made
         holds = memory if memory is not None else Memory()
-        self.more_held = ((SAVED in holds.takes) - (SAVED in holds.frees), (HALF in holds.leaves) - (HALF in holds.frees))
+        self.more_held = ((SAVED in holds.takes) - (SAVED in holds.frees),
+                          (HALF in holds.leaves) - (HALF in holds.frees))
+        self.takes_memory = bool(holds.takes)
         self.touches_versions = uses_version or makes_version or chooses or self.returns or self.completes
         if transfer is not None and transfer.sends:
             transfer.value.carrier = self
@@ -261,6 +263,10 @@ class Op(metaclass=_Members):
         torch="R: a backward recomputes where your modules use torch.utils.checkpoint",
         colour="#b79cf0",
         shades=("38;5;255;48;5;97", "38;5;16;48;5;140", "38;5;16;48;5;183", "38;5;16;48;5;189"))
+    OFFLOAD = Kind(
+        "OFFLOAD", "offload activations", MICROBATCH, "offloads.offload", generated=True,
+        needs=lambda at, s, i, rank: [(SAVED, s, i)], makes=((OFFLOADED, 0),), memory=Memory(frees=(SAVED,)),
+        host_bytes=lambda cost: cost.activation_bytes, torch="OFFLOAD: PyTorch keeps activations on the device")
     STEP = Kind(
         "STEP", "optimizer step", UPDATE, "optimizer_steps.step", generated=True, makes_version=True,
         torch="STEP: step the optimizer after schedule.step()",
@@ -288,7 +294,7 @@ class Op(metaclass=_Members):
         transfer=Transfer(OUTPUT_GRADIENT, True, "RECV_B", -1, -1, _neighbour(-1), lambda cost: cost.gradient_bytes))
     RECV_B = Kind(  # the shapes of a gradient are known once its forward has run
         "RECV_B", "get ready for gradients", MICROBATCH, "_p2p.post_gradients",
-        needs=lambda at, s, i, rank: [(SAVED, s, i)],
+        needs=lambda at, s, i, rank: [(OUTPUT, s, i)],
         transfer=Transfer(OUTPUT_GRADIENT, False, "SEND_B", 1, 0, _neighbour(1)))
     # Weights tied across ranks. The stage is the one that owns the weight, on both sides.
     SEND_W = Kind("SEND_TIED_W", "send tied weights", VERSION, "tied.send_version", of_model=True,

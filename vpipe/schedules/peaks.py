@@ -176,7 +176,9 @@ def moments(schedule: Schedule, costs: Costs, rank: int,
             held[stage] = own.bytes(cost)
             yield position, True, contents, sum(held.values())
         if memory is not None:
-            own.in_flight -= SAVED in memory.frees
+            if SAVED in memory.frees:
+                own.in_flight -= 1
+                own.dropped -= not action.op.recomputes and (is_early or cost.recompute_s > 0)
             if RECOMPUTED in memory.frees:
                 own.recomputed = max(0, own.recomputed - 1)
             own.weight_halves += (HALF in memory.leaves) - (HALF in memory.frees)

@@ -70,6 +70,11 @@ class Schedule:
         return frozenset((stage, index) for program in self.programs for op, stage, index in program
                          if op.returns and not op.completes)
 
+    @property
+    def offloaded_stages(self) -> set[int]:
+        """Return the stages of which activations are copied to the host."""
+        return {action.stage for program in self.programs for action in program if action.op.host_bytes is not None}
+
     def updates(self, stage: int) -> int:
         """Return the number of updates of a stage; the last may have fewer microbatches."""
         return -(-self.microbatches // self.rounds.per_update(stage))

@@ -150,7 +150,7 @@ class Workload:
 
 
 def _feeds(placement: Placement) -> tuple[dict[Turn, Turn | None], dict[Kind, list[list[Turn]]]]:
-    """Return by what a forward or an input half is fed, the last of what it waits for, and by kind and stage the reverse.
+    """Return what each forward and input half waits for longest, and by kind and stage what waits for it so.
 
     One microbatch goes through the graph of its actions.
     """

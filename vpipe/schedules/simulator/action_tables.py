@@ -24,7 +24,7 @@ class Message:
 
     Attributes:
         action: the send; or a norm, which reaches every step at once; or a sum over replicas, both for the gradients
-            that go into it and for its result.
+            that go into it and for its result; or a copy to or from the host.
         source: the rank of the send.
         target: the rank of the receive; ``source`` when no link is used.
         ticks: that it takes.
@@ -87,12 +87,17 @@ class SimulationTables:
             size = ratio(cost.reduce_bytes, widths[stage]) if kind.transfer is None else kind.transfer.bytes(cost)
             return 0 if source == target else ratio(costs.link(source, target).transfer_s(size) * unit, 1)
 
+        copies = any(kind.host_bytes is not None for kind in schedule.kinds)
         users: dict[tuple[int, int], list[int]] = defaultdict(list)  # by what is waited for, and the rank that waits
         for rank, (first, program) in enumerate(zip(tables.firsts, schedule.programs, strict=True)):
             for number, action in enumerate(program, start=first):
                 for awaited, peer in graph.awaited(action, rank, rendezvous=False):
                     if (position := graph.position(awaited, peer)) is not None:
                         users[tables.firsts[peer] + position, rank].append(number)
+                if copies:
+                    for before in graph.before(action, (rank, number - first)) if action.op.host_bytes is None else ():
+                        if before.op.host_bytes is not None:
+                            users[tables.firsts[rank] + (graph.position(before, rank) or 0), rank].append(number)
         published = {number for number, _ in users}
 
         def number_of(action: Action, rank: int) -> int:
@@ -115,6 +120,9 @@ class SimulationTables:
                         if other != rank:
                             tables._add(Message(action, rank, other, ticks(op, stage, rank, other),
                                                 tuple(users.get((number, other), ())), 1), number)
+                elif op.host_bytes is not None:  # the rank goes on while it is copied
+                    copied = ratio(costs.host_link.transfer_s(op.host_bytes(costs.stages[stage])) * unit, 1)
+                    tables._add(Message(action, rank, rank, copied, tuple(users.get((number, rank), ())), 1), number)
                 elif number in published and not op.computes:  # known to all as soon as it is there
                     waiting = tuple(user for other in range(schedule.ranks) for user in users.get((number, other), ()))
                     tables._add(Message(action, rank, rank, 0, waiting, 1), number)
@@ -149,5 +157,6 @@ def _ticks_per_second(costs: Costs, widths: Sequence[int]) -> int:
         times |= {link.transfer_s(size) for link in {costs.default_link, *costs.links.values()}
                   for size in (cost.output_bytes, cost.gradient_bytes, cost.tied_bytes,
                                ratio(cost.reduce_bytes, width))}
+        times.add(costs.host_link.transfer_s(cost.activation_bytes))
     exact = not any(isinstance(time, float) for time in times)
     return lcm(*(Fraction(time).denominator for time in times)) if exact else 1

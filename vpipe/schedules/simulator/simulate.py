@@ -60,7 +60,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
               for first, program in zip(tables.firsts, tables.schedule.programs, strict=True)]
     transfers = [TransferEvent(message.action, message.source, message.target, seconds(start), seconds(end))
                  for number, start, end in loop.arrivals
-                 if (message := tables.messages[number]).source != message.target]
+                 if (message := tables.messages[number]).source != message.target
+                 or message.action.op.host_bytes is not None]
     return Timeline(tables.schedule, costs, tuple(events), tuple(transfers))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
 
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, ratio
@@ -26,7 +27,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class TransferEvent:
-    """A send, or a replica's part in a sum, from rank to rank; it takes its link from ``start_s`` on."""
+    """A send, or a replica's part in a sum, from rank to rank; it takes its link from ``start_s`` on.
+
+    A copy to or from the host has the same rank as ``source`` and ``target``.
+    """
 
     action: Action
     source: int
@@ -62,7 +66,7 @@ class Timeline:
         """Per rank, the first start and the last end of something that keeps it busy."""
         spans = [(events[0].start_s, max(event.end_s for event in events)) for events in self.events]
         for transfer in self._blocking:
-            for rank in (transfer.source, transfer.target):
+            for rank in {transfer.source, transfer.target}:
                 first, last = spans[rank]
                 spans[rank] = (min(first, transfer.start_s), max(last, transfer.end_s))
         return tuple(spans)
@@ -77,7 +81,7 @@ class Timeline:
         """Per rank, its work and the transfers that keep it from working."""
         busy = list(self.work_s)
         for transfer in self._blocking:
-            for rank in (transfer.source, transfer.target):
+            for rank in {transfer.source, transfer.target}:
                 busy[rank] += transfer.end_s - transfer.start_s
         return tuple(busy)
 
@@ -106,7 +110,7 @@ class Timeline:
 
         A forward and a recomputation take memory at their start; everything else changes at the end of an action.
         """
-        return tuple(tuple(self._held(rank)) for rank in range(len(self.events)))
+        return tuple(map(self._held, range(len(self.events))))
 
     @property
     def peak_bytes(self) -> tuple[Number, ...]:
@@ -117,15 +121,27 @@ class Timeline:
     def _blocking(self) -> tuple[TransferEvent, ...]:
         return () if self.costs.overlap else self.transfers
 
-    def _held(self, rank: int) -> Iterator[tuple[Number, Number]]:
+    def _held(self, rank: int) -> Curve:
+        """Return the curve of a rank; what is copied changes it when the copy begins or ends, whatever runs then."""
         events = iter(self.events[rank])
-        timed = [next(events) if action.op.seconds is not None else None for action in self.schedule.programs[rank]]
+        copies = {copy.action: copy for copy in self.transfers if copy.source == copy.target == rank}
         now: Number = 0
         before: Number = -1
+        points: list[tuple[Number, Number]] = []
+        changes: list[tuple[Number, Number]] = []  # the second, and by how much
+        program = self.schedule.programs[rank]
+        timed = [next(events) if action.op.works else None for action in program]
         for position, at_start, _, held in moments(self.schedule, self.costs, rank):
-            event = timed[position] if position >= 0 else None
+            event: Event | TransferEvent | None = timed[position] if position >= 0 else None
             now = now if event is None else event.end_s
+            if copies and position >= 0:
+                event = event or copies.get(program[position])
             if held != before:
-                yield (event.start_s if at_start and event is not None else now), held
+                at = now if event is None else event.start_s if at_start else event.end_s
+                points.append((at, held))
+                changes.append((at, held - max(0, before)))
             before = held
-
+        if not copies:
+            return tuple(points)
+        changes.sort(key=itemgetter(0))
+        return tuple(zip(map(itemgetter(0), changes), accumulate(map(itemgetter(1), changes)), strict=True))

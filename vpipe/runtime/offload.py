@@ -1,0 +1,121 @@
+"""Offload saved activations to the memory of the host, by actions of the schedule.
+
+What autograd saves in a forward is packed into holders, whose tensors can be copied to the host, which frees their
+memory on the device. The stage's inputs, which a backward leaves gradients at, stay on the device, as do weights.
+
+Source: Rhu et al., vDNN (MICRO 2016), section 3; as actions of a pipeline's schedule: Yuan et al., PipeOffload
+(arXiv:2503.01328), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from vpipe.errors import RunError, UserError
+from vpipe.runtime.activations import SavingHooks, only_ours, saving_hooks, storage_of, unpack_unchanged
+from vpipe.runtime.stage import NOTHING, Stage
+
+
+class Holder:
+    """A tensor that autograd has saved, on the device or on the host."""
+
+    def __init__(self, saved: Tensor) -> None:
+        self.version = saved._version
+        self.on_device: Tensor | None = saved
+        self.on_host: Tensor | None = None
+
+
+class SavedTensors(SavingHooks):
+    """What autograd saves in one forward. It holds nothing itself: a backward frees what it has used."""
+
+    def __init__(self, kept: Collection[object]) -> None:
+        self._kept = kept
+        self._holders: WeakSet[Holder] = WeakSet()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Hold the tensors that are saved meanwhile."""
+        self._outer = saving_hooks()
+        with saved_tensors_hooks(self, _unpack):
+            yield
+
+    def __call__(self, saved: Tensor) -> Holder | tuple[Tensor, int]:
+        if self._outer is not None:
+            self._outer(saved)  # which counts
+        if saved.layout is not torch.strided or storage_of(saved) in self._kept:
+            return saved.detach(), saved._version
+        holder = Holder(saved.detach())
+        self._holders.add(holder)
+        return holder
+
+    def offload(self) -> None:
+        """Copy the tensors to the host, each once, and free them on the device."""
+        copies: dict[tuple[object, ...], Tensor] = {}
+        for holder in self._holders:
+            assert holder.on_device is not None, "it is offloaded once"
+            tensor = unpack_unchanged((holder.on_device, holder.version))
+            key = storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+            if key not in copies:
+                copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
+            holder.on_host, holder.on_device = copies[key], None
+
+
+def _unpack(packed: Holder | tuple[Tensor, int]) -> Tensor:
+    if not isinstance(packed, Holder):
+        return unpack_unchanged(packed)
+    if packed.on_device is None:
+        raise RunError("a backward needs activations that are on the host",
+                       hint="this is a defect of the schedule or of vpipe: please report it")
+    return packed.on_device if packed.on_host is not None else unpack_unchanged((packed.on_device, packed.version))
+
+
+class Offloads:
+    """Offload the activations of one rank's stages.
+
+    Args:
+        stages: of the rank.
+        offloaded: those of the schedule of which any microbatch is offloaded.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], offloaded: Collection[int]) -> None:
+        self._stages = {index: stage for index, stage in stages.items() if index in offloaded}
+        self._saved: dict[tuple[int, int], SavedTensors] = {}
+
+    def may_offload(self, stage: int) -> bool:
+        """Return whether any microbatch of a stage is offloaded."""
+        return stage in self._stages
+
+    def saving(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Return the context that holds what the forward of a microbatch saves, where it may be offloaded.
+
+        Raises:
+            UserError: the user's own hooks handle what is saved.
+        """
+        if stage not in self._stages:
+            return NOTHING
+        if not only_ours():
+            raise UserError(f"stage {stage} offloads activations within hooks for saved tensors of your own",
+                            hint="leave torch.autograd.graph.saved_tensors_hooks, or OFFLOAD, out")
+        weights = [tensor for each in self._stages[stage].all_weights for tensor in each.leaves()]
+        buffers = [buffer for module in self._stages[stage].modules.values() for buffer in module.buffers()]
+        saved = self._saved[stage, microbatch] = SavedTensors({
+            storage_of(tensor) for tensor in (*weights, *buffers) if tensor.layout is torch.strided})
+        return saved.saving()
+
+    def offload(self, stage: int, microbatch: int) -> None:
+        """Copy the activations of a microbatch to the host and free them on the device."""
+        self._saved[stage, microbatch].offload()
+
+    def forget(self, stage: int, microbatch: int) -> None:
+        """Forget a microbatch whose gradient has passed."""
+        self._saved.pop((stage, microbatch), None)
+
+    def abandon(self) -> None:
+        """Forget all microbatches."""
+        self._saved.clear()
