@@ -138,7 +138,7 @@ class CostModel:
         work, step = self._work_s(first, stop, demand), self._step_s(first, stop, demand)
         transfer = self._transfers_s(ranks_left - width)[stop]
         summing = self._sum_s(first, stop, width)
-        per_microbatch = work + transfer if choice.waits_for_transfers else work
+        per_microbatch = work + transfer if choice.traits.tight and choice.warmup != "auto" else work
         if not choice.flush:
             return work + step / choice.every, (per_microbatch + (step + summing) / choice.every) / width
         weight, halves = self.table.running("weight"), choice.traits.filling_halves
