@@ -8,12 +8,13 @@ from functools import cached_property
 from itertools import accumulate, chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vpipe.plan.solver.choice import Choice
 from vpipe.plan.solver.partition_search import (
     BestPartition,
+    Floats,
     FoundPartition,
+    Integers,
     PartitionProblem,
     StageSlice,
     smallest_bottleneck,
@@ -22,9 +23,6 @@ from vpipe.plan.solver.partition_search import (
 )
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 from vpipe.plan.stage_costs import versions_s
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 
 
 class CostModel:
