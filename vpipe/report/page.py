@@ -25,7 +25,9 @@ def page(data: ReportData) -> str:
     """Return the page as HTML."""
     found, runs = _Page(data), [data.recording] if data.expected is None else [data.recording, data.expected.recording]
     ops = {done.op for run in runs for track in run.tracks for done in track.actions}
+    model = [_at(data.config, "model", key) for key in ("name", "preset")]
     return render("page.html", page=found, data=data, unit=found.unit, counted=counted,
+                  model=" ".join(str(part) for part in model if part),
                   fills=operation_fills(ops, chunks(data.recording)), timeline=timeline_figure(found.lanes, found.unit),
                   idle_bars=idle_bars(data, found.unit), stage_table=stage_table(data, found.unit),
                   progress=list(found.progress()), memory=found.memory())
@@ -51,15 +53,6 @@ class _Page:
             self.lanes.insert(0, Lane("As planned" if expected.prediction is not None else "At medians",
                                       expected.recording, expected.producers,
                                       typical_window(expected.recording, most, ran.steps)))
-
-    def lead(self) -> str:
-        run = self._run
-        names = [_at(self._data.config, "model", key) for key in ("name", "preset")]
-        name = " ".join(str(part) for part in names if part)
-        return (f"{name + ', ' if name else ''}schedule {run.schedule} ({'flush' if run.flush else 'no flush'}), "
-                f"{counted(len(run.placement), 'stage')} on {counted(len(run.tracks), 'rank')}, "
-                + (f"{counted(run.microbatches, 'microbatch')} per update" if run.flush else
-                   f"an update every {counted(run.rounds.per_update(0), 'microbatch')}") + ".")
 
     def headlines(self) -> Iterator[tuple[str, str, str]]:
         data, figures, expected = self._data, self._data.figures, self._data.expected
@@ -115,18 +108,6 @@ class _Page:
         limit = _at(self._data.config, "parallel", "memory")
         return None if limit is None else parse_size(limit, "parallel.memory")
 
-    def timeline_caption(self) -> str:
-        expected, window = self._data.expected, self.lanes[-1].window
-        caption = "No whole step was recorded; these are the first actions."
-        if window.steps:
-            last = window.first + window.steps - 1
-            which = f"{self.unit} {window.first}" if window.steps == 1 else f"{self.unit}s {window.first} to {last}"
-            caption = (f"{which[0].upper()}{which[1:]} of the run, which took about as long as most, in milliseconds; "
-                       "the numbers are microbatches.")
-            if window.cut:
-                caption += f" Only the beginning of it: a whole {self.unit} has too many actions to draw."
-        return caption if expected is None else f"{caption} {expected.basis}"
-
     def progress(self) -> Iterator[str]:
         """Yield the charts of training."""
         history, unit = self._data.history, self.unit
@@ -172,18 +153,6 @@ class _Page:
         return (("" if limit is None or close else f" The limit of {size_text(limit)} is above the charts.")
                 + (f" Of {len(parts)} ranks the {_MOST_CURVES} that hold most." if len(parts) > len(ranks) else ""),
                 charts)
-
-    def facts(self) -> list[tuple[str, str]]:
-        run, window = self._run, self._data.figures.window
-        hosts = sorted({track.host for track in run.tracks if track.host})
-        return [("partition", str(list(run.partition))),
-                ("ranks of the stages", str([list(own) for own in run.placement])),
-                ("recomputed layers", str([list(own) for own in run.recomputed]) if any(run.recomputed) else "none"),
-                (f"samples per {self.unit}", f"{run.samples_per_step:,}"),
-                ("hosts", ", ".join(hosts) or "–"),
-                ("recorded", f"{sum(len(track.actions) for track in run.tracks):,} actions in {run.end_s:.1f} s"),
-                ("measured over", f"{counted(window.steps, self.unit)} from {self.unit} {window.first} on"),
-                ("whole timeline", "trace.json beside this page opens in Perfetto")]
 
 
 def _in_ms(curve: Points, start_s: float) -> list[tuple[float, float]]:
