@@ -38,7 +38,10 @@ def test_it_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     assert {name.split("/")[0] for name in names} == {"vpipe", f"vpipe-{PROJECT['version']}.dist-info"}
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "vpipe").rglob("*.py")}
-    assert modules | {"vpipe/py.typed"} <= names
+    templates = {str(path.relative_to(ROOT)) for kind in ("html", "css", "js", "svg")
+                 for path in (ROOT / "vpipe" / "report").glob(f"*.{kind}")}
+    assert "vpipe/report/page.html" in templates
+    assert modules | templates | {"vpipe/py.typed"} <= names
 
 
 def test_it_holds_the_configs_and_their_files(wheel: zipfile.ZipFile) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from threading import Thread
+from time import sleep
 
 import pytest
 import torch
@@ -14,8 +17,8 @@ from vpipe.model.layer import Model
 from vpipe.model.llama import LlamaConfig, llama
 from vpipe.model.split import split
 from vpipe.model.translation import TranslationConfig, translation
-from vpipe.runtime.generation import GenerationRank, in_flight, run_in_turns
-from vpipe.runtime.transport.transport import InProcessTransport, Mailbox
+from vpipe.runtime.generation import GenerationRank, in_flight
+from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, TensorSpec, TransferKey
 
 GPT = gpt(GptConfig(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3))
 LLAMA = llama(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
@@ -29,14 +32,47 @@ REQUESTS = [Request(tuple(prompt), Decoding(tokens, 38, **decoding)) for prompt,
     ([4], 14, {"seed": 1}))]
 
 
+class WaitingTransport(InProcessTransport):
+    """Waits for the messages of ranks in other threads, until one of these has failed."""
+
+    def __init__(self, rank: int, mailbox: Mailbox, failures: list[Exception]) -> None:
+        super().__init__(rank, mailbox)
+        self.failures = failures
+
+    def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
+        while not self.is_ready(peer, key):
+            if self.failures:
+                raise self.failures[0]
+            sleep(0.0002)
+        return super().receive_specs(peer, key)
+
+
+def follow(rank: GenerationRank, transport: WaitingTransport) -> None:
+    try:
+        rank.follow()
+    except Exception as error:
+        transport.failures.append(error)
+
+
+def run(ranks: list[GenerationRank]) -> Iterator[tuple[int, Chosen]]:
+    """The choices of a ring, whose other ranks run in threads."""
+    threads = [Thread(target=follow, args=(rank, rank._transport)) for rank in ranks[1:]]
+    for thread in threads:
+        thread.start()
+    yield from ranks[0].lead()
+    for thread in threads:
+        thread.join()
+
+
 def ring(model: Model, partition: list[int], requests: list[Request]) -> list[GenerationRank]:
     """The ranks of a ring in this process, each with its own layers of the same weights."""
     tied = {f"{layer.name}.{own}" for layer in model.layers for own in layer.ties}
     weights = {name: tensor for name, tensor in model.materialize(3).state_dict().items() if name not in tied}
     mailbox: Mailbox = {}
+    failures: list[Exception] = []
     decoder = DecoderModel(model)
     return [GenerationRank(StageDecoder(decoder, load_weights(model, weights, 0, layers=spec.layers), 16, spec.layers),
-                           InProcessTransport(spec.index, mailbox), len(partition), requests)
+                           WaitingTransport(spec.index, mailbox, failures), len(partition), requests)
             for spec in split(model, partition)]
 
 
@@ -49,7 +85,7 @@ def alone(model: Model, request: Request) -> list[Chosen]:
 def test_every_request_gives_the_tokens_of_one_process(model: Model, partition: list[int]) -> None:
     ranks = ring(model, partition, REQUESTS)
     found: dict[int, list[Chosen]] = {}
-    for number, chosen in run_in_turns(ranks):
+    for number, chosen in run(ranks):
         found.setdefault(number, []).append(chosen)
     for number, request in enumerate(REQUESTS):
         assert found[number] == alone(model, request)
@@ -64,14 +100,14 @@ def test_translations_are_those_of_one_process(partition: list[int]) -> None:
     requests = [Request((0,), replace(request.decoding, barred=0, end=1, tokens=min(9, request.decoding.tokens)),
                         (*(token + 2 for token in request.prompt[:5]), 1)) for request in REQUESTS]
     found: dict[int, list[Chosen]] = {}
-    for number, chosen in run_in_turns(ring(TRANSLATION, partition, requests)):
+    for number, chosen in run(ring(TRANSLATION, partition, requests)):
         found.setdefault(number, []).append(chosen)
     assert [found[number] for number in range(len(requests))] == [alone(TRANSLATION, request) for request in requests]
 
 
 def test_the_next_request_begins_where_one_has_ended_and_all_are_in_flight() -> None:
     requests = [Request((1,), Decoding(tokens, 38)) for tokens in (1, 5, 2, 2, 3, 1)]
-    order = [number for number, _ in run_in_turns(ring(GPT, [3, 2], requests))]
+    order = [number for number, _ in run(ring(GPT, [3, 2], requests))]
     assert in_flight(2, 6) == 4
     assert order == [0, 1, 2, 3, 4, 1, 2, 3, 4, 1, 5, 4, 1, 1]
 
@@ -83,11 +119,11 @@ def test_lost_weights_end_all_ranks() -> None:
             for parameter in module.parameters():
                 parameter.fill_(torch.inf)
     with pytest.raises(UserError, match="not finite"):
-        list(run_in_turns(ranks))
+        list(run(ranks))
 
 
 def test_a_text_keeps_its_score_on_the_way() -> None:
-    [(_, last)] = [(number, chosen) for number, chosen in run_in_turns(ring(GPT, [3, 2], [REQUESTS[2]]))
+    [(_, last)] = [(number, chosen) for number, chosen in run(ring(GPT, [3, 2], [REQUESTS[2]]))
                    if chosen.texts is not None]
     assert last.texts is not None
     assert [type(text) for text in last.texts] == [Text, Text]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -83,8 +83,7 @@ class Prediction:
         """
         times = dict.fromkeys((each.name for each in fields(StagePrediction) if each.name.endswith("_s")), _finite)
         found = parse_record(cls, content, bubble=_finite, stages=lambda stages: tuple(parse_record(
-            StagePrediction, stage, **times, memory=lambda sizes: parse_record(StageMemory, sizes))
-            for stage in stages))
+            StagePrediction, stage, **times) for stage in stages))
         if not found.samples_per_step:
             raise ValueError("a step has 0 samples")
         return found
@@ -320,29 +319,27 @@ def _problems(content: Any, where: str | None) -> list[Problem]:
     return problems
 
 
-def _recompute_problems(content: Mapping[str, Any], partition: list[int], where: str | None) -> list[Problem]:
+def _recompute_problems(content: Mapping[str, Any], partition: list[int], where: str | None) -> Iterator[Problem]:
     stages, ratios, layers = len(partition), content.get("recompute_ratio", []), content.get("recompute_layers", [])
-    found: list[tuple[str, str]] = []
     are_ratios = isinstance(ratios, list) and all(type(r) in (int, float) and 0 <= r <= 1 for r in ratios)
     if not are_ratios:
-        found.append((f"recompute_ratio is {ratios!r}", "write a list of numbers from 0 to 1"))
+        yield Problem(f"recompute_ratio is {ratios!r}", "write a list of numbers from 0 to 1", where)
     elif ratios and len(ratios) != stages:
-        found.append((f"recompute_ratio has {len(ratios)} entries for {stages} stages", "give one ratio per stage"))
+        yield Problem(f"recompute_ratio has {len(ratios)} entries for {stages} stages", "give one ratio per stage",
+                      where)
     if not isinstance(layers, list) or not all(isinstance(own, list) and all(type(i) is int for i in own)
                                                for own in layers):
-        found.append((f"recompute_layers is {layers!r}",
-                      "write a list per stage of layers of the model, such as [[0, 2], []]"))
+        yield Problem(f"recompute_layers is {layers!r}",
+                      "write a list per stage of layers of the model, such as [[0, 2], []]", where)
     elif layers and len(layers) != stages:
-        found.append((f"recompute_layers has {len(layers)} entries for {stages} stages",
-                      "give one list per stage, [] where nothing is recomputed"))
-    problems = [Problem(*each, where) for each in found]
-    if layers and not any(what.startswith("recompute_layers") for what, _ in found):
+        yield Problem(f"recompute_layers has {len(layers)} entries for {stages} stages",
+                      "give one list per stage, [] where nothing is recomputed", where)
+    elif layers:
         for stage, (own, here) in enumerate(zip(layers, ranges(partition), strict=True)):
-            problems += layers_outside(own, stage, here, where)
-        if are_ratios and len(ratios) == stages:
-            problems += [Problem(f"recompute_ratio {ratio} of stage {stage} means {int(ratio * size)} of its {size} "
-                                 f"layers, but recompute_layers names {len(set(own))}",
-                                 "leave recompute_ratio out: recompute_layers says it", where)
-                         for stage, (ratio, own, size) in enumerate(zip(ratios, layers, partition, strict=True))
-                         if int(ratio * size) != len(set(own))]
-    return problems
+            yield from layers_outside(own, stage, here, where)
+        for stage, (ratio, own, size) in enumerate(zip(ratios, layers, partition, strict=True)
+                                                   if are_ratios and len(ratios) == stages else ()):
+            if int(ratio * size) != len(set(own)):
+                yield Problem(f"recompute_ratio {ratio} of stage {stage} means {int(ratio * size)} of its {size} "
+                              f"layers, but recompute_layers names {len(set(own))}",
+                              "leave recompute_ratio out: recompute_layers says it", where)

@@ -10,9 +10,10 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from vpipe.errors import UserError
 from vpipe.files import count_of, number_of, read_json, text_of
@@ -320,68 +321,61 @@ def parse_record(kind: type[Record], content: Mapping[str, Any], **readers: Call
         KeyError, TypeError, ValueError, AttributeError: a value is missing, unknown or of the wrong kind.
     """
     values = dict(content)
-    for each in fields(kind):
-        reader = readers.get(each.name) or _READERS[str(each.type).removesuffix(" | None")]
-        if each.name in values and (values[each.name] is not None or not str(each.type).endswith(" | None")):
-            values[each.name] = reader(values[each.name])
+    for name, hint in _hints(kind).items():
+        if name in values:
+            values[name] = readers[name](values[name]) if name in readers else _read(hint, values[name])
     return kind(**values)
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "int": count_of, "float": number_of, "str": text_of, "bool": bool,
-    "tuple[int, ...]": lambda values: tuple(map(count_of, values)),
-    "tuple[str, ...]": lambda values: tuple(map(text_of, values)),
-    "Seconds": lambda values: parse_record(Seconds, values)}
+_hints = cache(get_type_hints)
+_READERS: dict[type, Callable[[Any], Any]] = {int: count_of, float: number_of, str: text_of, bool: bool}
 
 
-def _complete(kind: type[Any], content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the content if it has every field, also those with a default. Raises KeyError for one that is missing."""
-    for each in fields(kind):
-        content[each.name]
-    return content
+def _read(hint: Any, value: Any) -> Any:
+    """Return a value of JSON as a number, a text, a tuple, a mapping from numbers or texts, or a dataclass."""
+    inner = get_args(hint)
+    if hint in _READERS:
+        return _READERS[hint](value)
+    if NoneType in inner:
+        return None if value is None else _read(inner[0], value)
+    if get_origin(hint) is tuple:
+        return tuple(_read(inner[0], each) for each in value)
+    if get_origin(hint) is Mapping:
+        return {inner[0](key): _read(inner[1], each) for key, each in value.items()}
+    return parse_record(hint, value)
 
 
 def _profile(content: Mapping[str, Any]) -> Profile:
+    _check_complete(Profile, content)
+    for values in content["layers"]:
+        _check_complete(LayerProfile, values)
     profile = parse_record(
-        Profile, {key: value for key, value in _complete(Profile, content).items() if key != "format"},
-        identity=_identity,
-        layers=lambda layers: tuple(_layer(layer, number) for number, layer in enumerate(layers)),
-        fields=lambda sizes: {name: count_of(size) for name, size in sizes.items()}, default_link=_link,
-        links=lambda links: {(count_of(source), count_of(target)): _link(link) for source, target, link in links})
-    if not profile.layers or len(profile.layers) != profile.identity.layers:
-        raise ValueError(f"it has {len(profile.layers)} layers and says {profile.identity.layers}")
-    if profile.cores == 0:
-        raise ValueError("its ranks share 0 cores")
-    known = set(profile.fields)
-    for layer in profile.layers:
-        if unknown := set(layer.reads) - known:
-            raise ValueError(f"layer '{layer.name}' reads {sorted(unknown)}, which nothing before it writes")
-        known.update(tensor.name for tensor in layer.writes)
-    return profile
-
-
-def _identity(content: Mapping[str, Any]) -> Identity:
-    identity = parse_record(Identity, content)
+        Profile, {key: value for key, value in content.items() if key != "format"}, links=lambda links: {
+            (count_of(source), count_of(target)): parse_record(LinkProfile, link) for source, target, link in links})
+    identity, known = profile.identity, set(profile.fields)
     for key in ("microbatch_size", "threads", "ranks_per_host", "hosts"):
         if getattr(identity, key) < 1:
             raise ValueError(f"{key} is {getattr(identity, key)}")
-    return identity
+    if not profile.layers or len(profile.layers) != identity.layers:
+        raise ValueError(f"it has {len(profile.layers)} layers and says {identity.layers}")
+    if profile.cores == 0:
+        raise ValueError("its ranks share 0 cores")
+    for number, layer in enumerate(profile.layers):
+        if not all(0 <= owner < number for owner in layer.tied) or not 0 <= layer.like <= number:
+            raise ValueError(f"layer {number} is like layer {layer.like} and borrows from {list(layer.tied)}")
+        around = {f"in:{name}" for name in layer.reads} | {f"out:{tensor.name}" for tensor in layer.writes}
+        if unknown := set(layer.saves) - around:
+            raise ValueError(f"layer {number} keeps {sorted(unknown)}, which it neither reads nor writes")
+        if unknown := set(layer.reads) - known:
+            raise ValueError(f"layer '{layer.name}' reads {sorted(unknown)}, which nothing before it writes")
+        known.update(tensor.name for tensor in layer.writes)
+    for link in (profile.default_link, *profile.links.values()):
+        if not link.bytes_per_s > 0:
+            raise ValueError(f"a link carries {link.bytes_per_s} bytes per second")
+    return profile
 
 
-def _layer(content: Mapping[str, Any], number: int) -> LayerProfile:
-    layer = parse_record(LayerProfile, _complete(LayerProfile, content),
-                         writes=lambda tensors: tuple(parse_record(TensorBytes, tensor) for tensor in tensors),
-                         tied=lambda sizes: {int(owner): count_of(size) for owner, size in sizes.items()})
-    if not all(0 <= owner < number for owner in layer.tied) or not 0 <= layer.like <= number:
-        raise ValueError(f"layer {number} is like layer {layer.like} and borrows from {list(layer.tied)}")
-    known = {f"in:{name}" for name in layer.reads} | {f"out:{tensor.name}" for tensor in layer.writes}
-    if not known.issuperset(layer.saves):
-        raise ValueError(f"layer {number} keeps {sorted(set(layer.saves) - known)}, which it neither reads nor writes")
-    return layer
-
-
-def _link(content: Mapping[str, Any]) -> LinkProfile:
-    link = parse_record(LinkProfile, content)
-    if not link.bytes_per_s > 0:
-        raise ValueError(f"a link carries {link.bytes_per_s} bytes per second")
-    return link
+def _check_complete(kind: type[Any], content: Mapping[str, Any]) -> None:
+    """Raise a KeyError for a field that is missing, also for one with a default."""
+    for each in fields(kind):
+        content[each.name]

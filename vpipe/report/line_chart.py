@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby, pairwise
 from statistics import fmean
 
 from vpipe.report.figures import Points
+from vpipe.report.style import render
 from vpipe.visualize.svg import tick_of
 
 _MOST_POINTS = 400
@@ -42,8 +42,7 @@ def is_drawable(value: float) -> bool:
 
 
 def chart(title: str, lines: Sequence[Line], description: str, x_name: str, value: Callable[[float], str],
-          height: int = 200, bottom: float | None = None, top: float | None = None,
-          x_value: Callable[[float], str] = lambda x: f"{x:,.6g}", x_end: float | None = None,
+          height: int = 200, bottom: float | None = None, top: float | None = None, x_end: float | None = None,
           unit: float = 1.0) -> str:
     """Return a chart as HTML; a sentence where there is nothing to draw.
 
@@ -56,7 +55,7 @@ def chart(title: str, lines: Sequence[Line], description: str, x_name: str, valu
     """
     lines = [line for line in lines if any(is_drawable(y) for _, y in line.points)]
     if not lines:
-        return f'<figure><h3>{escape(title)}</h3><p class="soft">There is no number to draw.</p></figure>'
+        return render("chart.html", title=title, lines=lines)
     values = [y for line in lines for _, y in line.points if is_drawable(y)]
     x_low = min(x for line in lines for x, _ in line.points)
     x_high = max(max(x for line in lines for x, _ in line.points), x_end or -math.inf)
@@ -66,7 +65,6 @@ def chart(title: str, lines: Sequence[Line], description: str, x_name: str, valu
     high = max(values) if top is None else max(top, *values)
     pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low, high = (low - pad if bottom is None else low), high + pad
-    marks = _multiples(tick_of((high - low) / 4.5 / unit) * unit, low, high)
 
     def x_of(x: float) -> float:
         return 1000 * (x - x_low) / (x_high - x_low)
@@ -74,49 +72,38 @@ def chart(title: str, lines: Sequence[Line], description: str, x_name: str, valu
     def y_of(y: float) -> float:
         return 100 * (high - y) / (high - low)
 
-    grid = "".join(f'<line class="grid" x1="0" x2="1000" y1="{y_of(y):.2f}" y2="{y_of(y):.2f}"/>' for y in marks)
-    paths = "".join(_path(line, x_of, y_of) for line in lines)
-    labels = "".join(f'<span style="top:{y_of(y):.2f}%">{escape(value(y))}</span>' for y in marks)
-    widest = max((value(y) for y in marks), key=len, default="")
-    across = tick_of((x_high - x_low) / 5)
+    rows = [(y_of(y), value(y)) for y in _multiples(tick_of((high - low) / 4.5 / unit) * unit, low, high)]
     clear = 1000 * (1 - (_LETTER_PX * len(x_name) + 26) / _NARROWEST_PX)  # of the axis' name, on a phone too
-    stops = [stop for stop in _multiples(across, x_low, x_high) if x_of(stop) < clear]
-    below = "".join(f'<span style="left:{x_of(x) / 10:.2f}%">{escape(x_value(x))}</span>' for x in stops)
-    legend = "".join(f'<li><span class="key {line.kind}" style="{_key(line)}"></span>{escape(line.name)}</li>'
-                     for line in lines)
-    return (f'<figure><h3>{escape(title)}</h3><ul class="bar soft">{legend}</ul>'
-            f'<div class="plot" style="--h:{height}px"><div class="y"><i>{escape(widest)}</i>{labels}</div>'
-            f'<svg viewBox="0 0 1000 100" preserveAspectRatio="none" role="img"><title>{escape(title)}</title>'
-            f"<desc>{escape(description)}</desc>{grid}{paths}</svg>"
-            f'<div class="x">{below}<span style="left:100%">{escape(x_name)}</span></div></div></figure>')
+    stops = [stop for stop in _multiples(tick_of((x_high - x_low) / 5), x_low, x_high) if x_of(stop) < clear]
+    return render("chart.html", title=title, lines=lines, description=description, x_name=x_name, height=height,
+                  rows=rows, widest=max((label for _, label in rows), key=len, default=""),
+                  columns=[(x_of(x) / 10, f"{x:,.6g}") for x in stops],
+                  paths=[path for line in lines for path in _paths(line, x_of, y_of)])
 
 
 def _multiples(step: float, low: float, high: float) -> list[float]:
     return [step * number for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def _key(line: Line) -> str:
-    return f"background:{line.colour}" if line.kind == "dot" else f"border-color:{line.colour}"
+_STYLES = {"thin": "stroke-width:1;opacity:.5", "dash": "stroke-width:1.5;stroke-dasharray:5 4"}
 
 
-def _path(line: Line, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
+def _paths(line: Line, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> Iterator[tuple[str, str]]:
+    """Yield the paths of a line, one per run of drawable points, each with its style."""
     runs = [[(x_of(x), y_of(y)) for x, y in run]
             for drawn, run in groupby(line.points, lambda point: is_drawable(point[1])) if drawn]
     if line.kind == "dot":
-        d = "".join(f"M{x:.1f} {y:.2f}h0" for points in runs for x, y in points)
-        return f'<path d="{d}" style="stroke:{line.colour};stroke-width:9;stroke-linecap:round"/>'
-    return "".join(_run(line, points) for points in runs)
-
-
-def _run(line: Line, points: Points) -> str:
-    if line.stepped:
-        d = f"M{points[0][0]:.1f} {points[0][1]:.2f}" + "".join(f"H{x:.1f}V{y:.2f}" for x, y in points[1:])
-    else:  # a point alone is seen, too
-        d = "M" + "L".join(f"{x:.1f} {y:.2f}" for x, y in points) + "h0" * (len(points) == 1)
-    style = {"thin": "stroke-width:1;opacity:.5", "dash": "stroke-width:1.5;stroke-dasharray:5 4"}.get(
-        line.kind, "stroke-width:2;stroke-linejoin:round")
-    area = f'<path d="{d}V100H{points[0][0]:.1f}Z" style="fill:{line.colour};fill-opacity:.18;stroke:none"/>'
-    return f'{area * (line.kind == "area")}<path d="{d}" style="stroke:{line.colour};{style}"/>'
+        yield ("".join(f"M{x:.1f} {y:.2f}h0" for points in runs for x, y in points),
+               f"stroke:{line.colour};stroke-width:9;stroke-linecap:round")
+        return
+    for points in runs:
+        if line.stepped:
+            d = f"M{points[0][0]:.1f} {points[0][1]:.2f}" + "".join(f"H{x:.1f}V{y:.2f}" for x, y in points[1:])
+        else:  # a point alone is seen, too
+            d = "M" + "L".join(f"{x:.1f} {y:.2f}" for x, y in points) + "h0" * (len(points) == 1)
+        if line.kind == "area":
+            yield f"{d}V100H{points[0][0]:.1f}Z", f"fill:{line.colour};fill-opacity:.18;stroke:none"
+        yield d, f"stroke:{line.colour};{_STYLES.get(line.kind, 'stroke-width:2;stroke-linejoin:round')}"
 
 
 def thinned(points: Points, most: int = _MOST_POINTS) -> Points:

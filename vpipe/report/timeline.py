@@ -6,20 +6,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from html import escape
 
 from vpipe.report.figures import Window, step_ends
 from vpipe.report.idle_causes import Cause, Producers, TimeSlice, time_slices
 from vpipe.report.recording import Recording, describe
-from vpipe.report.style import FILLS, shade
-from vpipe.schedules.kinds import Kind, kinds
+from vpipe.report.style import FILLS, render, shade
+from vpipe.schedules.kinds import kinds
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.visualize.svg import tick_of
 from vpipe.visualize.table import milliseconds, number, row_name
 
 _ROW, _GAP, _HEAD, _AXIS = 26, 6, 34, 28
 _NARROWEST_PX = 680  # of the picture on a phone
-_DIGIT, _ZOOMS = 6.8, (1, 2, 4, 8)
+_DIGIT = 6.8
 _FITS = {1.0: "", 1.55: "lw", 2.0: "l2", 4.0: "l4", 8.0: "l8"}
 """Classes of labels by the width that they need, as a multiple of the narrowest; lw is that of a wide window."""
 _UNSEEN = 0.0002  # of the width: what is narrower is left out
@@ -36,65 +35,41 @@ class Lane:
     window: Window
 
 
-def timeline_figure(timelines: Sequence[Lane], unit: str) -> str:
+def timeline_figure(lanes: Sequence[Lane], unit: str) -> str:
     """Return the figure as HTML; ``unit`` is the name of a step."""
-    return "".join(_Figure(timelines, unit).parts())
+    return _Figure(lanes, unit).html()
 
 
 class _Figure:
-    def __init__(self, timelines: Sequence[Lane], unit: str) -> None:
-        self._lanes, self._unit = timelines, unit
-        self._end_s = max(lane.window.span_s for lane in timelines) * 1.002
-        self._height = sum(_HEAD + len(lane.recording.tracks) * (_ROW + _GAP) for lane in timelines) + _AXIS
-        self._chunks = chunks(timelines[0].recording)
+    def __init__(self, lanes: Sequence[Lane], unit: str) -> None:
+        self._lanes, self._unit = lanes, unit
+        self._end_s = max(lane.window.span_s for lane in lanes) * 1.002
+        self._chunks = chunks(lanes[0].recording)
         self._parts = [[[piece for piece in time_slices(lane.recording, track, lane.producers)
                          if piece.end_s > lane.window.start_s and piece.start_s < lane.window.end_s]
-                        for track in lane.recording.tracks] for lane in timelines]
+                        for track in lane.recording.tracks] for lane in lanes]
 
-    def parts(self) -> Iterator[str]:
-        yield '<figure class="timeline" data-zoom="1">'
-        yield from self._legend()
-        yield '<div class="lanes"><div class="names" aria-hidden="true">'
-        for lane in self._lanes:
-            yield f'<div class="group" style="height:{_HEAD}px">{escape(lane.title)}</div>'
-            for track in lane.recording.tracks:
-                name = row_name(lane.recording.placement, track.rank)
-                yield f'<div style="height:{_ROW}px;margin-bottom:{_GAP}px">{escape(name)}</div>'
-        yield '</div><div class="scroll" tabindex="0" role="region" aria-label="timelines; scrolls sideways">'
-        yield (f'<svg width="100%" height="{self._height}" role="img" aria-labelledby="tt td">'
-               f'<title id="tt">{escape(" and ".join(lane.title for lane in self._lanes))}: timelines</title>'
-               f'<desc id="td">{escape(self._description())}</desc>')
-        y = 0
+    def html(self) -> str:
+        y, elements = 0, list[str]()
         for lane, ranks in zip(self._lanes, self._parts, strict=True):
-            yield from self._lane(lane, ranks, y)
-            y += _HEAD + len(lane.recording.tracks) * (_ROW + _GAP)
-        yield from self._axis(y)
-        yield "</svg></div></div>"
-        yield '<output aria-live="polite">Point at an action, or tap it, to read what it is.</output></figure>'
+            elements += self._lane(lane, ranks, y)
+            y += _HEAD + len(ranks) * (_ROW + _GAP)
+        return render("timeline.html", lanes=self._lanes, unit=self._unit, legend=self._legend(), height=y + _AXIS,
+                      elements="\n".join([*elements, *self._axis(y)]), head=_HEAD, row=_ROW, gap=_GAP,
+                      zooms=(1, 2, 4, 8), row_name=row_name, milliseconds=milliseconds)
 
-    def _description(self) -> str:
-        return "; ".join(f"{lane.title.lower()}: {lane.window.steps} {self._unit}s in "
-                         f"{milliseconds(lane.window.span_s)}" for lane in self._lanes)
-
-    def _legend(self) -> Iterator[str]:
-        ops, causes, handing = set[Kind](), set[Cause](), False
-        for piece in (piece for ranks in self._parts for own in ranks for piece in own):
-            if piece.cause is not None:
-                causes.add(piece.cause)
-            elif piece.done is not None:
-                ops.add(piece.done.op)
-                handing = handing or not piece.done.op.works
-        yield '<ul class="bar">'
+    def _legend(self) -> Iterator[tuple[Sequence[str], str, int]]:
+        """Yield fills, the name, and what is taken off the top and bottom, of all that is drawn."""
+        pieces = [piece for ranks in self._parts for own in ranks for piece in own]
+        causes = {piece.cause for piece in pieces}
+        ops = {piece.done.op for piece in pieces if piece.cause is None and piece.done is not None}
         for op in (op for op in kinds() if op.works and op in ops):
-            shades = [shade(op, chunk, self._chunks) for chunk in range(self._chunks if op.per_microbatch else 1)]
-            yield swatch(shades, op.name, inset=2 * op.recomputation)
-        if handing:
-            yield swatch(["var(--comm)"], "handing over", inset=4)
+            yield ([shade(op, chunk, self._chunks) for chunk in range(self._chunks if op.per_microbatch else 1)],
+                   op.name, 2 * op.recomputation)
+        if not all(op.works for op in ops):
+            yield ["var(--comm)"], "handing over", 4
         for cause in (cause for cause in Cause if cause in causes):
-            yield swatch([FILLS[cause]], f"idle: {cause.value}")
-        yield ('<li class="zoom" hidden>' + "".join(
-            f'<button type="button" value="{zoom}" aria-pressed="{"true" if zoom == 1 else "false"}" '
-            f'aria-label="zoom {zoom} times">{zoom}×</button>' for zoom in _ZOOMS) + "</li></ul>")
+            yield [FILLS[cause]], f"idle: {cause.value}", 0
 
     def _x(self, seconds: float) -> float:
         """Return the position in percent of the width."""
@@ -190,13 +165,6 @@ def _is_step(piece: TimeSlice) -> bool:
 def chunks(recording: Recording) -> int:
     """Return the most stages that a rank has."""
     return max(len(stages_of_rank(recording.placement, track.rank)) for track in recording.tracks)
-
-
-def swatch(fills: Sequence[str], name: str, inset: int = 0) -> str:
-    """Return an entry of a legend; ``inset`` takes as much off its top and bottom."""
-    cells = "".join(f'<rect x="{14 * at}" y="{inset}" width="14" height="{14 - 2 * inset}" style="fill:{fill}"/>'
-                    for at, fill in enumerate(fills))
-    return f'<li><svg width="{14 * len(fills)}" height="14" aria-hidden="true">{cells}</svg>{escape(name)}</li>'
 
 
 def _n(value: float) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -61,14 +61,13 @@ class GenerationRank:
 
     # -- stage 0 ---------------------------------------------------------------------------------------
 
-    def lead(self) -> Iterator[tuple[int, Chosen] | None]:
-        """Run stage 0: yield every choice as it comes, with the number of its request; None: nothing has come yet."""
+    def lead(self) -> Iterator[tuple[int, Chosen]]:
+        """Run stage 0: yield every choice as it comes, with the number of its request."""
         waiting = deque(range(len(self._requests)))
         slots = {slot: self._begin(slot, waiting.popleft())
                  for slot in range(in_flight(self._ranks, len(self._requests)))}
         while slots:
-            tensors = yield from self._receive()
-            slot, chosen = _parse_choice(tensors)
+            slot, chosen = _parse_choice(self._receive())
             number, rows = slots[slot]
             yield number, chosen
             if chosen.texts is None:
@@ -91,11 +90,11 @@ class GenerationRank:
 
     # -- the others ------------------------------------------------------------------------------------
 
-    def follow(self) -> Iterator[None]:
-        """Run another stage until there are no more requests; None: nothing has come yet."""
+    def follow(self) -> None:
+        """Run another stage until there are no more requests."""
         choosers: dict[int, tuple[int, Sampler | BeamSearch]] = {}
         while True:
-            head, *tensors = yield from self._receive()
+            head, *tensors = self._receive()
             slot, *words = head.tolist()
             if slot == _END:
                 if not self._stage.is_last:
@@ -118,38 +117,13 @@ class GenerationRank:
         self._transport.send(peer, TransferKey("F", peer, self._sent), tensors, announce=True)
         self._sent += 1
 
-    def _receive(self) -> Generator[None, None, list[Tensor]]:
-        """Return the next message of the stage before; yield while there is none, where ranks share a process."""
+    def _receive(self) -> list[Tensor]:
+        """Wait for the next message of the stage before."""
         peer, key = (self._rank - 1) % self._ranks, TransferKey("F", self._rank, self._received)
         self._transport.post(peer, key, None)
         self._received += 1
-        while not self._transport.is_ready(peer, key):
-            yield
         self._transport.receive_specs(peer, key)
         return self._transport.receive(peer, key)
-
-
-def run_in_turns(ranks: Sequence[GenerationRank]) -> Iterator[tuple[int, Chosen]]:
-    """Run all ranks of a ring in this process; yield the choices as they come."""
-    leader, followers = ranks[0].lead(), [rank.follow() for rank in ranks[1:]]
-    for event in leader:
-        if event is not None:
-            yield event
-        else:
-            for follower in followers:
-                next(follower, None)
-    for follower in followers:
-        for _ in follower:
-            pass
-
-
-def run_rank(rank: GenerationRank, show: Callable[[Iterator[tuple[int, Chosen]]], None], leads: bool) -> None:
-    """Run the one rank of this process to its end; ``show`` gets the choices on rank 0."""
-    if leads:
-        show(event for event in rank.lead() if event is not None)
-    else:
-        for _ in rank.follow():
-            pass
 
 
 def _choice_tensors(slot: int, chosen: Chosen) -> list[Tensor]:

@@ -29,7 +29,7 @@ from vpipe.model.layer import Model, build_outline
 from vpipe.model.split import balanced, parameter_count, parameter_counts, resolve_tie, split
 from vpipe.profiling.device import free_bytes
 from vpipe.progress import byte_progress, print_line, progress
-from vpipe.runtime.generation import GenerationRank, in_flight, run_rank
+from vpipe.runtime.generation import GenerationRank, in_flight
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.schedules.schedule import describe_rank
 from vpipe.train.checkpoint_model import CheckpointModel, checkpoint_config
@@ -247,7 +247,11 @@ def generate_rank(folder: Path, rank: int) -> None:
     transport = DistributedTransport(device, checkpoint.timeout_s, at_once, task.describe, buckets=0)
     show = partial(_show, task, load_tokenizer(Path(task.tokenizer)), stage.cached)
     with activity.during("generating text"):
-        run_rank(GenerationRank(stage, transport, ranks, requests), show, leads=rank == 0)
+        member = GenerationRank(stage, transport, ranks, requests)
+        if rank == 0:
+            show(member.lead())
+        else:
+            member.follow()
         transport.finish()
 
 

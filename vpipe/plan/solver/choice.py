@@ -137,11 +137,6 @@ class Choice:
         """Return the forwards of each stage before its first backward; those of 1F1B when None."""
         return None if isinstance(self.warmup, str) else self.warmup
 
-    @property
-    def waits_for_transfers(self) -> bool:
-        """Every microbatch waits for its transfers."""
-        return self.traits.tight and self.warmup != "auto"
-
     @cached_property
     def recipe(self) -> Recipe:
         return recipe_named(self.schedule)

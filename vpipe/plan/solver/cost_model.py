@@ -8,12 +8,13 @@ from functools import cached_property
 from itertools import accumulate, chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vpipe.plan.solver.choice import Choice
 from vpipe.plan.solver.partition_search import (
     BestPartition,
+    Floats,
     FoundPartition,
+    Integers,
     PartitionProblem,
     StageSlice,
     smallest_bottleneck,
@@ -22,9 +23,6 @@ from vpipe.plan.solver.partition_search import (
 )
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 from vpipe.plan.stage_costs import versions_s
-
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 
 
 class CostModel:
@@ -138,7 +136,7 @@ class CostModel:
         work, step = self._work_s(first, stop, demand), self._step_s(first, stop, demand)
         transfer = self._transfers_s(ranks_left - width)[stop]
         summing = self._sum_s(first, stop, width)
-        per_microbatch = work + transfer if choice.waits_for_transfers else work
+        per_microbatch = work + transfer if choice.traits.tight and choice.warmup != "auto" else work
         if not choice.flush:
             return work + step / choice.every, (per_microbatch + (step + summing) / choice.every) / width
         weight, halves = self.table.running("weight"), choice.traits.filling_halves

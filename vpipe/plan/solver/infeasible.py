@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,8 @@ MORE = (1.0, 1.05, 1.15, 1.3, 1.6, 2.0, 3.0)
 _KINDS = {"weights": "weights", "stashed": "older weight versions", "gradients": "gradients",
           "optimizer": "optimizer state", "activations": "activations", "working": "what a backward works with"}
 
+_OTHERS = "allow other schedules, numbers of microbatches or ranks"
+
 Fits = Callable[[PlanRequest], bool]
 """Tells whether the solver finds a plan for a request."""
 
@@ -34,7 +37,7 @@ class _Leanest:
     choice: Choice
     place: str  # of its fullest rank, for messages
     memory: StageMemory  # of that rank
-    costs: CostModel | None  # of the choice; None where ranks hold several stages
+    costs: CostModel | None = None  # of the choice; None where ranks hold several stages
 
 
 def infeasible(space: SearchSpace, fits: Fits) -> UserError:
@@ -48,27 +51,21 @@ def infeasible(space: SearchSpace, fits: Fits) -> UserError:
     asked = "the plan asked for does not fit" if request.partition is not None and fixed else "no plan fits"
     if request.solver == "vpipe":
         asked = "the heuristic of the VPipe paper finds no plan that fits"
-    excess = memory.peak - limit
-    holds = f"{leanest.place} holds {size_text(memory.peak, up=True)}"
-    if excess > 0:
-        holds += f", {size_text(excess, up=True)} too many"
+    excess = f", {size_text(memory.peak - limit, up=True)} too many" if memory.peak > limit else ""
     what = (f"{asked} into {size_text(limit)} per rank: with {leanest.choice.schedule} and "
             f"{counted(leanest.choice.microbatches, 'microbatch')}{'' if fixed else ', with everything recomputed'}, "
-            f"{holds}; most of it, {size_text(getattr(memory, kind))}, is {_KINDS[kind]}")
-    return UserError(what, hint="; or ".join(_remedies(space, leanest, fits, limit)) or
-                     "allow other schedules, numbers of microbatches or ranks")
+            f"{leanest.place} holds {size_text(memory.peak, up=True)}{excess}; most of it, "
+            f"{size_text(getattr(memory, kind))}, is {_KINDS[kind]}")
+    return UserError(what, hint="; or ".join(_remedies(space, leanest, fits, limit)) or _OTHERS)
 
 
 def _leanest(space: SearchSpace) -> Iterator[_Leanest]:
     """Yield the leanest plan of all unchunked choices, and of each chunked choice where that takes no minutes."""
     leanest: tuple[Choice, CostModel, FoundPartition] | None = None
     choices = list(space.choices())
-    for choice in choices:
-        if choice.chunked:
-            continue
+    for choice in (one for one in choices if not one.chunked):
         costs = space.cost_model(choice, space.request.memory_bytes)
-        found = costs.leanest()
-        if found is None:
+        if (found := costs.leanest()) is None:
             continue
         if (why := choice.with_widths(found.widths).refusal) is not None:
             space.refusals[choice] = why
@@ -78,22 +75,14 @@ def _leanest(space: SearchSpace) -> Iterator[_Leanest]:
         choice, costs, found = leanest
         stage, memory, layers = _fullest_stage(costs, found)
         yield _Leanest(choice, f"stage {stage} ({_layers(layers)})", memory, costs)
-    if leanest is None or _small(space.request):
-        for choice in choices:
-            if choice.chunked:
-                yield from _leanest_chunked(space, choice)
-
-
-def _leanest_chunked(space: SearchSpace, choice: Choice) -> Iterator[_Leanest]:
-    for candidate in space.leanest_chunked(choice):
-        plan = Trials(space).simulated(candidate, urgent=True)
-        if plan is None:
-            continue
-        rank, _ = plan.predicted.fullest_rank
-        stages, layers = stages_of_rank(choice.groups, rank), ranges(candidate.partition)
-        memory = combined_memory([plan.predicted.stages[stage].memory for stage in stages])
-        place = ", ".join(f"{stage}: {_layers(layers[stage])}" for stage in stages)
-        yield _Leanest(choice, f"rank {rank} (stages {place})", memory, None)
+    chunked = [choice for choice in choices if choice.chunked] if leanest is None or _small(space.request) else []
+    for candidate in (one for choice in chunked for one in space.leanest_chunked(choice)):
+        if (plan := Trials(space).simulated(candidate, urgent=True)) is not None:
+            rank, _ = plan.predicted.fullest_rank
+            stages, layers_of = stages_of_rank(candidate.choice.groups, rank), ranges(candidate.partition)
+            place = ", ".join(f"{stage}: {_layers(layers_of[stage])}" for stage in stages)
+            yield _Leanest(candidate.choice, f"rank {rank} (stages {place})",
+                           combined_memory([plan.predicted.stages[stage].memory for stage in stages]))
 
 
 def _layers(layers: range) -> str:
@@ -128,8 +117,8 @@ def _remedies(space: SearchSpace, leanest: _Leanest, fits: Fits, limit: int) -> 
         if parse_size(enough, "the limit") > limit and fits(replace(more, memory_bytes=parse_size(enough, "it"))):
             yield f"allow {enough} or more per rank (parallel.memory, or --memory of vpipe plan)"
             break
-    if small and leanest.costs is not None and request.placement is None and request.stages is None and (
-            request.partition is None and request.recompute is None):
+    free = all(each is None for each in (request.placement, request.stages, request.partition, request.recompute))
+    if small and leanest.costs is not None and free:
         ranks = _enough_ranks(leanest.costs, choice, limit)
         if ranks is not None and fits(replace(request, ranks=ranks)):
             yield f"use {ranks} ranks"
@@ -154,16 +143,12 @@ def _enough_ranks(costs: CostModel, choice: Choice, limit: int) -> int | None:
         found = CostModel(costs.table, wider).leanest()
         return found is not None and found.bottleneck <= limit
 
-    low, high, most = choice.ranks, 2 * choice.ranks, costs.table.layers
-    while high < most and not fits(high):
-        low, high = high, 2 * high
-    high = min(high, most)
-    if high <= low or not fits(high):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    most, enough = costs.table.layers, 2 * choice.ranks
+    while enough < most and not fits(enough):
+        enough *= 2
+    tried = range(enough // 2 + 1, min(enough, most) + 1)
+    found = bisect_left(tried, True, key=fits)
+    return tried[found] if found < len(tried) else None
 
 
 def _impossible(space: SearchSpace) -> UserError:
@@ -172,8 +157,7 @@ def _impossible(space: SearchSpace) -> UserError:
         return UserError("the heuristic of the VPipe paper knows one stage per rank and one rank per stage only",
                          hint="choose the exact solver")
     if space.refusals:
-        return UserError(f"no schedule can be had: {'; '.join(dict.fromkeys(space.refusals.values()))}",
-                         hint="allow other schedules, numbers of microbatches or ranks")
+        return UserError(f"no schedule can be had: {'; '.join(dict.fromkeys(space.refusals.values()))}", hint=_OTHERS)
     if request.stages is not None:
         return UserError(f"no schedule has {counted(request.stages, 'stage')} on {counted(request.ranks, 'rank')} "
                          f"(tried: {', '.join(request.schedules)})", hint="leave the number of stages free "

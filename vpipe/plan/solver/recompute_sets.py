@@ -12,14 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vpipe.plan.profile import START, LayerTensors, PrefixState, add_layer
+from vpipe.plan.solver.partition_search import Floats
 
 MOST_SETS = 64
 """Sets kept per state; of more, some are left out, evenly by their seconds."""
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

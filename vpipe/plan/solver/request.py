@@ -66,9 +66,9 @@ class Alternative:
     """The best plan with another choice in one respect."""
 
     what: str  # the other choice, for messages: schedule gpipe
-    plan: Plan | None  # with its predictions where it was simulated; None when nothing fits
-    seconds_per_sample: float | None  # predicted; None when nothing fits
-    simulated: bool  # predicted by simulation, as the chosen plan, or by the cost model, which is coarser
+    plan: Plan | None = None  # with its predictions where it was simulated; None when nothing fits
+    seconds_per_sample: float | None = None  # predicted; None when nothing fits
+    simulated: bool = False  # predicted by simulation, as the chosen plan, or by the cost model, which is coarser
     why: str = ""  # there is no plan
 
 

@@ -210,7 +210,7 @@ def _best_with(trials: Trials, what: str, candidates: Sequence[Candidate], why: 
         if (excess := trials.excess(plan)) <= 0:
             return Alternative(what, plan, seconds(plan), True), candidate
         why = f"does not fit: {size_text(excess, up=True)} too many"
-    return Alternative(what, None, None, False, why), None
+    return Alternative(what, why=why), None
 
 
 def _without_recompute(trials: Trials, chosen: Candidate) -> Compared:
@@ -221,7 +221,7 @@ def _without_recompute(trials: Trials, chosen: Candidate) -> Compared:
         return _best_with(trials, what, [found], "does not fit")
     needed = space.cost_model(chosen.choice, None, share=0.0).leanest()
     why = "does not fit" if needed is None else f"needs {size_text(needed.bottleneck, up=True)} per rank"
-    return Alternative(what, None, None, False, why), None
+    return Alternative(what, why=why), None
 
 
 def _leaves_sets_out(request: PlanRequest, chosen: Candidate) -> bool:

@@ -12,14 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vpipe.plan.profile import START, PrefixState, Profile, add_layer
+from vpipe.plan.solver.partition_search import Floats, Integers, running_sum
 from vpipe.plan.solver.recompute_sets import SetsByState, empty_set, extended, fastest_set, traced_sets
 from vpipe.plan.stage_costs import step_working
-
-Integers = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class StageDemand(NamedTuple):
@@ -84,11 +81,11 @@ class StageTable:
         self._known = np.empty((0, 7))
         sums = {"forward": "forward", "backward": "backward", "input": "input_half", "weight": "weight_half",
                 "step": "step"}
-        self._sums = {name: _running([getattr(layer, key).median for layer in profile.layers])
+        self._sums = {name: running_sum([getattr(layer, key).median for layer in profile.layers])
                       for name, key in sums.items()}
-        self.floor_bytes = _running([2 * layer.parameter_bytes + layer.optimizer_bytes + layer.saved_bytes
+        self.floor_bytes = running_sum([2 * layer.parameter_bytes + layer.optimizer_bytes + layer.saved_bytes
                                      for layer in profile.layers])
-        self._parameters = _running([layer.parameter_bytes for layer in profile.layers])
+        self._parameters = running_sum([layer.parameter_bytes for layer in profile.layers])
         cuts = range(1, self.layers)
         self.forward_bytes = np.array([0, *map(profile.activations.output_bytes, cuts), 0], float)
         self.gradient_bytes = np.array([0, *map(profile.activations.gradient_bytes, cuts), 0], float)
@@ -278,7 +275,3 @@ def _fixed(figures: Sequence[Any], demand: StageDemand) -> Any:
     fixed, weights, halves, fields, later = figures
     return (fixed + (demand.versions + 1) * weights + (demand.versions > 1) * later + demand.weight_halves * halves
             + demand.in_flight * fields)
-
-
-def _running(numbers: Sequence[float]) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(np.array(numbers, float))])

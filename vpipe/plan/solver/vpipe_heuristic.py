@@ -13,10 +13,10 @@ then holds, so a layer in the middle of a stage may free less than its activatio
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 import numpy as np
 
+from vpipe.plan.recompute import ranges
 from vpipe.plan.solver.cost_model import CostModel
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 
@@ -35,14 +35,13 @@ def balanced(costs: CostModel, stages: int) -> tuple[tuple[int, ...], tuple[froz
     if stages > layers:
         return None
     sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
-    stops = list(accumulate(sizes))
-    of_stage = [_cost(costs, stops, stage) for stage in range(stages)]
+    of_stage = [_cost(costs, sizes, stage) for stage in range(stages)]
     for _ in range(layers * stages):
         slowest = max(range(stages), key=of_stage.__getitem__)
-        for moved, other in _moves(stops, slowest):
+        for moved, other in _moves(sizes, slowest):
             after = {stage: _cost(costs, moved, stage) for stage in (slowest, other)}
             if max(after.values()) < of_stage[slowest]:
-                stops = moved
+                sizes = moved
                 for stage, cost in after.items():
                     of_stage[stage] = cost
                 break
@@ -50,46 +49,44 @@ def balanced(costs: CostModel, stages: int) -> tuple[tuple[int, ...], tuple[froz
             break
     if any(excess for excess, _ in of_stage):
         return None
-    firsts = [0, *stops[:-1]]
-    sets = tuple(_recomputed(costs.table, first, stop, costs.demand(stages - stage, 1))
-                 for stage, (first, stop) in enumerate(zip(firsts, stops, strict=True)))
+    sets = tuple(_recomputed(costs.table, here, costs.demand(stages - stage, 1))
+                 for stage, here in enumerate(ranges(sizes)))
     times, choice = [seconds for _, seconds in of_stage], costs.choice
     seconds = sum(times) + (choice.microbatches - 1) * max(times) if choice.flush else max(times)
-    return tuple(stop - first for first, stop in zip(firsts, stops, strict=True)), sets, seconds
+    return tuple(sizes), sets, seconds
 
 
-def _moves(stops: Sequence[int], stage: int) -> Iterator[tuple[list[int], int]]:
+def _moves(sizes: Sequence[int], stage: int) -> Iterator[tuple[list[int], int]]:
     """Yield the partitions after a layer moved from a stage to a neighbour, with the neighbour."""
-    first = stops[stage - 1] if stage else 0
-    if stops[stage] - first < 2:
-        return
-    if stage:
-        yield [stop + (number == stage - 1) for number, stop in enumerate(stops)], stage - 1
-    if stage + 1 < len(stops):
-        yield [stop - (number == stage) for number, stop in enumerate(stops)], stage + 1
+    for neighbour in (stage - 1, stage + 1):
+        if sizes[stage] > 1 and 0 <= neighbour < len(sizes):
+            moved = list(sizes)
+            moved[stage] -= 1
+            moved[neighbour] += 1
+            yield moved, neighbour
 
 
-def _cost(costs: CostModel, stops: Sequence[int], stage: int) -> StageCost:
-    first, stop = stops[stage - 1] if stage else 0, stops[stage]
-    table, demand = costs.table, costs.demand(len(stops) - stage, 1)
-    recomputed = _recomputed(table, first, stop, demand)
+def _cost(costs: CostModel, sizes: Sequence[int], stage: int) -> StageCost:
+    here, table, demand = ranges(sizes)[stage], costs.table, costs.demand(len(sizes) - stage, 1)
+    recomputed = _recomputed(table, here, demand)
     excess = 0.0
     if table.limit_bytes is not None:
-        excess = max(0.0, table.peak_bytes(first, stop, demand, recomputed) - table.limit_bytes)
+        excess = max(0.0, table.peak_bytes(here.start, here.stop, demand, recomputed) - table.limit_bytes)
     again = sum(table.profile.layers[layer].recompute.median for layer in recomputed)
-    return excess, float(costs.plain_s(np.array([first]), np.array([stop]))[0]) + again
+    return excess, float(costs.plain_s(np.array([here.start]), np.array([here.stop]))[0]) + again
 
 
-def _recomputed(table: StageTable, first: int, stop: int, demand: StageDemand) -> frozenset[int]:
+def _recomputed(table: StageTable, here: range, demand: StageDemand) -> frozenset[int]:
     """Return the fewest layers that make the stage fit, first those that free the most bytes per second, or all."""
-    if (required := table.required(first, stop, demand)) is not None:
+    if (required := table.required(here.start, here.stop, demand)) is not None:
         return required
     layers = table.profile.layers
-    order = sorted(range(first, stop), key=lambda number: -layers[number].saved_bytes
+    order = sorted(here, key=lambda number: -layers[number].saved_bytes
                    / max(layers[number].recompute.median, 1e-12))
     recomputed: frozenset[int] = frozenset()
     for number in order:
-        if table.limit_bytes is None or table.peak_bytes(first, stop, demand, recomputed) <= table.limit_bytes:
+        if table.limit_bytes is None or (
+                table.peak_bytes(here.start, here.stop, demand, recomputed) <= table.limit_bytes):
             break
         recomputed |= {number}
     return recomputed
