@@ -9,12 +9,12 @@ Source: Rhu et al., vDNN (MICRO 2016), section 3; as actions of a pipeline's sch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from vpipe.errors import RunError, UserError
@@ -23,20 +23,27 @@ from vpipe.runtime.stage import NOTHING, Stage
 
 
 class Holder:
-    """A tensor that autograd has saved, on the device or on the host."""
+    """A tensor that autograd has saved, on the device; or, on the host, the bytes of the storage that it is a view of."""
 
     def __init__(self, saved: Tensor) -> None:
+        self.tensor: Tensor | None = saved
         self.version = saved._version
-        self.on_device: Tensor | None = saved
+        self.view = saved.storage_offset(), saved.shape, saved.stride()
+        self.dtype, self.device = saved.dtype, saved.device
         self.on_host: Tensor | None = None
 
 
 class SavedTensors(SavingHooks):
-    """What autograd saves in one forward. It holds nothing itself: a backward frees what it has used."""
+    """What autograd saves in one forward. It holds nothing itself: a backward frees what it has used.
+
+    Args:
+        kept: storages that stay on the device: of weights, and of what the record holds anyway.
+    """
 
     def __init__(self, kept: Collection[object]) -> None:
         self._kept = kept
         self._holders: WeakSet[Holder] = WeakSet()
+        self._outer: SavingHooks | None = None
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -48,31 +55,33 @@ class SavedTensors(SavingHooks):
     def __call__(self, saved: Tensor) -> Holder | tuple[Tensor, int]:
         if self._outer is not None:
             self._outer(saved)  # which counts
-        if saved.layout is not torch.strided or storage_of(saved) in self._kept:
+        plain = type(saved) in (Tensor, nn.Parameter) and saved.layout is torch.strided
+        if not plain or saved.is_conj() or saved.is_neg() or storage_of(saved) in self._kept:
             return saved.detach(), saved._version
         holder = Holder(saved.detach())
         self._holders.add(holder)
         return holder
 
     def offload(self) -> None:
-        """Copy the tensors to the host, each once, and free them on the device."""
-        copies: dict[tuple[object, ...], Tensor] = {}
+        """Copy the tensors to the host, each storage once, and free them on the device."""
+        copies: dict[object, Tensor] = {}
         for holder in self._holders:
-            assert holder.on_device is not None, "it is offloaded once"
-            tensor = unpack_unchanged((holder.on_device, holder.version))
-            key = storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
-            if key not in copies:
-                copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
-            holder.on_host, holder.on_device = copies[key], None
+            assert holder.tensor is not None, "it is offloaded once"
+            tensor = unpack_unchanged((holder.tensor, holder.version))
+            storage = storage_of(tensor)
+            if storage not in copies:
+                flat = torch.empty(0, dtype=torch.uint8, device=holder.device).set_(tensor.untyped_storage())
+                copies[storage] = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=flat.is_cuda).copy_(flat)
+            holder.on_host, holder.tensor = copies[storage], None
 
 
 def _unpack(packed: Holder | tuple[Tensor, int]) -> Tensor:
     if not isinstance(packed, Holder):
         return unpack_unchanged(packed)
-    if packed.on_device is None:
+    if packed.tensor is None:
         raise RunError("a backward needs activations that are on the host",
                        hint="this is a defect of the schedule or of vpipe: please report it")
-    return packed.on_device if packed.on_host is not None else unpack_unchanged((packed.on_device, packed.version))
+    return unpack_unchanged((packed.tensor, packed.version))
 
 
 class Offloads:
@@ -91,8 +100,11 @@ class Offloads:
         """Return whether any microbatch of a stage is offloaded."""
         return stage in self._stages
 
-    def saving(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+    def saving(self, stage: int, microbatch: int, given: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Return the context that holds what the forward of a microbatch saves, where it may be offloaded.
+
+        Args:
+            given: the stage's inputs and fields of the batch.
 
         Raises:
             UserError: the user's own hooks handle what is saved.
@@ -105,7 +117,7 @@ class Offloads:
         weights = [tensor for each in self._stages[stage].all_weights for tensor in each.leaves()]
         buffers = [buffer for module in self._stages[stage].modules.values() for buffer in module.buffers()]
         saved = self._saved[stage, microbatch] = SavedTensors({
-            storage_of(tensor) for tensor in (*weights, *buffers) if tensor.layout is torch.strided})
+            storage_of(tensor) for tensor in (*weights, *buffers, *given) if tensor.layout is torch.strided})
         return saved.saving()
 
     def offload(self, stage: int, microbatch: int) -> None:

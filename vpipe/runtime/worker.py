@@ -195,7 +195,7 @@ class Worker:
             self._end_forward(stage_index, microbatch, inputs,
                               stage.evaluate(inputs.received, inputs.fields, inputs.key))
         else:
-            with self.offloads.saving(stage_index, microbatch):
+            with self.offloads.saving(stage_index, microbatch, (*inputs.received, *inputs.fields.values())):
                 outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
                                                 split=self.is_split(stage_index, microbatch))
             self._end_forward(stage_index, microbatch, inputs, outputs, record)
