@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
+from vpipe import Model, Pipeline
 from vpipe.runtime.activations import storage_of
 from vpipe.runtime.offload import SavedTensors
+from vpipe.schedules import registry
+from vpipe.schedules.action import Action, Op
+from vpipe.schedules.registry import Program, recipe_named, schedule_names
 
 
 def test_offloaded_tensors_leave_the_device_and_weights_stay() -> None:
@@ -23,3 +33,49 @@ def test_offloaded_tensors_leave_the_device_and_weights_stay() -> None:
     saved.offload()
     assert [holder.tensor for holder in holders] == [None] * 3
     assert len({holder.on_host.data_ptr() for holder in holders}) == 1
+
+
+fetch = SavedTensors.fetch
+
+
+def offloading(program: Program) -> Program:
+    """The schedule with every second microbatch's activations on the host from its forward until right before use."""
+    @wraps(program)
+    def generate(*arguments: Any, **options: Any) -> Iterator[Action]:
+        for action in program(*arguments, **options):
+            away = action.microbatch % 2 == 0
+            if away and (action.op.returns or action.op is Op.RECOMPUTE):
+                yield Action(Op.FETCH, action.stage, action.microbatch)
+            yield action
+            if away and action.op is Op.FORWARD:
+                yield Action(Op.OFFLOAD, action.stage, action.microbatch)
+
+    return generate
+
+
+@pytest.mark.parametrize("name", [name for name in schedule_names() if recipe_named(name).search is None])
+def test_every_schedule_is_exact_with_offloaded_activations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, also where half of the layers are recomputed."""
+    recipe = recipe_named(name)
+    monkeypatch.setitem(registry._RECIPES, "away", replace(recipe, name="away", program=offloading(recipe.program)))
+    stages = 2 * recipe.chunks
+    fetched: list[int] = []
+    monkeypatch.setattr(SavedTensors, "fetch", lambda saved: (fetched.append(len(saved._holders)), fetch(saved)))
+    for recompute in (0.0, 0.5):
+        plain, away = (trained(schedule, stages, recompute) for schedule in (name, "away"))
+        assert plain == away
+    assert len(fetched) == 2 * 3 * 4 * stages, "half of the microbatches of three batches, twice"
+    assert max(fetched) > 0
+
+
+def trained(schedule: str, stages: int, recompute: float) -> list[float]:
+    """The losses of two batches, whose second depends on every gradient of the first, and the sum of the weights."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(stages)))
+    model = Model.sequential(layers, loss=nn.MSELoss())
+    options = {} if recipe_named(schedule).flush else {"update_every": recipe_named(schedule).update_every(stages)}
+    pipe = Pipeline(model, stages=stages, schedule=schedule, microbatches=8, recompute=recompute, seed=0,
+                    optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1), **options)
+    batch = {"input": torch.arange(64.0).reshape(16, 4) / 64, "target": torch.ones(16, 4)}
+    losses = [step.loss for step in pipe.train([batch] * 3)]
+    return [*losses, *(float(value.double().sum()) for value in pipe.state_dict().values())]

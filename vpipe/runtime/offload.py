@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from vpipe.errors import RunError, UserError
@@ -23,7 +23,7 @@ from vpipe.runtime.stage import NOTHING, Stage
 
 
 class Holder:
-    """A tensor that autograd has saved, on the device; or, on the host, the bytes of the storage that it is a view of."""
+    """A tensor that autograd has saved, on the device; on the host, the bytes of the storage that it is a view of."""
 
     def __init__(self, saved: Tensor) -> None:
         self.tensor: Tensor | None = saved
@@ -75,6 +75,24 @@ class SavedTensors(SavingHooks):
             holder.on_host, holder.tensor = copies[storage], None
 
 
+    def fetch(self) -> None:
+        """Copy the tensors back to the device, each storage once, with the layout that they had."""
+        storages: dict[int, UntypedStorage] = {}
+        outer = saving_hooks()
+        for holder in self._holders:
+            host = holder.on_host
+            assert host is not None, "it is on the host"
+            if host.data_ptr() not in storages:
+                storages[host.data_ptr()] = torch.empty_like(host, device=holder.device).copy_(host).untyped_storage()
+            tensor = torch.empty(0, dtype=holder.dtype, device=holder.device).set_(storages[host.data_ptr()],
+                                                                                   *holder.view)
+            holder.tensor, holder.version = tensor, tensor._version
+            if outer is not None:
+                outer(tensor)  # which counts
+        for holder in self._holders:
+            holder.on_host = None
+
+
 def _unpack(packed: Holder | tuple[Tensor, int]) -> Tensor:
     if not isinstance(packed, Holder):
         return unpack_unchanged(packed)
@@ -123,6 +141,10 @@ class Offloads:
     def offload(self, stage: int, microbatch: int) -> None:
         """Copy the activations of a microbatch to the host and free them on the device."""
         self._saved[stage, microbatch].offload()
+
+    def fetch(self, stage: int, microbatch: int) -> None:
+        """Copy the activations of a microbatch back to the device."""
+        self._saved[stage, microbatch].fetch()
 
     def forget(self, stage: int, microbatch: int) -> None:
         """Forget a microbatch whose gradient has passed."""

@@ -267,6 +267,10 @@ class Op(metaclass=_Members):
         "OFFLOAD", "offload activations", MICROBATCH, "offloads.offload", generated=True,
         needs=lambda at, s, i, rank: [(SAVED, s, i)], makes=((OFFLOADED, 0),), memory=Memory(frees=(SAVED,)),
         host_bytes=lambda cost: cost.activation_bytes, torch="OFFLOAD: PyTorch keeps activations on the device")
+    FETCH = Kind(
+        "FETCH", "fetch activations", MICROBATCH, "offloads.fetch", generated=True,
+        needs=lambda at, s, i, rank: [(OFFLOADED, s, i)], makes=((SAVED, 0),), memory=Memory(takes=(SAVED,)),
+        host_bytes=lambda cost: cost.activation_bytes, torch="FETCH: PyTorch keeps activations on the device")
     STEP = Kind(
         "STEP", "optimizer step", UPDATE, "optimizer_steps.step", generated=True, makes_version=True,
         torch="STEP: step the optimizer after schedule.step()",
