@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -20,9 +21,10 @@ from vpipe.schedules.csv_format import read_csv_file, write_csv, write_torch_csv
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import rank_peaks, stage_peaks
 from vpipe.schedules.registry import Recipe, recipe_named, schedule_names
+from vpipe.schedules.repeating import find
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search_placements
-from vpipe.schedules.size import Placement, check_work, default_placement
+from vpipe.schedules.size import MOST_ACTIONS, MOST_MICROBATCHES, Placement, check_work, default_placement
 from vpipe.visualize.summary import RankCosts, Summary, compare
 from vpipe.visualize.svg import draw_svg
 from vpipe.visualize.table import PIPE_COLUMNS, listed, number, replicas, sizes, terminal_columns
@@ -41,8 +43,11 @@ def run_schedule(options: argparse.Namespace) -> None:
     if options.name is None:
         raise UserError("which schedule?", hint=f"name one of {', '.join(schedule_names())}, or a file; --all "
                         "compares them")
-    schedule = named_schedule(options, costs)
-    summary = Summary.of(schedule, costs)
+    summary = _too_long_to_list(options, costs)
+    if summary is None:
+        listing = "" if options.format in _PICTURES else f", which --format {options.format} lists one by one,"
+        schedule = named_schedule(options, costs, listing)
+        summary = Summary.of(schedule, costs)
     sys.stdout.write(_for_torch(schedule) if options.format == "torch" else _FORMATS[options.format](summary))
 
 
@@ -100,13 +105,16 @@ def _text(summary: Summary) -> str:
     return draw_text(summary, terminal_columns(PIPE_COLUMNS), colour=colour)
 
 
+_PICTURES = ("text", "svg")
+"""Formats that may show a part; the others list all actions."""
+
 _FORMATS: dict[str, Callable[[Summary], str]] = {
     "text": _text, "csv": lambda summary: write_csv(summary.schedule), "svg": draw_svg,
     "json": lambda summary: json.dumps(summary.as_json()) + "\n"}
 
 
-def named_schedule(options: argparse.Namespace, costs: RankCosts) -> Schedule:
-    """Return the schedule of a name, a file or a plan, not proved yet."""
+def named_schedule(options: argparse.Namespace, costs: RankCosts, listing: str = "") -> Schedule:
+    """Return the schedule of a name, a file or a plan, not proved yet; ``listing`` says why all actions are listed."""
     name = options.name
     if name not in schedule_names() and (name.lower().endswith((".csv", ".json")) or "/" in name):
         schedule = _planned(name, options) if name.lower().endswith(".json") else _read(Path(name))
@@ -120,14 +128,52 @@ def named_schedule(options: argparse.Namespace, costs: RankCosts) -> Schedule:
                                 f"{option} is {given}, but '{name}' has {has}",
                                 hint=f"leave {option} out: the file says it")
         return schedule
-    recipe = recipe_named(name)
-    widths, microbatches = _sizes(options)
-    check_chunks(recipe, options.chunks, "--chunks")
-    if recipe.search is None and options.memory is not None:
-        raise UserError(f"--memory does not go with '{name}', which holds what it holds",
-                        hint="leave it out, or let auto find an order that keeps it")
+    recipe, widths, microbatches = _asked(options, why=listing)
     return _built(recipe, widths, microbatches, options.chunks, options.update_every, costs, options.memory,
                   _depths(options.warmup_depth))
+
+
+def _asked(options: argparse.Namespace, *, listed: bool = True, why: str = "") -> tuple[Recipe, tuple[int, ...], int]:
+    """Return the schedule that the options name, the replicas at each position, and the number of microbatches.
+
+    See :func:`_sizes` for the arguments.
+    """
+    recipe = recipe_named(options.name)
+    if recipe.search is not None:
+        why = f", which '{recipe.name}' searches one by one,"
+    widths, microbatches = _sizes(options, listed=listed, why=why)
+    check_chunks(recipe, options.chunks, "--chunks")
+    if recipe.search is None and options.memory is not None:
+        raise UserError(f"--memory does not go with '{recipe.name}', which holds what it holds",
+                        hint="leave it out, or let auto find an order that keeps it")
+    return recipe, widths, microbatches
+
+
+def _too_long_to_list(options: argparse.Namespace, costs: RankCosts) -> Summary | None:
+    """Return the summary of a schedule with too many actions to list, which must repeat; None of any other.
+
+    A searched schedule does not repeat, and every format but a picture lists all actions: they keep the limit.
+    """
+    if options.format not in _PICTURES or options.name not in schedule_names():
+        return None
+    recipe, widths, microbatches = _asked(options, listed=False)
+    ranks, chunks, several = sum(widths), options.chunks or 1, max(widths) > 1
+    if recipe.search is not None or 2 * ranks * microbatches * chunks <= MOST_ACTIONS:
+        return None
+    warmup = _depths(options.warmup_depth)
+    if warmup is not None:
+        check_warmup(recipe, widths, warmup)
+    placement = _placed(recipe, widths, options.chunks)
+    gc.disable()  # a million tuples, none of them in a circle: to look for these takes a tenth of the time
+    try:
+        found = find(recipe.name, placement, microbatches, costs.of(placement), options.update_every, warmup)
+    finally:
+        gc.freeze()
+        gc.enable()
+    if found is None:
+        check_work(ranks, microbatches, chunks, replicated=several,
+                   why=f", in no short part of which '{recipe.name}' is seen to repeat itself at these costs,")
+    return None if found is None else Summary.of_repeating(found, costs)
 
 
 def _planned(path: str, options: argparse.Namespace) -> Schedule:
@@ -146,8 +192,13 @@ def _planned(path: str, options: argparse.Namespace) -> Schedule:
                  warmup=plan.warmup_depth or None)
 
 
-def _sizes(options: argparse.Namespace) -> tuple[tuple[int, ...], int]:
-    """Return the replicas at each position of the pipeline, and the number of microbatches."""
+def _sizes(options: argparse.Namespace, *, listed: bool = True, why: str = "") -> tuple[tuple[int, ...], int]:
+    """Return the replicas at each position of the pipeline, and the number of microbatches.
+
+    Args:
+        listed: all actions are, so that there may not be too many of them.
+        why: they are.
+    """
     widths = _widths(options.widths)
     positions = options.stages if len(widths) <= 1 or options.stages is not None else len(widths)
     for option, value in (("--stages", positions), ("--microbatches", options.microbatches)):
@@ -158,14 +209,20 @@ def _sizes(options: argparse.Namespace) -> tuple[tuple[int, ...], int]:
                           ("--memory", options.memory)):
         if value is not None and value < 1:
             raise UserError(f"{option} is {value}", hint="give a whole number, 1 or more")
+    chunks = options.chunks or 1
+
+    def check_numbers(ranks: int, *, replicated: bool) -> None:
+        if listed or options.microbatches > MOST_MICROBATCHES or 2 * ranks * chunks > MOST_ACTIONS:
+            check_work(ranks, options.microbatches, chunks, replicated=replicated, why=why)
+
     if len(widths) <= 1:  # refuses numbers that are too large before so long a tuple is made
         [width] = widths or (1,)
-        check_work(positions * width, options.microbatches, options.chunks or 1, replicated=width > 1)
+        check_numbers(positions * width, replicated=width > 1)
         widths = (width,) * positions
     if len(widths) != positions:
         raise UserError(f"--widths has {counted(len(widths), 'number')}, but --stages is {positions}",
                         hint=f"give {counted(positions, 'number')}, or one for all, or leave --stages out")
-    check_work(sum(widths), options.microbatches, options.chunks or 1, replicated=max(widths) > 1)
+    check_numbers(sum(widths), replicated=max(widths) > 1)
     if options.microbatches < max(widths):
         raise UserError(f"{counted(max(widths), 'replica')} for {counted(options.microbatches, 'microbatch')}: some "
                         "would have nothing to do", hint=f"use {max(widths)} microbatches or more, or fewer replicas")
@@ -200,8 +257,7 @@ def _built(recipe: Recipe, widths: tuple[int, ...], microbatches: int, chunks: i
     if recipe.search is not None:
         check_work(sum(widths), microbatches, chunks or 1, replicated=max(widths) > 1, most=MOST_SEARCHED)
     else:
-        placement = recipe.layout.placement(ranks, recipe.chunks if chunks is None else chunks)
-        return build(recipe.name, _replicated(placement, widths), microbatches, update_every, warmup=warmup)
+        return build(recipe.name, _placed(recipe, widths, chunks), microbatches, update_every, warmup=warmup)
     limit = None if memory is None else memory * costs.activation_bytes
     if max(widths) == 1:
         return search_placements(ranks, microbatches, chunks, costs.of, limit)
@@ -209,6 +265,11 @@ def _built(recipe: Recipe, widths: tuple[int, ...], microbatches: int, chunks: i
         return build(recipe.name, _replicated(recipe.layout.placement(ranks, 1), widths), microbatches)  # says why not
     placement = search_placements(ranks, -(-microbatches // widths[0]), chunks, costs.of, limit).placement
     return build(recipe.name, _replicated(placement, widths), microbatches, costs=costs.of(placement), limits=limit)
+
+
+def _placed(recipe: Recipe, widths: tuple[int, ...], chunks: int | None) -> Placement:
+    """Return the placement of a schedule of fixed order."""
+    return _replicated(recipe.layout.placement(len(widths), recipe.chunks if chunks is None else chunks), widths)
 
 
 def _replicated(placement: Placement, widths: tuple[int, ...]) -> Placement:

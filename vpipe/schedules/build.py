@@ -54,12 +54,8 @@ def build(name: str, placement: Placement, microbatches: int, update_every: int 
                         hint="leave the limit out, or choose a schedule that keeps one, such as auto")
     every = microbatches if recipe.flush else views[0].size.update_every
     rounds = Assignment(placement, every, recipe.flush, lambda microbatch: microbatch < microbatches)
-    programs = []
-    for rank, view in enumerate(views):
-        if recipe.flush:
-            programs.append(tuple(with_recompute(view.translated(_generated(recipe, view)), recompute)))
-        else:
-            programs.append(tuple(stream_program(recipe, view, rounds, stages_of_rank(placement, rank), recompute)))
+    programs = [tuple(rank_program(recipe, view, rounds, stages_of_rank(placement, rank), recompute))
+                for rank, view in enumerate(views)]
     return Schedule(
         name, placement, tuple(programs), microbatches, every, recipe.flush,
         tuple(recipe.peak_activations(view.rank, view.size) for view in views),
@@ -128,6 +124,14 @@ class ReplicaView:
         return (Action(action.op, self.stages.get(action.stage, action.stage),
                        action.microbatch * self.width + self.replica if action.op.per_microbatch
                        else action.microbatch) for action in program)
+
+
+def rank_program(recipe: Recipe, view: ReplicaView, rounds: Assignment, stages: list[int],
+                 recompute: Collection[int] = ()) -> Iterator[Action]:
+    """Yield lazily the compute actions and steps of one rank of a schedule of fixed order."""
+    if not recipe.flush:
+        return stream_program(recipe, view, rounds, stages, recompute)
+    return with_recompute(view.translated(_generated(recipe, view)), recompute)
 
 
 def stream_program(recipe: Recipe, view: ReplicaView, rounds: Assignment, stages: list[int],

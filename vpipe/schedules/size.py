@@ -12,7 +12,8 @@ from vpipe.errors import UserError, counted
 MOST_STAGES, MOST_RANKS, MOST_MICROBATCHES = 1024, 16_384, 65_536
 
 MOST_ACTIONS = 250_000
-"""Forwards and backwards of a schedule: to prove it takes half a minute and 300 MB."""
+"""Forwards and backwards of a schedule whose actions are listed: to prove it takes half a minute and 300 MB. Without a
+list there may be more, where they repeat: see :mod:`vpipe.schedules.repeating`."""
 
 Placement = tuple[tuple[int, ...], ...]
 """The ranks of every stage: ``((0,), (1,))`` is stage 0 on rank 0 and stage 1 on rank 1."""

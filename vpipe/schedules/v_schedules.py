@@ -6,11 +6,12 @@ repeated turns, as ZB-V, DualPipeV and Hanayo do.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
+from itertools import count
 
 from vpipe.schedules.action import Action, Kind, Op, step, weight_half
 from vpipe.schedules.kinds import kind_named
@@ -137,7 +138,8 @@ class VPhases:
     def __init__(self, rank: int, ranks: int, microbatches: int, waves: int = 1) -> None:
         self._stages = [Layout.ZIGZAG.stage_of(rank, chunk, ranks) for chunk in range(2 * waves)]
         self._microbatches, self._waves, self._group = microbatches, waves, 2 * ranks
-        self._taken: Counter[tuple[bool, int]] = Counter()  # passes through a wave, by (forward or not, chunk)
+        self._passes = {(is_forward, chunk): self._order(is_forward, chunk)
+                        for is_forward in (True, False) for chunk in (0, 1)}
         self._waiting: list[Action] = []
 
     def repeat(self, turn: str, times: int) -> Iterator[Action]:
@@ -146,7 +148,11 @@ class VPhases:
         for _ in range(times):
             for op, chunks in operations:
                 if op is not Op.WEIGHT:
-                    yield from self._next(op, *chunks)
+                    stage, microbatch = next(self._passes[op is Op.FORWARD, chunks[0]])
+                    if microbatch < self._microbatches:
+                        if op is Op.INPUT:
+                            self._waiting.append(weight_half(stage, microbatch))
+                        yield Action(op, stage, microbatch)
                     continue
                 stages = [self._stages[chunk] for chunk in chunks] or self._stages
                 half = next((half for half in self._waiting if half.stage in stages), None)
@@ -159,14 +165,10 @@ class VPhases:
         yield from self._waiting
         yield from (step(stage, 0) for stage in self._stages)
 
-    def _next(self, op: Kind, chunk: int) -> Iterator[Action]:
-        is_forward = op is Op.FORWARD
-        groups, within = divmod(self._taken[is_forward, chunk], self._group * self._waves)
-        self._taken[is_forward, chunk] += 1
-        wave, in_group = divmod(within, self._group)
-        microbatch = groups * self._group + in_group
-        if microbatch < self._microbatches:
-            stage = self._stages[2 * (wave if is_forward else self._waves - 1 - wave) + chunk]
-            if op is Op.INPUT:
-                self._waiting.append(weight_half(stage, microbatch))
-            yield Action(op, stage, microbatch)
+    def _order(self, is_forward: bool, chunk: int) -> Iterator[tuple[int, int]]:
+        """Yield stage and microbatch of every pass through a wave, without end."""
+        stages = self._stages[chunk::2] if is_forward else self._stages[chunk::2][::-1]
+        for first in count(0, self._group):
+            for stage in stages:
+                for microbatch in range(first, first + self._group):
+                    yield stage, microbatch

@@ -7,11 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from vpipe.errors import counted
 from vpipe.plan.predict import step_period
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs, Link, Number, StageCosts, ratio
 from vpipe.schedules.graph import Graph
 from vpipe.schedules.peaks import RankPeaks, StagePeaks, rank_peaks, recomputations, stage_peaks
+from vpipe.schedules.repeating import Repeating
 from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.simulator.timeline import Timeline
@@ -61,13 +63,19 @@ class RankCosts:
 
 @dataclass(frozen=True)
 class Summary:
-    """A schedule of compute actions and steps that has passed every rule, its simulated run, and its peaks."""
+    """A schedule of compute actions and steps that has passed every rule, its simulated run, and its peaks.
+
+    Attributes:
+        repeating: how it repeats, where it is too long to list; then the schedule has the programs of a shorter one,
+            and the timeline only the first and the last events.
+    """
 
     schedule: Schedule
     costs: RankCosts
     timeline: Timeline
     ranks: tuple[RankPeaks, ...]
     stages: tuple[StagePeaks, ...]
+    repeating: Repeating | None = None
 
     @classmethod
     def of(cls, schedule: Schedule, costs: RankCosts) -> Summary:
@@ -82,10 +90,36 @@ class Summary:
         timeline = simulate(computed, costs.of(computed.placement, recomputing))
         return cls(computed, costs, timeline, rank_peaks(computed), stage_peaks(computed))
 
+    @classmethod
+    def of_repeating(cls, found: Repeating, costs: RankCosts) -> Summary:
+        """Summarise a schedule that is too long to list, proved and simulated."""
+        return cls(found.schedule, costs, found.timeline, found.ranks, found.stages, found)
+
+    @property
+    def left_out(self) -> tuple[Number, Number] | None:
+        """Return the times between which a picture has nothing, because the schedule is too long to list."""
+        return None if self.repeating is None else self.repeating.timeline.left_out_s
+
+    def said_left_out(self, begin_s: Number, end_s: Number) -> str:
+        """Return what a picture without the times from ``begin_s`` to ``end_s`` leaves out as text."""
+        assert self.repeating is not None
+        return (f"times {number(begin_s)} to {number(end_s)} of {number(self.timeline.makespan_s)} are left out, in "
+                f"which the ranks repeat {self.repeating.copies:,} times what they do for "
+                f"{counted(self.repeating.step, 'microbatch')}")
+
     @property
     def versions_used(self) -> Mapping[tuple[int, int], int]:
         """Return the weight version of every (stage, microbatch), in forward and backward; nothing for a flush."""
-        return {} if self.schedule.flush else Graph.from_schedule(self.schedule).version
+        if self.schedule.flush:
+            return {}
+        if self.repeating is None:
+            return Graph.from_schedule(self.schedule).version
+        short, rounds = self.repeating.short, self.schedule.rounds
+        later = self.schedule.microbatches - short.microbatches  # what the end has in place of the short one's
+        first = Graph.from_schedule(short).version
+        return {**first, **{(stage, microbatch + later): version + later // rounds.per_update(stage)
+                            for (stage, microbatch), version in first.items()
+                            if microbatch + later >= short.microbatches}}
 
     @property
     def chunks(self) -> str:

@@ -26,6 +26,7 @@ _NAME = 6.2  # width of a character of a row's name
 _DIGIT, _SMALL_DIGIT = 6.8, 5.0  # width of a digit at that size and at the small one
 _NARROWEST, _WIDEST = 5.0, 30.0  # of the shortest action
 _PICTURE, _LARGEST = 900.0, 16000.0  # of the timeline, where actions are not too narrow, and ever
+_MIDDLE = 24  # width of the gap where the middle of a schedule that is too long to list is left out
 _SMALL = ' class="small"'
 _UNSEEN = 20  # an action that is so many times shorter than the longest may be too narrow to see
 
@@ -50,7 +51,7 @@ class _Drawing:
         self._left = max(_LEFT, math.ceil(14 + _NAME * max(map(len, self._names))))
         durations = [float(event.end_s - event.start_s) for events in self._timeline.events for event in events
                      if event.end_s > event.start_s]
-        end = float(self._timeline.makespan_s)
+        end = self._shown(self._timeline.makespan_s)
         shortest = max(min(durations), max(durations) / _UNSEEN)
         # As wide as labels want, narrower to fit the page, but never so narrow that actions cannot be told apart.
         wanted = min(_WIDEST / shortest, _PICTURE / end)
@@ -65,9 +66,15 @@ class _Drawing:
         self._width = max(self._right + sum(width for _, width, _ in self._columns) + 10, legend, 600.0)
         self._bottom = _TOP + len(self._timeline.events) * (self._row + _GAP)
 
+    def _shown(self, seconds: Number) -> float:
+        """Return a time without what is left out of the picture before it."""
+        begin, end = self._summary.left_out or (0, 0)
+        return float(seconds - max(0, min(seconds, end) - begin)) if end else float(seconds)
+
     def lines(self) -> Iterator[str]:
         """Yield the file, line by line."""
-        summary, width, height = self._summary, math.ceil(self._width), self._bottom + 96
+        summary, width = self._summary, math.ceil(self._width)
+        height = self._bottom + (96 if summary.left_out is None else 112)
         yield (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
                f'viewBox="0 0 {width} {height}" role="img" font-size="{_FONT}">')
         name, title, times = escape(summary.schedule.name), sizes(summary.schedule), escape(summary.times())
@@ -81,8 +88,14 @@ class _Drawing:
         for head, column_width, _ in self._columns:
             yield f'<text class="soft" x="{_n(x + column_width / 2)}" y="{_TOP - 9}" text-anchor="middle">{head}</text>'
             x += column_width
+        begin, end = summary.left_out or (0, 0)
         for rank, events in enumerate(self._timeline.events):
-            yield from self._rank(rank, events)
+            yield from self._rank(rank, [event for event in events if not begin <= event.start_s < end])
+        if summary.left_out is not None:
+            x = self._x(summary.left_out[0])
+            yield (f'<rect class="bg" x="{_n(x - _MIDDLE / 2)}" y="{_TOP - 4}" width="{_MIDDLE}" '
+                   f'height="{self._bottom - _TOP + 8}"/><text class="soft" x="{_n(x)}" y="{_TOP - 9}" '
+                   'text-anchor="middle">...</text>')
         yield from self._axis()
         yield from self._legend()
         yield "</svg>"
@@ -94,7 +107,7 @@ class _Drawing:
         return f"{fills}\n@media(prefers-color-scheme:dark){{{_DARK}}}\n"
 
     def _x(self, seconds: Number) -> float:
-        return self._left + float(seconds) * self._scale
+        return self._left + self._shown(seconds) * self._scale
 
     def _rank(self, rank: int, events: Sequence[Event]) -> Iterator[str]:
         y = _TOP + rank * (self._row + _GAP)
@@ -161,12 +174,15 @@ class _Drawing:
         return [(head, max(66.0, _DIGIT * max(map(len, cells)) + 12), cells) for head, cells in columns]
 
     def _axis(self) -> Iterator[str]:
-        end = float(self._timeline.makespan_s)
+        end = self._timeline.makespan_s
         tick = tick_of(60 / self._scale)
         y = self._bottom - _GAP + 5
         yield f'<line class="line" x1="{self._left}" x2="{_n(self._x(end))}" y1="{y}" y2="{y}"/>'
-        for index in range(math.floor(end / tick + 1e-9) + 1):
+        begin, beyond = self._summary.left_out or (end, end)
+        for index in range(math.floor(float(end) / tick + 1e-9) + 1):
             time = Fraction(tick) * index
+            if begin < time < beyond:
+                continue
             x = self._x(time)
             yield (f'<line class="line" x1="{_n(x)}" x2="{_n(x)}" y1="{y}" y2="{y + 4}"/>'
                    f'<text class="soft" font-size="10" text-anchor="middle" x="{_n(x)}" y="{y + 15}">'
@@ -189,11 +205,13 @@ class _Drawing:
             yield f'<text x="{_n(at + 5)}" y="{y + 11}">{name}</text>'
             x += width
         several, halves = self._summary.chunks != "1", any(head == "W halves" for head, _, _ in self._columns)
-        notes = ("numbers: microbatches"
+        notes = ["numbers: microbatches"
                  + "; shades: the rank's stages, from its first to its last, the palest" * several
                  + "; v: the weight version in use" * bool(self._versions),
                  f"activations{', W halves' * halves}: the most that the rank holds at once, in microbatches"
-                 + " of one stage" * several)
+                 + " of one stage" * several]
+        if self._summary.left_out is not None:
+            notes.append(f"...: {self._summary.said_left_out(*self._summary.left_out)}")
         for line, note in enumerate(notes):
             yield f'<text class="soft" x="{self._left}" y="{y + 32 + 16 * line}">{note}</text>'
 

@@ -13,6 +13,7 @@ from vpipe.visualize.summary import Summary
 from vpipe.visualize.table import number, replica, row_name, sizes, table
 
 _IDLE, _DIM = ".", "2"
+_LEFT_OUT = " ~ "  # in the place of the middle of a schedule that is too long to list
 _UNSEEN = 100  # of an action that is so many times shorter than the longest there may be nothing to see
 
 Cell = tuple[str, str]
@@ -29,8 +30,7 @@ def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
     label = max(len(row_name(schedule.placement, rank)) for rank in range(schedule.ranks)) + 2
     room = max(20, width - label)
     per_unit, cut = _scale(summary, room - 1)  # a column for the last step
-    picture = _Picture(summary, per_unit, room)
-    rows = picture.rows()
+    pictures, rows = _pictured(summary, per_unit, room)
     lines = [f"{schedule.name}: {sizes(schedule)}", f"{summary.times()}  ({summary.costs})", "",
              *(f"{name:{label}}{_styled(cells, colour)}".rstrip() for name, cells in rows)]
     used = {event.action.op for events in summary.timeline.events for event in events}
@@ -40,11 +40,14 @@ def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
         lines.append(f"lower case{' and lighter' * colour}: not the first of the rank's stages")
     if not schedule.flush:
         lines.append("v: the weight version that a forward or a backward uses")
-    if picture.bare:
+    if any(picture.bare for picture in pictures):
         lines.append("a letter alone: too narrow for its microbatch; a wider terminal shows it, --format svg all")
     scale = f"a unit of time is {number(per_unit)} column{'s' * (per_unit != 1)}" if 1 <= per_unit < 1000 else \
         f"a column is {number(1 / per_unit)} units of time"
-    if cut:
+    if summary.left_out is not None:
+        begin, end = math.floor(pictures[0].columns / per_unit), math.ceil(pictures[1].begin_s)
+        scale += f"; {_LEFT_OUT.strip()}: {summary.said_left_out(begin, end)}"
+    elif cut:
         shown = Fraction(room) / per_unit
         scale += (f"; cut at time {number(math.floor(shown) if shown >= 10 else shown)} of "
                   f"{number(summary.timeline.makespan_s)}: a wider terminal shows more, --format svg all")
@@ -99,36 +102,52 @@ def _scale(summary: Summary, room: int) -> tuple[Fraction, bool]:
     return tight, True
 
 
-class _Picture:
-    """The rows of a picture, column by column."""
+def _pictured(summary: Summary, per_unit: Fraction, room: int) -> tuple[list[_Picture], list[tuple[str, list[Cell]]]]:
+    """Return the picture and its rows; of a schedule that is too long to list, the beginning and the end."""
+    if summary.left_out is None:
+        picture = _Picture(summary, per_unit, room)
+        return [picture], picture.rows()
+    end = Fraction(summary.timeline.makespan_s)
+    room -= len(_LEFT_OUT)
+    right = min(room // 2, math.floor((end - Fraction(summary.left_out[1])) * per_unit) + 1)
+    left = min(room - right, math.floor(Fraction(summary.left_out[0]) * per_unit))
+    first, last = _Picture(summary, per_unit, left), _Picture(summary, per_unit, right, end - (right - 1) / per_unit)
+    cells: list[Cell] = [(character, _DIM) for character in _LEFT_OUT]
+    return [first, last], [(name, [*one, *cells, *other])
+                   for (name, one), (_, other) in zip(first.rows(), last.rows(), strict=True)]
 
-    def __init__(self, summary: Summary, per_unit: Fraction, columns: int) -> None:
-        self._summary, self._per_unit = summary, per_unit
-        self._columns = min(columns, self._column(summary.timeline.makespan_s) + 1)
+
+class _Picture:
+    """The rows of a picture, column by column, from the time ``begin_s`` on."""
+
+    def __init__(self, summary: Summary, per_unit: Fraction, columns: int, begin_s: Fraction = Fraction()) -> None:
+        self._summary, self._per_unit, self.begin_s = summary, per_unit, begin_s
+        self.columns = min(columns, self._column(summary.timeline.makespan_s) + 1)
         self._versions = summary.versions_used
         self.bare = False  # whether an action was too narrow for its microbatch
 
     def rows(self) -> list[tuple[str, list[Cell]]]:
         """Return the name of each row and its cells."""
         rows = []
-        for rank, events in enumerate(self._summary.timeline.events):
+        for rank, whole in enumerate(self._summary.timeline.events):
+            events = [event for event in whole if event.end_s >= self.begin_s] if self.begin_s else whole
             rows.append((row_name(self._summary.schedule.placement, rank), self._actions(events)))
             if self._versions:
                 rows.append(("", self._used(events)))
         return rows
 
     def _column(self, seconds: float | Fraction) -> int:
-        return round(Fraction(seconds) * self._per_unit)
+        return round((Fraction(seconds) - self.begin_s) * self._per_unit)
 
     def _actions(self, events: Sequence[Event]) -> list[Cell]:
-        row: list[Cell] = [(_IDLE, _DIM)] * self._columns
+        row: list[Cell] = [(_IDLE, _DIM)] * self.columns
         busy = 0
         for event in events:
-            first, last = self._column(event.start_s), min(self._column(event.end_s), self._columns)
+            first, last = self._column(event.start_s), min(self._column(event.end_s), self.columns)
             op = event.action.op
             if not op.per_microbatch:
-                at = first - 1 if first and row[min(first, self._columns) - 1][0] in f" -S{_IDLE}" else first
-                if at < self._columns:
+                at = first - 1 if first and row[min(first, self.columns) - 1][0] in f" -S{_IDLE}" else first
+                if at < self.columns:
                     row[at] = (op[0], op.shades[0])
                     busy = max(busy, at + 1)
                 continue
@@ -136,24 +155,26 @@ class _Picture:
             style = shades[min(chunk, len(shades) - 1)]
             text = _label(event, chunk)
             if 0 < last - first < len(text):
-                self.bare = self.bare or last < self._columns
+                self.bare = self.bare or last < self.columns
                 text = text[0]
             text = text.ljust(last - first, "-" if op.whole_backward else " ")[:max(0, last - first)]
+            if first < 0:  # it began in what is left out
+                text, first = "-" * last, 0
             row[first:first + len(text)] = [(character, style) for character in text]
             busy = max(busy, last)
-        return row[:busy] if busy < self._columns else row
+        return row[:busy] if busy < self.columns else row
 
     def _used(self, events: Sequence[Event]) -> list[Cell]:
-        row: list[Cell] = [(" ", "")] * self._columns
+        row: list[Cell] = [(" ", "")] * self.columns
         for event in events:
             used = self._versions.get((event.action.stage, event.action.microbatch))
             if not event.action.op.per_microbatch or used is None:
                 continue
             width = self._column(event.end_s) - self._column(event.start_s)
             first, label = self._column(event.start_s), f"v{used}"
-            if len(label) <= width:
+            if len(label) <= width and first >= 0:
                 row[first:first + len(label)] = [(character, _DIM) for character in label]
-        return row[:self._columns]
+        return row[:self.columns]
 
 
 def _styled(cells: Sequence[Cell], colour: bool) -> str:

@@ -1,0 +1,513 @@
+"""Prove and simulate a schedule that is too long to list by a short one of the same pattern.
+
+Programs of many microbatches repeat: ``F3 B0 F4 B1 F5 B2 ...``. Of such a schedule :func:`find` simulates one with few
+microbatches and looks for two moments of one state, a *window*: what every rank does next, what is left of what it
+does, and what is on its way are the same, only the microbatches are shifted. What follows the second moment then may
+follow the first, so the window can be put in again, as often as is wanted: rank by rank, ``start + window + end`` of
+the short schedule becomes ``start + window + ... + window + end``. Schedules whose ranks do first all forwards and then
+all backwards have a window of each.
+
+What is verified, in this order:
+
+- The programs of :func:`~vpipe.schedules.build.build` for one and for two windows more are, action by action, those of
+  the short schedule with its windows put in, on every rank; an index grows by the same number with every window.
+- Those of the wanted size are, on the first and the last rank and as many between as :data:`MOST_COMPARED` actions
+  allow. (To generate all of 3 million actions takes longer than all else. ``tests/schedules/test_repeating.py``
+  compares all ranks of every registered schedule at many sizes.)
+- The short schedule keeps every rule of :func:`~vpipe.schedules.check.check`.
+
+Why the long one then keeps them too. The actions that have begun at a moment of the simulation need no action that
+begins later; so every program is cut at such a moment into parts that need nothing of a later part. The cuts
+before and behind a window lie alike in the pattern, so a window that is put in needs of earlier parts what the first
+needed, shifted, and that is there: the index sets of a window's actions, shifted by a window, continue those of the
+windows before, and the end is shifted by all of them. No rule knows more of an index than which others are equal to it
+or next to it: each action has its makers before it, the microbatches of an update are whole, versions and transfers
+come in one order, no rank waits in a circle, because these hold within each part and between neighbouring parts of the
+short schedule. Only counts can grow. With one window, every stage begins in it as many microbatches as it ends, and
+counts repeat; with several they grow by what the first begins, and :func:`_peaks` says when that is known exactly. In a
+stream the versions that are in use belong to the state as well: see :func:`_settled`.
+
+Times are exact as well: a rank does its actions in their order, each as soon as it can, so equal states have equal
+futures. Each window adds its duration to the time of everything behind it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cache, cached_property, lru_cache
+from math import lcm
+from operator import add, le
+
+from vpipe.errors import CheckError, UserError, counted
+from vpipe.schedules.action import Action, Kind
+from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.build import build, rank_program, replica_views
+from vpipe.schedules.check import check
+from vpipe.schedules.costs import Costs, Number, ratio
+from vpipe.schedules.peaks import RankPeaks, StagePeaks, rank_peaks, stage_peaks
+from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import Event, Timeline
+from vpipe.schedules.size import MOST_ACTIONS, Placement
+
+MOST_COMPARED = 100_000
+"""Actions of the wanted size that are generated and compared: those of at least two ranks, of small schedules all."""
+
+MOST_SHOWN = 20_000
+"""Events in a timeline of which the middle is left out."""
+
+_MORE = 1_000
+"""Actions of a short schedule that cost nothing to speak of."""
+
+Span = tuple[int, int]
+"""The first position of a part of a program, and that behind it."""
+
+KindOfStage = tuple[Kind, int]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A program with spans that can be put in again.
+
+    Attributes:
+        program: the actions, with every span once.
+        spans: what can be put in again behind itself, in order.
+        growth: per action, what it adds to the action's index to put in all spans once.
+        steps: per span and action of it, what its index grows by from one copy to the next.
+    """
+
+    program: Sequence[Action]
+    spans: tuple[Span, ...]
+    growth: tuple[int, ...]
+    steps: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, program: Sequence[Action], longer: Sequence[Action], spans: Sequence[Span]) -> Pattern | None:
+        """Return the pattern that gives ``longer`` when all spans are put in once; None where there is none."""
+        growth: list[int] = []
+        steps, offset = [], 0
+        for first, beyond in (*spans, (len(program), len(program))):
+            middle, end = beyond + offset, 2 * beyond - first + offset
+            same = _growth(program[len(growth):beyond], longer[len(growth) + offset:middle])
+            step = _growth(longer[first + offset:middle], longer[middle:end])
+            if same is None or step is None:
+                return None
+            growth += same
+            steps.append(tuple(step))
+            offset += beyond - first
+        return cls(program, tuple(spans), tuple(growth), tuple(steps[:-1])) if len(longer) == middle else None
+
+    def repeated(self, copies: int) -> list[Action]:
+        """Return the program with every span put in ``copies`` times."""
+        base = [_moved(action, copies * more) for action, more in zip(self.program, self.growth, strict=True)]
+        whole, done = [], 0
+        for (first, beyond), steps in zip(self.spans, self.steps, strict=True):
+            whole += base[done:beyond]
+            for copy in range(1, copies + 1):
+                whole += [_moved(action, copy * step) for action, step in zip(base[first:beyond], steps, strict=True)]
+            done = beyond
+        return whole + base[done:]
+
+
+def _moved(action: Action, more: int) -> Action:
+    return Action(action.op, action.stage, action.microbatch + more) if more else action
+
+
+def _growth(part: Sequence[Action], other: Sequence[Action]) -> list[int] | None:
+    """Return what indices of ``other`` are above those of ``part``; None where the actions are of other kinds."""
+    if len(part) != len(other) or any(one[:2] != two[:2] for one, two in zip(part, other, strict=True)):
+        return None
+    return [two.microbatch - one.microbatch for one, two in zip(part, other, strict=True)]
+
+
+def _parting(program: Sequence[Action], longer: Sequence[Action], start: int = 0, offset: int = 0) -> int:
+    """Return the first position from ``start`` on with an action of another kind than ``longer`` has so much later."""
+    pairs = zip(program[start:], longer[start + offset:], strict=False)
+    return next((at for at, (one, two) in enumerate(pairs, start) if one[:2] != two[:2]),
+                min(len(program), len(longer) - offset))
+
+
+def _spans(program: Sequence[Action], longer: Sequence[Action], step: int) -> list[Span] | None:
+    """Return the shortest spans of ``program``, by ``step`` microbatches, that ``longer`` has once more each."""
+    spans: list[Span] = []
+    at = offset = 0
+    while (at := _parting(program, longer, at, offset)) < len(longer) - offset:
+        here = at + offset
+        size = next((size for size in range(1, min(at, len(longer) - len(program) - offset) + 1)
+                     if max(_growth(longer[here - size:here], longer[here:here + size]) or (0,)) == step), None)
+        if size is None:
+            return None
+        spans.append((at - size, at))
+        offset += size
+    return spans if at == len(program) else None
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a simulated schedule between two moments of one state.
+
+    Attributes:
+        spans: per rank, what begins in it.
+        end_s: the second moment.
+        period_s: from the first moment to the second.
+    """
+
+    spans: tuple[Span, ...]
+    end_s: Number
+    period_s: Number
+
+
+@dataclass(frozen=True)
+class RepeatedTimeline(Timeline):
+    """A timeline of which the middle is left out; all figures are those of the whole.
+
+    Attributes:
+        simulated: the timeline of the short schedule.
+        left_out_s: the time at which the events that are left out begin, and that at which they end.
+        later_s: how much later than in ``simulated`` the last events are.
+        more_work_s: per rank, the time that the actions of windows that are put in take.
+    """
+
+    simulated: Timeline
+    left_out_s: tuple[Number, Number]
+    later_s: Number
+    more_work_s: tuple[Number, ...]
+
+    @cached_property
+    def makespan_s(self) -> Number:
+        """The time at which the last action has ended and the last transfer has arrived."""
+        return self.simulated.makespan_s + self.later_s
+
+    @cached_property
+    def spans_s(self) -> tuple[tuple[Number, Number], ...]:
+        """Per rank, the first start and the last end."""
+        return tuple((first, last + self.later_s) for first, last in self.simulated.spans_s)
+
+    @cached_property
+    def work_s(self) -> tuple[Number, ...]:
+        """Per rank, the time that its actions take."""
+        return tuple(_work(events) + more
+                     for events, more in zip(self.simulated.events, self.more_work_s, strict=True))
+
+
+def _work(events: Sequence[Event]) -> Number:
+    """Return the time of events of one rank, on which actions of one kind and stage take equally long."""
+    lengths = {event.action[:2]: event.end_s - event.start_s for event in events}
+    return sum((lengths[kind] * times for kind, times in Counter(event.action[:2] for event in events).items()),
+               start=0)
+
+
+@dataclass(frozen=True)
+class Repeating:
+    """A schedule as a short one with windows that are put in ``copies`` times more.
+
+    Attributes:
+        schedule: of the wanted size, with the bounds that its recipe states, but with the programs of the short one.
+        short: the short schedule, compute actions and steps only.
+        simulated: its timeline.
+        windows: in order.
+        patterns: per rank, its short program with the spans of the windows.
+        step: the microbatches of a window.
+        ranks, stages: the peaks of the wanted size.
+    """
+
+    schedule: Schedule
+    short: Schedule
+    simulated: Timeline
+    windows: tuple[Window, ...]
+    patterns: tuple[Pattern, ...]
+    step: int
+    ranks: tuple[RankPeaks, ...]
+    stages: tuple[StagePeaks, ...]
+
+    @property
+    def copies(self) -> int:
+        """How often every window is put in."""
+        return (self.schedule.microbatches - self.short.microbatches) // self.step
+
+    @cached_property
+    def timeline(self) -> RepeatedTimeline:
+        """The timeline of the wanted size, with the first and the last :data:`MOST_SHOWN` events at most."""
+        simulated, later = self.simulated, self.copies * sum((window.period_s for window in self.windows), start=0)
+        share = ratio(simulated.makespan_s * MOST_SHOWN, max(MOST_SHOWN, 2 * sum(map(len, simulated.events))))
+        begin = min(share, self.windows[0].end_s)
+        end = max(simulated.makespan_s - share, self.windows[-1].end_s)
+        shown, more = [], []
+        for pattern, events in zip(self.patterns, simulated.events, strict=True):
+            places = _places(pattern.program, events)
+            more.append(self.copies * sum((_work(events[bisect_left(places, first):bisect_left(places, beyond)])
+                                           for first, beyond in pattern.spans), start=0))
+            (first, beyond), steps = pattern.spans[-1], pattern.steps[-1]
+            growth = [*map(add, pattern.growth[first:beyond], steps), *pattern.growth[beyond:]]  # of the last copy on
+            last = [Event(_moved(event.action, self.copies * growth[place - first]), event.start_s + later,
+                          event.end_s + later)
+                    for event, place in zip(events, places, strict=True)
+                    if place >= first and (event.start_s >= end or event.end_s > end)]
+            shown.append((*(event for event in events if event.start_s < begin), *last))
+        return RepeatedTimeline(simulated.schedule, simulated.costs, tuple(shown), (), simulated,
+                                (begin, end + later), later, tuple(more))
+
+def _places(program: Sequence[Action], events: Sequence[Event]) -> list[int]:
+    """Return the position in ``program`` of the action of every event."""
+    places: list[int] = []
+    for position, action in enumerate(program):
+        if len(places) < len(events) and action == events[len(places)].action:
+            places.append(position)
+    return places
+
+
+def find(name: str, placement: Placement, microbatches: int, costs: Costs, update_every: int | None = None,
+         warmup: Sequence[int] | None = None) -> Repeating | None:
+    """Return the schedule ``name`` as one that repeats, proved; None where no short part of it is seen to repeat.
+
+    Args:
+        costs: with overlap, and a device per rank.
+        update_every, warmup: see :func:`~vpipe.schedules.build.build`.
+
+    Raises:
+        UserError: the numbers do not fit the schedule.
+        CheckError: the schedule breaks a rule.
+    """
+    finder = _Finder(name, placement, microbatches, costs, update_every, warmup)
+    positions = len(set(placement))
+    ahead = max(view.warmup for view in finder.views) + 1
+    depth = max(positions, ahead) * max(map(len, placement))  # microbatches that fill the pipeline, or half of them
+    simulated, tried, fitting = 0, set[int](), set[int]()
+    # In a stream those in flight must have begun in the part that repeats: see _settled.
+    least = depth if finder.flush else 2 * depth
+    while least < microbatches:
+        for step in dict.fromkeys((finder.base, lcm(finder.base, positions), lcm(finder.base, 2 * positions))):
+            actions = 2 * len(finder.views) * (len(placement) // positions)  # of a microbatch
+            # A few steps more, where they cost little: times settle, and a picture has more to show.
+            short = least + step * max(2 * (4 * step <= depth),
+                                       min(32, _MORE // (actions * step), (microbatches - least) // (4 * step)))
+            short += (microbatches - short) % step
+            work = actions * short
+            if short not in tried and max(work, simulated) > MOST_ACTIONS:
+                return None
+            if short + 2 * step <= microbatches and (step in fitting or finder.may_repeat(short, step)):
+                found = finder.of(short, step)
+                if found is not None:
+                    return found
+                simulated += 0 if short in tried else work
+                tried.add(short)
+                fitting.add(step)
+        least += depth if least < 4 * depth else least
+    return None
+
+
+class _Finder:
+    """The search for a short schedule that repeats as one of the wanted size does.
+
+    Attributes:
+        views: of the wanted size.
+        base: the fewest microbatches that every replica, and every update, has equally many of.
+        flush: of the schedule.
+    """
+
+    def __init__(self, name: str, placement: Placement, microbatches: int, costs: Costs, update_every: int | None,
+                 warmup: Sequence[int] | None) -> None:
+        self._recipe, self._placement, self._microbatches = recipe_named(name), placement, microbatches
+        self._warmup, self.flush = warmup, self._recipe.flush
+        self.views = replica_views(self._recipe, placement, microbatches, update_every, warmup)
+        self._every = None if self.flush else self.views[0].size.update_every
+        self.base = lcm(*map(len, placement)) if self._every is None else self._rounds(microbatches).per_step
+        self._simulated = lru_cache(maxsize=1)(lambda short: (one := self._build(short), simulate(one, costs)))
+        self._wanted = cache(lambda rank: self._program(rank, microbatches))
+
+    def _rounds(self, microbatches: int) -> Assignment:
+        return Assignment(self._placement, self._every or microbatches, self.flush,
+                      lambda number: number < microbatches)
+
+    def _program(self, rank: int, microbatches: int) -> list[Action]:
+        view = replica_views(self._recipe, self._placement, microbatches, self._every, self._warmup)[rank]
+        return list(rank_program(self._recipe, view, self._rounds(microbatches),
+                                 stages_of_rank(self._placement, rank)))
+
+    def _build(self, microbatches: int) -> Schedule:
+        return build(self._recipe.name, self._placement, microbatches, self._every, warmup=self._warmup)
+
+    def may_repeat(self, short: int, step: int) -> bool:
+        """Tell whether three ranks of so short a schedule repeat, before anything large is made."""
+        for rank in {0, len(self.views) // 2, len(self.views) - 1}:
+            try:
+                own, longer = self._program(rank, short), self._program(rank, short + step)
+            except UserError:  # no such size
+                return False
+            spans = _spans(own, longer, step)
+            pattern = None if spans is None else Pattern.of(own, longer, spans)
+            if pattern is None or pattern.repeated((self._microbatches - short) // step) != self._wanted(rank):
+                return False
+        return True
+
+    def of(self, short: int, step: int) -> Repeating | None:
+        """Return the schedule as one of ``short`` microbatches and repetitions of ``step``; None where it is not."""
+        ranks, copies = len(self.views), (self._microbatches - short) // step
+        schedule, timeline = self._simulated(short)
+        once, twice = self._build(short + step), self._build(short + 2 * step)
+        windows = _Windows(schedule, once, timeline).find()
+        if windows is None:
+            return None
+        patterns = []
+        for rank, programs in enumerate(zip(schedule.programs, once.programs, strict=True)):
+            pattern = Pattern.of(*programs, [window.spans[rank] for window in windows])
+            if pattern is None or tuple(pattern.repeated(2)) != twice.programs[rank]:
+                return None
+            patterns.append(pattern)
+        several = max(2, MOST_COMPARED // len(self._wanted(0)))
+        for rank in {round(number * (ranks - 1) / (several - 1)) for number in range(several)}:
+            if patterns[rank].repeated(copies) != self._wanted(rank):
+                return None
+        peaks = _peaks(schedule, once, len(windows), step, copies)
+        if peaks is None or not _continues(patterns) or not (
+                self.flush or (len(windows) == 1 and all(map(_settled, patterns)))):
+            return None
+        check(schedule)
+        wanted = replace(
+            schedule, microbatches=self._microbatches, update_every=self._every or self._microbatches,
+            peak_activations=tuple(self._recipe.peak_activations(view.rank, view.size) for view in self.views),
+            versions=tuple(max(self._recipe.versions(self.views[rank].rank, self.views[rank].size) for rank in group)
+                           for group in self._placement))
+        _keeps_bounds(wanted, *peaks)
+        return Repeating(wanted, schedule, timeline, windows, tuple(patterns), step, *peaks)
+
+
+def _continues(patterns: Sequence[Pattern]) -> bool:
+    """Tell whether repeated spans have every index that their copies step over, equally often, on all ranks together.
+
+    An action of one kind stands in one window only: else its copies in the first would reach into the second.
+    """
+    found: dict[tuple[KindOfStage, int, int], Counter[int]] = defaultdict(Counter)
+    for pattern in patterns:
+        for window, ((first, beyond), steps) in enumerate(zip(pattern.spans, pattern.steps, strict=True)):
+            for action, step in zip(pattern.program[first:beyond], steps, strict=True):
+                if step < 1:
+                    return False
+                found[action[:2], window, step][action.microbatch % step] += 1
+    return len(found) == len({kind for kind, _, _ in found}) and all(
+        len(times) == step and len(set(times.values())) == 1 for (_, _, step), times in found.items())
+
+
+def _settled(pattern: Pattern) -> bool:
+    """Tell whether what is in flight before the span of a stream began, and chose its weights, as the span does."""
+    [(first, beyond)], [steps], program = pattern.spans, pattern.steps, pattern.program
+    began: dict[tuple[int, int], int] = {}
+    for position, action in enumerate(program[:first]):
+        if action.op.per_microbatch:
+            began.setdefault(action[1:], position)
+    left = [began[action[1:]] for action in program[first:] if action.op.per_microbatch and action[1:] in began]
+    earliest = min([first, *left]) - (beyond - first)  # one span more has its choice of weights
+    step = {action[:2]: step for action, step in zip(program[first:beyond], steps, strict=True)}
+    return earliest >= 0 and all(_moved(one, step.get(one[:2], 0)) == two for one, two in zip(
+        program[earliest:first], program[earliest + beyond - first:beyond], strict=True))
+
+
+def _peaks(schedule: Schedule, once: Schedule, windows: int, step: int,
+           copies: int) -> tuple[tuple[RankPeaks, ...], tuple[StagePeaks, ...]] | None:
+    """Return the peaks of a schedule with its windows put in ``copies`` times; None where they are not known exactly.
+
+    With one window a stage begins in it as many microbatches as it ends, so nothing grows. With several, a peak is the
+    highest of sums that grow evenly with the copies: once it grows as fast as any could, by all microbatches of a
+    window on all stages of the rank, it does so for ever.
+    """
+    ranks, stages = rank_peaks(schedule), stage_peaks(schedule)
+    if windows == 1:
+        return ranks, stages
+    grown = []
+    for rank, (peaks, more) in enumerate(zip(ranks, rank_peaks(once), strict=True)):
+        own = stages_of_rank(schedule.placement, rank)
+        most = len(own) * step // len(schedule.placement[own[0]])
+        pairs = list(zip(astuple(peaks), astuple(more), strict=True))
+        if any(later and later - now != most for now, later in pairs):
+            return None
+        grown.append(RankPeaks(*(now + copies * (later - now) for now, later in pairs)))
+    return (tuple(grown), stages) if set(stages) == {StagePeaks(1, 0)} else None
+
+
+def _keeps_bounds(schedule: Schedule, ranks: Sequence[RankPeaks], stages: Sequence[StagePeaks]) -> None:
+    """Hold the peaks to what the recipe states for the wanted size."""
+    for rank, (peaks, bound) in enumerate(zip(ranks, schedule.peak_activations, strict=True)):
+        if peaks.peak_activations > bound:
+            raise CheckError(f"schedule '{schedule.name}': rank {rank} holds the activations of "
+                             f"{counted(peaks.peak_activations, 'microbatch-stage')}; the schedule states at most "
+                             f"{bound}", hint="run backwards before forwards, or state a higher peak")
+    for stage, (held, bound) in enumerate(zip(stages, schedule.versions, strict=True)):
+        if held.versions > bound:
+            raise CheckError(f"schedule '{schedule.name}': stage {stage} holds "
+                             f"{counted(held.versions, 'weight version')}; the schedule states at most {bound}",
+                             hint="let fewer microbatches be in flight at a step, or state more versions")
+
+
+class _Windows:
+    """The search for the windows of a simulated schedule that a longer one has once more."""
+
+    def __init__(self, schedule: Schedule, longer: Schedule, timeline: Timeline) -> None:
+        self._programs, self._longer = schedule.programs, longer.programs
+        self._step = longer.microbatches - schedule.microbatches
+        self._events = timeline.events
+        self._places = [_places(*both) for both in zip(schedule.programs, timeline.events, strict=True)]
+        self._starts = [[event.start_s for event in events] for events in timeline.events]
+        self._flights = [each for each in timeline.transfers if each.start_s < each.end_s]
+        self._arrivals = [each.end_s for each in self._flights]
+        self._longest = max((each.end_s - each.start_s for each in self._flights), default=0)
+
+    def find(self) -> tuple[Window, ...] | None:
+        """Return the windows; None where there are none."""
+        windows: list[Window] = []
+        done = offsets = [0] * len(self._programs)
+        while True:
+            parting = [_parting(*each) for each in zip(self._programs, self._longer, done, offsets, strict=True)]
+            if all(len(longer) == at + offset
+                   for longer, at, offset in zip(self._longer, parting, offsets, strict=True)):
+                return tuple(windows)
+            window = self._before(parting, done, offsets)
+            if window is None:
+                return None
+            windows.append(window)
+            done = [beyond for _, beyond in window.spans]
+            offsets = [offset + beyond - first for offset, (first, beyond) in zip(offsets, window.spans, strict=True)]
+
+    def _before(self, parting: Sequence[int], done: Sequence[int], offsets: Sequence[int]) -> Window | None:
+        """Return a window that ends before any rank begins what the longer schedule does otherwise."""
+        common = [bisect_left(places, at) for places, at in zip(self._places, parting, strict=True)]
+        if not all(common):
+            return None
+        end_s, rank = min((events[count - 1].end_s, rank) for rank, (events, count) in
+                          enumerate(zip(self._events, common, strict=True)))
+        state, beyond = self._state(end_s)
+        *earlier, last = self._events[rank][:bisect_left(self._starts[rank], end_s)]
+        same = [event for event in earlier if event.action[:2] == last.action[:2]]
+        for event in reversed(same[-self._step:]):
+            period = last.start_s - event.start_s
+            before, first = self._state(end_s - period)
+            spans = tuple(zip(first, beyond, strict=True))
+            if before == state and all(map(le, done, first)) and self._repeats(spans, offsets):
+                return Window(spans, end_s, period)
+        return None
+
+    def _repeats(self, spans: Sequence[Span], offsets: Sequence[int]) -> bool:
+        """Tell whether the longer schedule has every span once more behind it, for so many microbatches as it has."""
+        most = 0
+        for own, longer, (first, beyond), offset in zip(self._programs, self._longer, spans, offsets, strict=True):
+            steps = _growth(own[first:beyond], longer[beyond + offset:2 * beyond - first + offset])
+            if steps is None:
+                return False
+            most = max([most, *steps])
+        return most == self._step
+
+    def _state(self, moment: Number) -> tuple[object, tuple[int, ...]]:
+        """Return what is left at a moment of actions and of transfers, and before which actions the ranks stand."""
+        cursors = [bisect_left(starts, moment) for starts in self._starts]
+        left = [max(0, events[cursor - 1].end_s - moment) if cursor else 0
+                for events, cursor in zip(self._events, cursors, strict=True)]
+        # What waits for a link follows from these: a link takes its transfers in the order of the programs.
+        begin, end = (bisect_left(self._arrivals, at) for at in (moment, moment + self._longest + 1))
+        flying = sorted((each.source, each.target, each.end_s - moment) for each in self._flights[begin:end]
+                        if each.start_s <= moment < each.end_s)
+        return (left, flying), tuple(
+            places[cursor] if cursor < len(places) else len(program)
+            for places, cursor, program in zip(self._places, cursors, self._programs, strict=True))
