@@ -44,6 +44,7 @@ from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Trans
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.delays import mean_delay
+from vpipe.schedules.kinds import is_own
 from vpipe.schedules.schedule import Schedule, describe_rank
 from vpipe.schedules.size import Placement
 
@@ -118,6 +119,9 @@ class Engine:
             tensor_groups(settings.device, timedelta(seconds=settings.timeout_s))
         with self.collectives.problems_of_all():
             stages = build_stages(model, specs, schedule, settings, distributed)
+        foreign = ", ".join(sorted(kind.meaning for kind in schedule.kinds if not is_own(kind))) or "none"
+        self.collectives.check_same("the kinds of actions of packages", foreign,
+                                    "install the same packages for every rank")
         self.workers.update(build_workers(stages, model, specs, schedule, make_optimizer, settings, distributed))
         self._programs = RankPrograms(schedule, [stage for stage, layers in enumerate(settings.recompute) if layers],
                                   any(worker.transport.ordered for worker in self.workers.values()))

@@ -9,6 +9,7 @@ points under the kind's text (docs/add-an-action.md).
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,14 @@ TIED_GRADIENT = Value("gradient of tied weights",
 
 Needed = tuple[Value, int, int]
 """A value with its stage and index."""
+
+
+Needs = Callable[[Setting, int, int, int], Iterable[Needed]]
+"""From a setting, the stage and index of an action, and its rank."""
+
+
+def _nothing(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,7 @@ class Kind(str):
         return super().__new__(cls, text)
 
     def __init__(self, text: str, name: str, counts: str, runs: str, *,
-                 needs: Callable[[Setting, int, int, int], Iterable[Needed]] = lambda at, s, i, rank: (),
+                 needs: Needs = _nothing,
                  makes: tuple[tuple[Value, int], ...] = (), memory: Memory | None = None,
                  seconds: Callable[[StageCosts], Number] | None = None, recomputes: bool = False,
                  transfer: Transfer | None = None, host_bytes: Callable[[StageCosts], Number] | None = None,
@@ -151,14 +160,16 @@ class Kind(str):
                  in_turn: Callable[[Setting, int, int, int], Iterable[tuple[Value, int, int, int]]] | None = None,
                  makes_version: bool = False, chooses: bool = False, uses_version: bool = False,
                  generated: bool = False, of_model: bool = False,
-                 torch: str = "transfers and sums: PyTorch adds its own", colour: str = "#aab4be",
+                 torch: str | None = None, colour: str = "#aab4be",
                  shades: tuple[str, ...] = ("38;5;16;48;5;248",)) -> None:
         self.name, self.counts, self.runs = name, counts, runs
         self.needs, self.makes, self.memory = needs, makes, memory
         self.seconds, self.recomputes = seconds, recomputes
         self.transfer, self.host_bytes, self.summed, self.in_turn = transfer, host_bytes, summed, in_turn
         self.makes_version, self.chooses, self.uses_version = makes_version, chooses, uses_version
-        self.generated, self.of_model, self.torch = generated, of_model, torch
+        self.generated, self.of_model = generated, of_model
+        self.torch = torch if torch is not None else (
+            f"{text}: PyTorch has no such action" if generated else "transfers and sums: PyTorch adds its own")
         self.colour, self.shades = colour, shades
         self.per_microbatch = counts == MICROBATCH
         self.sends = transfer is not None and transfer.sends
@@ -186,6 +197,14 @@ class Kind(str):
     def value(self) -> str:
         """Return the text, as a member of an enumeration does."""
         return str(self)
+
+    @property
+    def meaning(self) -> str:
+        """Return what two ranks must have in common to mean the same by it."""
+        code = getattr(self.needs, "__code__", None)
+        needs = repr(self.needs) if code is None else f"{code.co_code.hex()} {code.co_names} {code.co_consts}"
+        made = [(value.name, offset) for value, offset in self.makes]
+        return f"{self} ({self.name}, on a {self.counts}, {self.runs}, {zlib.crc32(f'{needs} {made}'.encode()):08x})"
 
     @property
     def other_end(self) -> Kind:
@@ -266,11 +285,11 @@ class Op(metaclass=_Members):
     OFFLOAD = Kind(
         "OFFLOAD", "offload activations", MICROBATCH, "offloads.offload", generated=True,
         needs=lambda at, s, i, rank: [(SAVED, s, i)], makes=((OFFLOADED, 0),), memory=Memory(frees=(SAVED,)),
-        host_bytes=lambda cost: cost.activation_bytes, torch="OFFLOAD: PyTorch keeps activations on the device")
+        host_bytes=lambda cost: cost.activation_bytes)
     FETCH = Kind(
         "FETCH", "fetch activations", MICROBATCH, "offloads.fetch", generated=True,
         needs=lambda at, s, i, rank: [(OFFLOADED, s, i)], makes=((SAVED, 0),), memory=Memory(takes=(SAVED,)),
-        host_bytes=lambda cost: cost.activation_bytes, torch="FETCH: PyTorch keeps activations on the device")
+        host_bytes=lambda cost: cost.activation_bytes)
     STEP = Kind(
         "STEP", "optimizer step", UPDATE, "optimizer_steps.step", generated=True, makes_version=True,
         torch="STEP: step the optimizer after schedule.step()",
@@ -368,6 +387,11 @@ def kind_if_any(text: str) -> Kind | None:
 def kind_with(trait: str) -> Kind:
     """Return the kind of vpipe itself that has a trait, such as ``whole_backward``."""
     return next(kind for kind in _OWN if getattr(kind, trait))
+
+
+def is_own(kind: Kind) -> bool:
+    """Tell whether a kind is vpipe's own."""
+    return kind in _OWN
 
 
 def kinds() -> Sequence[Kind]:

@@ -1,0 +1,111 @@
+"""A kind of action that only these tests have: proved, costed, drawn, run in one and four processes, reported."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import kind_jobs
+import pytest
+from small_run import write_config
+from world import World
+
+from vpipe.cli import main
+from vpipe.errors import CheckError, UserError
+from vpipe.schedules import kinds, registry
+from vpipe.schedules.action import Action
+from vpipe.schedules.build import build
+from vpipe.schedules.check import check
+from vpipe.schedules.costs import Costs, StageCosts
+from vpipe.schedules.lower import lower
+from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.size import default_placement
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path with an installed package; what it registers is taken back."""
+    registry.schedule_names()
+    monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
+    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    kind_jobs.install(tmp_path, "averaging", "AVERAGE")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("averaging", None)
+
+
+def test_it_is_proved(folder: Path) -> None:
+    schedule = lower(build("averaging_1f1b", default_placement(3), 4, ties={0: (2,)}), norm=True)
+    check(schedule)
+    assert [str(program[-1]) for program in schedule.programs] == ["0AVERAGE0", "1AVERAGE0", "2AVERAGE0"]
+    rows = [list(program) for program in schedule.programs]
+    rows[1].insert(-2, rows[1].pop())
+    with pytest.raises(CheckError, match="1AVERAGE0 on rank 1 needs 1STEP0 before it, which comes only later"):
+        check(schedule.with_programs(rows))
+
+
+def test_it_is_costed(folder: Path) -> None:
+    schedule = build("averaging_1f1b", default_placement(2), 2)
+    plain = build("1f1b", default_placement(2), 2)
+    costs = Costs((StageCosts(1, 1, 1, step_s=4),) * 2)
+    assert simulate(schedule, costs).makespan_s == simulate(plain, costs).makespan_s + 2
+
+
+def test_it_is_drawn_written_and_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--stages", "2", "--microbatches", "2"]
+    assert main(["schedule", "averaging_1f1b", *sizes, "--costs", "1,1,1,0"]) == 0
+    assert "A average of weights" in capsys.readouterr().out
+    assert main(["schedule", "averaging_1f1b", *sizes, "--format", "svg"]) == 0
+    assert re.search(r'class="AVERAGE0".*<title>1AVERAGE0 at', capsys.readouterr().out)
+    assert main(["schedule", "averaging_1f1b", *sizes, "--format", "csv"]) == 0
+    file = folder / "averaged.csv"
+    file.write_text(capsys.readouterr().out)
+    assert "0AVERAGE0" in file.read_text()
+    del kinds._KINDS["AVERAGE"], sys.modules["averaging"]  # as in another process
+    assert main(["check", str(file)]) == 0
+    assert main(["schedule", "averaging_1f1b", *sizes, "--format", "torch"]) == 0
+    assert "AVERAGE" not in (printed := capsys.readouterr()).out
+    assert "2 AVERAGE: PyTorch has no such action" in printed.err
+
+
+def test_it_runs_in_one_and_four_processes(folder: Path, world: World) -> None:
+    here = kind_jobs.train(folder=str(folder), package="averaging")
+    plain = kind_jobs.train(folder=str(folder), package="averaging", schedule="1f1b")
+    assert here["losses"] == plain["losses"]
+    assert not plain["averages"]
+    assert len(here["averages"]) == 8
+    four = world.run(kind_jobs.train, folder=str(folder), package="averaging")
+    together = {name: mean for rank in four for name, mean in rank["averages"].items()}
+    assert [rank["losses"] for rank in four] == [here["losses"]] * 4
+    assert together == here["averages"]
+    assert [len(rank["averages"]) for rank in four] == [2] * 4
+
+
+def test_it_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    config = write_config(folder, parallel__schedule="averaging_1f1b")
+    assert main(["train", str(config), "--set", "trace=true"]) == 0
+    (run,) = (folder / "runs").iterdir()
+    assert main(["trace", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "average of weights" in page
+
+
+def test_one_that_another_rank_has_not_is_refused(tmp_path: Path, pair: World) -> None:
+    kind_jobs.install(tmp_path, "elsewhere", "ELSEWHERE")
+    pair.begin(kind_jobs.train, folder=str(tmp_path), package="elsewhere", ranks=1)
+    outcomes = [pair.outcome(rank, 30.0) for rank in range(2)]
+    assert [kind for kind, _ in outcomes] == ["error", "error"]
+
+
+def test_two_of_one_name_are_refused(folder: Path) -> None:
+    kind_jobs.install(folder, "other", "AVERAGE")
+    with pytest.raises(UserError, match="the package 'averaging' .* and the package 'other' .* have a kind of action "
+                                        "called 'AVERAGE'"):
+        Action.parse("0AVERAGE0")
+    with pytest.raises(UserError, match="there is already a kind of action called 'STEP': optimizer step"):
+        kinds.register_kind(kinds.Kind("STEP", "mine", kinds.UPDATE, "mine:step"))
+    with pytest.raises(UserError, match="an action cannot be called 'A1'"):
+        kinds.register_kind(kinds.Kind("A1", "mine", kinds.UPDATE, "mine:step"))
