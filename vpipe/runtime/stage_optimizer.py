@@ -97,23 +97,24 @@ class StageOptimizer:
         if factor == 1 and self._fixed_rates is None:
             step()
             return
-        groups = [group for group in self.groups if group.get("lr") is not None]
-        if factor != 1 and len(groups) < len(self.groups):
+        groups = self.groups
+        held = [(group, group["lr"], rate * factor) for group, rate in zip(groups, self._rates(), strict=True)
+                if group.get("lr") is not None]
+        if factor != 1 and len(held) < len(groups):
             raise UserError(f"the learning rate is to be multiplied by {factor:g}, but a parameter group of the "
                             "optimizer has none", hint="give it a learning rate, or leave learning_rate_factor out")
-        before = [group["lr"] for group in groups]
-        scaled = [rate * factor for rate in self._rates() if rate is not None]
         try:
-            for group, rate in zip(groups, scaled, strict=True):
+            for group, _, rate in held:
                 group["lr"] = rate
             step()
-            if any(group["lr"] is not rate for group, rate in zip(groups, scaled, strict=True)):
-                raise UserError("an optimizer changes the learning rate of its parameter groups as it steps, which "
-                                "vpipe puts back", hint="choose one that does not, or a schedule with a flush and no "
-                                                        "learning_rate_factor")
+            for group, _, rate in held:
+                if group["lr"] is not rate:
+                    raise UserError("an optimizer changes the learning rate of its parameter groups as it steps, which "
+                                    "vpipe puts back", hint="choose one that does not, or a schedule with a flush and "
+                                                            "no learning_rate_factor")
         finally:
-            for group, rate in zip(groups, before, strict=True):
-                group["lr"] = rate
+            for group, before, _ in held:
+                group["lr"] = before
 
     def fix_rates(self) -> None:
         """Step at the present learning rates until the next call."""
