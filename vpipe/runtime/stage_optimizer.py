@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from vpipe.errors import Problem, UserError, VpipeError, counted
 
@@ -24,6 +26,9 @@ MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], Optimizers]
 
 RATES = ("lr", "initial_lr")
 """Entries of a parameter group that follow from the run's arguments, unless the user or a scheduler changes them."""
+
+_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
+"""The code that torch puts around the ``step`` of every class of optimizers: hooks, and a label for its profiler."""
 
 _LIST_HINT = "return a torch.optim.Optimizer, or a list of them: [Muon(matrices), AdamW(others)]"
 
@@ -86,7 +91,7 @@ class StageOptimizer:
     def step(self) -> None:
         """Step every optimizer."""
         for optimizer in self.optimizers:
-            optimizer.step()
+            _step(optimizer)
 
     def step_at_rate(self, factor: float, step: Callable[[], None]) -> None:
         """Call ``step`` with learning rates multiplied by ``factor``; after it they are the user's or a scheduler's.
@@ -187,6 +192,17 @@ def check_rescheduled(optimizers: Sequence[StageOptimizer]) -> None:
                         "in this process: one per stage",
                         hint="keep all optimizers that the factory makes and change each of them, or use "
                              "learning_rate_factor=lambda step: ...")
+
+
+def _step(optimizer: Optimizer) -> None:
+    """Step an optimizer; without torch's wrapper where that has nothing to do: it takes longer than a small step."""
+    step: Any = type(optimizer).step
+    if ("step" in vars(optimizer) or getattr(step, "__code__", None) is not _WRAPPER  # a scheduler's, or a user's
+            or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or profiler._is_profiler_enabled):
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)
 
 
 def _mark(value: object) -> object:

@@ -400,7 +400,7 @@ class WeightVersions:
                 share_hooks(leaf, before)
         if latest and self._unrounded is None:
             memory = [leaf.data for leaf in fresh]
-            torch._foreach_copy_(memory, latest)
+            torch._foreach_copy_(memory, tuple(latest))
             for master, data in zip(self.masters.values(), memory, strict=True):
                 master.data = data
         self._add(self.latest + 1, fresh)
