@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from test_exact_in_every_precision import assert_same, oracle, recipe
 from torch import Tensor, nn
 from torch.optim import SGD, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, OneCycleLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
+from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle
 
 WIDTH = 6
@@ -558,3 +561,53 @@ def test_an_optimizer_without_a_learning_rate_trains_unless_a_factor_is_given() 
     assert steps[0].learning_rate is None
     with pytest.raises(UserError, match=r"to be multiplied by 0\.5, but a parameter group of the optimizer has none"):
         list(small_pipeline(optimizer=Rateless, learning_rate_factor=lambda step: 0.5).train(small_batches(1)))
+
+
+# -- what torch puts around a step ---------------------------------------------------------------------
+
+
+def one_weight(kind: type[SGD] = SGD) -> SGD:
+    return kind([nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def stepped(optimizer: SGD) -> float:
+    """Return by how much a step on a gradient of 1 lowers the weight."""
+    (weight,) = optimizer.param_groups[0]["params"]
+    before, weight.grad = weight.item(), torch.ones_like(weight)
+    StageOptimizer([optimizer], {"w": weight}).step()
+    return float(before - weight.item())
+
+
+def test_hooks_of_a_step_run() -> None:
+    optimizer, calls = one_weight(), list[object]()
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook,
+                     register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        assert stepped(optimizer) == 1
+        handle = register(lambda *given: calls.append(given[0]))
+        assert stepped(optimizer) == 1
+        handle.remove()
+    assert calls == [optimizer] * 4
+
+
+def test_a_step_of_ones_own_is_called() -> None:
+    optimizer = one_weight()  # torch has wrapped SGD.step from here on: one that is made to look like it is not wrapped
+
+    class Halved(SGD):
+        @wraps(SGD.step)
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["params"][0].grad.mul_(0.5)
+            return super().step(closure)
+
+    assert stepped(one_weight(Halved)) == 0.5
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment, misc]
+    assert stepped(optimizer) == 0
+
+
+def test_a_profiler_names_a_step_and_a_scheduler_sees_it() -> None:
+    optimizer = one_weight()
+    with torch.profiler.profile() as profile:
+        stepped(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.name for event in profile.events() or ()}
+    scheduler = StepLR(optimizer, 1)
+    stepped(optimizer)
+    scheduler.step()  # would warn, which is an error here, if it had not seen the step

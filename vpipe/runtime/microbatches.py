@@ -190,7 +190,9 @@ class MicrobatchLoader:
 
     def _locate(self, microbatch: int) -> tuple[_Sizes, int, int]:
         """Return the sizes of a microbatch's batch, its number, and the number of the microbatch within it."""
-        sizes = self._sizes[bisect_right(self._sizes, microbatch, key=attrgetter("microbatch")) - 1]
+        sizes = self._sizes[-1]
+        if microbatch < sizes.microbatch:
+            sizes = self._sizes[bisect_right(self._sizes, microbatch, key=attrgetter("microbatch")) - 1]
         batches, within = divmod(microbatch - sizes.microbatch, sizes.microbatches)
         return sizes, sizes.batch + batches, within
 

@@ -96,6 +96,10 @@ class OptimizerSteps:
         """Number updates from the versions that the stages have now."""
         self._segment, self._rounds = segment, segment.rounds
         self._before = {s: stage.weights.latest for s, stage in self._stages.items()}
+        # Without a flush a stage with more replicas makes fewer updates, each from more microbatches, at a higher rate.
+        # Source: PipeDream's code, which multiplies by the replicas of the stage over those of the first.
+        self._rates = {s: 1 if self._rounds.flush else self._rounds.width(s) / self._rounds.width(0)
+                       for s in self._stages}
         if not self._rounds.flush:  # stages are at different updates until the pipeline is empty again
             for optimizer in self.optimizers.values():
                 optimizer.fix_rates()
@@ -219,13 +223,8 @@ class OptimizerSteps:
             torch._foreach_mul_(gradients, torch.clamp(clip / (norm + 1e-6), max=1.0).to(gradients[0].device))
 
     def _rate(self, stage: int, step: int) -> float:
-        """Return the learning rate of a step at a stage, relative to the optimizer's own.
-
-        Without a flush a stage with more replicas makes fewer updates, each from more microbatches, at a higher rate.
-        Source: PipeDream's code, which multiplies by the replicas of the stage over those of the first.
-        """
-        share = 1 if self._rounds.flush else self._rounds.width(stage) / self._rounds.width(0)
-        return self._factor(self._segment.steps_before + step) * share
+        """Return the learning rate of a step at a stage, relative to the optimizer's own."""
+        return self._factor(self._segment.steps_before + step) * self._rates[stage]
 
     def learning_rate(self, stage: int, step: int) -> float | None:
         """Return the learning rate of the stage's first parameter group; None where nothing is trained."""

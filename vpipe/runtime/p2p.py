@@ -59,7 +59,7 @@ class P2PTransfers:
 
     def begin(self, segment: Segment) -> None:
         """Begin a segment."""
-        self._segment = segment
+        self._segment, self._rank_of = segment, segment.rounds.rank_of
 
     def stores(self) -> Mapping[str, Sized]:
         """Return what must be empty at the end of a segment, by name."""
@@ -129,9 +129,6 @@ class P2PTransfers:
 
     def _receive(self, peer: int, key: TransferKey) -> list[Tensor]:
         return self._local.pop(key) if key in self._local else self._transport.receive(peer, key)
-
-    def _rank_of(self, stage: int, microbatch: int) -> int:
-        return self._segment.rounds.rank_of(stage, microbatch)
 
     # -- SEND_F, RECV_F, SEND_B, RECV_B --------------------------------------------------------------------
 

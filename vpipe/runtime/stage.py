@@ -211,7 +211,7 @@ class Stage(StageLayers):
         except Exception as error:
             raise forward_error(i, layer, {name: tensors[name] for name in layer.inputs}, error) from error
         changed = [name for name, tensor, version in before if tensor._version != version]
-        if any(given.get(name) is inputs.get(name) for name in changed):
+        if changed and any(given.get(name) is inputs.get(name) for name in changed):
             raise self._in_place_error(span.layers[0][1].name)
         if effects is not None:
             effects.note_changed_inputs(inputs, given, changed)
@@ -369,8 +369,10 @@ class Stage(StageLayers):
 
     def pin(self, borrowed: Mapping[int, int]) -> dict[int, int]:
         """Pin the stage's own weights and the given versions of borrowed ones; return the versions by owner."""
-        return {self.spec.index: self.weights.pin(),
-                **{owner: weights.pin(borrowed[owner]) for owner, weights in self.borrowed.items()}}
+        pins = {self.spec.index: self.weights.pin()}
+        for owner, version in borrowed.items():
+            pins[owner] = self.borrowed[owner].pin(version)
+        return pins
 
     def prepare_backward(self, pins: Mapping[int, int]) -> None:
         """Prepare the pinned versions for a backward: gradients accumulate there, and recompute runs with them."""

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from vpipe.errors import Problem, UserError, VpipeError, counted
 
@@ -24,6 +26,9 @@ MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], Optimizers]
 
 RATES = ("lr", "initial_lr")
 """Entries of a parameter group that follow from the run's arguments, unless the user or a scheduler changes them."""
+
+_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
+"""The code that torch puts around the ``step`` of every class of optimizers: hooks, and a label for its profiler."""
 
 _LIST_HINT = "return a torch.optim.Optimizer, or a list of them: [Muon(matrices), AdamW(others)]"
 
@@ -86,7 +91,7 @@ class StageOptimizer:
     def step(self) -> None:
         """Step every optimizer."""
         for optimizer in self.optimizers:
-            optimizer.step()
+            _step(optimizer)
 
     def step_at_rate(self, factor: float, step: Callable[[], None]) -> None:
         """Call ``step`` with learning rates multiplied by ``factor``; after it they are the user's or a scheduler's.
@@ -97,23 +102,24 @@ class StageOptimizer:
         if factor == 1 and self._fixed_rates is None:
             step()
             return
-        groups = [group for group in self.groups if group.get("lr") is not None]
-        if factor != 1 and len(groups) < len(self.groups):
+        groups = self.groups
+        held = [(group, group["lr"], rate * factor) for group, rate in zip(groups, self._rates(), strict=True)
+                if group.get("lr") is not None]
+        if factor != 1 and len(held) < len(groups):
             raise UserError(f"the learning rate is to be multiplied by {factor:g}, but a parameter group of the "
                             "optimizer has none", hint="give it a learning rate, or leave learning_rate_factor out")
-        before = [group["lr"] for group in groups]
-        scaled = [rate * factor for rate in self._rates() if rate is not None]
         try:
-            for group, rate in zip(groups, scaled, strict=True):
+            for group, _, rate in held:
                 group["lr"] = rate
             step()
-            if any(group["lr"] is not rate for group, rate in zip(groups, scaled, strict=True)):
-                raise UserError("an optimizer changes the learning rate of its parameter groups as it steps, which "
-                                "vpipe puts back", hint="choose one that does not, or a schedule with a flush and no "
-                                                        "learning_rate_factor")
+            for group, _, rate in held:
+                if group["lr"] is not rate:
+                    raise UserError("an optimizer changes the learning rate of its parameter groups as it steps, which "
+                                    "vpipe puts back", hint="choose one that does not, or a schedule with a flush and "
+                                                            "no learning_rate_factor")
         finally:
-            for group, rate in zip(groups, before, strict=True):
-                group["lr"] = rate
+            for group, before, _ in held:
+                group["lr"] = before
 
     def fix_rates(self) -> None:
         """Step at the present learning rates until the next call."""
@@ -186,6 +192,17 @@ def check_rescheduled(optimizers: Sequence[StageOptimizer]) -> None:
                         "in this process: one per stage",
                         hint="keep all optimizers that the factory makes and change each of them, or use "
                              "learning_rate_factor=lambda step: ...")
+
+
+def _step(optimizer: Optimizer) -> None:
+    """Step an optimizer; without torch's wrapper where that has nothing to do: it takes longer than a small step."""
+    step: Any = type(optimizer).step
+    if ("step" in vars(optimizer) or getattr(step, "__code__", None) is not _WRAPPER  # a scheduler's, or a user's
+            or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or profiler._is_profiler_enabled):
+        optimizer.step()
+    else:
+        step.__wrapped__(optimizer)
 
 
 def _mark(value: object) -> object:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey
@@ -63,7 +62,9 @@ class StepResults:
                            for stage in worker.stages.values())
         self.stop: Callable[[], bool] = lambda: False
         self.last_forwards = self._last_forwards(schedule)
-        self._own: dict[tuple[int, int], Tensor] = {}  # by step and rank of the last stage, where that is here
+        self._own: dict[tuple[int, int], list[float]] = {}  # by step and rank of the last stage, where that is here
+        self._steps = [(stage, workers[rank].optimizer_steps) for stage, rank in sorted(
+            (stage, rank) for rank, worker in workers.items() for stage in worker.stages)]
 
     def post(self, segment: Segment, step: int) -> None:
         """Post the receives of a step's results."""
@@ -77,47 +78,45 @@ class StepResults:
         known = self._workers[rank].losses
         losses = [known[segment.base + i] for i in self._share(segment.rounds.in_step(step), rank)]
         stop = float(rank == self._sources[0] and self.stop())
-        if self._on_gpu and losses:  # which is waited for once
-            numbers = torch.stack([torch.full_like(losses[0], stop, dtype=torch.float64).reshape(()),
-                                   *(loss.double().reshape(()) for loss in losses)]).cpu()
-        else:
-            numbers = torch.tensor([stop, *map(float, losses)], dtype=torch.float64)
-        self._own[step, rank] = numbers
+        numbers = torch.stack([loss.double().reshape(()) for loss in losses]).tolist() if self._on_gpu and losses else [
+            float(loss) for loss in losses]
+        self._own[step, rank] = [stop, *numbers]
         self._send(self._key(segment, step), self._own[step, rank])
 
     def collect(self, segment: Segment, step: int) -> Step:
         """Return the results of a step whose updates this process has all made."""
         number = segment.steps_before + step
+        microbatches = segment.rounds.in_step(step)
         for worker in self._workers.values():
-            worker.drop_checksums(segment.rounds.in_step(step))
+            worker.drop_checksums(microbatches)
         if not self.last_forwards:
             self.post(segment, step)
             for rank in self._workers:
                 self.send(segment, step, rank)
-        loss, stop, not_finite = self._receive_results(segment, step)
-        steps = [worker.optimizer_steps for worker in self._workers.values()]
-        norm = steps[0].gradient_norm
+        loss, stop, not_finite = self._receive_results(segment, step, microbatches)
+        norm = self._steps[0][1].gradient_norm
         # Computed here: within one process a later stage may already have set the rate of its next update.
-        here = sorted((stage, rank) for rank, worker in self._workers.items() for stage in worker.stages)
-        rates = (self._workers[rank].optimizer_steps.learning_rate(stage, step) for stage, rank in here)
-        rate = next((rate for rate in rates if rate is not None), None)
-        skipped = any(number in each.skipped for each in steps)
-        for each in steps:
-            each.skipped.discard(number)
+        rate = next((rate for stage, steps in self._steps if (rate := steps.learning_rate(stage, step)) is not None),
+                    None)
+        skipped = False
+        for _, steps in self._steps:
+            if number in steps.skipped:
+                skipped = True
+                steps.skipped.discard(number)
         return Step(number, loss, rate, None if norm is None else float(norm), stop, skipped, not_finite)
 
-    def _receive_results(self, segment: Segment, step: int) -> tuple[float, bool, int | None]:
+    def _receive_results(self, segment: Segment, step: int, microbatches: range) -> tuple[float, bool, int | None]:
         """Return a step's mean loss, whether to stop, and the first microbatch whose loss is not finite."""
         results = [self._own.pop((step, rank)) if rank in self._workers
                    else self._receive(rank, self._key(segment, step)) for rank in self._sources]
-        microbatches = segment.rounds.in_step(step)
         for rank in self._sources:
             if rank in self._workers:
                 for i in self._share(microbatches, rank):
                     del self._workers[rank].losses[segment.base + i]
         losses = self._in_order([each[1:] for each in results], microbatches)
-        loss = float(losses if len(microbatches) == 1 else losses.mean())
-        not_finite = None if isfinite(loss) else segment.base + microbatches[int(losses.isfinite().int().argmin())]
+        loss = losses[0] if len(losses) == 1 else float(torch.tensor(losses, dtype=torch.float64).mean())
+        not_finite = None if isfinite(loss) else segment.base + next(
+            (i for i, each in zip(microbatches, losses, strict=True) if not isfinite(each)), microbatches[0])
         return loss, bool(results[0][0]), not_finite
 
     def gather(self, numbers: Mapping[int, Sequence[float]], count: int, kind: int = 0) -> list[float]:
@@ -130,12 +129,11 @@ class StepResults:
         key, microbatches = TransferKey("L", self._last_stage + 1, kind), range(count)
         for rank in self._sources_elsewhere():
             self._post(rank, key, len(self._share(microbatches, rank)))
-        mine = {rank: torch.tensor(own, dtype=torch.float64) for rank, own in numbers.items()}
-        for own in mine.values():
+        for own in numbers.values():
             self._send(key, own)
-        parts = [mine[rank] if rank in mine else self._receive(rank, key) for rank in self._sources
+        parts = [numbers[rank] if rank in numbers else self._receive(rank, key) for rank in self._sources
                  if self._share(microbatches, rank)]
-        return self._in_order(parts, microbatches).tolist()
+        return self._in_order(parts, microbatches)
 
     def _last_forwards(self, schedule: Schedule) -> Mapping[int, Action]:
         if schedule.stream or schedule.rounds.per_step < schedule.microbatches or self._on_gpu:
@@ -147,12 +145,10 @@ class StepResults:
         """Return the microbatches of a replica of the last stage; a step begins with the first replica."""
         return microbatches[self._sources.index(rank)::len(self._sources)]
 
-    def _in_order(self, parts: Sequence[Tensor], microbatches: range) -> Tensor:
-        if len(parts) == 1:
-            return parts[0].cpu()
-        losses = torch.empty(len(microbatches), dtype=torch.float64)
+    def _in_order(self, parts: Sequence[Sequence[float]], microbatches: range) -> list[float]:
+        losses = [nan] * len(microbatches)
         for replica, part in enumerate(parts):
-            losses[replica::len(self._sources)] = part.cpu()
+            losses[replica::len(self._sources)] = part
         return losses
 
     def _key(self, segment: Segment, step: int) -> TransferKey:
@@ -165,15 +161,15 @@ class StepResults:
         if count:
             self._worker.transport.post(source, key, [TensorSpec((count,), torch.float64, wants_gradient=False)])
 
-    def _receive(self, source: int, key: TransferKey) -> Tensor:
+    def _receive(self, source: int, key: TransferKey) -> list[float]:
         (tensor,) = self._worker.transport.receive(source, key)
-        return tensor
+        return tensor.tolist()
 
-    def _send(self, key: TransferKey, numbers: Tensor) -> None:
+    def _send(self, key: TransferKey, numbers: Sequence[float]) -> None:
         """Send from this rank to all others."""
-        for peer in range(dist.get_world_size() if self._distributed else 0):
-            if peer != self._worker.rank and numbers.numel():
-                self._worker.transport.send(peer, key, [numbers])
+        for peer in range(dist.get_world_size() if self._distributed and numbers else 0):
+            if peer != self._worker.rank:
+                self._worker.transport.send(peer, key, [torch.tensor(numbers, dtype=torch.float64)])
 
     @property
     def _worker(self) -> Worker:

@@ -103,8 +103,10 @@ class TiedWeights:
 
     def add_gradients(self, owner: int, update: int) -> None:
         """Add the borrowers' gradients, the last stage's first: the order in which autograd would sum them."""
+        if owner not in self._ties:
+            return
         total: dict[str, Tensor] = {}
-        for borrower, names in sorted(self._ties.get(owner, {}).items(), reverse=True):
+        for borrower, names in sorted(self._ties[owner].items(), reverse=True):
             parts = [self._receive(rank, self._key("G", owner, borrower, update))
                      for rank in self._rounds.contributors(owner, update, borrower)]
             for i, name in enumerate(names if parts else ()):

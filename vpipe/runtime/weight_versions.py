@@ -374,14 +374,15 @@ class WeightVersions:
         return None if before is None else [leaf.data for leaf in before]
 
     def _apply(self, optimizer: Steps) -> None:
-        for master, gradient in zip(self.masters.values(), self.pop_gradients(), strict=True):
-            master.grad = gradient
+        masters = list(self.masters.values())
+        if self._widened is None:
+            for master, graded in zip(masters, self._graded, strict=True):
+                master.grad, graded.grad = graded.grad, None
+        self._widened = None
         optimizer.step()
-        for master in self.masters.values():
+        for master, leaf in zip(masters, self.leaves(), strict=True):
             master.grad = None
-        if self._unrounded is None and [master.data_ptr() for master in self.masters.values()] != [
-                leaf.data_ptr() for leaf in self.leaves()]:  # p.data = ...
-            for master, leaf in zip(self.masters.values(), self.leaves(), strict=True):
+            if self._unrounded is None and master.data_ptr() != leaf.data_ptr():  # p.data = ...
                 leaf.data = master.data
 
     def _make_next(self) -> None:
@@ -407,7 +408,8 @@ class WeightVersions:
     def _add(self, version: int, leaves: list[nn.Parameter]) -> None:
         self._leaves[version] = leaves
         self.latest = version
-        self.most_versions = max(self.most_versions, len(self._leaves))
+        if len(self._leaves) > self.most_versions:
+            self.most_versions = len(self._leaves)
 
 
 def new_leaf(data: Tensor, like: nn.Parameter) -> nn.Parameter:

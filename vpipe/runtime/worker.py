@@ -106,10 +106,11 @@ class Worker:
         Raises:
             RunError: it failed, with the rank, the stage, the microbatch and the action.
         """
-        waited, started = self.transport.wait_s, perf_counter()
+        (op, stage, index), transport = action, self.transport
+        waited, started = transport.wait_s, perf_counter()
         activity.now = action, started
         try:
-            self.operations[action.op](action.stage, action.microbatch)
+            self.operations[op](stage, index)
         except RunError as error:
             self._report_failure(error, action)
             raise
@@ -118,11 +119,11 @@ class Worker:
             report_failure(error)
             raise
         except Exception as error:
-            who = "the optimizer step raised " if action.op.makes_version else ""
+            who = "the optimizer step raised " if op.makes_version else ""
             failure = RunError(f"{who}{type(error).__name__}: {error}", hint=hint_of(error))
             self._report_failure(failure, action)
             raise failure from error
-        self.seconds[action.stage, action.op] += perf_counter() - started - (self.transport.wait_s - waited)
+        self.seconds[stage, op] += perf_counter() - started - (transport.wait_s - waited)
 
     def end(self) -> None:
         """End a segment: receive the last tied weights, and check that no transfer, record or pin is left over."""
@@ -215,10 +216,12 @@ class Worker:
             self.comparison.compare(stage_index, microbatch)
         update, within = divmod(number, segment.rounds.update_every)
         if segment.training:
-            versions = {owner: self._version_of(owner, microbatch) for owner in stage.borrowed}
-            for owner, version in versions.items():
+            borrowed: dict[int, int] = {}
+            for owner in stage.borrowed:
+                version = self._version_of(owner, microbatch)
                 self.tied.install(owner, version)
-            pins = stage.pin({owner: self.tied.version(owner, version) for owner, version in versions.items()})
+                borrowed[owner] = self.tied.version(owner, version)
+            pins = stage.pin(borrowed)
             return ForwardInputs(self._p2p.receive_activations(stage_index, microbatch), fields, signature,
                                  (update, within), pins)
         stage.use_latest()
@@ -230,9 +233,9 @@ class Worker:
         """Store the record for the backward, and the loss or the outputs."""
         if record is not None:
             self.records[stage_index, microbatch] = record
-            self._activations[stage_index] += 1
-            self.peak_activations[stage_index] = max(self.peak_activations[stage_index],
-                                                     self._activations[stage_index])
+            held = self._activations[stage_index] = self._activations[stage_index] + 1
+            if held > self.peak_activations[stage_index]:
+                self.peak_activations[stage_index] = held
         if stage_index == self._last:
             self._store_loss(self.segment.base + microbatch, outputs[0])
             if record is not None and not outputs[0].requires_grad:
@@ -308,8 +311,8 @@ class Worker:
     def _output_gradients(self, stage_index: int, microbatch: int, record: Record) -> dict[str, Tensor]:
         """Prepare a stage for the backward of a microbatch; return the gradients of its outputs, by name."""
         stage = self.stages[stage_index]
-        staleness = stage.weights.latest - record.pins[stage_index]
-        self._staleness[stage_index] = max(self._staleness[stage_index], staleness)
+        if (staleness := stage.weights.latest - record.pins[stage_index]) > self._staleness[stage_index]:
+            self._staleness[stage_index] = staleness
         stage.prepare_backward(record.pins)
         if stage_index == self._last:
             loss, steps = self.losses[self.segment.base + microbatch], self.optimizer_steps

@@ -117,7 +117,8 @@ class InProcessTransport:
 
     def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
         self._mailbox[self.rank, peer, key] = list(tensors)
-        self.bytes_sent += sum(t.nbytes for t in tensors)
+        for tensor in tensors:
+            self.bytes_sent += tensor.nbytes
 
     def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
         """Do nothing: tensors are in the mailbox when they are sent."""
