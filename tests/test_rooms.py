@@ -140,6 +140,34 @@ def test_the_files_that_the_map_names_exist() -> None:
             and not any(file.endswith(f"/{name}") for file in here)] == []
 
 
+MAY_NAME_KINDS = ("schedules/kinds.py", "schedules/action.py", "schedules/build.py", "schedules/lower.py",
+                  "schedules/v_schedules.py", "schedules/generators/", "schedules/search/", "runtime/")
+"""The table, what makes actions (generators, lowering, the search), and what executes them."""
+
+
+def test_the_kinds_of_actions_are_named_only_where_they_are_made_and_executed() -> None:
+    """Everything else reads the rows of the table, so that a new kind is a new row."""
+    for file in ROOT.rglob("*.py"):
+        path = file.relative_to(ROOT).as_posix()
+        if not path.startswith(MAY_NAME_KINDS):
+            assert "Op" not in {node.id for node in ast.walk(ast.parse(file.read_text()))
+                                if isinstance(node, ast.Name)}, path
+
+
+def test_only_the_assignment_knows_which_replica_takes_a_microbatch() -> None:
+    for file in ROOT.rglob("*.py"):
+        found = re.findall(r"(?:microbatch|number|index|\[i|stage\)) % (?:len\(|[\w.]*width).*", file.read_text())
+        assert not found or file.name == "assignment.py", (file, found)
+
+
+def test_no_row_of_the_table_is_a_program() -> None:
+    """An expression of a row has five lines at most."""
+    for node in ast.walk(ast.parse((ROOT / "schedules/kinds.py").read_text())):
+        if isinstance(node, ast.Lambda) or (isinstance(node, ast.FunctionDef) and [
+                argument.arg for argument in node.args.args] == ["at", "s", "i", "rank"]):
+            assert node.end_lineno - node.lineno < 5 + isinstance(node, ast.FunctionDef), ast.unparse(node)
+
+
 def test_imports_are_found_wherever_they_stand() -> None:
     source = "import torch.nn as nn\nfrom vpipe import Model\nif x:\n    from vpipe.errors import UserError\n" \
              "def f():\n    from vpipe import schedules\n    import vpipe.data.local_corpus"

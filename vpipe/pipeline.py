@@ -33,7 +33,7 @@ from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.delays import fewer_updates, warn_of_delay
-from vpipe.schedules.prepare import ScheduleSpec, few_microbatches
+from vpipe.schedules.prepare import ScheduleSpec, few_microbatches, note_of
 from vpipe.schedules.registry import DEFAULT_SCHEDULE
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
@@ -210,6 +210,8 @@ class Pipeline:
                             compile_backend(compile) if compile else None,
                             None if delay_correction == "none" else strength, shared_memory)
         self._set_up(model, partition, schedule, lowered, settings, _from_named(optimizer), world)
+        if self.rank == 0 and (left_out := note_of(schedule)) is not None:
+            warnings.warn(left_out, stacklevel=2)
         if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
             warnings.warn(slow, PerformanceWarning, stacklevel=2)
         remedies = [better] if (better := fewer_updates(lowered, microbatches)) else []

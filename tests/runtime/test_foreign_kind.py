@@ -100,10 +100,26 @@ def test_one_that_another_rank_has_not_is_refused(tmp_path: Path, pair: World) -
     assert [kind for kind, _ in outcomes] == ["error", "error"]
 
 
+def test_the_example_of_the_docs(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str],
+                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/add-an-action.md").read_text()
+    (folder / "averaging.py").unlink()
+    (example := tmp_path / "mine" / "averaging.py").parent.mkdir()
+    example.write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.chdir(example.parent)
+    assert main(["schedule", "averaged_gpipe", "--stages", "2", "--microbatches", "2", "--format", "csv",
+                 "--import", "averaging.py"]) == 0
+    assert capsys.readouterr().out == ("0F0,0F1,0B0,0B1,0STEP0,0AVERAGE0\n"
+                                       "1F0,1F1,1B0,1B1,1STEP0,1AVERAGE0\n")
+    config = write_config(tmp_path, parallel__schedule="averaged_gpipe")
+    assert main(["train", str(config), "--import", "averaging.py"]) == 0
+    assert len(sys.modules["averaging"].averages) == 0, "the ranks are other processes"
+
+
 def test_two_of_one_name_are_refused(folder: Path) -> None:
     kind_jobs.install(folder, "other", "AVERAGE")
-    with pytest.raises(UserError, match="the package 'averaging' .* and the package 'other' .* have a kind of action "
-                                        "called 'AVERAGE'"):
+    with pytest.raises(UserError, match=r"the package 'averaging' .* and the package 'other' .* have a kind of action "
+                                         "called 'AVERAGE'"):
         Action.parse("0AVERAGE0")
     with pytest.raises(UserError, match="there is already a kind of action called 'STEP': optimizer step"):
         kinds.register_kind(kinds.Kind("STEP", "mine", kinds.UPDATE, "mine:step"))

@@ -83,11 +83,8 @@ def _file(path: Path) -> Schedule:
 def _read(path: Path) -> Schedule:
     """Read a CSV file; say what of it a schedule here has not."""
     file = read_csv_file(path)
-    said = ["left out " + ", ".join(f"{times} {name}" for name, times in file.left_out.items())
-            + ": only a model's weights ask for them"] if file.left_out else []
-    said += [f"{file.pairs} OVERLAP_F_B: each taken as one action after the other"] if file.pairs else []
-    if said:
-        print(f"note: {path.name}: {'; '.join(said)}", file=sys.stderr)
+    if (said := file.note) is not None:
+        print(f"note: {said}", file=sys.stderr)
     return file.schedule
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from math import lcm
 from typing import NoReturn
 
@@ -25,6 +24,7 @@ from vpipe.distributed.watchdog import report_failure
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.schedules.size import Placement
 
@@ -95,8 +95,9 @@ class BatchComparison:
         self._last, self._first_of_last = len(placement) - 1, placement[-1][0]
         self._stages = stages_of_rank(placement, self._rank)
         self._period = lcm(*map(len, placement))
-        hops = [(before[i % len(before)], behind[i % len(behind)])
-                for before, behind in pairwise((*placement, placement[-1][:1])) for i in range(self._period)]
+        path = Assignment((*placement, placement[-1][:1]), 1, True, lambda number: True)
+        hops = [(path.rank_of(stage, number), path.rank_of(stage + 1, number))
+                for stage in range(len(placement)) for number in range(self._period)]
         self._before = sorted({before for before, behind in hops if behind == self._rank != before})
         self._behind = sorted({behind for before, behind in hops if before == self._rank != behind})
         self._lowest = {rank: stage for stage in reversed(range(len(placement))) for rank in placement[stage]}

@@ -136,16 +136,24 @@ class Collectives:
         return whole
 
     @contextmanager
-    def problems_of_all(self) -> Iterator[None]:
-        """Raise on all ranks the problems of the first rank that has any, before any goes on."""
+    def problems_of_all(self, kinds: str = "none") -> Iterator[None]:
+        """Raise on all ranks the problems of the first rank that has any, before any goes on.
+
+        Args:
+            kinds: of actions that the schedule has from packages; every rank must have the same.
+        """
         mine: Sequence[Problem] = ()
         try:
             yield
         except UserError as error:
             mine = error.problems
-        of_all = self.exchange.all_gather([asdict(problem) for problem in mine])
-        if found := next(filter(None, of_all), None):
+        of_all = self.exchange.all_gather([kinds, *(asdict(problem) for problem in mine)])
+        if found := next((problems for _, *problems in of_all if problems), None):
             raise UserError.all_of([Problem(**problem) for problem in found])
+        differing = (f"{theirs} on rank {rank}" for rank, (theirs, *_) in enumerate(of_all) if theirs != kinds)
+        if (other := next(differing, None)) is not None:
+            raise UserError(f"the kinds of actions of packages are {kinds} here and {other}",
+                            hint="install the same packages for every rank")
 
     def check_trained(self) -> None:
         """Refuse to train if there are parameters, but no stage has an optimizer."""

@@ -117,11 +117,9 @@ class Engine:
         self.collectives = Collectives(self.workers, specs, self._placement, distributed, settings.timeout_s)
         if distributed and is_ordered(settings.device):  # refuses while another pipeline has transfers under way
             tensor_groups(settings.device, timedelta(seconds=settings.timeout_s))
-        with self.collectives.problems_of_all():
-            stages = build_stages(model, specs, schedule, settings, distributed)
         foreign = ", ".join(sorted(kind.meaning for kind in schedule.kinds if not is_own(kind))) or "none"
-        self.collectives.check_same("the kinds of actions of packages", foreign,
-                                    "install the same packages for every rank")
+        with self.collectives.problems_of_all(foreign):
+            stages = build_stages(model, specs, schedule, settings, distributed)
         self.workers.update(build_workers(stages, model, specs, schedule, make_optimizer, settings, distributed))
         self._programs = RankPrograms(schedule, [stage for stage, layers in enumerate(settings.recompute) if layers],
                                   any(worker.transport.ordered for worker in self.workers.values()))

@@ -167,7 +167,8 @@ class Interpreter:
             for rank in list(heads):
                 execute, program = executors[rank].execute, programs[rank]
                 action: Action | None = heads.pop(rank)
-                while action is not None and (flow is None or flow.missing(action, rank) is None):
+                while action is not None and (flow is None or action.op.transfer is not None
+                                                  or flow.missing(action, rank) is None):
                     if interrupts.noted and self._can_give_up(segment):
                         interrupts.raise_noted()
                     if action.op.makes_version:
@@ -175,7 +176,7 @@ class Interpreter:
                             break
                         self._stepped = True
                     execute(action)
-                    if flow is not None:
+                    if flow is not None and action.op.told:
                         flow.follow(action, rank)
                     moved = True
                     if action.op.makes_version or action is last_forwards.get(rank):

@@ -8,7 +8,7 @@ Source: Narayanan et al., PipeDream (SOSP 2019), section 3.2, 1F1B with round-ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -55,10 +55,12 @@ class Assignment:
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """Return the rank that takes a microbatch through a stage; -1 outside the pipeline."""
-        if not 0 <= stage < len(self.placement):
-            return -1
-        ranks = self.placement[stage]
-        return ranks[0] if len(ranks) == 1 else ranks[self.replica_of(microbatch, len(ranks))]
+        ranks = self._ranks.get(stage, ())
+        return ranks[self.replica_of(microbatch, len(ranks))] if len(ranks) > 1 else ranks[0] if ranks else -1
+
+    @cached_property
+    def _ranks(self) -> Mapping[int, Sequence[int]]:
+        return dict(enumerate(self.placement))
 
     def update_of(self, stage: int, microbatch: int) -> int:
         """Return the update of a stage that takes the gradient of a microbatch."""

@@ -75,7 +75,8 @@ def build_evaluation(placement: Placement, microbatches: int) -> Schedule:
         for tick in range(microbatches + stages[-1]):
             for stage in reversed(stages):
                 replicas = placement[stage]
-                if 0 <= tick - stage < microbatches and replicas[(tick - stage) % len(replicas)] == rank:
+                if (0 <= tick - stage < microbatches
+                        and replicas[Assignment.replica_of(tick - stage, len(replicas))] == rank):
                     yield forward(stage, tick - stage)
 
     ranks = len({rank for ranks in placement for rank in ranks})
@@ -113,6 +114,10 @@ class ReplicaView:
         """Return the forwards of this replica before its first backward."""
         return self.size.warmup_of(self.rank)
 
+    def microbatch_of(self, turn: int) -> int:
+        """Return the microbatch that this replica takes in a turn."""
+        return Assignment.microbatch_of(turn, self.replica, self.width)
+
     def endless(self) -> ReplicaView:
         """Return the same view of a stream whose length nobody knows."""
         return replace(self, size=replace(self.size, microbatches=sys.maxsize))
@@ -122,7 +127,7 @@ class ReplicaView:
         if self.width == 1 and all(real == own for own, real in self.stages.items()):
             return iter(program)
         return (Action(action.op, self.stages.get(action.stage, action.stage),
-                       action.microbatch * self.width + self.replica if action.op.per_microbatch
+                       self.microbatch_of(action.microbatch) if action.op.per_microbatch
                        else action.microbatch) for action in program)
 
 
@@ -156,7 +161,7 @@ def stream_program(recipe: Recipe, view: ReplicaView, rounds: Assignment, stages
                 stepped[action.stage] += 1
             elif action.op.completes:
                 completed[action.stage] += 1
-        elif not any(rounds.exists(completed[stage] * view.width + view.replica)
+        elif not any(rounds.exists(view.microbatch_of(completed[stage]))
                      or rounds.has_update(stage, stepped[stage]) for stage in stages):
             return
 
@@ -206,7 +211,7 @@ def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
         own_ahead = ahead if even else tuple(ahead[position] if number == position_in_own else depth - 1 - number
                                              for number in range(depth))
         for replica, rank in enumerate(group):
-            own = len(range(replica, microbatches, len(group)))
+            own = Assignment.turns_of(microbatches, replica, len(group))
             size = Size(depth, own, chunks, own if recipe.flush else every, even, own_ahead)
             if (problem := recipe.requires(size)) is not None:
                 raise UserError.all_of([problem if len(group) == 1 or not size.even else Problem(

@@ -65,6 +65,14 @@ class CsvFile:
     left_out: Mapping[str, int]
     pairs: int
 
+    @property
+    def note(self) -> str | None:
+        """Return in words what of the file has no place in the schedule; None for nothing."""
+        said = ["left out " + ", ".join(f"{times} {name}" for name, times in self.left_out.items())
+                + ": only a model's weights ask for them"] if self.left_out else []
+        said += [f"{self.pairs} OVERLAP_F_B: each taken as one action after the other"] if self.pairs else []
+        return f"{self.schedule.name}: {'; '.join(said)}" if said else None
+
 
 def read_csv(path: Path) -> Schedule:
     """Return the schedule in a CSV file; see :func:`read_csv_file`."""

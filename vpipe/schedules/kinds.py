@@ -186,6 +186,7 @@ class Kind(str):
         self.more_held = ((SAVED in holds.takes) - (SAVED in holds.frees),
                           (HALF in holds.leaves) - (HALF in holds.frees))
         self.takes_memory = bool(holds.takes)
+        self.told = self.sends or self.completes or not self.per_microbatch  # others may wait for it
         self.touches_versions = uses_version or makes_version or chooses or self.returns or self.completes
         if transfer is not None and transfer.sends:
             transfer.value.carrier = self

@@ -14,7 +14,7 @@ from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.build import build, check_chunks, check_warmup, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs, StageCosts
-from vpipe.schedules.csv_format import read_csv
+from vpipe.schedules.csv_format import read_csv, read_csv_file
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import recomputations
 from vpipe.schedules.registry import Limits, Recipe, recipe_if_any, recipe_named
@@ -41,6 +41,11 @@ ENOUGH = 4
 def is_file(schedule: str) -> bool:
     """Tell whether a schedule is given as a file, not by name."""
     return isinstance(schedule, str) and schedule.endswith(".csv")  # anything but text is refused as a name
+
+
+def note_of(schedule: str) -> str | None:
+    """Return in words what of a schedule's file is left out; None for nothing, and for a name."""
+    return read_csv_file(Path(schedule)).note if is_file(schedule) else None
 
 
 def has_flush(schedule: str) -> bool:

@@ -34,7 +34,7 @@ from vpipe.runtime.executors.registry import NO_GAIN, THREADED
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.transport.compression import Compression
-from vpipe.schedules.prepare import few_microbatches
+from vpipe.schedules.prepare import few_microbatches, note_of
 from vpipe.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.train.csv_rows import csv_text
 from vpipe.train.headline import delay_line, delay_warning, size_lines
@@ -186,6 +186,8 @@ class _TrainingRun:
             note(NO_GAIN)
         if self._orion is not None and self._orion.inactive is not None and pipe.rank == 0:
             note(f"warning: {self._orion.inactive}")
+        if pipe.rank == 0 and (left_out := note_of(config.parallel.schedule)) is not None:
+            note(left_out)
         slow = few_microbatches(job.schedule, "training.num_microbatches", config.dataset.batch_size)
         for warning in (slow, delay_warning(job)) if pipe.rank == 0 else ():
             if warning is not None:

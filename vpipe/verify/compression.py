@@ -12,6 +12,7 @@ from vpipe.model.layer import Model
 from vpipe.model.split import split
 from vpipe.runtime.transport.compression import Compression, decode
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.size import Placement
 
 
@@ -40,7 +41,8 @@ class CutCompression:
         spec = self._cuts.get(layer)
         if spec is None:
             return
-        sender, receiver = (ranks[microbatch % len(ranks)] for ranks in self._placement[spec.index - 1:spec.index + 1])
+        sender, receiver = (ranks[Assignment.replica_of(microbatch, len(ranks))]
+                            for ranks in self._placement[spec.index - 1:spec.index + 1])
         if sender == receiver or self._compression.codecs[spec.index - 1] == "none":
             return
         before = [tensors[name] for name in spec.inputs]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.size import default_warmup
 from vpipe.verify.reference_model import FP32, ReferencePrecision
@@ -158,7 +159,7 @@ class GradientSums:
     def add(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> None:
         """Add the gradients of a microbatch."""
         for name, gradient in gradients.items():
-            replica = microbatch % self._width[name]
+            replica = Assignment.replica_of(microbatch, self._width[name])
             before = self._shares[name].get(replica)
             if gradient is not None:
                 self._shares[name][replica] = gradient if before is None else before + gradient
