@@ -19,6 +19,7 @@ from vpipe.model.layer import LOSS, Model, set_parameter, split_target
 from vpipe.model.sequential import rounded_module
 from vpipe.model.split import split
 from vpipe.runtime.precision import Precision
+from vpipe.schedules.assignment import Assignment
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class ReferenceModel:
     def _swap_buffers(self, microbatch: int) -> None:
         """Exchange the buffers in the layers with those of the replicas that process a microbatch."""
         for layer, stage, others in zip(self.layers, self._stage, self._buffers, strict=True):
-            replica = microbatch % self.widths[stage]
+            replica = Assignment.replica_of(microbatch, self.widths[stage])
             if replica > 0:
                 for buffer, other in zip(layer.buffers(), others[replica - 1], strict=True):
                     before = buffer.clone()
