@@ -21,7 +21,7 @@ from vpipe.model.generate import Chosen, DecoderModel, Decoding, Pass, Request, 
 from vpipe.model.layer import Model
 from vpipe.model.registry import ModelSettings, family_named
 from vpipe.model.split import balanced, split
-from vpipe.runtime.generation import GenerationRank, in_flight, run_rank
+from vpipe.runtime.generation import GenerationRank, in_flight
 from vpipe.runtime.transport.distributed import DistributedTransport
 
 WINDOW, PROMPT = 1024, 32
@@ -96,7 +96,11 @@ def run_entrant(case: dict[str, Any]) -> None:
         if transport is None:
             count((number, chosen) for number, request in enumerate(requests) for chosen in decode(stage, request))
         else:
-            run_rank(GenerationRank(stage, transport, ranks, requests), count, leads=rank == 0)
+            here = GenerationRank(stage, transport, ranks, requests)
+            if rank == 0:
+                count(here.lead())
+            else:
+                here.follow()
             transport.finish()
         print(time.process_time() - began, flush=True)
 

@@ -48,5 +48,6 @@ def test_every_operation_is_of_one_kind() -> None:
     sends, receives, computes = ({op for op in Op if getattr(op, trait)} for trait in ("sends", "receives", "computes"))
     assert not sends & receives
     assert not computes & (sends | receives)
-    assert set(Op) == sends | receives | computes | {Op.STEP, Op.USE, Op.NORM, Op.REDUCE}
+    copies = {op for op in Op if op.host_bytes is not None}
+    assert set(Op) == sends | receives | computes | copies | {Op.STEP, Op.USE, Op.NORM, Op.REDUCE}
     assert {op for op in Op if op.per_microbatch} >= computes >= {op for op in Op if op.returns or op.completes}
