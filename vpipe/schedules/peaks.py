@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, StageCosts
@@ -13,8 +14,7 @@ from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.versions import VersionRegister
 
 
-@dataclass(frozen=True, slots=True)
-class RankLoad:
+class RankLoad(NamedTuple):
     """The contents of a rank behind the action at ``position`` of its program.
 
     Attributes:
@@ -27,8 +27,7 @@ class RankLoad:
     weight_halves: int
 
 
-@dataclass(frozen=True, slots=True)
-class StageLoad:
+class StageLoad(NamedTuple):
     """The contents of a stage behind the action at ``position`` of its rank's program.
 
     Attributes:

@@ -90,10 +90,10 @@ class SimulationTables:
         copies = any(kind.host_bytes is not None for kind in schedule.kinds)
         users: dict[tuple[int, int], list[int]] = defaultdict(list)  # by what is waited for, and the rank that waits
         for rank, (first, program) in enumerate(zip(tables.firsts, schedule.programs, strict=True)):
-            for number, action in enumerate(program, start=first):
-                for awaited, peer in graph.awaited(action, rank, rendezvous=False):
-                    if (position := graph.position(awaited, peer)) is not None:
-                        users[tables.firsts[peer] + position, rank].append(number)
+            for number, (action, spots) in enumerate(zip(program, graph.waits[rank], strict=True), start=first):
+                for spot in spots:
+                    if spot is not None:
+                        users[tables.firsts[spot[0]] + spot[1], rank].append(number)
                 if copies:
                     for before in graph.before(action, (rank, number - first)) if action.op.host_bytes is None else ():
                         if before.op.host_bytes is not None:

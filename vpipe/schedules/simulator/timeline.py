@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
+from typing import NamedTuple
 
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, ratio
@@ -16,8 +17,7 @@ Curve = tuple[tuple[Number, Number], ...]
 """(time in seconds, bytes held from then on), in order; of several points at one time the last holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """A compute action or an optimizer step on its rank."""
 
     action: Action
@@ -25,8 +25,7 @@ class Event:
     end_s: Number
 
 
-@dataclass(frozen=True, slots=True)
-class TransferEvent:
+class TransferEvent(NamedTuple):
     """A send, or a replica's part in a sum, from rank to rank; it takes its link from ``start_s`` on.
 
     A copy to or from the host has the same rank as ``source`` and ``target``.
