@@ -57,8 +57,8 @@ def stage_loads(program: Sequence[Action], stage: int) -> Iterator[StageLoad]:
     pinned: dict[int, int] = {}  # version by microbatch in flight
     users: Counter[int] = Counter()  # microbatches in flight by version
     for position, action in enumerate(program):
-        op, microbatch = action.op, action.microbatch
-        if action.stage != stage or not op.touches_versions:
+        op, own, microbatch = action
+        if own != stage or not op.touches_versions:
             continue
         staleness = 0
         if op.uses_version:
@@ -74,7 +74,8 @@ def stage_loads(program: Sequence[Action], stage: int) -> Iterator[StageLoad]:
             if not users[used]:
                 del users[used]
         oldest = register.in_use
-        yield StageLoad(position, register.latest - oldest + 1 + sum(version < oldest for version in users), staleness)
+        older = len(users) - (oldest in users)  # versions are used in order
+        yield StageLoad(position, register.latest - oldest + 1 + older, staleness)
 
 
 @dataclass(frozen=True)

@@ -137,16 +137,15 @@ class SimulationTables:
 def _ticks(schedule: Schedule, costs: Costs, unit: int) -> Iterator[Number | None]:
     """Yield the ticks of each action, rank after rank; None when it takes no time of its rank."""
     @cache
-    def ticks(kind: Kind, stage: int, alone: bool) -> Number | None:
-        if kind.seconds is None:
-            return None
+    def ticks(kind: Kind, stage: int, alone: bool) -> Number:
+        assert kind.seconds is not None, "it takes time"
         cost = costs.stages[stage]
         return ratio((kind.seconds(cost) + (cost.recompute_s if alone else 0)) * unit, 1)  # an int for a whole number
 
     for program in schedule.programs:
         recomputed = recomputations(program)
         for op, stage, index in program:
-            yield ticks(op, stage, op.recomputes and (stage, index) not in recomputed)
+            yield None if op.seconds is None else ticks(op, stage, op.recomputes and (stage, index) not in recomputed)
 
 
 def _ticks_per_second(costs: Costs, widths: Sequence[int]) -> int:
