@@ -56,7 +56,7 @@ def _makers(present: Collection[Kind]) -> Mapping[Value, Sequence[tuple[Kind, in
         for value, offset in kind.makes:
             if kind in present or not makers[value]:
                 makers[value].append((kind, offset))
-    return makers
+    return dict(makers)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Graph:
                 if home == rank and not value.handed_over:
                     continue
                 needed: Iterable[Needed] = [(value, stage, index)]
-                if value.carrier is not None:
+                if value.carrier is not None and (setting.lowered or value not in self.makers):
                     send = carried(value.carrier, stage, index)
                     if setting.lowered:
                         found.append((send, home))
@@ -204,7 +204,8 @@ class Graph:
     @cached_property
     def waits(self) -> Sequence[Sequence[Sequence[Spot | None]]]:
         """By rank and position, the spots of :meth:`awaited` without ``rendezvous``; None for one that is missing."""
-        return [[self.spots(self.awaited(action, rank, rendezvous=False)) for action in program]
+        return [[() if action.op.transfer is not None else self.spots(self.awaited(action, rank, rendezvous=False))
+                 for action in program]
                 for rank, program in enumerate(self.schedule.programs)]
 
     def spots(self, actions: Sequence[OnRank]) -> Sequence[Spot | None]:

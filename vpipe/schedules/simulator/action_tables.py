@@ -71,7 +71,9 @@ class SimulationTables:
         """Tabulate ``schedule``, compute-only (then its receives are posted from the beginning) or lowered."""
         posted = not schedule.lowered
         if posted:
-            schedule = add_transfers(schedule)
+            lowered = add_transfers(schedule)
+            schedule = lowered.with_programs([[action for action in program if not action.op.receives]
+                                              for program in lowered.programs])
         graph = Graph.from_schedule(schedule)
         widths = [len(ranks) for ranks in schedule.placement]
         unit = _ticks_per_second(costs, widths)
