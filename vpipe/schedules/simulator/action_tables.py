@@ -45,7 +45,8 @@ class SimulationTables:
     """A lowered schedule, its actions numbered rank after rank.
 
     Attributes:
-        schedule: the lowered schedule.
+        lowered: the lowered schedule.
+        schedule: the same, without receives that are posted from the beginning.
         unit: ticks per second. Times are whole numbers of ticks, which are many times faster than fractions; with a
             ``float`` among the costs a tick is a second and times stay as they are.
         firsts: per rank, the number of its first action.
@@ -57,6 +58,7 @@ class SimulationTables:
             gradients, or as its sum.
     """
 
+    lowered: Schedule
     schedule: Schedule
     unit: int
     firsts: list[int]
@@ -70,8 +72,8 @@ class SimulationTables:
     def from_schedule(cls, schedule: Schedule, costs: Costs) -> SimulationTables:
         """Tabulate ``schedule``, compute-only (then its receives are posted from the beginning) or lowered."""
         posted = not schedule.lowered
+        lowered = add_transfers(schedule) if posted else schedule
         if posted:
-            lowered = add_transfers(schedule)
             schedule = lowered.with_programs([[action for action in program if not action.op.receives]
                                               for program in lowered.programs])
         graph = Graph.from_schedule(schedule)
@@ -79,7 +81,7 @@ class SimulationTables:
         unit = _ticks_per_second(costs, widths)
         sizes = [len(program) for program in schedule.programs]
         ends = [sum(sizes[:rank + 1]) for rank in range(len(sizes))]
-        tables = cls(schedule, unit, [end - size for end, size in zip(ends, sizes, strict=True)], ends,
+        tables = cls(lowered, schedule, unit, [end - size for end, size in zip(ends, sizes, strict=True)], ends,
                      [rank for rank, size in enumerate(sizes) for _ in range(size)],
                      list(_ticks(schedule, costs, unit)))
 

@@ -63,7 +63,7 @@ def simulate_in_ticks(schedule: Schedule, costs: Costs) -> tuple[Timeline, int]:
                  for number, start, end in loop.arrivals
                  if (message := tables.messages[number]).source != message.target
                  or message.action.op.host_bytes is not None]
-    return Timeline.of(tables.schedule, costs, tuple(events), tuple(transfers)), tables.unit
+    return Timeline.of(tables.lowered, costs, tuple(events), tuple(transfers)), tables.unit
 
 
 def _blocked(tables: SimulationTables, cursors: Sequence[int]) -> CheckError:

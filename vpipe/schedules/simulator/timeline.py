@@ -44,7 +44,7 @@ class Timeline:
     """A simulated run of all of a schedule's actions, from second 0.
 
     Attributes:
-        schedule: what was simulated, with its sends; of a compute-only one without receives.
+        schedule: what was simulated, with its sends.
         costs: its costs.
         events: per rank, in order.
         transfers: between ranks, by their end.
