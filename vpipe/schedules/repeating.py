@@ -199,7 +199,7 @@ def _repeated(simulated: Timeline, windows: Sequence[Window], patterns: Sequence
     end = max(simulated.makespan_s - share, windows[-1].end_s)
     shown, work = [], []
     for pattern, events, own_s in zip(patterns, simulated.events, simulated.work_s, strict=True):
-        places = _places(pattern.program, events)
+        places = _places(pattern.program)
         work.append(own_s + copies * sum((
             event.end_s - event.start_s for first, beyond in pattern.spans
             for event in events[bisect_left(places, first):bisect_left(places, beyond)]), start=0))
@@ -214,13 +214,9 @@ def _repeated(simulated: Timeline, windows: Sequence[Window], patterns: Sequence
                    work_s=tuple(work)), (begin, end + later)
 
 
-def _places(program: Sequence[Action], events: Sequence[Event]) -> list[int]:
-    """Return the position in ``program`` of the action of every event."""
-    places: list[int] = []
-    for position, action in enumerate(program):
-        if len(places) < len(events) and action == events[len(places)].action:
-            places.append(position)
-    return places
+def _places(program: Sequence[Action]) -> list[int]:
+    """Return the position in ``program`` of the action of every event: of those that take time of the rank."""
+    return [position for position, action in enumerate(program) if action.op.works]
 
 
 def find(name: str, placement: Placement, microbatches: int, costs: Costs, update_every: int | None = None,
@@ -414,7 +410,7 @@ class _Windows:
         self._programs, self._longer = schedule.programs, longer.programs
         self._step = longer.microbatches - schedule.microbatches
         self._events = timeline.events
-        self._places = [_places(*both) for both in zip(schedule.programs, timeline.events, strict=True)]
+        self._places = list(map(_places, schedule.programs))
         self._starts = [[event.start_s for event in events] for events in timeline.events]
         self._flights = [each for each in timeline.transfers if each.start_s < each.end_s]
         self._arrivals = [each.end_s for each in self._flights]
