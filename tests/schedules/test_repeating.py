@@ -44,7 +44,7 @@ def same_as_listed(recipe: Recipe, placement: Placement, microbatches: int, cost
     assert (own.makespan_s, own.bubble_s, own.bubble_share, own.idle_s, own.work_s) == (
         timeline.makespan_s, timeline.bubble_s, timeline.bubble_share, timeline.idle_s, timeline.work_s)
     assert (found.ranks, found.stages) == (rank_peaks(whole), stage_peaks(whole))
-    begin, end = own.left_out_s
+    begin, end = found.left_out_s
     for shown, listed in zip(own.events, timeline.events, strict=True):
         later = [event for event in listed if event.start_s >= end or event.end_s > end]
         assert list(shown) == [*(event for event in listed if event.start_s < begin), *later]

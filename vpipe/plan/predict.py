@@ -156,7 +156,7 @@ def _simulate_batches(schedule: Schedule, costs: Costs) -> _SimulatedSteps:
     transfers = tuple(transfer for transfer in timeline.transfers
                       if transfer.action.microbatch < per_batch(transfer.action))
     steps = schedule.microbatches // schedule.rounds.per_step
-    return _SimulatedSteps(Timeline(schedule.with_programs(alone), costs, events, transfers),
+    return _SimulatedSteps(Timeline.of(schedule.with_programs(alone), costs, events, transfers),
                            (_end_s(later) - _end_s(events)) / steps,
                            tuple(seconds / steps for seconds in _working_s(later)))
 

@@ -7,7 +7,7 @@ as a stream is. Both know of no kind: what they say follows from the rows of :mo
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,13 +46,17 @@ def receive_of(send: Action) -> Action:
     return Action(send.op.other_end, send.stage + send.op.transfer.offset, send.microbatch)
 
 
-def _makers() -> Mapping[Value, Sequence[tuple[Kind, int]]]:
-    """Return by value the kinds that make it, each with the stage of the value less that of the action."""
+def _makers(present: Collection[Kind]) -> Mapping[Value, Sequence[tuple[Kind, int]]]:
+    """Return by value the kinds that make it, each with the stage of the value less that of the action.
+
+    These are of the kinds that are present; the first of all where none is.
+    """
     makers: dict[Value, list[tuple[Kind, int]]] = defaultdict(list)
-    for kind in kinds():
+    for kind in sorted(kinds(), key=lambda kind: kind not in present):
         for value, offset in kind.makes:
-            makers[value].append((kind, offset))
-    return makers
+            if kind in present or not makers[value]:
+                makers[value].append((kind, offset))
+    return dict(makers)
 
 
 @dataclass(frozen=True)
@@ -82,20 +86,16 @@ class Graph:
             registers: dict[int, VersionRegister] = defaultdict(VersionRegister)
             for position, action in enumerate(program):
                 op, stage, index = action
-                if action in where:
-                    where[action] = (*where[action], (rank, position))
-                else:
-                    where[action] = ((rank, position),)
+                where[action] = (*where.get(action, ()), (rank, position))
                 if op.touches_versions:
                     if op.uses_version:
                         version[stage, index] = registers[stage].in_use
                     elif op.completes and stage < len(spans) and spans[stage]:
                         last[stage, index // spans[stage], rank] = action
                     registers[stage].follow(action)
-        makers = _makers()
         setting = Setting(schedule.rounds, schedule.ties, lambda owner, index: version.get((owner, index), 0),
                           lowered=schedule.lowered, normed=any((NORMS, 0) in kind.makes for kind in schedule.kinds))
-        return cls(schedule, setting, where, last, version, makers)
+        return cls(schedule, setting, where, last, version, _makers(schedule.kinds))
 
     # -- the programs ----------------------------------------------------------------------------------
 
@@ -145,16 +145,17 @@ class Graph:
         """
         if value is PART:
             return self.last.get((stage, index, rank))
+        (kind, offset), *others = self.makers[value]
+        first = Action(kind, stage - offset, index)
+        if not others and not value.optional:
+            return first
         latest, found = -1, None
         for kind, offset in self.makers[value]:
             position = self.position(action := Action(kind, stage - offset, index), rank)
             if position is not None and (found is None or (
                     before is not None and position < before and not position < latest < before)):
                 latest, found = position, action
-        if found is not None or value.optional:
-            return found
-        kind, offset = self.makers[value][0]
-        return Action(kind, stage - offset, index)
+        return first if found is None and not value.optional else found
 
     def before(self, action: Action, spot: Spot) -> Iterator[Action]:
         """Yield the actions that the one at ``spot`` must follow on its own rank.
@@ -191,7 +192,7 @@ class Graph:
                 if home == rank and not value.handed_over:
                     continue
                 needed: Iterable[Needed] = [(value, stage, index)]
-                if value.carrier is not None:
+                if value.carrier is not None and (setting.lowered or value not in self.makers):
                     send = carried(value.carrier, stage, index)
                     if setting.lowered:
                         found.append((send, home))
@@ -203,7 +204,8 @@ class Graph:
     @cached_property
     def waits(self) -> Sequence[Sequence[Sequence[Spot | None]]]:
         """By rank and position, the spots of :meth:`awaited` without ``rendezvous``; None for one that is missing."""
-        return [[self.spots(self.awaited(action, rank, rendezvous=False)) for action in program]
+        return [[() if action.op.transfer is not None else self.spots(self.awaited(action, rank, rendezvous=False))
+                 for action in program]
                 for rank, program in enumerate(self.schedule.programs)]
 
     def spots(self, actions: Sequence[OnRank]) -> Sequence[Spot | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, StageCosts
@@ -13,8 +14,7 @@ from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.versions import VersionRegister
 
 
-@dataclass(frozen=True, slots=True)
-class RankLoad:
+class RankLoad(NamedTuple):
     """The contents of a rank behind the action at ``position`` of its program.
 
     Attributes:
@@ -27,8 +27,7 @@ class RankLoad:
     weight_halves: int
 
 
-@dataclass(frozen=True, slots=True)
-class StageLoad:
+class StageLoad(NamedTuple):
     """The contents of a stage behind the action at ``position`` of its rank's program.
 
     Attributes:
@@ -58,8 +57,8 @@ def stage_loads(program: Sequence[Action], stage: int) -> Iterator[StageLoad]:
     pinned: dict[int, int] = {}  # version by microbatch in flight
     users: Counter[int] = Counter()  # microbatches in flight by version
     for position, action in enumerate(program):
-        op, microbatch = action.op, action.microbatch
-        if action.stage != stage or not op.touches_versions:
+        op, own, microbatch = action
+        if own != stage or not op.touches_versions:
             continue
         staleness = 0
         if op.uses_version:
@@ -75,7 +74,8 @@ def stage_loads(program: Sequence[Action], stage: int) -> Iterator[StageLoad]:
             if not users[used]:
                 del users[used]
         oldest = register.in_use
-        yield StageLoad(position, register.latest - oldest + 1 + sum(version < oldest for version in users), staleness)
+        older = len(users) - (oldest in users)  # versions are used in order
+        yield StageLoad(position, register.latest - oldest + 1 + older, staleness)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from math import lcm
 from operator import add, le
 
@@ -50,7 +50,7 @@ from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.peaks import RankPeaks, StagePeaks, rank_peaks, stage_peaks
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule, stages_of_rank
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.simulate import simulate_in_ticks
 from vpipe.schedules.simulator.timeline import Event, Timeline
 from vpipe.schedules.size import MOST_ACTIONS, Placement
 
@@ -162,54 +162,14 @@ class Window:
 
 
 @dataclass(frozen=True)
-class RepeatedTimeline(Timeline):
-    """A timeline of which the middle is left out; all figures are those of the whole.
-
-    Attributes:
-        simulated: the timeline of the short schedule.
-        left_out_s: the time at which the events that are left out begin, and that at which they end.
-        later_s: how much later than in ``simulated`` the last events are.
-        more_work_s: per rank, the time that the actions of windows that are put in take.
-    """
-
-    simulated: Timeline
-    left_out_s: tuple[Number, Number]
-    later_s: Number
-    more_work_s: tuple[Number, ...]
-
-    @cached_property
-    def makespan_s(self) -> Number:
-        """The time at which the last action has ended and the last transfer has arrived."""
-        return self.simulated.makespan_s + self.later_s
-
-    @cached_property
-    def spans_s(self) -> tuple[tuple[Number, Number], ...]:
-        """Per rank, the first start and the last end."""
-        return tuple((first, last + self.later_s) for first, last in self.simulated.spans_s)
-
-    @cached_property
-    def work_s(self) -> tuple[Number, ...]:
-        """Per rank, the time that its actions take."""
-        return tuple(_work(events) + more
-                     for events, more in zip(self.simulated.events, self.more_work_s, strict=True))
-
-
-def _work(events: Sequence[Event]) -> Number:
-    """Return the time of events of one rank, on which actions of one kind and stage take equally long."""
-    lengths = {event.action[:2]: event.end_s - event.start_s for event in events}
-    return sum((lengths[kind] * times for kind, times in Counter(event.action[:2] for event in events).items()),
-               start=0)
-
-
-@dataclass(frozen=True)
 class Repeating:
     """A schedule as a short one with windows that are put in ``copies`` times more.
 
     Attributes:
         schedule: of the wanted size, with the bounds that its recipe states, but with the programs of the short one.
         short: the short schedule, compute actions and steps only.
-        simulated: its timeline.
-        windows: in order.
+        timeline: of the wanted size, with the first and the last :data:`MOST_SHOWN` events at most.
+        left_out_s: the time at which the events that are left out of it begin, and that at which they end.
         patterns: per rank, its short program with the spans of the windows.
         step: the microbatches of a window.
         ranks, stages: the peaks of the wanted size.
@@ -217,8 +177,8 @@ class Repeating:
 
     schedule: Schedule
     short: Schedule
-    simulated: Timeline
-    windows: tuple[Window, ...]
+    timeline: Timeline
+    left_out_s: tuple[Number, Number]
     patterns: tuple[Pattern, ...]
     step: int
     ranks: tuple[RankPeaks, ...]
@@ -229,35 +189,34 @@ class Repeating:
         """How often every window is put in."""
         return (self.schedule.microbatches - self.short.microbatches) // self.step
 
-    @cached_property
-    def timeline(self) -> RepeatedTimeline:
-        """The timeline of the wanted size, with the first and the last :data:`MOST_SHOWN` events at most."""
-        simulated, later = self.simulated, self.copies * sum((window.period_s for window in self.windows), start=0)
-        share = ratio(simulated.makespan_s * MOST_SHOWN, max(MOST_SHOWN, 2 * sum(map(len, simulated.events))))
-        begin = min(share, self.windows[0].end_s)
-        end = max(simulated.makespan_s - share, self.windows[-1].end_s)
-        shown, more = [], []
-        for pattern, events in zip(self.patterns, simulated.events, strict=True):
-            places = _places(pattern.program, events)
-            more.append(self.copies * sum((_work(events[bisect_left(places, first):bisect_left(places, beyond)])
-                                           for first, beyond in pattern.spans), start=0))
-            (first, beyond), steps = pattern.spans[-1], pattern.steps[-1]
-            growth = [*map(add, pattern.growth[first:beyond], steps), *pattern.growth[beyond:]]  # of the last copy on
-            last = [Event(_moved(event.action, self.copies * growth[place - first]), event.start_s + later,
-                          event.end_s + later)
-                    for event, place in zip(events, places, strict=True)
-                    if place >= first and (event.start_s >= end or event.end_s > end)]
-            shown.append((*(event for event in events if event.start_s < begin), *last))
-        return RepeatedTimeline(simulated.schedule, simulated.costs, tuple(shown), (), simulated,
-                                (begin, end + later), later, tuple(more))
 
-def _places(program: Sequence[Action], events: Sequence[Event]) -> list[int]:
-    """Return the position in ``program`` of the action of every event."""
-    places: list[int] = []
-    for position, action in enumerate(program):
-        if len(places) < len(events) and action == events[len(places)].action:
-            places.append(position)
-    return places
+def _repeated(simulated: Timeline, windows: Sequence[Window], patterns: Sequence[Pattern],
+              copies: int) -> tuple[Timeline, tuple[Number, Number]]:
+    """Return the timeline with the windows put in, its middle left out, and between which times that is."""
+    later = copies * sum((window.period_s for window in windows), start=0)
+    share = ratio(simulated.makespan_s * MOST_SHOWN, max(MOST_SHOWN, 2 * sum(map(len, simulated.events))))
+    begin = min(share, windows[0].end_s)
+    end = max(simulated.makespan_s - share, windows[-1].end_s)
+    shown, work = [], []
+    for pattern, events, own_s in zip(patterns, simulated.events, simulated.work_s, strict=True):
+        places = _places(pattern.program)
+        work.append(own_s + copies * sum((
+            event.end_s - event.start_s for first, beyond in pattern.spans
+            for event in events[bisect_left(places, first):bisect_left(places, beyond)]), start=0))
+        (first, beyond), steps = pattern.spans[-1], pattern.steps[-1]
+        growth = [*map(add, pattern.growth[first:beyond], steps), *pattern.growth[beyond:]]  # of the last copy on
+        last = [Event(_moved(event.action, copies * growth[place - first]), event.start_s + later, event.end_s + later)
+                for event, place in zip(events, places, strict=True)
+                if place >= first and (event.start_s >= end or event.end_s > end)]
+        shown.append((*(event for event in events if event.start_s < begin), *last))
+    return replace(simulated, events=tuple(shown), transfers=(), makespan_s=simulated.makespan_s + later,
+                   spans_s=tuple((one, two + later) for one, two in simulated.spans_s),
+                   work_s=tuple(work)), (begin, end + later)
+
+
+def _places(program: Sequence[Action]) -> list[int]:
+    """Return the position in ``program`` of the action of every event: of those that take time of the rank."""
+    return [position for position, action in enumerate(program) if action.op.works]
 
 
 def find(name: str, placement: Placement, microbatches: int, costs: Costs, update_every: int | None = None,
@@ -316,7 +275,7 @@ class _Finder:
         self.views = replica_views(self._recipe, placement, microbatches, update_every, warmup)
         self._every = None if self.flush else self.views[0].size.update_every
         self.base = lcm(*map(len, placement)) if self._every is None else self._rounds(microbatches).per_step
-        self._simulated = lru_cache(maxsize=1)(lambda short: (one := self._build(short), simulate(one, costs)))
+        self._simulated = lru_cache(maxsize=1)(lambda short: (one := self._build(short), simulate_in_ticks(one, costs)))
         self._wanted = cache(lambda rank: self._program(rank, microbatches))
 
     def _rounds(self, microbatches: int) -> Assignment:
@@ -347,7 +306,7 @@ class _Finder:
     def of(self, short: int, step: int) -> Repeating | None:
         """Return the schedule as one of ``short`` microbatches and repetitions of ``step``; None where it is not."""
         ranks, copies = len(self.views), (self._microbatches - short) // step
-        schedule, timeline = self._simulated(short)
+        schedule, (timeline, ticks_per_s) = self._simulated(short)
         once, twice = self._build(short + step), self._build(short + 2 * step)
         windows = _Windows(schedule, once, timeline).find()
         if windows is None:
@@ -373,7 +332,9 @@ class _Finder:
             versions=tuple(max(self._recipe.versions(self.views[rank].rank, self.views[rank].size) for rank in group)
                            for group in self._placement))
         _keeps_bounds(wanted, *peaks)
-        return Repeating(wanted, schedule, timeline, windows, tuple(patterns), step, *peaks)
+        shown, (begin, end) = _repeated(timeline, windows, patterns, copies)
+        return Repeating(wanted, schedule, shown.in_seconds(ticks_per_s),
+                         (ratio(begin, ticks_per_s), ratio(end, ticks_per_s)), tuple(patterns), step, *peaks)
 
 
 def _continues(patterns: Sequence[Pattern]) -> bool:
@@ -449,7 +410,7 @@ class _Windows:
         self._programs, self._longer = schedule.programs, longer.programs
         self._step = longer.microbatches - schedule.microbatches
         self._events = timeline.events
-        self._places = [_places(*both) for both in zip(schedule.programs, timeline.events, strict=True)]
+        self._places = list(map(_places, schedule.programs))
         self._starts = [[event.start_s for event in events] for events in timeline.events]
         self._flights = [each for each in timeline.transfers if each.start_s < each.end_s]
         self._arrivals = [each.end_s for each in self._flights]

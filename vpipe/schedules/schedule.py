@@ -54,7 +54,7 @@ class Schedule:
         """The microbatches of every replica and of every update."""
         return Assignment(self.placement, self.update_every, self.flush, lambda number: 0 <= number < self.microbatches)
 
-    @property
+    @cached_property
     def kinds(self) -> set[Kind]:
         """Return the kinds of its actions."""
         return {action.op for program in self.programs for action in program}

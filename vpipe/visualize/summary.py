@@ -98,7 +98,7 @@ class Summary:
     @property
     def left_out(self) -> tuple[Number, Number] | None:
         """Return the times between which a picture has nothing, because the schedule is too long to list."""
-        return None if self.repeating is None else self.repeating.timeline.left_out_s
+        return None if self.repeating is None else self.repeating.left_out_s
 
     def said_left_out(self, begin_s: Number, end_s: Number) -> str:
         """Return what a picture without the times from ``begin_s`` to ``end_s`` leaves out as text."""

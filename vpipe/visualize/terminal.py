@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
 
+from vpipe.schedules.costs import Number
 from vpipe.schedules.kinds import kinds
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.schedules.simulator.timeline import Event
@@ -83,14 +85,19 @@ def _scale(summary: Summary, room: int) -> tuple[Fraction, bool]:
     Best is a column between labels, then none, at a scale that puts every start and end on a column; then labels
     without their numbers. Actions too short to be seen beside the longest do not count.
     """
-    events = [event for rank in summary.timeline.events for event in rank if event.end_s > event.start_s]
-    longest = max(Fraction(event.end_s - event.start_s) for event in events)
-    seen = [(len(_label(event, 0)), taken) for event in events
-            if (taken := Fraction(event.end_s - event.start_s)) * _UNSEEN > longest]
+    labels: dict[Number, int] = {}  # the longest, by the time that actions take
+    times: set[Number] = set()
+    for rank in summary.timeline.events:
+        for event in rank:
+            if taken := event.end_s - event.start_s:
+                labels[taken] = max(labels.get(taken, 0), len(_label(event, 0)))
+                times.add(event.end_s)
+    longest = Fraction(max(labels))
+    seen = [(columns, Fraction(taken)) for taken, columns in labels.items() if Fraction(taken) * _UNSEEN > longest]
     end = Fraction(summary.timeline.makespan_s)
     roomy, tight, bare = (max(columns / taken for columns, taken in wanted) for wanted in (
         [(columns + 1, taken) for columns, taken in seen], seen, [(1, taken) for _, taken in seen]))
-    ends = [Fraction(event.end_s) for event in events]
+    ends = [Fraction(time) for time in times]
     whole = math.lcm(*{time.denominator for time in ends})
     grain = Fraction(math.gcd(*{int(time * whole) for time in ends}), whole)  # all ends are multiples of it
     fitting = Fraction(min(math.ceil(roomy * grain), math.floor(room * grain / end))) / grain  # starts on columns
@@ -121,7 +128,8 @@ class _Picture:
     """The rows of a picture, column by column, from the time ``begin_s`` on."""
 
     def __init__(self, summary: Summary, per_unit: Fraction, columns: int, begin_s: Fraction = Fraction()) -> None:
-        self._summary, self._per_unit, self.begin_s = summary, per_unit, begin_s
+        self._summary, self.begin_s = summary, begin_s
+        self._column = cache(lambda seconds: round((Fraction(seconds) - begin_s) * per_unit))
         self.columns = min(columns, self._column(summary.timeline.makespan_s) + 1)
         self._versions = summary.versions_used
         self.bare = False  # whether an action was too narrow for its microbatch
@@ -135,9 +143,6 @@ class _Picture:
             if self._versions:
                 rows.append(("", self._used(events)))
         return rows
-
-    def _column(self, seconds: float | Fraction) -> int:
-        return round((Fraction(seconds) - self.begin_s) * self._per_unit)
 
     def _actions(self, events: Sequence[Event]) -> list[Cell]:
         row: list[Cell] = [(_IDLE, _DIM)] * self.columns

@@ -45,7 +45,8 @@ class SimulationTables:
     """A lowered schedule, its actions numbered rank after rank.
 
     Attributes:
-        schedule: the lowered schedule.
+        lowered: the lowered schedule.
+        schedule: the same, without receives that are posted from the beginning.
         unit: ticks per second. Times are whole numbers of ticks, which are many times faster than fractions; with a
             ``float`` among the costs a tick is a second and times stay as they are.
         firsts: per rank, the number of its first action.
@@ -57,6 +58,7 @@ class SimulationTables:
             gradients, or as its sum.
     """
 
+    lowered: Schedule
     schedule: Schedule
     unit: int
     firsts: list[int]
@@ -70,14 +72,16 @@ class SimulationTables:
     def from_schedule(cls, schedule: Schedule, costs: Costs) -> SimulationTables:
         """Tabulate ``schedule``, compute-only (then its receives are posted from the beginning) or lowered."""
         posted = not schedule.lowered
+        lowered = add_transfers(schedule) if posted else schedule
         if posted:
-            schedule = add_transfers(schedule)
+            schedule = lowered.with_programs([[action for action in program if not action.op.receives]
+                                              for program in lowered.programs])
         graph = Graph.from_schedule(schedule)
         widths = [len(ranks) for ranks in schedule.placement]
         unit = _ticks_per_second(costs, widths)
         sizes = [len(program) for program in schedule.programs]
         ends = [sum(sizes[:rank + 1]) for rank in range(len(sizes))]
-        tables = cls(schedule, unit, [end - size for end, size in zip(ends, sizes, strict=True)], ends,
+        tables = cls(lowered, schedule, unit, [end - size for end, size in zip(ends, sizes, strict=True)], ends,
                      [rank for rank, size in enumerate(sizes) for _ in range(size)],
                      list(_ticks(schedule, costs, unit)))
 
@@ -90,10 +94,10 @@ class SimulationTables:
         copies = any(kind.host_bytes is not None for kind in schedule.kinds)
         users: dict[tuple[int, int], list[int]] = defaultdict(list)  # by what is waited for, and the rank that waits
         for rank, (first, program) in enumerate(zip(tables.firsts, schedule.programs, strict=True)):
-            for number, action in enumerate(program, start=first):
-                for awaited, peer in graph.awaited(action, rank, rendezvous=False):
-                    if (position := graph.position(awaited, peer)) is not None:
-                        users[tables.firsts[peer] + position, rank].append(number)
+            for number, (action, spots) in enumerate(zip(program, graph.waits[rank], strict=True), start=first):
+                for spot in spots:
+                    if spot is not None:
+                        users[tables.firsts[spot[0]] + spot[1], rank].append(number)
                 if copies:
                     for before in graph.before(action, (rank, number - first)) if action.op.host_bytes is None else ():
                         if before.op.host_bytes is not None:
@@ -137,16 +141,15 @@ class SimulationTables:
 def _ticks(schedule: Schedule, costs: Costs, unit: int) -> Iterator[Number | None]:
     """Yield the ticks of each action, rank after rank; None when it takes no time of its rank."""
     @cache
-    def ticks(kind: Kind, stage: int, alone: bool) -> Number | None:
-        if kind.seconds is None:
-            return None
+    def ticks(kind: Kind, stage: int, alone: bool) -> Number:
+        assert kind.seconds is not None, "it takes time"
         cost = costs.stages[stage]
         return ratio((kind.seconds(cost) + (cost.recompute_s if alone else 0)) * unit, 1)  # an int for a whole number
 
     for program in schedule.programs:
         recomputed = recomputations(program)
         for op, stage, index in program:
-            yield ticks(op, stage, op.recomputes and (stage, index) not in recomputed)
+            yield None if op.seconds is None else ticks(op, stage, op.recomputes and (stage, index) not in recomputed)
 
 
 def _ticks_per_second(costs: Costs, widths: Sequence[int]) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from functools import cache
 from heapq import heappop, heappush
 
 from vpipe.errors import CheckError, UserError
@@ -37,6 +36,12 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         UserError: ``costs`` are for another number of stages or ranks.
         CheckError: ranks wait for each other.
     """
+    timeline, ticks_per_s = simulate_in_ticks(schedule, costs)
+    return timeline.in_seconds(ticks_per_s)
+
+
+def simulate_in_ticks(schedule: Schedule, costs: Costs) -> tuple[Timeline, int]:
+    """Return the timeline with ticks in place of seconds, and how many a second has; see :class:`SimulationTables`."""
     if len(costs.stages) != schedule.stages:
         raise UserError(f"there are costs for {len(costs.stages)} stages, but schedule '{schedule.name}' has "
                         f"{schedule.stages}", hint="give one entry per stage")
@@ -51,18 +56,14 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if loop.cursors != tables.ends:
         raise _blocked(tables, loop.cursors)
 
-    @cache
-    def seconds(ticks: Number) -> Number:
-        return ratio(ticks, tables.unit)
-
-    events = [tuple(Event(action, seconds(loop.starts[number]), seconds(loop.ends[number]))
+    events = [tuple(Event(action, loop.starts[number], loop.ends[number])
                     for number, action in enumerate(program, start=first) if tables.ticks[number] is not None)
               for first, program in zip(tables.firsts, tables.schedule.programs, strict=True)]
-    transfers = [TransferEvent(message.action, message.source, message.target, seconds(start), seconds(end))
+    transfers = [TransferEvent(message.action, message.source, message.target, start, end)
                  for number, start, end in loop.arrivals
                  if (message := tables.messages[number]).source != message.target
                  or message.action.op.host_bytes is not None]
-    return Timeline(tables.schedule, costs, tuple(events), tuple(transfers))
+    return Timeline.of(tables.lowered, costs, tuple(events), tuple(transfers)), tables.unit
 
 
 def _blocked(tables: SimulationTables, cursors: Sequence[int]) -> CheckError:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from itertools import accumulate
 from operator import itemgetter
+from typing import NamedTuple
 
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, ratio
@@ -16,8 +18,7 @@ Curve = tuple[tuple[Number, Number], ...]
 """(time in seconds, bytes held from then on), in order; of several points at one time the last holds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """A compute action or an optimizer step on its rank."""
 
     action: Action
@@ -25,8 +26,7 @@ class Event:
     end_s: Number
 
 
-@dataclass(frozen=True, slots=True)
-class TransferEvent:
+class TransferEvent(NamedTuple):
     """A send, or a replica's part in a sum, from rank to rank; it takes its link from ``start_s`` on.
 
     A copy to or from the host has the same rank as ``source`` and ``target``.
@@ -48,33 +48,45 @@ class Timeline:
         costs: its costs.
         events: per rank, in order.
         transfers: between ranks, by their end.
+        makespan_s: the time at which the last action has ended and the last transfer has arrived.
+        spans_s: per rank, the first start and the last end of something that keeps it busy.
+        work_s: per rank, the time that its actions take.
     """
 
     schedule: Schedule
     costs: Costs
     events: tuple[tuple[Event, ...], ...]
     transfers: tuple[TransferEvent, ...]
+    makespan_s: Number
+    spans_s: tuple[tuple[Number, Number], ...]
+    work_s: tuple[Number, ...]
 
-    @cached_property
-    def makespan_s(self) -> Number:
-        """The time at which the last action has ended and the last transfer has arrived."""
-        arrivals = (transfer.end_s for transfer in self.transfers)
-        return max(max(last for _, last in self.spans_s), max(arrivals, default=0))
-
-    @cached_property
-    def spans_s(self) -> tuple[tuple[Number, Number], ...]:
-        """Per rank, the first start and the last end of something that keeps it busy."""
-        spans = [(events[0].start_s, max(event.end_s for event in events)) for events in self.events]
-        for transfer in self._blocking:
+    @classmethod
+    def of(cls, schedule: Schedule, costs: Costs, events: tuple[tuple[Event, ...], ...],
+           transfers: tuple[TransferEvent, ...]) -> Timeline:
+        """Return the timeline of these events and transfers."""
+        spans = [(own[0].start_s, max(event.end_s for event in own)) for own in events]
+        for transfer in () if costs.overlap else transfers:
             for rank in {transfer.source, transfer.target}:
                 first, last = spans[rank]
                 spans[rank] = (min(first, transfer.start_s), max(last, transfer.end_s))
-        return tuple(spans)
+        arrival = max((transfer.end_s for transfer in transfers), default=0)
+        work = tuple(sum((event.end_s - event.start_s for event in own), start=0) for own in events)
+        return cls(schedule, costs, events, transfers, max(arrival, *(last for _, last in spans)), tuple(spans), work)
 
-    @cached_property
-    def work_s(self) -> tuple[Number, ...]:
-        """Per rank, the time that its actions take."""
-        return tuple(sum((event.end_s - event.start_s for event in events), start=0) for events in self.events)
+    def in_seconds(self, ticks: int) -> Timeline:
+        """Return the same with times in seconds, where those of this one are ticks, so many per second."""
+        @cache
+        def seconds(time: Number) -> Number:
+            return ratio(time, ticks)
+
+        return replace(
+            self, events=tuple(tuple(Event(action, seconds(start), seconds(end)) for action, start, end in own)
+                               for own in self.events),
+            transfers=tuple(each._replace(start_s=seconds(each.start_s), end_s=seconds(each.end_s))
+                            for each in self.transfers),
+            makespan_s=seconds(self.makespan_s), work_s=tuple(map(seconds, self.work_s)),
+            spans_s=tuple((seconds(first), seconds(last)) for first, last in self.spans_s))
 
     @cached_property
     def busy_s(self) -> tuple[Number, ...]:
@@ -121,14 +133,22 @@ class Timeline:
     def _blocking(self) -> tuple[TransferEvent, ...]:
         return () if self.costs.overlap else self.transfers
 
+    @cached_property
+    def _copies(self) -> tuple[Mapping[Action, TransferEvent], ...]:
+        """Per rank, its copies to and from the host."""
+        copies: tuple[dict[Action, TransferEvent], ...] = tuple({} for _ in self.events)
+        for transfer in self.transfers:
+            if transfer.source == transfer.target:
+                copies[transfer.source][transfer.action] = transfer
+        return copies
+
     def _held(self, rank: int) -> Curve:
         """Return the curve of a rank; what is copied changes it when the copy begins or ends, whatever runs then."""
         events = iter(self.events[rank])
-        copies = {copy.action: copy for copy in self.transfers if copy.source == copy.target == rank}
+        copies = self._copies[rank]
         now: Number = 0
         before: Number = -1
         points: list[tuple[Number, Number]] = []
-        changes: list[tuple[Number, Number]] = []  # the second, and by how much
         program = self.schedule.programs[rank]
         timed = [next(events) if action.op.works else None for action in program]
         for position, at_start, _, held in moments(self.schedule, self.costs, rank):
@@ -137,11 +157,11 @@ class Timeline:
             if copies and position >= 0:
                 event = event or copies.get(program[position])
             if held != before:
-                at = now if event is None else event.start_s if at_start else event.end_s
-                points.append((at, held))
-                changes.append((at, held - max(0, before)))
+                points.append((now if event is None else event.start_s if at_start else event.end_s, held))
             before = held
         if not copies:
             return tuple(points)
+        levels = [held for _, held in points]
+        changes = [(at, held - before) for (at, held), before in zip(points, [0, *levels], strict=False)]
         changes.sort(key=itemgetter(0))
         return tuple(zip(map(itemgetter(0), changes), accumulate(map(itemgetter(1), changes)), strict=True))
