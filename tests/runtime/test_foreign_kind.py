@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import kind_jobs
 import pytest
@@ -15,9 +16,9 @@ from world import World
 from vpipe.cli import main
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules import kinds, registry
-from vpipe.schedules.action import Action
+from vpipe.schedules.action import Action, step
 from vpipe.schedules.build import build
-from vpipe.schedules.check import check
+from vpipe.schedules.check import check, prove
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.lower import lower
 from vpipe.schedules.simulator.simulate import simulate
@@ -83,7 +84,7 @@ def test_it_runs_in_one_and_four_processes(folder: Path, world: World) -> None:
     assert [len(rank["averages"]) for rank in four] == [2] * 4
 
 
-def test_it_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder))
     config = write_config(folder, parallel__schedule="averaging_1f1b")
     assert main(["train", str(config), "--set", "trace=true"]) == 0
@@ -91,6 +92,10 @@ def test_it_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["trace", str(run)]) == 0
     page = (run / "report.html").read_text()
     assert "average of weights" in page
+    del kinds._KINDS["AVERAGE"]
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(folder)])
+    assert main(["trace", str(run)]) == 2
+    assert "no kind of action is called 'AVERAGE' here" in capsys.readouterr().err
 
 
 def test_one_that_another_rank_has_not_is_refused(tmp_path: Path, pair: World) -> None:
@@ -116,6 +121,35 @@ def test_the_example_of_the_docs(tmp_path: Path, folder: Path, capsys: pytest.Ca
     assert len(sys.modules["averaging"].averages) == 0, "the ranks are other processes"
 
 
+def test_its_meaning_is_the_same_in_every_process_and_another_in_another_row() -> None:
+    def kind(**row: Any) -> str:
+        return kinds.Kind("SPREAD", "spread", kinds.UPDATE, "mine:spread", **row).meaning
+
+    def row() -> dict[str, Any]:
+        return {"needs": lambda at, s, i, rank: ((kinds.UPDATED, n, i) for n in sorted(range(s), key=lambda n: -n))}
+
+    meanings = {kind(**row()), kind(**row())}
+    assert len(meanings) == 1
+    assert len({*meanings, kind(), kind(seconds=lambda cost: cost.step_s), kind(seconds=lambda cost: 2 * cost.step_s),
+                kind(makes=((kinds.SUM, 0),))}) == 5
+
+
+def test_kinds_that_make_what_others_make_disturb_no_schedule(folder: Path) -> None:
+    kinds.register_kind(kinds.Kind("SCATTER", "other sum", kinds.UPDATE, "mine:scatter", makes=((kinds.SUM, 0),)))
+    prove("1f1b", ((0, 1), (2, 3)), 4, norm=True)
+
+
+def test_one_that_stands_twice_or_on_another_rank_is_explained(folder: Path) -> None:
+    schedule = build("averaging_1f1b", default_placement(2), 2)
+    rows = [list(program) for program in schedule.programs]
+    rows[1].append(rows[1][-1])
+    with pytest.raises(CheckError, match="1AVERAGE0 stands 2 times in the programs"):
+        check(schedule.with_programs(rows))
+    plain = build("gpipe", ((0, 1), (2, 3)), 4)
+    with pytest.raises(CheckError, match="0REDUCE_GRAD0 stands on rank 2, but stage 0 lives on rank 0 and 1"):
+        check(lower(plain.with_programs([*plain.programs[:2], (*plain.programs[2], step(0, 0)), plain.programs[3]])))
+
+
 def test_two_of_one_name_are_refused(folder: Path) -> None:
     kind_jobs.install(folder, "other", "AVERAGE")
     with pytest.raises(UserError, match=r"the package 'averaging' .* and the package 'other' .* have a kind of action "
@@ -123,5 +157,8 @@ def test_two_of_one_name_are_refused(folder: Path) -> None:
         Action.parse("0AVERAGE0")
     with pytest.raises(UserError, match="there is already a kind of action called 'STEP': optimizer step"):
         kinds.register_kind(kinds.Kind("STEP", "mine", kinds.UPDATE, "mine:step"))
+    with pytest.raises(UserError, match="'MINE' would send the output, which 'SEND_F' sends"):
+        kinds.register_kind(kinds.Kind("MINE", "mine", kinds.MICROBATCH, "mine:send",
+                                       transfer=kinds.Op.SEND_F.transfer))
     with pytest.raises(UserError, match="an action cannot be called 'A1'"):
         kinds.register_kind(kinds.Kind("A1", "mine", kinds.UPDATE, "mine:step"))

@@ -307,6 +307,11 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
         (lambda: added(good(), 1, "1OFFLOAD2", before="1F3"),
          "1B2 on rank 1 needs the saved activations of stage 1 and microbatch 2, which 1OFFLOAD2 has freed", "1B2"),
         (lambda: added(halves(), 1, "1OFFLOAD2", before="1I2"), "1I2 on rank 1 needs the saved activations", "1I2"),
+        (lambda: added(good(), 1, "1OFFLOAD2", before="1B3"), "1OFFLOAD2 on rank 1 needs the saved activations of "
+         "stage 1 and microbatch 2, which 1B2 has freed", "1OFFLOAD2"),
+        (lambda: added(added(vee(), 0, "0OFFLOAD0", before="0B0"), 0, "0FETCH0", before="0B0"),
+         "0B0 on rank 0 needs the recomputed activations of stage 0 and microbatch 0, which 0OFFLOAD0 has freed",
+         "0B0"),
     ],
 }
 

@@ -280,6 +280,9 @@ def _parse_action(entry: list[Any], stages: int, last_s: float) -> RecordedActio
         return None
     _, start_s, end_s, waited_s, held, versions = entry
     op, stage = kind_if_any(match[2]), int(match[1])
+    if op is None and match[2].isupper() and len(match[2]) > 1:
+        raise UserError(f"the record has actions '{entry[0]}', and no kind of action is called '{match[2]}' here",
+                        hint="install the package that the run had, or name its file with --import")
     if op is None or stage >= stages or not (is_number(start_s) and is_number(end_s) and is_number(waited_s)):
         return None
     if not (_is_count(held) and _is_count(versions) and start_s <= end_s and last_s - _SLACK_S <= start_s

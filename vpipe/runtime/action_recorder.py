@@ -85,7 +85,7 @@ class Recorder:
         if self.count >= self._limit:
             worker.execute(action)
             return
-        counter = self._counter_for(op, stage, index) if op.takes_memory or op.host_bytes else None
+        counter = self._counter_for(op, stage, index) if op.uses_version or op.remembers else None
         transport = worker.transport
         waited, started = transport.wait_s, perf_counter()
         if counter is None:
@@ -94,7 +94,7 @@ class Recorder:
             self._execute_counted(action, counter)
         ended = started if op.chooses else perf_counter()
         self.count += 1
-        if op.takes_memory or op.host_bytes or op.first_half:
+        if op.uses_version or op.remembers or op.first_half:
             self._keep(op, stage, index)
         elif op.completes:
             self._drop(stage, index)

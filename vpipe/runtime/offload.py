@@ -132,10 +132,10 @@ class Offloads:
         if not only_ours():
             raise UserError(f"stage {stage} offloads activations within hooks for saved tensors of your own",
                             hint="leave torch.autograd.graph.saved_tensors_hooks, or OFFLOAD, out")
-        weights = [tensor for each in self._stages[stage].all_weights for tensor in each.leaves()]
-        buffers = [buffer for module in self._stages[stage].modules.values() for buffer in module.buffers()]
+        modules = self._stages[stage].modules.values()
+        kept = (*given, *(tensor for module in modules for tensor in (*module.parameters(), *module.buffers())))
         saved = self._saved[stage, microbatch] = SavedTensors({
-            storage_of(tensor) for tensor in (*weights, *buffers, *given) if tensor.layout is torch.strided})
+            storage_of(tensor) for tensor in kept if tensor.layout is torch.strided})
         return saved.saving()
 
     def offload(self, stage: int, microbatch: int) -> None:

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from operator import attrgetter
 from pkgutil import resolve_name
 from time import perf_counter
@@ -82,8 +81,9 @@ class Worker:
 
     def _operation(self, kind: Kind) -> Callable[[int, int], None]:
         """Return the function that executes a kind of action, given a stage and an index."""
-        operation: Callable[[int, int], None] = partial(resolve_name(kind.runs), self) if ":" in kind.runs \
-            else attrgetter(kind.runs)(self)
+        if ":" in kind.runs:  # of a package, which is imported when it is asked for
+            return lambda stage, index: resolve_name(kind.runs)(self, stage, index)
+        operation: Callable[[int, int], None] = attrgetter(kind.runs)(self)
         return operation
 
     # -- what the interpreter calls --------------------------------------------------------------------

@@ -66,3 +66,10 @@ def use(stage: int, version: int) -> Action:
 
 def step(stage: int, update: int) -> Action:
     return Action(Op.STEP, stage, update)
+
+
+def __getattr__(name: str) -> object:
+    if name in ("SENDS", "RECEIVES", "COMPUTE", "PER_MICROBATCH", "RETURNS", "COMPLETES", "OF_MODELS"):
+        raise ImportError(f"{name} is gone: ask the kind of an action, such as action.op.sends, .receives, .computes, "
+                          ".per_microbatch, .returns, .completes or .of_model")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

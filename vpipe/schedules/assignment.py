@@ -103,8 +103,9 @@ class Assignment:
         return self._of_rank(range(first, first + self.per_update(owner)), stage, rank)
 
     def _of_rank(self, microbatches: range, stage: int, rank: int) -> Sequence[int]:
-        """Return those microbatches that ``rank`` takes: every ``width``-th."""
-        width, replica = self.width(stage), self.placement[stage].index(rank)
+        """Return those microbatches that ``rank`` takes: every ``width``-th; none where it is no rank of the stage."""
+        width = self.width(stage)
+        replica = self.placement[stage].index(rank) if rank in self.placement[stage] else -1
         for first in microbatches[:width]:
             if self.replica_of(first, width) == replica:
                 return microbatches[first - microbatches.start::width]

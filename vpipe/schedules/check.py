@@ -15,7 +15,19 @@ from vpipe.schedules.build import build, reverse_backwards
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.error_grid import Spot
 from vpipe.schedules.graph import Graph, execute
-from vpipe.schedules.kinds import NORMS, SUM, TIED_VERSION, UPDATE, VERSION, Kind, Needed, Value, kind_with, kinds
+from vpipe.schedules.kinds import (
+    NORMS,
+    SUM,
+    TIED_VERSION,
+    UPDATE,
+    VERSION,
+    Kind,
+    Needed,
+    Value,
+    is_own,
+    kind_with,
+    kinds,
+)
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import rank_loads, stage_loads
 from vpipe.schedules.registry import Limits
@@ -145,6 +157,11 @@ def completeness(graph: Graph) -> None:
     first, second = kind_with("first_half"), kind_with("second_half")
     others = [kind for kind in kinds() if kind in graph.schedule.kinds and kind.generated and kind.per_microbatch
               and kind not in (forward, whole, first, second)]
+    for action, spots in graph.where.items() if not all(map(is_own, graph.schedule.kinds)) else ():
+        ranks = [rank for rank, _ in spots]
+        if action.op.counts == UPDATE and not is_own(action.op) and len(set(ranks)) < len(ranks):
+            raise graph.error(f"{action} stands {len(spots)} times in the programs",
+                              f"{action.op.name} of every update at most once on a rank", spots[-1])
     for stage in range(graph.schedule.stages):
         for microbatch in range(graph.schedule.microbatches):
             backward = [Action(whole, stage, microbatch)]
@@ -352,7 +369,7 @@ def _once_between(graph: Graph, value: Value, stage: int, update: int, rank: int
 
     The latter is an action of its own stage; behind a norm, of any stage.
     """
-    (kind, _), = graph.makers[value]
+    kind = graph.makers[value][0][0]
     action, before = Action(kind, stage, update), _users(graph, value)
     positions = [position for there, position in graph.where.get(action, ()) if there == rank]
     position, needing = next((at, one) for at, one in enumerate(graph.schedule.programs[rank]) if
@@ -438,7 +455,12 @@ def no_deadlock_in_one_order(graph: Graph) -> None:
 
 
 def nothing_freed_is_used(graph: Graph) -> None:
-    """Check that no action uses what an action before it on its rank has freed and none has brought back."""
+    """Check that no action uses what an action before it on its rank has freed and none has brought back.
+
+    Where all actions are of vpipe's usual kinds, completeness and precedence say so already.
+    """
+    if all(is_own(kind) and kind.host_bytes is None for kind in graph.schedule.kinds):
+        return
     for rank, program in enumerate(graph.schedule.programs):
         freed: dict[Needed, Action] = {}
         for position, action in enumerate(program):
@@ -452,8 +474,8 @@ def nothing_freed_is_used(graph: Graph) -> None:
             if op.memory is not None:
                 for value in (*op.memory.takes, *op.memory.leaves):
                     freed.pop((value, stage, index), None)
-                if not op.returns and not op.completes:  # behind a backward nobody needs what it frees
-                    freed |= {(value, stage, index): action for value in op.memory.frees}
+                freed |= {(value, stage, index): action for value in op.memory.frees
+                          if graph.maker(value, stage, index, rank, position) is not None}
 
 
 RULES: tuple[Callable[[Graph], None], ...] = (

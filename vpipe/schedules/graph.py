@@ -14,7 +14,7 @@ from functools import cached_property
 from vpipe.errors import CheckError
 from vpipe.schedules.action import Action
 from vpipe.schedules.error_grid import Spot, rule_error
-from vpipe.schedules.kinds import NORMS, PART, Kind, Needed, Value, kinds
+from vpipe.schedules.kinds import NORMS, PART, Kind, Needed, Value, is_own, kinds, published
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.setting import Setting
 from vpipe.schedules.versions import VersionRegister
@@ -286,7 +286,7 @@ class Flow:
                         if not self._is_there(value, stage, index, home, rank):
                             return value, stage, index, home
                         used.append((value, stage, index, rank))
-        if used:
+        if used and (op.uses_version or op.returns):  # the last that needs it
             self._arrived.difference_update(used)
         return None
 
@@ -296,7 +296,8 @@ class Flow:
         carrier = value.carrier
         if carrier is not None and carrier.per_microbatch:
             return (value, stage, index, rank) in self._arrived
-        return self._newest.get((value, stage, home, rank if carrier is not None else home), -1) >= index
+        return (self._newest.get((value, stage, home, rank if carrier is not None else home), -1) >= index
+                or (value, stage, index, home) in self._arrived)
 
     def follow(self, action: Action, rank: int) -> Sequence[int]:
         """Take note of an action that has been executed; return the ranks to which it has sent something."""
@@ -320,4 +321,6 @@ class Flow:
                 self._newest[value, stage + offset, rank, rank] = index
             if op.makes_version:
                 self._parts.pop((stage, index, rank), None)
+        elif not is_own(op):
+            self._arrived.update((value, stage + offset, index, rank) for value, offset in published(op))
         return ()

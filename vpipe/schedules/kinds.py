@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType
 
 from vpipe.errors import UserError, nearest
 from vpipe.plugins import announced, load, unregistered
@@ -185,11 +186,10 @@ class Kind(str):
         holds = memory if memory is not None else Memory()
         self.more_held = ((SAVED in holds.takes) - (SAVED in holds.frees),
                           (HALF in holds.leaves) - (HALF in holds.frees))
-        self.takes_memory = bool(holds.takes)
-        self.told = self.sends or self.completes or not self.per_microbatch  # others may wait for it
+        self.remembers = any(value in (SAVED, RECOMPUTED, OFFLOADED) for value in made)  # after the forward
+        self.told = (self.sends or self.completes or not self.per_microbatch  # others may wait for it
+                     or any(value.homes is not None and value not in (OUTPUT, OUTPUT_GRADIENT) for value in made))
         self.touches_versions = uses_version or makes_version or chooses or self.returns or self.completes
-        if transfer is not None and transfer.sends:
-            transfer.value.carrier = self
 
     def __reduce__(self) -> tuple[Callable[[str], Kind], tuple[str]]:
         return kind_named, (str(self),)
@@ -202,16 +202,32 @@ class Kind(str):
     @property
     def meaning(self) -> str:
         """Return what two ranks must have in common to mean the same by it."""
-        code = getattr(self.needs, "__code__", None)
-        needs = repr(self.needs) if code is None else f"{code.co_code.hex()} {code.co_names} {code.co_consts}"
-        made = [(value.name, offset) for value, offset in self.makes]
-        return f"{self} ({self.name}, on a {self.counts}, {self.runs}, {zlib.crc32(f'{needs} {made}'.encode()):08x})"
+        row = [text for name, field in sorted(vars(self).items()) for text in (name, *_texts(field))]
+        return f"{self} ({self.name}, on a {self.counts}, {self.runs}, {zlib.crc32(' '.join(row).encode()):08x})"
 
     @property
     def other_end(self) -> Kind:
         """Return the kind at the other end of a transfer."""
         assert self.transfer is not None, "it is one end of a transfer"
         return _KINDS[self.transfer.other]
+
+
+def _texts(field: object) -> Iterator[str]:
+    """Yield what of a row's field is the same in every process: no address, no path."""
+    if isinstance(field, Value):
+        yield field.name
+    elif isinstance(field, tuple):
+        for part in field:
+            yield from _texts(part)
+    elif isinstance(field, Memory | Transfer):
+        yield from _texts(tuple(vars(field).values()))
+    elif isinstance(field, CodeType):
+        yield f"{field.co_code.hex()} {field.co_names}"
+        yield from _texts(field.co_consts)
+    elif callable(field):
+        yield from _texts(getattr(field, "__code__", type(field).__name__))
+    else:
+        yield repr(field)
 
 
 # -- expressions that several rows share ---------------------------------------------------------------
@@ -247,6 +263,17 @@ def _borrowers(at: Setting, s: int, i: int, rank: int) -> Sequence[int]:
 class _Members(type):
     def __iter__(cls) -> Iterator[Kind]:
         return iter(kinds())
+
+    def __len__(cls) -> int:
+        return len(kinds())
+
+    def __getitem__(cls, name: str) -> Kind:
+        found = vars(cls)[name]
+        assert isinstance(found, Kind), f"{name} is no kind"
+        return found
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Kind)
 
     def __call__(cls, text: str) -> Kind:
         return kind_named(text)
@@ -285,7 +312,7 @@ class Op(metaclass=_Members):
         shades=("38;5;255;48;5;97", "38;5;16;48;5;140", "38;5;16;48;5;183", "38;5;16;48;5;189"))
     OFFLOAD = Kind(
         "OFFLOAD", "offload activations", MICROBATCH, "offloads.offload", generated=True,
-        needs=lambda at, s, i, rank: [(SAVED, s, i)], makes=((OFFLOADED, 0),), memory=Memory(frees=(SAVED,)),
+        needs=lambda at, s, i, rank: [(SAVED, s, i)], makes=((OFFLOADED, 0),), memory=Memory(frees=(SAVED, RECOMPUTED)),
         host_bytes=lambda cost: cost.activation_bytes)
     FETCH = Kind(
         "FETCH", "fetch activations", MICROBATCH, "offloads.fetch", generated=True,
@@ -343,20 +370,35 @@ class Op(metaclass=_Members):
 ENTRY_POINTS = "vpipe.actions"
 _OWN = tuple(kind for kind in vars(Op).values() if isinstance(kind, Kind))
 _KINDS: dict[str, Kind] = {str(kind): kind for kind in _OWN}
+for _kind in _OWN:
+    if _kind.transfer is not None and _kind.sends:
+        _kind.transfer.value.carrier = _kind
+
+
+def published(kind: Kind) -> Sequence[tuple[Value, int]]:
+    """Return what a kind makes that ranks may need without a transfer, with the offset of its stage."""
+    return [(value, offset) for value, offset in kind.makes
+            if value.homes is not None and value.carrier is None and value is not PART]
 
 
 def register_kind(kind: Kind) -> Kind:
     """Add a kind to the table.
 
     Raises:
-        UserError: another kind has its text, or it could not be told from an index.
+        UserError: another kind has its text or sends its value, or it could not be told from an index.
     """
     if not kind.isidentifier() or any(character.isdigit() for character in kind):
         raise UserError(f"an action cannot be called {str(kind)!r}", hint="use letters and _, such as AVERAGE")
     known = _KINDS.get(kind)
-    if known is not None and (known in _OWN or known.runs != kind.runs):
+    if known is not None and known.meaning != kind.meaning:
         raise UserError(f"there is already a kind of action called '{kind}': {known.name}, run by {known.runs}",
                         hint="choose another name")
+    if kind.transfer is not None and kind.sends:
+        carrier = kind.transfer.value.carrier
+        if carrier not in (None, kind):
+            raise UserError(f"'{kind}' would send the {kind.transfer.value.name}, which '{carrier}' sends",
+                            hint="send a Value of your own")
+        kind.transfer.value.carrier = kind
     _KINDS[str(kind)] = kind
     return kind
 

@@ -291,7 +291,9 @@ class SharedCoresLoop(EventLoop):
     def _start(self, number: int) -> None:
         message = self._tables.messages[number]
         self._began[number] = self._now
-        for rank in (message.source, message.target):
+        if message.source == message.target:
+            self._half_done.add(number + len(self.starts))
+        for rank in {message.source, message.target}:
             self._host_of[rank].begin(self._now, len(self.starts) + number, message.ticks)
 
     def _go_on(self) -> bool:
