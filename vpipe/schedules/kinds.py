@@ -98,7 +98,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TransferEnd:
     """One end of a transfer of ``value`` between two ranks.
 
     Attributes:
@@ -156,7 +156,7 @@ class Kind(str):
                  needs: Needs = _nothing,
                  makes: tuple[tuple[Value, int], ...] = (), memory: Memory | None = None,
                  seconds: Callable[[StageCosts], Number] | None = None, recomputes: bool = False,
-                 transfer: Transfer | None = None, host_bytes: Callable[[StageCosts], Number] | None = None,
+                 transfer: TransferEnd | None = None, host_bytes: Callable[[StageCosts], Number] | None = None,
                  summed: bool = False,
                  in_turn: Callable[[Setting, int, int, int], Iterable[tuple[Value, int, int, int]]] | None = None,
                  makes_version: bool = False, chooses: bool = False, uses_version: bool = False,
@@ -219,7 +219,7 @@ def _texts(field: object) -> Iterator[str]:
     elif isinstance(field, tuple):
         for part in field:
             yield from _texts(part)
-    elif isinstance(field, Memory | Transfer):
+    elif isinstance(field, Memory | TransferEnd):
         yield from _texts(tuple(vars(field).values()))
     elif isinstance(field, CodeType):
         yield f"{field.co_code.hex()} {field.co_names}"
@@ -336,32 +336,32 @@ class Op(metaclass=_Members):
     SEND_F = Kind(
         "SEND_F", "send activations", MICROBATCH, "_p2p.send_activations",
         needs=lambda at, s, i, rank: [(OUTPUT, s, i)],
-        transfer=Transfer(OUTPUT, True, "RECV_F", 1, 0, _neighbour(1), lambda cost: cost.output_bytes))
+        transfer=TransferEnd(OUTPUT, True, "RECV_F", 1, 0, _neighbour(1), lambda cost: cost.output_bytes))
     RECV_F = Kind("RECV_F", "get ready for activations", MICROBATCH, "_post_activations",
-                  transfer=Transfer(OUTPUT, False, "SEND_F", -1, -1, _neighbour(-1)))
+                  transfer=TransferEnd(OUTPUT, False, "SEND_F", -1, -1, _neighbour(-1)))
     SEND_B = Kind(
         "SEND_B", "send gradients", MICROBATCH, "_p2p.send_gradients",
         needs=lambda at, s, i, rank: [(OUTPUT_GRADIENT, s - 1, i)],
-        transfer=Transfer(OUTPUT_GRADIENT, True, "RECV_B", -1, -1, _neighbour(-1), lambda cost: cost.gradient_bytes))
+        transfer=TransferEnd(OUTPUT_GRADIENT, True, "RECV_B", -1, -1, _neighbour(-1), lambda cost: cost.gradient_bytes))
     RECV_B = Kind(  # the shapes of a gradient are known once its forward has run
         "RECV_B", "get ready for gradients", MICROBATCH, "_p2p.post_gradients",
         needs=lambda at, s, i, rank: [(OUTPUT, s, i)],
-        transfer=Transfer(OUTPUT_GRADIENT, False, "SEND_B", 1, 0, _neighbour(1)))
+        transfer=TransferEnd(OUTPUT_GRADIENT, False, "SEND_B", 1, 0, _neighbour(1)))
     # Weights tied across ranks. The stage is the one that owns the weight, on both sides.
     SEND_W = Kind("SEND_TIED_W", "send tied weights", VERSION, "tied.send_version", of_model=True,
                   needs=lambda at, s, i, rank: [(UPDATED, s, i - 1)],
-                  transfer=Transfer(TIED_VERSION, True, "RECV_TIED_W", 0, 0, _borrowers))
+                  transfer=TransferEnd(TIED_VERSION, True, "RECV_TIED_W", 0, 0, _borrowers))
     RECV_W = Kind("RECV_TIED_W", "get ready for tied weights", VERSION, "tied.post_version", of_model=True,
-                  transfer=Transfer(TIED_VERSION, False, "SEND_TIED_W", 0, 0,
+                  transfer=TransferEnd(TIED_VERSION, False, "SEND_TIED_W", 0, 0,
                                     lambda at, s, i, rank: at.lenders(s, rank), borrowed=True))
     SEND_G = Kind("SEND_TIED_G", "send gradients of tied weights", UPDATE, "tied.send_gradients", of_model=True,
                   needs=lambda at, s, i, rank: [(GRADIENT, *each) for each in at.lent_gradients(s, i, rank)],
                   in_turn=lambda at, s, i, rank: [  # all ranks of the owner take them in one order
                       (TIED_GRADIENT, s, i, before) for before in at.gradient_senders_before(s, i, rank)],
-                  transfer=Transfer(TIED_GRADIENT, True, "RECV_TIED_G", 0, 0,
+                  transfer=TransferEnd(TIED_GRADIENT, True, "RECV_TIED_G", 0, 0,
                                     lambda at, s, i, rank: at.placement[s], borrowed=True))
     RECV_G = Kind("RECV_TIED_G", "get ready for gradients of tied weights", UPDATE, "tied.post_gradients",
-                  of_model=True, transfer=Transfer(TIED_GRADIENT, False, "SEND_TIED_G", 0, 0,
+                  of_model=True, transfer=TransferEnd(TIED_GRADIENT, False, "SEND_TIED_G", 0, 0,
                                                    lambda at, s, i, rank: at.gradient_senders(s, i)))
 
 

@@ -147,7 +147,7 @@ def _spans(program: Sequence[Action], longer: Sequence[Action], step: int) -> li
 
 
 @dataclass(frozen=True)
-class Window:
+class RepeatedWindow:
     """A part of a simulated schedule between two moments of one state.
 
     Attributes:
@@ -190,7 +190,7 @@ class Repeating:
         return (self.schedule.microbatches - self.short.microbatches) // self.step
 
 
-def _repeated(simulated: Timeline, windows: Sequence[Window], patterns: Sequence[Pattern],
+def _repeated(simulated: Timeline, windows: Sequence[RepeatedWindow], patterns: Sequence[Pattern],
               copies: int) -> tuple[Timeline, tuple[Number, Number]]:
     """Return the timeline with the windows put in, its middle left out, and between which times that is."""
     later = copies * sum((window.period_s for window in windows), start=0)
@@ -416,9 +416,9 @@ class _Windows:
         self._arrivals = [each.end_s for each in self._flights]
         self._longest = max((each.end_s - each.start_s for each in self._flights), default=0)
 
-    def find(self) -> tuple[Window, ...] | None:
+    def find(self) -> tuple[RepeatedWindow, ...] | None:
         """Return the windows; None where there are none."""
-        windows: list[Window] = []
+        windows: list[RepeatedWindow] = []
         done = offsets = [0] * len(self._programs)
         while True:
             parting = [_parting(*each) for each in zip(self._programs, self._longer, done, offsets, strict=True)]
@@ -432,7 +432,7 @@ class _Windows:
             done = [beyond for _, beyond in window.spans]
             offsets = [offset + beyond - first for offset, (first, beyond) in zip(offsets, window.spans, strict=True)]
 
-    def _before(self, parting: Sequence[int], done: Sequence[int], offsets: Sequence[int]) -> Window | None:
+    def _before(self, parting: Sequence[int], done: Sequence[int], offsets: Sequence[int]) -> RepeatedWindow | None:
         """Return a window that ends before any rank begins what the longer schedule does otherwise."""
         common = [bisect_left(places, at) for places, at in zip(self._places, parting, strict=True)]
         if not all(common):
@@ -447,7 +447,7 @@ class _Windows:
             before, first = self._state(end_s - period)
             spans = tuple(zip(first, beyond, strict=True))
             if before == state and all(map(le, done, first)) and self._repeats(spans, offsets):
-                return Window(spans, end_s, period)
+                return RepeatedWindow(spans, end_s, period)
         return None
 
     def _repeats(self, spans: Sequence[Span], offsets: Sequence[int]) -> bool:
