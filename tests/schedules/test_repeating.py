@@ -56,7 +56,7 @@ def same_as_listed(recipe: Recipe, placement: Placement, microbatches: int, cost
 
 @given(st.sampled_from(FIXED), st.integers(1, 5), st.integers(1, 3), st.integers(1, 60), COSTS, st.integers(1, 3),
        st.sampled_from([None, 2, 4, 6]))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_what_repeats_is_the_listed_schedule(recipe: Recipe, ranks: int, chunks: int, microbatches: int,
                                              costs: RankCosts, replicas: int, update_every: int | None) -> None:
     if not recipe.any_chunks:
@@ -70,8 +70,7 @@ def test_what_repeats_is_the_listed_schedule(recipe: Recipe, ranks: int, chunks:
 
 
 @pytest.mark.parametrize(("name", "bubble"), [
-    ("1f1b", 9), ("gpipe", 9), ("zb_h1", 3), ("zb_h2", 0), ("zb_v", 0), ("interleaved", Fraction(9, 2)),
-    ("pipedream", 9), ("2bw", 9)])
+    ("1f1b", 9), ("zb_h1", 3), ("interleaved", Fraction(9, 2)), ("pipedream", 9)])
 def test_a_bubble_has_its_closed_form_at_any_number_of_microbatches(name: str, bubble: Fraction) -> None:
     recipe = recipe_named(name)
     placement = recipe.layout.placement(4, recipe.chunks)
