@@ -92,7 +92,7 @@ def check_updates(run: Path, count: int | None = None) -> None:
 def oracle(job: Job, updates: int, drained_at: tuple[int, ...] = ()) -> ReferenceRun:
     """What a sequential program computes for the first ``updates`` of a job."""
     config = job.config
-    fields, per_step = tuple(job.dataset.fields), job.schedule.rounds.per_step
+    fields, per_step = tuple(job.dataset.fields), job.schedule.assignment.per_step
     count = -(-updates * per_step // config.training.num_microbatches)
     batches = list(islice(job.training_batches(fields), count))
     recipe = TrainingRecipe(job.optimizer().from_named, config.training.num_microbatches, seed=config.training.seed,

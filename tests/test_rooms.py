@@ -179,3 +179,10 @@ def test_imports_are_found_wherever_they_stand() -> None:
 def test_checking_and_drawing_a_schedule_does_not_import_torch() -> None:
     code = "import sys, vpipe.schedules.check, vpipe.commands.schedule\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_only_the_public_class_knows_its_engine() -> None:
+    """What training, comparing and verifying lack in ``Pipeline``, users lack."""
+    used = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute) and node.attr == "engine"}
+    assert used == {"pipeline.py"}

@@ -151,8 +151,8 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--import", action="append", default=[], metavar="FILE.py", dest="imports",
-                        help="import this file, which registers schedules, models or data sets of your own; may be "
-                        "repeated")
+                        help="import this file, which registers schedules, actions, models or data sets of your own; "
+                        "may be repeated")
 
 
 def _add_models(parser: argparse.ArgumentParser, needed: bool = False) -> None:
@@ -268,6 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     trace = _add(commands, "trace", "trace.run_trace",
                  "write the timeline (trace.json, for Perfetto) and the report page (report.html) of a recorded run")
     trace.add_argument("folder", type=Path, metavar="RUN", help="folder of a run that was trained with 'trace: true'")
+    _add_import(trace)
 
     _add_checkpoint(_add(commands, "checkpoint", "", "list, show, verify, export or import checkpoints").commands())
 
@@ -328,10 +329,12 @@ def _parser() -> argparse.ArgumentParser:
     check = _add(commands, "check", "schedule.run_check",
                  "prove that a schedule in a CSV file is complete, in order and free of deadlock")
     check.add_argument("file", type=Path, metavar="FILE.csv", help="the schedule")
+    _add_import(check)
 
     simulate = _add(commands, "simulate", "schedule.run_simulate", "simulate a schedule in a CSV file and draw it")
     simulate.add_argument("file", type=Path, metavar="FILE.csv", help="the schedule")
     _add_costs(simulate)
+    _add_import(simulate)
 
     data = _add(commands, "data", "", "make data sets").commands()
     build = _add(data, "build-bert", "data.run_build_bert", "write HDF5 shards for BERT pre-training")

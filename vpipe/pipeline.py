@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,19 +17,25 @@ from vpipe.arguments import Arguments, as_integer, as_number, check_path, shown
 from vpipe.distributed import excepthook
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import join_world
+from vpipe.distributed.orion import OrionScheduler
 from vpipe.errors import PerformanceWarning, Problem, UserError, counted, nearest
 from vpipe.model.layer import Model
-from vpipe.model.split import balanced, parameter_counts, split, ties_between
+from vpipe.model.split import StageSpec, balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.recompute import Recompute, recomputed_layers
+from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, label_actions
+from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.compiled import compile_backend
 from vpipe.runtime.delay_correction import DELAY_CORRECTIONS
-from vpipe.runtime.engine import Engine, Settings
+from vpipe.runtime.engine import Engine, Pauses, Settings
+from vpipe.runtime.executors.async_threaded import ThreadedWorker
 from vpipe.runtime.executors.registry import EXECUTORS, THREADED, check_executor
 from vpipe.runtime.microbatches import Batch
+from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint
 from vpipe.runtime.precision import PRECISIONS, Precision
 from vpipe.runtime.stage_optimizer import MakeOptimizer, Optimizers
+from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
 from vpipe.runtime.transport.compression import Compression
@@ -246,7 +253,8 @@ class Pipeline:
         self.engine = Engine(model, split(model, partition), schedule, optimizer, settings,
                              distributed=world.ranks > 1)
 
-    def train(self, batches: Iterable[Batch], pauses: int | Collection[int] | None = None) -> Iterator[Step]:
+    def train(self, batches: Iterable[Batch], pauses: int | Collection[int] | Pauses | None = None, *,
+              updates: int | None = None, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
         """Train on batches (dicts of tensors, dimension 0 = samples); yield one :class:`Step` per update, in order.
 
         With a flush a batch is an update. Without one every ``update_every`` microbatches are (on every replica; with
@@ -258,17 +266,29 @@ class Pipeline:
 
         Args:
             pauses: the updates, counted over all of training, after which a pipeline without a flush drains: every so
-                many, or those given. An :meth:`evaluate`, :meth:`save` or :meth:`state_dict` there is of exactly that
-                update. The same on every rank. With a flush the pipeline is empty after every update anyway.
+                many, those given, or a function from the updates that are done to the next such one. An
+                :meth:`evaluate`, :meth:`save` or :meth:`state_dict` there is of exactly that update. The same on every
+                rank. With a flush the pipeline is empty after every update anyway.
+            updates: end after so many, within a batch if need be (not under a schedule read from a file, which ends
+                with its batch).
+            stop: called on the rank of the last stage, once per update. The result comes with the :class:`Step` on
+                every rank, so that all can stop after the same one.
         """
         _check_batches(batches)
-        next_pause = _pauses(pauses)
-        if self._streams:
+        next_pause = pauses if callable(pauses) else _pauses(pauses)
+        if self._streams and not callable(pauses):
             self.engine.collectives.check_same("pauses", shown(pauses), "give every rank the same")
         if not self._trained:
             self.engine.collectives.check_trained()
             self._trained = True
-        return self.engine.train(batches, pauses=next_pause)
+        return self.engine.train(batches, updates, stop, next_pause)
+
+    def drain(self) -> Sequence[Step]:
+        """Finish the microbatches in flight without a flush; return the updates that this made, in order.
+
+        Every rank must call it, after the same update. :meth:`train` then goes on: it does not yield these again.
+        """
+        return self.engine.drain()
 
     @property
     def position(self) -> Position:
@@ -337,6 +357,91 @@ class Pipeline:
                 where the schedule takes only whole ones. Nothing has been loaded then.
         """
         return self._checkpoint(folder).load(self._model)
+
+    # -- what a training loop of one's own asks -------------------------------------------------------------------
+
+    @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        """The stages of this process, in order: numbers, layers, fields of the batch that they read."""
+        return tuple(stage.spec for stage in self.engine.local_stages)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the stages of this process."""
+        return self.engine.local_stages[0].device
+
+    def local_usage(self) -> LocalUsage:
+        """Return the usage of training so far of this process, by rank and stage, without any transfer."""
+        return self.engine.collectives.local_usage()
+
+    def usage(self, since: LocalUsage | None = None) -> list[StageUsage]:
+        """Return the usage of every stage, and of each of its replicas, in order. Every rank must call it.
+
+        Args:
+            since: the :meth:`local_usage` at the beginning of the time that counts; None: all of it does.
+        """
+        return self.engine.collectives.usage(since)
+
+    def record(self, limit: int = MOST_ACTIONS) -> Mapping[int, Recorder]:
+        """Record the actions of training from now on, at most ``limit`` per rank; return the recorders by rank.
+
+        Raises:
+            UserError: forwards run in threads, so that actions have no times of their own.
+        """
+        return self.engine.record(limit)
+
+    @contextmanager
+    def labelled(self) -> Iterator[None]:
+        """Label every action meanwhile for torch's profiler, with its text and the run's number: ``0F3``."""
+        with ExitStack() as stack:
+            for worker in self.engine.workers.values():
+                stack.callback(label_actions(worker))
+            yield
+
+    def observe(self, observer_of: Mapping[int, StepObserver]) -> None:
+        """Have an observer of each rank of this process see the gradients and weights of every update from now on."""
+        for rank, worker in self.engine.workers.items():
+            worker.optimizer_steps.observer = observer_of[rank]
+
+    def schedule_kernels(self, scheduler: OrionScheduler) -> None:
+        """Let a scheduler gate the kernels of the microbatches of this process, before the first one."""
+        for worker in self.engine.workers.values():
+            assert isinstance(worker, ThreadedWorker), "only forwards that run in threads have streams of their own"
+            worker.schedule(scheduler)
+
+    def check_replicas(self) -> None:
+        """Refuse weights that differ between the replicas of a stage. Every rank must call it.
+
+        Raises:
+            RunError: they do.
+        """
+        self.engine.collectives.check_replicas()
+
+    def local_state(self) -> dict[str, Tensor]:
+        """Return what this process adds to a checkpoint, without copies: those who save in the background need it.
+
+        Every rank must call it, after the same step; an asynchronous pipeline drains first.
+
+        Raises:
+            UserError: a checkpoint cannot hold the state of a layer or an optimizer.
+        """
+        return self.engine.checkpoint_state()
+
+    def restore(self, position: Position, tensors: Callable[[Callable[[str], bool]], Mapping[str, Tensor]]
+                ) -> str | None:
+        """Restore the :meth:`local_state` of all ranks of a run, on every rank before it trains; see :meth:`load`.
+
+        Args:
+            tensors: reads those whose names it is told to; called when the position has been found to fit.
+
+        Returns:
+            On every rank a line about weights that look ahead by another factor than in the checkpoint, if there are.
+
+        Raises:
+            UserError: the position does not fit, training has begun, or tensors are missing.
+        """
+        self.engine.check_restorable(position)
+        return self.engine.restore(position, tensors(self.engine.wants))
 
     def _checkpoint(self, folder: str | Path) -> PipelineCheckpoint:
         check_path("the folder", folder, "checkpoint")

@@ -156,7 +156,7 @@ class Course:
 
     def _oracle(self, job: Job, trajectory: Trajectory | None, progress: Callable[[int], None]) -> ReferenceRun:
         parallel, training = job.config.parallel, job.config.training
-        per_step, partition = job.schedule.rounds.per_step, job.partition
+        per_step, partition = job.schedule.assignment.per_step, job.partition
 
         def batches() -> Iterator[Mapping[str, Tensor]]:
             count = -(-self.steps * per_step // training.num_microbatches)

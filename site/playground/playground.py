@@ -65,7 +65,7 @@ def compare(settings: Mapping[str, str], name: str) -> Mapping[str, Any]:
     costs, options, recipe = _costs(settings), _options(settings), recipe_named(name)
     _check_search(recipe, options, MOST_SEARCHED_BESIDE, "choose it alone")
     one = Summary.of(compared_schedule(recipe, options, costs), costs)
-    period = one.period_s / one.schedule.rounds.per_step
+    period = one.period_s / one.schedule.assignment.per_step
     return {"name": name, "flush": one.schedule.flush,
             "order": [float(one.timeline.bubble_s), float(one.peak), name],
             "cells": [one.chunks, number(one.timeline.bubble_s), share_text(one),
@@ -150,7 +150,7 @@ def _with_costs(words: Sequence[str], settings: Mapping[str, str]) -> str:
 
 def _drawn(summary: Summary, command: str) -> Mapping[str, Any]:
     schedule, timeline = summary.schedule, summary.timeline
-    versions, per_step, period = summary.versions_used, schedule.rounds.per_step, summary.period_s
+    versions, per_step, period = summary.versions_used, schedule.assignment.per_step, summary.period_s
     ranks = [{"name": row_name(schedule.placement, rank), "activations": peaks.peak_activations,
               "halves": peaks.peak_weight_halves, "idle": number(timeline.idle_s[rank]),
               "events": [[str(event.action), event.action.op.value, plain(event.start_s), plain(event.end_s),

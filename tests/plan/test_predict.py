@@ -89,7 +89,7 @@ def test_a_step_of_a_stream_is_one_of_very_many(seed: int, name: str, stages: in
     predicted = predict(made, Plan((2,) * stages, (0.5,) * stages, schedule=name, microbatches=2 * stages,
                                    update_every=stages if name == "2bw" else 1))
     schedule, many = predicted.timeline.schedule, 40
-    long = build(name, schedule.placement, many * schedule.rounds.per_step, schedule.update_every, schedule.ties,
+    long = build(name, schedule.placement, many * schedule.assignment.per_step, schedule.update_every, schedule.ties,
                  range(stages))
     ends = [float(event.end_s) for event in simulate(long, predicted.timeline.costs).events[-1]
             if event.action.op is Op.STEP]
@@ -136,7 +136,7 @@ def test_a_rank_with_two_stages_holds_both_at_one_moment() -> None:
         held = sum(stages[stage].memory.activations + stages[stage].memory.weights for stage in own)
         assert held <= timeline.peak_bytes[rank]  # which counts a forward from its start, before another ends
         loads = peak_contents(timeline.schedule, timeline.costs, rank)
-        assert held == sum(loads[stage].bytes(timeline.costs.stages[stage]) for stage in own)
+        assert held == sum(loads[stage].size(timeline.costs.stages[stage]) for stage in own)
 
 
 def test_replicas_halve_the_work_and_step_together() -> None:

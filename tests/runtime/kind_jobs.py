@@ -16,13 +16,14 @@ PACKAGE = '''"""{kind}: the average of a stage's weights over its updates, as an
 
 from vpipe.schedules.action import Action
 from vpipe.schedules.generators.one_f_one_b import one_f_one_b
-from vpipe.schedules.kinds import UPDATE, UPDATED, Kind, register_kind
+from vpipe.schedules.kinds import UPDATE, UPDATED, Kind, Memory, Value, register_kind
 from vpipe.schedules.registry import register_schedule
 
+MEAN = Value("average of weights", bytes=lambda cost: cost.version_bytes)
 {kind} = register_kind(Kind(
     "{kind}", "average of weights", UPDATE, "{package}:average", generated=True,
     needs=lambda at, stage, update, rank: [(UPDATED, stage, update)], seconds=lambda cost: cost.step_s / 2,
-    colour="#d0bfff"))
+    makes=((MEAN, 0),), memory=Memory(leaves=(MEAN,)), colour="#d0bfff"))
 
 
 @register_schedule("{package}_1f1b", flush=True,

@@ -58,7 +58,7 @@ class _Unordered(RankPrograms):
 
 
 def _post_as_over_gloo(self: P2PTransfers, stage: int, microbatch: int) -> None:
-    peer, key = self.activation_source(stage, microbatch)
+    peer, key = self.source("F", stage, microbatch)
     channel = (stage, peer, self._segment.training, self._segment.signature(microbatch))
     queue, specs = self._queued[stage, peer], self._incoming.get(channel)
     if not queue:

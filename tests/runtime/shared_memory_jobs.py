@@ -16,15 +16,12 @@ import torch.distributed as dist
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.engine import Engine
 from vpipe.runtime.transport import connect_host, distributed, link
-from vpipe.runtime.transport.compression import CompressedTransport
 from vpipe.runtime.transport.distributed import DistributedTransport
 
 
 def transport_of(engine: Engine) -> DistributedTransport:
     [worker] = engine.workers.values()
     transport = worker.transport
-    if isinstance(transport, CompressedTransport):
-        transport = transport._inner  # type: ignore[assignment]
     assert isinstance(transport, DistributedTransport)
     return transport
 
@@ -66,7 +63,7 @@ def train(*, inline_bytes: int = 0, memories: int | None = None, hosts: list[str
     with new_links() as patch:
         patch.setattr(link, "INLINE_BYTES", inline_bytes)
         if hosts is not None:
-            patch.setattr(connect_host, "_boot", lambda: hosts[rank].encode().ljust(16))
+            patch.setattr(connect_host, "_boot", lambda: hosts[rank])
         if memories is not None and rank == 1:
             allocate, left = os.posix_fallocate, iter(range(memories + 1))  # one at the start
 

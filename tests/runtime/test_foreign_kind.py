@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from world import World
 
 from vpipe.cli import main
 from vpipe.errors import CheckError, UserError
+from vpipe.runtime.worker import check_runnable
 from vpipe.schedules import kinds, registry
 from vpipe.schedules.action import Action, step
 from vpipe.schedules.build import build
 from vpipe.schedules.check import check, prove
 from vpipe.schedules.costs import Costs, StageCosts
+from vpipe.schedules.kinds import GRADIENT, MICROBATCH, Kind, Value, register_kind
 from vpipe.schedules.lower import lower
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import default_placement
 
@@ -50,8 +54,10 @@ def test_it_is_proved(folder: Path) -> None:
 def test_it_is_costed(folder: Path) -> None:
     schedule = build("averaging_1f1b", default_placement(2), 2)
     plain = build("1f1b", default_placement(2), 2)
-    costs = Costs((StageCosts(1, 1, 1, step_s=4),) * 2)
-    assert simulate(schedule, costs).makespan_s == simulate(plain, costs).makespan_s + 2
+    costs = Costs((StageCosts(1, 1, 1, step_s=4, activation_bytes=Fraction(1, 3), version_bytes=10),) * 2)
+    with_it, without = simulate(schedule, costs), simulate(plain, costs)
+    assert with_it.makespan_s == without.makespan_s + 2
+    assert [curve[-1][1] for curve in with_it.memory] == [curve[-1][1] + 10 for curve in without.memory]
 
 
 def test_it_is_drawn_written_and_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,10 +98,101 @@ def test_it_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert main(["trace", str(run)]) == 0
     page = (run / "report.html").read_text()
     assert "average of weights" in page
+    assert page.count("other actions") >= 4, "in the bars, their table and the stages'"
     del kinds._KINDS["AVERAGE"]
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(folder)])
     assert main(["trace", str(run)]) == 2
     assert "no kind of action is called 'AVERAGE' here" in capsys.readouterr().err
+
+
+def made(text: str, **row: Any) -> Kind:
+    """A kind of the test."""
+    return Kind(text, "kind of a test", row.pop("counts", MICROBATCH), row.pop("runs", "averaging:average"),
+                generated=True, **row)
+
+
+def with_kind(kind: Kind, place: int = 1) -> Schedule:
+    """1F1B on one rank with an action of the kind somewhere, from its end on."""
+    schedule = build("1f1b", default_placement(1), 1)
+    (program,) = schedule.programs
+    at = len(program) - place
+    return schedule.with_programs([(*program[:at], Action(kind, 0, 0), *program[at:])])
+
+
+@pytest.mark.usefixtures("folder")
+def test_gradients_are_not_there_behind_the_step() -> None:
+    norm = register_kind(made("GNORM", needs=lambda at, stage, index, rank: [(GRADIENT, stage, index)]))
+    check(with_kind(norm))
+    with pytest.raises(CheckError, match="0GNORM0 on rank 0 needs the weight gradient of a microbatch of stage 0 and "
+                                         "microbatch 0, which 0STEP0 has freed"):
+        check(with_kind(norm, place=0))
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_value_that_nothing_makes_before() -> None:
+    value = Value("wish")
+    wish = register_kind(made("WISH", needs=lambda at, stage, index, rank: [(value, stage, index)]))
+    with pytest.raises(UserError, match="no kind of action makes the value 'wish'"):
+        check(with_kind(wish))
+    own = register_kind(made("OWN", makes=[(value, 0)], needs=lambda at, stage, index, rank: [(value, stage, index)]))
+    with pytest.raises(CheckError, match="0OWN0 on rank 0 needs 0OWN0 before it, which is itself"):
+        check(with_kind(own))
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
+def test_seconds_that_cannot_be(seconds: float) -> None:
+    odd = register_kind(made("ODD", seconds=lambda cost: seconds))
+    with pytest.raises(UserError, match=f"an action ODD of stage 0 takes {seconds} seconds"):
+        simulate(with_kind(odd), Costs((StageCosts(1, 1, 1),)))
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(("row", "hint"), [
+    ({"counts": "step"}, "MICROBATCH, UPDATE or VERSION"), ({"runs": "average"}, "module:function"),
+    ({"makes": [GRADIENT]}, "(VALUE, 0)"), ({"memory": (GRADIENT,)}, "Memory("), ({"seconds": 3}, "a function of"),
+    ({"colour": "reddish"}, "#rrggbb")])
+def test_a_row_that_cannot_be(row: dict[str, Any], hint: str) -> None:
+    with pytest.raises(UserError, match=re.escape(hint)):
+        register_kind(made("ODD", **row))
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_function_that_cannot_be_found() -> None:
+    check_runnable({register_kind(made("GONE"))})
+    with pytest.raises(UserError, match="an action LOST is run by averaging:lost, which cannot be found"):
+        check_runnable({register_kind(made("LOST", runs="averaging:lost"))})
+
+
+@pytest.mark.usefixtures("folder")
+def test_rows_that_differ_in_a_captured_number_differ() -> None:
+    def of(size: int) -> Kind:
+        return made("SIZED", seconds=lambda cost: size * cost.step_s)
+
+    assert of(1).meaning == of(1).meaning != of(2).meaning
+
+
+def test_a_replay_takes_as_long_as_was_measured(folder: Path) -> None:
+    schedule = build("averaging_1f1b", default_placement(1), 1)
+    kind = schedule.programs[0][-1].op
+    costs = Costs((StageCosts(1, 1, 1, step_s=4),), seconds={(kind, 0): 50})
+    assert simulate(schedule, costs).makespan_s == 1 + 2 + 4 + 50
+
+
+def test_a_file_with_a_kind_of_an_imported_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
+    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    (tmp_path / "averaging.py").write_text(kind_jobs.PACKAGE.format(package="averaging", kind="AVERAGE"))
+    (tmp_path / "own.csv").write_text("0F0,0B0,0STEP0,0AVERAGE0\n")
+    imported = ["--import", str(tmp_path / "averaging.py")]
+    assert main(["check", str(tmp_path / "own.csv")]) == 2
+    assert "for AVERAGE of a package install it, or name its file with --import" in capsys.readouterr().err
+    try:
+        assert main(["check", str(tmp_path / "own.csv"), *imported]) == 0
+        assert main(["simulate", str(tmp_path / "own.csv"), *imported]) == 0
+    finally:
+        sys.modules.pop("averaging", None)
 
 
 def test_one_that_another_rank_has_not_is_refused(tmp_path: Path, pair: World) -> None:

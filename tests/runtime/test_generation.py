@@ -40,7 +40,7 @@ class WaitingTransport(InProcessTransport):
         self.failures = failures
 
     def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
-        while not self.is_ready(peer, key):
+        while (peer, self.rank, key) not in self._mailbox:
             if self.failures:
                 raise self.failures[0]
             sleep(0.0002)

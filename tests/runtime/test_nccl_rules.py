@@ -21,7 +21,7 @@ from world import World
 
 from vpipe.config.config import load_config
 from vpipe.runtime.transport import distributed
-from vpipe.runtime.transport.distributed import DistributedTransport, _ScheduledTransfer
+from vpipe.runtime.transport.distributed import DistributedTransport, PeerTransfer
 from vpipe.runtime.transport.transport import TransferKey
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.train.job import Job
@@ -196,4 +196,4 @@ def test_the_whole_loop_of_a_run_with_evaluations_and_checkpoints(world: World, 
 def test_where_nccl_may_make_a_communicator_the_watch_has_a_limit(ordered: bool, limit_s: float | None) -> None:
     """Nothing else ends a rank whose peer never comes to it; over gloo each wait has a limit."""
     transport: Any = SimpleNamespace(ordered=ordered, timeout_s=7.0, watch=None)
-    assert _ScheduledTransfer(transport, 1, TransferKey("F", 1, 0), "sending").limit_s == limit_s
+    assert PeerTransfer(1, "sending", transport.timeout_s, TransferKey("F", 1, 0), transport).limit_s == limit_s

@@ -253,7 +253,7 @@ def timetable(schedule: str, microbatches: int, columns: int) -> list[str]:
             op, stage, index = action.op, action.stage, action.microbatch
             needs = {Op.FORWARD: [(op, stage - 1, index)] * stage,
                      Op.BACKWARD: [(Op.FORWARD, 1, index), (op, 1, index)][:2 - stage],
-                     Op.STEP: [(Op.BACKWARD, stage, i) for i in built.rounds.in_update(stage, index)]}[op]
+                     Op.STEP: [(Op.BACKWARD, stage, i) for i in built.assignment.in_update(stage, index)]}[op]
             if not all(need in ends for need in needs):
                 continue
             start = max([free[rank], *(ends[need] for need in needs)])

@@ -173,7 +173,7 @@ def test_without_a_flush_any_cut_goes_on_as_its_oracle_from_there(data: st.DataO
         cadence, pauses = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
         extrapolated = data.draw(st.booleans())
         pipe = pipeline(model, **arguments, **EXTRAPOLATED if extrapolated else {})
-        span = cadence * pipe.engine._schedule.rounds.per_step
+        span = cadence * pipe.engine._schedule.assignment.per_step
         if start.tensors:
             pipe.engine.restore(Position(start.steps, start.microbatches), start.tensors)
         losses, left = [], pauses * cadence

@@ -80,7 +80,7 @@ class SerialDevices:
         """What an action waits for: the transfers that bring what it uses."""
         found = [((send, peer, rank), rank) for receive in self._receives(action, rank)
                  for send, peer in self.deps.other_ends(receive, rank) if peer != rank]
-        if action.op in (Op.NORM, Op.STEP) and self.schedule.rounds.width(action.stage) > 1:
+        if action.op in (Op.NORM, Op.STEP) and self.schedule.assignment.width(action.stage) > 1:
             found.append(((Action(Op.REDUCE, action.stage, action.microbatch), -1, -1), rank))
         if action.op is Op.STEP and self.deps.setting.normed:
             found += [((Action(Op.NORM, stage, action.microbatch), -1, -1), ranks[0])

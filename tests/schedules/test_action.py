@@ -44,6 +44,11 @@ def test_bad_text(text: str) -> None:
     assert "hint: write <stage><operation><index>, such as 2F0" in str(raised.value)
 
 
+def test_a_kind_that_is_not_installed() -> None:
+    with pytest.raises(UserError, match="for EMA of a package install it, or name its file with --import"):
+        Action.parse("2EMA0")
+
+
 def test_every_operation_is_of_one_kind() -> None:
     sends, receives, computes = ({op for op in Op if getattr(op, trait)} for trait in ("sends", "receives", "computes"))
     assert not sends & receives

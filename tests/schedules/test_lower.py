@@ -168,8 +168,8 @@ def test_a_stream_repeats(name: str, stages: int, more: int, tied: bool, norm: b
 
 def endless(name: str, placement: Placement, every: int, rank: int) -> Iterator[Action]:
     """The compute program of a rank, with microbatches without end."""
-    recipe, rounds = recipe_named(name), Assignment(placement, every, False, lambda microbatch: True)
-    return stream_program(recipe, replica_views(recipe, placement, 12 * every, every)[rank], rounds,
+    recipe, assignment = recipe_named(name), Assignment(placement, every, False, lambda microbatch: True)
+    return stream_program(recipe, replica_views(recipe, placement, 12 * every, every)[rank], assignment,
                           stages_of_rank(placement, rank))
 
 

@@ -197,14 +197,14 @@ def test_widths_that_cannot_be(arguments: tuple[str, Placement, int], what: str)
 
 def test_rounds() -> None:
     """2-1 with 2 microbatches per update and replica, of 7: the last round of stage 0 is not whole."""
-    rounds = Assignment(((0, 1), (2,)), 2, False, lambda microbatch: microbatch < 7)
-    assert [rounds.per_update(0), rounds.per_update(1), rounds.per_step] == [4, 2, 4]
-    assert [list(rounds.in_update(0, update)) for update in range(3)] == [[0, 1, 2, 3], [4, 5, 6], []]
-    assert [list(rounds.share(0, 1, 0, rank)) for rank in (0, 1)] == [[4, 6], [5]]
-    assert list(rounds.complete_share(0, 1, 0, 1)) == [5, 7]
-    assert rounds.contributors(0, 1, 0) == [0, 1]
-    assert rounds.contributors(1, 3, 0) == [0]
-    assert [rounds.rank_of(0, microbatch) for microbatch in range(4)] == [0, 1, 0, 1]
+    assignment = Assignment(((0, 1), (2,)), 2, False, lambda microbatch: microbatch < 7)
+    assert [assignment.per_update(0), assignment.per_update(1), assignment.per_step] == [4, 2, 4]
+    assert [list(assignment.in_update(0, update)) for update in range(3)] == [[0, 1, 2, 3], [4, 5, 6], []]
+    assert [list(assignment.share(0, 1, 0, rank)) for rank in (0, 1)] == [[4, 6], [5]]
+    assert list(assignment.complete_share(0, 1, 0, 1)) == [5, 7]
+    assert assignment.contributors(0, 1, 0) == [0, 1]
+    assert assignment.contributors(1, 3, 0) == [0]
+    assert [assignment.rank_of(0, microbatch) for microbatch in range(4)] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -446,10 +446,10 @@ def ends(timeline: Timeline) -> dict[tuple[int, Action], Number]:
 
 def relaxed(schedule: Schedule, costs: Costs) -> dict[tuple[int, Action], Number]:
     """The end of every action of every rank: all start at 0 and are put off until nothing contradicts."""
-    rounds = schedule.rounds
+    assignment = schedule.assignment
     ends: dict[tuple[int, Action], Number] = {}
     arrivals: dict[tuple[int, Action], dict[int, Number]] = defaultdict(dict)  # of what an action needs, by source
-    last = {(rank, action.stage, action.microbatch // rounds.per_update(action.stage)): action
+    last = {(rank, action.stage, action.microbatch // assignment.per_update(action.stage)): action
             for rank, program in enumerate(schedule.programs) for action in program
             if action.op in (Op.BACKWARD, Op.WEIGHT)}
     while True:
@@ -469,7 +469,7 @@ def relaxed(schedule: Schedule, costs: Costs) -> dict[tuple[int, Action], Number
                 stage, cost = action.stage, costs.stages[action.stage]
                 whole = cost.input_s + cost.weight_s
                 alone = cost.recompute_s if action.op in (Op.BACKWARD, Op.INPUT) else 0
-                update = action.microbatch if action.op is Op.STEP else action.microbatch // rounds.per_update(stage)
+                update = action.microbatch if action.op is Op.STEP else assignment.update_of(stage, action.microbatch)
                 others = [other for other in schedule.placement[stage] if other != rank]
                 reduce, part = Action(Op.REDUCE, stage, update), Fraction(cost.reduce_bytes) / (len(others) + 1)
                 if action.op is Op.STEP:
@@ -486,7 +486,7 @@ def relaxed(schedule: Schedule, costs: Costs) -> dict[tuple[int, Action], Number
                 after = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.INPUT: -1}.get(action.op, 0)
                 if after and 0 <= stage + after < schedule.stages:
                     users = (Op.FORWARD,) if after == 1 else (Op.BACKWARD, Op.INPUT)
-                    send(rounds.rank_of(stage + after, action.microbatch),
+                    send(assignment.rank_of(stage + after, action.microbatch),
                          cost.output_bytes if after == 1 else cost.gradient_bytes,
                          *(Action(op, stage + after, action.microbatch) for op in users))
         if ends == before:

@@ -182,13 +182,14 @@ def lazily(name: str, placement: Placement, microbatches: int, rank: int, warmup
     """The actions of a rank of a stream that is ordered while it comes, as the engine does it."""
     recipe = recipe_named(name)
     found = replica_views(recipe, placement, 4 * len(placement), 1 if name == "pipedream" else None, warmup)
-    rounds = Assignment(placement, found[0].size.update_every, False, lambda number: number < microbatches)
+    assignment = Assignment(placement, found[0].size.update_every, False, lambda number: number < microbatches)
     ties = {0: (len(placement) - 1,)}
-    lowered = [Lowering(rounds, each, lambda of: stream_program(
-        recipe, found[of], rounds, stages_of_rank(placement, of)), ties, warmup=warmup) for each in range(len(found))]
-    versions = StreamVersions(rounds, lambda of: stream_program(recipe, found[of], rounds,
+    lowered = [Lowering(assignment, each, lambda of: stream_program(
+        recipe, found[of], assignment, stages_of_rank(placement, of)), ties, warmup=warmup)
+        for each in range(len(found))]
+    versions = StreamVersions(assignment, lambda of: stream_program(recipe, found[of], assignment,
                                                                 stages_of_rank(placement, of)))
-    order = TransferOrder(Setting(rounds, ties, versions.of), [one.program() for one in lowered], ranks=[rank])
+    order = TransferOrder(Setting(assignment, ties, versions.of), [one.program() for one in lowered], ranks=[rank])
     return list(order.program(rank))
 
 
@@ -217,10 +218,10 @@ def test_a_stream_asks_for_no_microbatch_much_before_it_comes() -> None:
         asked.append(number)
         return True
 
-    rounds = Assignment(placement, 1, False, exists)
-    lowered = [Lowering(rounds, each, lambda of: stream_program(recipe, found[of], rounds, [of]), {})
+    assignment = Assignment(placement, 1, False, exists)
+    lowered = [Lowering(assignment, each, lambda of: stream_program(recipe, found[of], assignment, [of]), {})
                for each in range(3)]
-    order = TransferOrder(Setting(rounds), [one.program() for one in lowered], ranks=[2])
+    order = TransferOrder(Setting(assignment), [one.program() for one in lowered], ranks=[2])
     for action in islice(order.program(2), 200):
         if action.op is Op.FORWARD:
             assert max(asked) <= action.microbatch + len(placement)

@@ -49,7 +49,7 @@ def arm(program: str, arguments: list[str]) -> None:
 
 def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes: Path) -> None:
     from vpipe.runtime.worker import Worker
-    from vpipe.schedules.action import Op
+    from vpipe.schedules.action import Action, Op
 
     make = Worker.__init__
     attempt = len(list(notes.glob("samples*")))
@@ -66,7 +66,7 @@ def _in_training(reached: Callable[[str], bool], trigger: dict[str, Any], notes:
                 batch, within = divmod(segment.first + microbatch, segment.loader._microbatches)
                 fields = segment.loader._open[batch].chunks[within]
                 digest = hashlib.sha256(fields["input_ids"].numpy().tobytes()).hexdigest()
-                print(segment.number(microbatch), digest, file=samples)
+                print(segment.number_of(Action(Op.FORWARD, stage, microbatch)), digest, file=samples)
             if not reached("forward" if segment.training else "evaluation"):
                 forward(stage, microbatch)
             elif trigger["do"] == "nan":

@@ -58,11 +58,11 @@ def lines_of(job: Job, folder: Path, steps: int, emptied_after: Sequence[int] = 
     lines: list[str] = []
     pipe = build_pipeline(job)
     balance = BalanceCheck(job, pipe, folder, lines.append, warm_up=1, measured=2)
-    for step in pipe.engine.train(job.training_batches(tuple(job.model.batch)), steps):
+    for step in pipe.train(job.training_batches(tuple(job.model.batch)), updates=steps):
         balance.step()
         if step.index in emptied_after:
             balance.before_drain()
-            for _ in pipe.engine.drain():
+            for _ in pipe.drain():
                 balance.step()
             balance.after_drain()
             balance.before_refill()

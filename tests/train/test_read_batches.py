@@ -100,7 +100,7 @@ def test_a_generator_of_its_own_may_be_drawn_from() -> None:
         for _ in range(4):
             yield {"rows": torch.randperm(9, generator=random)}
 
-    rank = SimpleNamespace(rank=0, engine=SimpleNamespace(local_stages=[]))
+    rank = SimpleNamespace(rank=0, stages=())
     for ahead in (0, 1, 3):
         with read_batches(batches(), "batch", rank, ahead) as given:  # type: ignore[arg-type]
             assert [batch["rows"].tolist() for batch in given] == [batch["rows"].tolist() for batch in batches()]

@@ -25,4 +25,4 @@ def test_a_checkpoint_of_a_run_goes_on_in_a_pipeline(tmp_path: Path, changes: di
     assert (position.steps, position.begun) == (3, within)
     assert position.samples == position.microbatches * job.config.microbatch_size
     data = islice(job.training_batches(tuple(job.model.batch)), position.microbatches // pipe.microbatches, None)
-    assert [step.loss for step in pipe.engine.train(data, updates=3)] == losses(tmp_path)[3:]
+    assert [step.loss for step in pipe.train(data, updates=3)] == losses(tmp_path)[3:]

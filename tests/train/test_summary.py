@@ -195,6 +195,15 @@ def test_the_summary_of_one_update_of_a_family_that_says_no_operations(tmp_path:
     assert lines[7] == "(no MFU: the family does not say what its layers compute)"
 
 
+def test_seconds_of_kinds_that_a_package_has_added_have_a_column(tmp_path: Path) -> None:
+    metrics = trained(StepSize(8, 128))
+    usages = [USAGES[0], replace(USAGES[1], others_s=0.04)]
+    lines = summary(job_of(tmp_path), metrics, RunFigures.from_metrics(metrics, usages, PLACEMENT)).splitlines()
+    at = lines.index("stage  rank  layers  forward  backward  step  comm  idle  other")
+    assert lines[at + 1:at + 3] == ["    0     0     0-2     50.0     100.0  10.0   1.0   2.0      0",
+                                    "    1     1     3-4     50.0     100.0  10.0   1.0  20.0    5.0"]
+
+
 def test_the_summary_of_no_update(tmp_path: Path) -> None:
     metrics = Metrics(None, StepSize(8, 128))
     assert RunFigures.from_metrics(metrics, USAGES, PLACEMENT) is None

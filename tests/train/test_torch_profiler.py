@@ -53,7 +53,7 @@ def labelled_workers(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
         found.append(worker)
         return labels.label_actions(worker)
 
-    monkeypatch.setattr("vpipe.train.torch_profiler.label_actions", put)
+    monkeypatch.setattr("vpipe.pipeline.label_actions", put)
     return found
 
 

@@ -117,25 +117,25 @@ class ContenderRun(TimedTraining):
 
     def __init__(self, contender: Contender, job: Job) -> None:
         self.contender, self.job, self.pipe = contender, job, build_pipeline(job)
-        self._recorders = tuple(self.pipe.engine.record(RECORDED).values())
-        self._fields = tuple(name for stage in self.pipe.engine.local_stages for name in stage.spec.fields)
+        self._recorders = tuple(self.pipe.record(RECORDED).values())
+        self._fields = tuple(name for stage in self.pipe.stages for name in stage.fields)
         self._warm: LocalUsage | None = None
         super().__init__(contender.name, self._train(), job.updates)
 
     def _train(self) -> Iterator[float]:
-        minutes, engine = self.job.config.training.max_minutes, self.pipe.engine
+        minutes, pipe = self.job.config.training.max_minutes, self.pipe
         limit_s = float("inf") if minutes is None else 60 * minutes
-        for step in engine.train(self.job.training_batches(self._fields), self.job.updates,
-                                 lambda: bool(self.warmed_up) and self.seconds > limit_s):
+        for step in pipe.train(self.job.training_batches(self._fields), updates=self.job.updates,
+                               stop=lambda: bool(self.warmed_up) and self.seconds > limit_s):
             yield step.loss
             if step.stop:
                 break
-        for step in engine.drain():
+        for step in pipe.drain():
             yield step.loss
 
     def warm_up(self, clock: Callable[[], float]) -> None:
         super().warm_up(clock)
-        self._warm = self.pipe.engine.collectives.local_usage()
+        self._warm = self.pipe.local_usage()
 
     def evaluate(self) -> float:
         """Return the loss on held-out batches, after all updates."""
@@ -144,7 +144,7 @@ class ContenderRun(TimedTraining):
     def measured(self) -> list[tuple[int, list[Any]]]:
         """Return for each rank of this process its peak bytes, and its usage: after the warm-up, if there was more."""
         found = []
-        usage = self.pipe.engine.collectives.local_usage()
+        usage = self.pipe.local_usage()
         for recorder, (rank, stages) in zip(self._recorders, usage.items(), strict=True):
             if self._warm is not None and self.counted:
                 stages = {stage: used.since(self._warm[rank][stage]) for stage, used in stages.items()}

@@ -123,6 +123,12 @@ class Connection:
         self._early = messages[1:]
         return messages[0]
 
+    def end(self) -> None:
+        """Send no more, and go on receiving: what was sent before arrives, as it does not if this end is closed with
+        something unread, which resets the connection."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         self.flush()
         self._socket.close()

@@ -355,6 +355,7 @@ class FailureDetector:
             self._handle(member, message)
         if member.connection.closed:
             self._selector.unregister(member.connection)
+            member.connection.close()
             self._answer(self._relay.leave(member.rank))
 
     def _handle(self, member: _Member, message: dict[str, Any]) -> None:

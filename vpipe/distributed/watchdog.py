@@ -358,8 +358,8 @@ class Watchdog:
                 if now - last > 2 * self.timing.beat_s:  # it was this process that paused: rank 0 was not silent
                     heard_at += now - last
                 last = now
-                if self._states[0].left:
-                    break  # the program of rank 0 has ended, and the failure detector with it
+                if self._states[0].left or self._may_leave():
+                    break  # here, or: the program of rank 0 has ended, and the failure detector with it
                 if self._connection.closed:
                     self._set_fault(Fault.ended(0))
                 elif now - heard_at > self.timing.silent_s:
@@ -389,8 +389,10 @@ class Watchdog:
             self._long_waits.end()
 
     def _may_leave(self) -> bool:
-        """Return whether this program is at its end, and all that it has sent is on its way."""
-        return self._leaving and (not self._connection.has_unsent or monotonic() > self._leave_by)
+        """Return whether this program is at its end, and rank 0 has received all that it sent and hung up."""
+        if self._leaving and not self._connection.has_unsent:
+            self._connection.end()
+        return self._leaving and (self._connection.closed or monotonic() > self._leave_by)
 
     def _heartbeat(self, transfer: Transfer | None, waited_s: float) -> dict[str, object]:
         """Return what the others learn of this rank: of what is new no more than whom it waits for."""

@@ -61,9 +61,9 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
                         warmup=plan.warmup_depth or None)
     built = spec.prepare() if is_file(name) else _build(profile, spec, partition, recomputed)
     split = bool(built.split_backwards)
-    rounds = built.rounds
-    costs = pipeline_costs(profile, partition, recomputed, built.placement, split, built.versions,
-                           [-(-rounds.per_update(stage) // rounds.width(stage)) for stage in range(built.stages)])
+    assignment = built.assignment
+    shares = [-(-assignment.per_update(stage) // len(ranks)) for stage, ranks in enumerate(built.placement)]
+    costs = pipeline_costs(profile, partition, recomputed, built.placement, split, built.versions, shares)
     steps = _simulate_stream(built, costs) if built.stream else _simulate_batches(built, costs)
     return SimulatedPlan(_prediction(profile, partition, recomputed, steps), steps.timeline)
 
@@ -105,7 +105,7 @@ def _build(profile: Profile, spec: ScheduleSpec, partition: Sequence[int],
 
 def _long(stream: Schedule, recompute: Collection[int] = ()) -> Schedule:
     """Return a stream that is long enough to have a steady state in its middle."""
-    return build(stream.name, stream.placement, sum(_stream_steps(stream)) * stream.rounds.per_step,
+    return build(stream.name, stream.placement, sum(_stream_steps(stream)) * stream.assignment.per_step,
                  stream.update_every, stream.ties, recompute, warmup=stream.warmup)
 
 
@@ -115,7 +115,7 @@ _SETTLING = 12
 
 def _stream_steps(schedule: Schedule) -> tuple[int, int, int]:
     """Return the steps of a simulated stream: while it fills, those that count, while it drains."""
-    per_step = schedule.rounds.per_step
+    per_step = schedule.assignment.per_step
     in_flight = max(schedule.ranks, *(len(ranks) * (depth + 1)  # over the whole pipeline, whatever the widths
                                       for ranks, depth in zip(schedule.placement, schedule.warmup, strict=True)))
     return (-(-(in_flight + _SETTLING) // per_step) + 1,
@@ -155,7 +155,7 @@ def _simulate_batches(schedule: Schedule, costs: Costs) -> _SimulatedSteps:
              for program in timeline.schedule.programs]
     transfers = tuple(transfer for transfer in timeline.transfers
                       if transfer.action.microbatch < per_batch(transfer.action))
-    steps = schedule.microbatches // schedule.rounds.per_step
+    steps = schedule.microbatches // schedule.assignment.per_step
     return _SimulatedSteps(Timeline.of(schedule.with_programs(alone), costs, events, transfers),
                            (_end_s(later) - _end_s(events)) / steps,
                            tuple(seconds / steps for seconds in _working_s(later)))
@@ -171,7 +171,7 @@ def _working_s(events: Sequence[Sequence[Event]]) -> tuple[float, ...]:
 
 def _simulate_stream(schedule: Schedule, costs: Costs) -> _SimulatedSteps:
     """Simulate a stream, and average over steps in its middle, as the last stage makes them."""
-    timeline, rounds = simulate(schedule, costs), schedule.rounds
+    timeline, assignment = simulate(schedule, costs), schedule.assignment
     filling, counting, _ = _stream_steps(schedule)
     last = schedule.stages - 1
     made: dict[int, float] = {}  # by update of the last stage, when its last replica had made it
@@ -180,7 +180,7 @@ def _simulate_stream(schedule: Schedule, costs: Costs) -> _SimulatedSteps:
             if event.action.op.makes_version and event.action.stage == last:
                 update = event.action.microbatch
                 made[update] = max(float(event.end_s), made.get(update, 0.0))
-    per_step = rounds.per_step // rounds.per_update(last)
+    per_step = assignment.per_step // assignment.per_update(last)
     begin, end = (made[steps * per_step - 1] for steps in (filling, filling + counting))
     working = tuple(sum(max(0.0, min(end, float(event.end_s)) - max(begin, float(event.start_s)))
                         for event in events) / counting for events in timeline.events)
@@ -202,7 +202,7 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
             layers.start, len(layers), ranks, float(cost.forward_s), float(cost.input_s + cost.weight_s),
             float(cost.recompute_s), float(cost.step_s), sending[stage],
             max(idle[rank] for rank in ranks), max(memories, key=lambda memory: memory.peak)))
-    return Prediction(step_s, schedule.rounds.per_step * profile.identity.microbatch_size,
+    return Prediction(step_s, schedule.assignment.per_step * profile.identity.microbatch_size,
                       bubble(zip(idle, steps.working_s, strict=True)), tuple(stages))
 
 
@@ -212,5 +212,5 @@ def _sending_s(timeline: Timeline) -> list[float]:
     sent = [0.0] * schedule.stages
     for transfer in timeline.transfers:
         sent[transfer.action.stage] += float(transfer.end_s - transfer.start_s)
-    steps = schedule.microbatches // schedule.rounds.per_step
+    steps = schedule.microbatches // schedule.assignment.per_step
     return [seconds / steps / len(ranks) for seconds, ranks in zip(sent, schedule.placement, strict=True)]

@@ -12,7 +12,7 @@ from vpipe.metric_formulas import bubble
 from vpipe.report.idle_causes import Cause, Producers, medians, time_slices
 from vpipe.report.recording import Recording
 from vpipe.schedules.action import Action
-from vpipe.schedules.kinds import Kind, kind_with
+from vpipe.schedules.kinds import Kind, is_own, kind_with
 from vpipe.schedules.versions import VersionRegister
 
 Points = Sequence[tuple[float, float]]
@@ -47,8 +47,8 @@ class Window:
 
 def step_ends(recording: Recording) -> dict[int, float]:
     """Return the end of each step on all ranks of stage 0, where its last backward ends; by the number of the step."""
-    rounds, ends, seen = recording.rounds, dict[int, float](), Counter[int]()
-    span, per_step = rounds.per_update(0), rounds.per_step
+    assignment, ends, seen = recording.assignment, dict[int, float](), Counter[int]()
+    span, per_step = assignment.per_update(0), assignment.per_step
     for rank in recording.placement[0]:
         for done in recording.tracks[rank].actions:
             if done.op.makes_version and done.stage == 0 and (done.number + 1) * span % per_step == 0:
@@ -56,7 +56,7 @@ def step_ends(recording: Recording) -> dict[int, float]:
                 ends[step] = max(done.end_s, ends.get(step, 0.0))
                 seen[step] += 1
     return {step: ends[step] for step in sorted(ends)
-            if seen[step] == rounds.width(0) and ends[step] <= recording.recorded_until_s}
+            if seen[step] == assignment.width(0) and ends[step] <= recording.recorded_until_s}
 
 
 def steady_window(recording: Recording) -> Window:
@@ -129,12 +129,17 @@ class RankTime:
     @property
     def compute(self) -> float:
         """Return the seconds of forwards and backwards."""
-        return sum(seconds for (op, _), seconds in self.work.items() if op.computes)
+        return sum(seconds for (op, _), seconds in self.work.items() if op.computes and is_own(op))
 
     @property
     def update(self) -> float:
         """Return the seconds of optimizer steps."""
-        return sum(seconds for (op, _), seconds in self.work.items() if op.works and not op.computes)
+        return sum(seconds for (op, _), seconds in self.work.items() if op.makes_version)
+
+    @property
+    def others(self) -> float:
+        """Return the seconds of actions of kinds that packages have added."""
+        return sum(seconds for (op, _), seconds in self.work.items() if op.works and not is_own(op))
 
 
 def rank_times(recording: Recording, window: Window, producers: Producers) -> list[RankTime]:
@@ -165,6 +170,7 @@ class StageFigures:
         forward_s, backward_s, weight_s, recompute_s: medians, of a microbatch; ``backward_s`` without a half that is in
             ``weight_s``. 0 where there is none.
         update_s: median of the optimizer step.
+        others_s: per step, of kinds that packages have added.
         transfers_s: per step, of sends and receives and of waiting for tensors under way.
         idle_s: per step, all other idle time.
         kept_bytes: the most tensors that one of its ranks kept, see :func:`memory_curves`; None where it is unknown.
@@ -177,6 +183,7 @@ class StageFigures:
     weight_s: float
     recompute_s: float
     update_s: float
+    others_s: float
     transfers_s: float
     idle_s: float
     kept_bytes: float | None
@@ -216,6 +223,8 @@ class Figures:
             mine = [times[rank] for rank in ranks]
             handing = sum(seconds for time in mine for (op, own), seconds in time.work.items()
                           if not op.works and own == stage)
+            others = sum(seconds for time in mine for (op, own), seconds in time.work.items()
+                         if op.works and not is_own(op) and own == stage)
             waiting = sum(time.idle.get(Cause.TRANSFER, 0.0) for time in mine)
             idle = sum(sum(time.idle.values()) for time in mine) - waiting
             per = max(1, window.steps) * len(ranks)
@@ -223,7 +232,7 @@ class Figures:
                 usual.get((stage, kind_with(trait)), 0.0) for trait in (
                     "uses_version", "whole_backward", "first_half", "second_half", "recomputation", "makes_version"))
             kept = max((held for rank in ranks for _, held in memory.get(rank, ())), default=None)
-            stages.append(StageFigures(forward, split or backward, weight, recompute, update,
+            stages.append(StageFigures(forward, split or backward, weight, recompute, update, others / per,
                                        (handing + waiting) / per, idle / per, kept, max(staleness[stage], default=0),
                                        fmean(staleness[stage] or [0])))
         samples, span_s = window.steps * recording.samples_per_step, sum(time.span for time in times) / len(times)

@@ -15,7 +15,7 @@ from vpipe.visualize.table import milliseconds, percent, row_name
 
 _IDLE = {f"idle: {cause.value}": cause for cause in Cause}
 _WORK = {"forward and backward": kind_with("uses_version").colour, "optimizer step": kind_with("makes_version").colour,
-         "handing over": "var(--comm)"}
+         "other actions": "var(--plan)", "handing over": "var(--comm)"}
 _FILLS = _WORK | {name: FILLS[cause] for name, cause in _IDLE.items()}
 
 
@@ -28,7 +28,7 @@ def idle_bars(data: ReportData, unit: str) -> str:
              for time in data.figures.ranks for name, figures, height in pairs]
     longest = max(time.span / steps for _, _, steps, time in times)
     shown = {name for _, _, steps, time in times for name, seconds in _parts(time, steps).items() if seconds > 0}
-    columns = [name for name in _FILLS if name in _WORK or name in shown]
+    columns = [name for name in _FILLS if (name in _WORK and name != "other actions") or name in shown]
     rows = []
     for name, height, steps, time in times:
         parts, idle = _parts(time, steps), sum(time.idle.values())
@@ -41,8 +41,8 @@ def idle_bars(data: ReportData, unit: str) -> str:
 
 def _parts(time: RankTime, steps: int) -> dict[str, float]:
     """Return the seconds per step of each part of a rank's time."""
-    handing = sum(time.work.values()) - time.compute - time.update
-    work = dict(zip(_WORK, (time.compute, time.update, handing), strict=True))
+    handing = sum(time.work.values()) - time.compute - time.update - time.others
+    work = dict(zip(_WORK, (time.compute, time.update, time.others, handing), strict=True))
     idle = {name: time.idle.get(cause, 0.0) for name, cause in _IDLE.items()}
     return {name: seconds / steps for name, seconds in (work | idle).items()}
 
@@ -67,15 +67,17 @@ def stage_table(data: ReportData, unit: str) -> str:
         heads["weight_s"] = "weight half", "per microbatch"
     if any(stage.recompute_s for stage in run.stages):
         heads["recompute_s"] = "recompute", "per microbatch"
-    heads |= {"update_s": ("optimizer step", ""), "transfers_s": ("transfers", f"per {unit}"),
-              "idle_s": ("other idle", f"per {unit}")}
+    heads["update_s"] = "optimizer step", ""
+    if any(stage.others_s for stage in run.stages):
+        heads["others_s"] = "other actions", f"per {unit}"
+    heads |= {"transfers_s": ("transfers", f"per {unit}"), "idle_s": ("other idle", f"per {unit}")}
     rows = []
     for number, (stage, end) in enumerate(zip(run.stages, accumulate(recording.partition), strict=True)):
         times = []
         for time in heads:
             seconds, below = getattr(stage, time), ""
-            # A replay at the run's own medians says nothing new of the other times.
-            if expected is not None and (expected.prediction is not None or time in ("transfers_s", "idle_s")):
+            # A replay at the run's own medians says nothing new of those of a microbatch and of the optimizer step.
+            if expected is not None and (expected.prediction is not None or heads[time][1] == f"per {unit}"):
                 below = _beside(getattr(expected.figures.stages[number], time), seconds)
             times.append((milliseconds(seconds), below))
         rows.append((f"{end - recording.partition[number]}–{end - 1}", len(recording.recomputed[number]),

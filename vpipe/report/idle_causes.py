@@ -62,7 +62,7 @@ class Producers:
 
         In a ``simulated`` one no action is late: durations differ only where ranks share cores.
         """
-        usual, rounds = medians(recording), recording.rounds
+        usual, assignment = medians(recording), recording.assignment
         made: dict[Needed, list[_Produced]] = defaultdict(list)
         for track in recording.tracks:
             for op, stage, index, start_s, end_s, waited_s, *_ in track.actions:
@@ -72,11 +72,11 @@ class Producers:
                 if op.transfer is not None and op.sends and not op.per_microbatch:
                     makes = ((op.transfer.value, 0),)
                 for value, offset in makes:
-                    at = rounds.update_of(stage, index) if value is PART else index
+                    at = assignment.update_of(stage, index) if value is PART else index
                     made[value, stage + offset, at].append(produced)
         there = {value for value, _, _ in made}
         # A simulated sum is a transfer, no action.
-        return cls(made, Setting(rounds, lowered=SUM in there, normed=NORMS in there))
+        return cls(made, Setting(assignment, lowered=SUM in there, normed=NORMS in there))
 
     def awaited(self, done: RecordedAction, rank: int) -> _Produced | None:
         """Return the producer that an action waited for: of several, the one that ended last."""

@@ -38,8 +38,8 @@ class _Page:
 
     def __init__(self, data: ReportData) -> None:
         self._data, self._run = data, data.recording
-        rounds, expected = self._run.rounds, data.expected
-        whole = all(rounds.per_update(stage) == rounds.per_step for stage in range(len(self._run.placement)))
+        assignment, expected = self._run.assignment, data.expected
+        whole = all(assignment.per_update(stage) == assignment.per_step for stage in range(len(self._run.placement)))
         self.unit = "update" if whole else "step"
         # A window of the run and one of the expected run, with equally many steps.
         most = min(max(_FEWEST, _DRAWN // len(self._run.tracks)), _MOST)

@@ -152,7 +152,7 @@ class Recording:
     notes: tuple[str, ...] = ()
 
     @cached_property
-    def rounds(self) -> Assignment:
+    def assignment(self) -> Assignment:
         return Assignment(self.placement, self.microbatches if self.flush else self.update_every, self.flush,
                       lambda number: number >= 0)
 

@@ -23,7 +23,7 @@ from vpipe.report.run_metrics import History, Totals, read_history
 from vpipe.schedules.action import Action
 from vpipe.schedules.action_record import RecordedAction
 from vpipe.schedules.costs import Costs, Link, StageCosts
-from vpipe.schedules.kinds import kind_with
+from vpipe.schedules.kinds import is_own, kind_with
 from vpipe.schedules.peaks import recomputations
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.simulate import simulate
@@ -64,24 +64,24 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
 
     None where not even one step was recorded whole.
     """
-    ends, rounds = step_ends(recording), recording.rounds
+    ends, assignment = step_ends(recording), recording.assignment
     first = min(ends, default=0)
     steps = next((number for number in range(len(ends)) if first + number not in ends), len(ends))
     steps = min(steps, max(_LONGEST, 3 * len(recording.placement)))
     if not steps:
         return None
-    before = first * rounds.per_step  # microbatches of earlier attempts of the run
-    last = steps * rounds.per_step
+    before = first * assignment.per_step  # microbatches of earlier attempts of the run
+    last = steps * assignment.per_step
 
     def taken(done: RecordedAction) -> int:
-        return 1 if done.op.per_microbatch else rounds.per_update(done.stage)
+        return 1 if done.op.per_microbatch else assignment.per_update(done.stage)
 
     programs = [[Action(done.op, done.stage, done.number - before // taken(done)) for done in track.actions
                  if done.op.works and (done.number + 1) * taken(done) <= before + last]
                 for track in recording.tracks]
     ranks, stages = len(programs), len(recording.placement)
     schedule = Schedule(recording.schedule, recording.placement, tuple(map(tuple, programs)), last,
-                        rounds.update_every, recording.flush, (last * stages,) * ranks, (last + 1,) * stages, {})
+                        assignment.update_every, recording.flush, (last * stages,) * ranks, (last + 1,) * stages, {})
     return simulate(schedule, _median_costs(recording, producers, programs))
 
 
@@ -100,7 +100,8 @@ def _median_costs(recording: Recording, producers: Producers, programs: Sequence
 
     waits = [piece.end_s - piece.start_s for track in recording.tracks
              for piece in time_slices(recording, track, producers) if piece.cause is Cause.TRANSFER]
-    return Costs(tuple(map(stage, range(len(recording.placement)))), Link(median(waits) if waits else 0.0))
+    return Costs(tuple(map(stage, range(len(recording.placement)))), Link(median(waits) if waits else 0.0),
+                 seconds={(kind, stage): seconds for (stage, kind), seconds in usual.items() if not is_own(kind)})
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ class _Figure:
         recording = lane.recording
         shown = index % recording.microbatches if recording.flush else index
         if not recording.flush:  # so that both timelines count alike
-            shown += (self._lanes[-1].window.first - lane.window.first) * recording.rounds.per_step
+            shown += (self._lanes[-1].window.first - lane.window.first) * recording.assignment.per_step
         if shown < 0:
             return ""
         needs = (len(str(shown)) * _DIGIT + 3) / (share * _NARROWEST_PX)

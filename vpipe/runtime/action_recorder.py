@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 from torch.profiler import record_function
@@ -98,11 +99,9 @@ class Recorder:
             self._keep(op, stage, index)
         elif op.completes:
             self._drop(stage, index)
-        segment = worker.segment
-        number = segment.number(index) if op.per_microbatch else segment.update_number(stage, index)
         here = worker.stages.get(stage)
-        self._records.append((op, stage, number, started, ended, transport.wait_s - waited, self._held,
-                            0 if here is None else here.weights.version_count))
+        self._records.append((op, stage, worker.segment.number_of(action), started, ended, transport.wait_s - waited,
+                              self._held, 0 if here is None else here.weights.version_count))
 
     def abandon(self) -> None:
         """Forget microbatches that failed; their actions stay recorded."""
@@ -182,17 +181,9 @@ def label_actions(worker: Worker) -> Callable[[], None]:
     """
     plain = worker.operations
 
-    def labelled(op: Kind, operation: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        def execute(stage: int, index: int) -> None:
-            segment = worker.segment
-            number = segment.number(index) if op.per_microbatch else segment.update_number(stage, index)
-            with record_function(f"{stage}{op}{number}"):
-                operation(stage, index)
+    def labelled(op: Kind, stage: int, index: int) -> None:
+        with record_function(f"{stage}{op}{worker.segment.number_of(Action(op, stage, index))}"):
+            plain[op](stage, index)
 
-        return execute
-
-    def remove_labels() -> None:
-        worker.operations = plain
-
-    worker.operations = {op: labelled(op, operation) for op, operation in plain.items()}
-    return remove_labels
+    worker.operations = {op: partial(labelled, op) for op in plain}
+    return partial(setattr, worker, "operations", plain)

@@ -11,19 +11,20 @@ At the end of its batches a rank sends a message in the same way, and checks whe
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from math import lcm
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from vpipe.distributed.watchdog import report_failure
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
+from vpipe.runtime.microbatches import Batch, Checksums, MicrobatchLoader, Segment
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport, as_bytes, from_bytes
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.schedules.size import Placement
@@ -40,16 +41,16 @@ SAME_BATCHES = ("every rank must read the same batches in the same order: give a
                 "DistributedSampler, since the pipeline divides each batch itself")
 _SEE_THERE = "the log of that rank has the traceback"
 
-_TRAINING, _EVALUATION, _ENDED, _FAILED = range(4)
-"""Kinds of messages: a batch of training or evaluation, the end of the batches, a batch that could not be read."""
+_TRAINING, _EVALUATION, _ENDED = range(3)
+"""Kinds of messages: a batch of training or evaluation, the end of the batches or why no more could be read."""
 
 _NAMES = {_TRAINING: "training batch", _EVALUATION: "evaluation batch"}
 
 Agree = Callable[[str, Callable[[list[str]], str]], str]
 """Return on every rank the decision of the first process from the votes of all."""
 
-_TEXT_NUMBERS = 64  # of 8 bytes each
-_ABSENT = -1
+_TEXT = 512
+"""Characters of an error that are sent, of at most 6 bytes each."""
 
 
 def checksum(field: Tensor) -> int:
@@ -102,7 +103,7 @@ class BatchComparison:
         self._behind = sorted({behind for before, behind in hops if before == self._rank != behind})
         self._lowest = {rank: stage for stage in reversed(range(len(placement))) for rank in placement[stage]}
         self._messages: Counter[tuple[int, int]] = Counter()  # by source and target
-        self._length = 2 + max(1 + 3 * len(fields), _TEXT_NUMBERS)
+        self._bytes = 6 * _TEXT + sum(100 + len(json.dumps(name)) for name in fields)  # of a message
         self._segment: Segment
         self._loader: MicrobatchLoader | None = None
         self._ended: MicrobatchLoader | None = None  # the latest whose end was checked
@@ -112,15 +113,12 @@ class BatchComparison:
         self._forwarded: dict[tuple[int, int], int] = {}  # the latest microbatch sent from a stage to a rank
         self._ends_sent: set[int] = set()  # ranks behind that know that the batches have ended
 
-    def checksums(self, batch: Batch) -> list[int]:
-        """Return the number of samples, and of every field the checksum of its shape, that of its values, and the rank
-        that has these."""
-        numbers = [next(iter(batch.values())).shape[0]]
-        for name in self._fields:
-            field = batch[name]
-            numbers += [zlib.crc32(str(tuple(field.shape)).encode()),
-                        *((_ABSENT, _ABSENT) if field.is_meta else (checksum(field), self._rank))]
-        return numbers
+    def checksums(self, batch: Batch) -> tuple[int, Checksums]:
+        """Return the number of samples, and the checksums."""
+        return next(iter(batch.values())).shape[0], {
+            name: [zlib.crc32(str(tuple(batch[name].shape)).encode()),
+                   *((None, None) if batch[name].is_meta else (checksum(batch[name]), self._rank))]
+            for name in self._fields}
 
     def begin(self, segment: Segment) -> None:
         """Begin a segment."""
@@ -134,7 +132,7 @@ class BatchComparison:
 
     def post(self, stage: int, microbatch: int) -> None:
         """Post the receive of the checksums that come ahead of a stage's activations."""
-        peer, batch = self._segment.rounds.rank_of(stage - 1, microbatch), self._batch_of(microbatch)
+        peer, batch = self._segment.assignment.rank_of(stage - 1, microbatch), self._batch_of(microbatch)
         if (peer, batch) not in self._compared and (peer, batch) not in self._posted:
             self._posted[peer, batch] = self._post(peer)
         if self._period == 1:
@@ -147,10 +145,10 @@ class BatchComparison:
             RunError: the batches differ; or the rank before has no more, or could not read it.
         """
         batch = self._batch_of(microbatch)
-        if self._period == 1 and (self._segment.rounds.flush or not self._segment.training):
+        if self._period == 1 and (self._segment.assignment.flush or not self._segment.training):
             self.compared_until[stage] = self._end_of_batch(microbatch)
         if stage > 0:
-            peer = self._segment.rounds.rank_of(stage - 1, microbatch)
+            peer = self._segment.assignment.rank_of(stage - 1, microbatch)
             if (key := self._posted.pop((peer, batch), None)) is not None:
                 self._compare(peer, batch, key)
         peer = self._behind_of(stage, microbatch)
@@ -158,14 +156,14 @@ class BatchComparison:
             return
         if (peer, batch) not in self._sent:
             self._sent.add((peer, batch))
-            self._send(peer, [self._kind, batch, *self._segment.loader.checksums[batch]])
+            self._send(peer, self._kind, batch, self._segment.loader.checksums[batch])
         self._forwarded[stage, peer] = microbatch
         self.exhausted(self._segment.loader)
 
     def compare_replicas(self, microbatches: range) -> None:
         """Compare the batches of these microbatches between replicas of the last stage, on the first of them."""
         for microbatch in microbatches if self._rank == self._first_of_last else ():
-            peer, batch = self._segment.rounds.rank_of(self._last, microbatch), self._batch_of(microbatch)
+            peer, batch = self._segment.assignment.rank_of(self._last, microbatch), self._batch_of(microbatch)
             if peer != self._rank and (peer, batch) not in self._compared:
                 self._compare(peer, batch, self._post(peer))
 
@@ -182,7 +180,9 @@ class BatchComparison:
 
         Otherwise a rank with more batches would wait for this one's, and this one for that rank.
         """
-        if loader is not self._loader or not loader.ended or not self._segment.training or self._segment.rounds.flush:
+        if loader is not self._loader or not loader.ended:  # there may be no segment yet
+            return
+        if not self._segment.training or self._segment.assignment.flush:
             return
         for peer in self._behind:
             if all(self._forwarded.get((stage, peer), -1) >= last for stage, last in self._last_for(peer)):
@@ -203,11 +203,15 @@ class BatchComparison:
         self._ends_sent.clear()
         try:
             for peer in self._before:
-                self._check_ended(loader, peer, self._receive(peer, self._post(peer))[0])
+                if self._receive(peer, self._post(peer))[0] == _ENDED:
+                    continue
+                if loader.error is not None:
+                    report_failure(loader.error)
+                    raise loader.error
+                self._fail(f"batches differ between ranks: there are {loader.batches_read} on rank {self._rank} and "
+                           f"more on rank {peer}", SAME_BATCHES)
             self._transport.wait_sent("C")
-            failure = "" if loader.error is None else (
-                f"rank {self._rank} could not read batch {loader.batches_read}: {_first_line(loader.error)}")
-            found = agree(failure, _unless_all)
+            found = agree(self._failure_of(loader), _unless_all)
         except RunError as error:
             if loader.error is None or loader.error is error:
                 raise
@@ -219,20 +223,16 @@ class BatchComparison:
     def _send_end(self, loader: MicrobatchLoader, peer: int) -> None:
         if peer not in self._ends_sent:
             self._ends_sent.add(peer)
-            self._send(peer, [_ENDED, loader.batches_read] if loader.error is None else
-                       [_FAILED, loader.batches_read, *_as_numbers(_first_line(loader.error))])
+            self._send(peer, _ENDED, loader.batches_read, self._failure_of(loader)[:_TEXT])
 
-    def _check_ended(self, loader: MicrobatchLoader, peer: int, kind: int) -> None:
-        if kind not in (_FAILED, _ENDED):
-            if loader.error is not None:
-                report_failure(loader.error)
-                raise loader.error
-            self._fail(f"batches differ between ranks: there are {loader.batches_read} on rank {self._rank} and more "
-                       f"on rank {peer}", SAME_BATCHES)
+    def _failure_of(self, loader: MicrobatchLoader) -> str:
+        """Return which batch could not be read and why; nothing where the batches have ended."""
+        return "" if loader.error is None else (
+            f"rank {self._rank} could not read batch {loader.batches_read}: {_first_line(loader.error)}")
 
     def _behind_of(self, stage: int, microbatch: int) -> int:
         """Return the rank that a microbatch's checksums are sent to."""
-        return self._segment.rounds.rank_of(stage + 1, microbatch) if stage < self._last else self._first_of_last
+        return self._segment.assignment.rank_of(stage + 1, microbatch) if stage < self._last else self._first_of_last
 
     def _last_for(self, peer: int) -> Iterator[tuple[int, int]]:
         """Yield, for every stage here, the last microbatch whose checksums are sent to a rank."""
@@ -240,7 +240,7 @@ class BatchComparison:
         total = self._segment.loader.total - first
         for stage in self._stages:
             for microbatch in range(total - 1, max(-1, total - 1 - self._period), -1):
-                if (self._segment.rounds.rank_of(stage, microbatch) == self._rank
+                if (self._segment.assignment.rank_of(stage, microbatch) == self._rank
                         and self._behind_of(stage, microbatch) == peer):
                     yield stage, microbatch
                     break
@@ -257,29 +257,29 @@ class BatchComparison:
         return _TRAINING if self._segment.training else _EVALUATION
 
     def _compare(self, peer: int, batch: int, key: TransferKey) -> None:
-        kind, number, *theirs = self._receive(peer, key)
+        kind, number, content = self._receive(peer, key)
         here = f"rank {self._rank}"
-        if kind == _FAILED:
-            self._fail(f"rank {peer} could not read batch {number}: {_as_text(theirs)}", _SEE_THERE, peer)
+        if kind == _ENDED and content:
+            self._fail(content, _SEE_THERE, peer)
         if kind == _ENDED:
             self._fail(f"batches differ between ranks: there are {number} on rank {peer} and more on {here}",
                        SAME_BATCHES)
         if (kind, number) != (self._kind, batch):
             self._fail(f"rank {peer} is at {_NAMES[kind]} {number}, {here} at {_NAMES[self._kind]} {batch}",
                        "every rank must go through the same batches and calls")
-        mine = self._segment.loader.checksums[batch]
-        if mine[0] != theirs[0]:
-            self._fail(f"batches differ between ranks: batch {batch} has {theirs[0]} samples on rank {peer} and "
-                       f"{mine[0]} on {here}", SAME_BATCHES)
-        for at, name in zip(range(1, len(mine), 3), self._fields, strict=True):
-            if mine[at] != theirs[at]:
+        samples, mine = self._segment.loader.checksums[batch]
+        if samples != content[0]:
+            self._fail(f"batches differ between ranks: batch {batch} has {content[0]} samples on rank {peer} and "
+                       f"{samples} on {here}", SAME_BATCHES)
+        for name, theirs in content[1].items():
+            if mine[name][0] != theirs[0]:
                 self._fail(f"batches differ between ranks: the shape of field '{name}' of batch {batch} on rank {peer} "
                            f"and {here}", SAME_BATCHES)
-            if _ABSENT in (mine[at + 1], theirs[at + 1]):
-                mine[at + 1:at + 3] = max(mine[at + 1:at + 3], theirs[at + 1:at + 3])
-            elif mine[at + 1] != theirs[at + 1]:
-                self._fail(f"batches differ between ranks: field '{name}' of batch {batch} on rank {theirs[at + 2]} "
-                           f"and rank {mine[at + 2]}", SAME_BATCHES)
+            if mine[name][1] is None:
+                mine[name] = theirs
+            elif theirs[1] not in (None, mine[name][1]):
+                self._fail(f"batches differ between ranks: field '{name}' of batch {batch} on rank {theirs[2]} "
+                           f"and rank {mine[name][2]}", SAME_BATCHES)
         self._compared.add((peer, batch))
 
     def _fail(self, what: str, hint: str, peer: int | None = None) -> NoReturn:
@@ -293,29 +293,18 @@ class BatchComparison:
         self._messages[source, target] += 1
         return TransferKey("C", self._lowest[target], self._messages[source, target] - 1)
 
-    def _send(self, peer: int, numbers: Sequence[int]) -> None:
-        self._transport.send(peer, self._key(self._rank, peer),
-                             [torch.tensor([*numbers, *[0] * (self._length - len(numbers))])])
+    def _send(self, peer: int, kind: int, number: int, content: object = None) -> None:
+        self._transport.send(peer, self._key(self._rank, peer), [as_bytes([kind, number, content], self._bytes)])
 
     def _post(self, peer: int) -> TransferKey:
         key = self._key(peer, self._rank)
-        self._transport.post(peer, key, [TensorSpec((self._length,), torch.int64, wants_gradient=False)])
+        self._transport.post(peer, key, [TensorSpec((self._bytes,), torch.uint8, wants_gradient=False)])
         return key
 
-    def _receive(self, peer: int, key: TransferKey) -> list[int]:
-        (numbers,) = self._transport.receive(peer, key)
-        found: list[int] = numbers.tolist()
-        return found
-
-
-def _as_numbers(text: str) -> list[int]:
-    size = 8 * _TEXT_NUMBERS
-    return torch.frombuffer(bytearray(text.encode()[:size].ljust(size)), dtype=torch.int64).tolist()
-
-
-def _as_text(numbers: Sequence[int]) -> str:
-    encoded = torch.tensor(numbers[:_TEXT_NUMBERS]).view(torch.uint8).numpy()
-    return bytes(encoded).decode(errors="replace").strip()
+    def _receive(self, peer: int, key: TransferKey) -> Any:
+        """Wait for a message: its kind, the number of a batch, and checksums or text."""
+        (message,) = self._transport.receive(peer, key)
+        return from_bytes(message)
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,7 +4,6 @@ agree, compare replicas and clocks."""
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from vpipe.model.split import StageSpec
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.transport.distributed import PeerTransfer, control_group
+from vpipe.runtime.transport.transport import as_bytes, from_bytes
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
 
@@ -64,10 +64,9 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, timeout_s: flo
             size = transfer(torch.empty(1, dtype=torch.int64), dist.irecv, source)
             text = transfer(torch.empty(int(size), dtype=torch.uint8), dist.irecv, source)
             return {name: transfer(torch.empty(shape, dtype=getattr(torch, dtype)), dist.irecv, source)
-                    for name, shape, dtype in json.loads(bytes(text.numpy()).decode())}
+                    for name, shape, dtype in from_bytes(text)}
     shared = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    content = [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in shared.items()]
-    text = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    text = as_bytes([[name, t.shape, str(t.dtype).removeprefix("torch.")] for name, t in shared.items()])
     for peer in (other for other in range(dist.get_world_size()) if other != source):
         with PeerTransfer(peer, doing, timeout_s):
             for tensor in (torch.tensor([text.numel()]), text, *shared.values()):

@@ -38,10 +38,10 @@ from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer, check_r
 from vpipe.runtime.state_dict import LastChanges, Position, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.tied_weights import TiedWeights
-from vpipe.runtime.transport.compression import CompressedTransport, Compression
+from vpipe.runtime.transport.compression import Compression
 from vpipe.runtime.transport.distributed import DistributedTransport, is_ordered, tensor_groups
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
-from vpipe.runtime.worker import Worker
+from vpipe.runtime.worker import Worker, check_runnable
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.kinds import is_own
@@ -119,6 +119,7 @@ class Engine:
             tensor_groups(settings.device, timedelta(seconds=settings.timeout_s))
         foreign = ", ".join(sorted(kind.meaning for kind in schedule.kinds if not is_own(kind))) or "none"
         with self.collectives.problems_of_all(foreign):
+            check_runnable(schedule.kinds)
             stages = build_stages(model, specs, schedule, settings, distributed)
         self.workers.update(build_workers(stages, model, specs, schedule, make_optimizer, settings, distributed))
         self._programs = RankPrograms(schedule, [stage for stage, layers in enumerate(settings.recompute) if layers],
@@ -158,7 +159,7 @@ class Engine:
         self._made.clear()
         self._results.stop = stop
         begun, self._begun = self._begun, 0
-        schedule, per_step = self._schedule, self._schedule.rounds.per_step
+        schedule, per_step = self._schedule, self._schedule.assignment.per_step
         whole = per_step if schedule.stream else schedule.microbatches
         loader = self._loader(batches, None if updates is None else begun + -(-updates * per_step // whole) * whole,
                           None if schedule.stream else schedule.microbatches, begun, copied=schedule.stream)
@@ -169,7 +170,7 @@ class Engine:
         stream = self._stream
         if stream is None:
             return self.position
-        first, done = stream.segment.first, stream.done * self._schedule.rounds.per_step
+        first, done = stream.segment.first, stream.done * self._schedule.assignment.per_step
         return self.position.after(stream.done, done, stream.segment.loader.samples(first, first + done),
                                    (first + done) % self._settings.microbatches)
 
@@ -189,7 +190,7 @@ class Engine:
         self._end_batches(loader)
 
     def _train_batch(self, loader: MicrobatchLoader, first: int) -> None:
-        segment, last_forwards = self._segment(loader, first, self._schedule.rounds), self._results.last_forwards
+        segment, last_forwards = self._segment(loader, first, self._schedule.assignment), self._results.last_forwards
         if last_forwards:
             self._results.post(segment, 0)
         steps: Iterable[int] = self._interpreter.run(segment, self._programs.for_batch)
@@ -210,15 +211,15 @@ class Engine:
             pause = pauses(done)
             if pause is not None:
                 assert pause > done, f"a pause after step {pause}, but {done} are done"
-                loader.end = first + (pause - done) * self._schedule.rounds.per_step
+                loader.end = first + (pause - done) * self._schedule.assignment.per_step
             yield from self._train_to_pause(loader, first, pause)
             first, loader.end = loader.total, None
         self._end_batches(loader)
 
     def _train_to_pause(self, loader: MicrobatchLoader, first: int, pause: int | None) -> Iterator[Step]:
-        rounds = replace(self._schedule.rounds, exists=lambda microbatch: loader.has(first + microbatch))
-        segment = self._segment(loader, first, rounds)
-        stream = self._stream = RunningSegment(segment, self._steps_of_stream(segment, rounds), self._results)
+        assignment = replace(self._schedule.assignment, exists=lambda microbatch: loader.has(first + microbatch))
+        segment = self._segment(loader, first, assignment)
+        stream = self._stream = RunningSegment(segment, self._steps_of_stream(segment, assignment), self._results)
         try:
             while (step := self._next_of_stream(stream)) is not None:
                 yield from self._yield_unchanged(
@@ -243,10 +244,10 @@ class Engine:
                                    "call of the pipeline ends the microbatches in flight")
             raise
 
-    def _steps_of_stream(self, segment: Segment, rounds: Assignment) -> Iterator[int]:
+    def _steps_of_stream(self, segment: Segment, assignment: Assignment) -> Iterator[int]:
         """Yield the step numbers of a stream; after a failure nothing of it is left to drain."""
         try:
-            yield from self._interpreter.run(segment, self._programs.for_stream(rounds))
+            yield from self._interpreter.run(segment, self._programs.for_stream(assignment))
         except (Exception, KeyboardInterrupt) as error:
             self.position = self.reached()
             self._stream = None
@@ -308,11 +309,11 @@ class Engine:
             self.collectives.check_replicas_begin(buffers=self.position.microbatches == 0)
             self._replicas_compared = True
 
-    def _segment(self, loader: MicrobatchLoader, first: int, rounds: Assignment) -> Segment:
+    def _segment(self, loader: MicrobatchLoader, first: int, assignment: Assignment) -> Segment:
         """Return the segment that is trained next, beginning with an empty pipeline."""
         check_rescheduled(self._optimizers)
         self._check_not_wrapped()
-        return Segment(loader, first, self.position.microbatches, self.position.steps, rounds, training=True)
+        return Segment(loader, first, self.position.microbatches, self.position.steps, assignment, training=True)
 
     def drain(self) -> Sequence[Step]:
         """Finish the microbatches in flight without a flush; return the steps made. All ranks drain after the same."""
@@ -379,13 +380,13 @@ class Engine:
                 end = first + most if loader.has(first + most - 1) else loader.total
                 if loader.error is not None:
                     break
-                rounds = Assignment(self._placement, end - first, True, partial(gt, end - first))
+                assignment = Assignment(self._placement, end - first, True, partial(gt, end - first))
                 if (name := self._labels) is not None:
                     last = len(self._placement) - 1
                     for rank, counts in labels.items():
                         counts += [loader.labelled(i, name) for i in range(first, end)
-                                   if rounds.rank_of(last, i - first) == rank]
-                segment = Segment(loader, first, 0, 0, rounds, training=False)
+                                   if assignment.rank_of(last, i - first) == rank]
+                segment = Segment(loader, first, 0, 0, assignment, training=False)
                 for _ in self._interpreter.run(segment, self._programs.for_evaluation(end - first)):
                     pass
                 for worker in self.workers.values():
@@ -417,16 +418,16 @@ class Engine:
             equal: whether all microbatches of a batch must have the same size.
         """
         here = [(stage, rank) for rank, worker in self.workers.items() for stage in worker.stages]
-        rounds = self._schedule.rounds
+        assignment = self._schedule.assignment
 
         def uses(microbatch: int) -> int:
             number = microbatch - begun if period is None else microbatch % period
-            return 0 if number < 0 else sum(rounds.rank_of(stage, number) == rank for stage, rank in here)
+            return 0 if number < 0 else sum(assignment.rank_of(stage, number) == rank for stage, rank in here)
 
         used = {name for stage in self.local_stages for name in stage.spec.fields}
-        comparisons = [worker.comparison for worker in self.workers.values() if worker.comparison is not None]
+        comparison = next((worker.comparison for worker in self.workers.values()), None)
         return MicrobatchLoader(iter(batches), self._settings.microbatches, self._fields, uses, limit, used,
-                                self._settings.device if copied else None, next(iter(comparisons), None), equal=equal)
+                                self._settings.device if copied else None, comparison, equal=equal)
 
     @property
     def local_stages(self) -> list[Stage]:
@@ -556,8 +557,6 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                                  partial(describe_rank, placement), count_buckets(replicated) if replicated else 0,
                                  settings.shared_memory)
             if distributed else InProcessTransport(rank, mailbox))
-        if settings.compression is not None:
-            transport = CompressedTransport(transport, settings.compression)
         scaler = LossScaler.build(settings.precision, stages, schedule) if settings.precision.scaled else None
         tied = TiedWeights(ties, placement, stages, transport,
                            scaler if scaler is not None and scaler.per_stage else None)
@@ -568,5 +567,6 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                                                        for s, factor in factors.items() if factor})
         workers[rank] = worker_of[settings.executor](
             rank, placement, stages, steps, tied, transport,
-            BatchComparison(transport, placement, model.batch) if distributed else None, schedule.offloaded_stages)
+            BatchComparison(transport, placement, model.batch) if distributed else None, schedule.offloaded_stages,
+            settings.compression)
     return workers

@@ -17,7 +17,6 @@ message alone, which is on its way, or with a rank that computes it.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -35,7 +34,7 @@ from vpipe.model.generate import (
     Text,
     chooser,
 )
-from vpipe.runtime.transport.transport import TransferKey, Transport
+from vpipe.runtime.transport.transport import TransferKey, Transport, as_bytes, from_bytes
 
 _END = -1
 """In place of a slot: there are no more requests."""
@@ -67,7 +66,7 @@ class GenerationRank:
         slots = {slot: self._begin(slot, waiting.popleft())
                  for slot in range(in_flight(self._ranks, len(self._requests)))}
         while slots:
-            slot, chosen = _parse_choice(self._receive())
+            slot, chosen = _parse_choice(*self._receive())
             number, rows = slots[slot]
             yield number, chosen
             if chosen.texts is None:
@@ -108,7 +107,7 @@ class GenerationRank:
                 continue
             if slot not in choosers or choosers[slot][0] != number:
                 choosers[slot] = number, chooser(self._requests[number].decoding)
-            self._send(_choice_tensors(slot, choosers[slot][1].choose(outputs[0])))
+            self._send([as_bytes([slot, choosers[slot][1].choose(outputs[0])])])
 
     # -- transfers -------------------------------------------------------------------------------------
 
@@ -126,24 +125,7 @@ class GenerationRank:
         return self._transport.receive(peer, key)
 
 
-def _choice_tensors(slot: int, chosen: Chosen) -> list[Tensor]:
-    """Return a choice as tensors: slot and parents, tokens; at the end lengths, tokens and scores of the texts."""
-    tensors = [torch.tensor([slot, *chosen.parents]), torch.tensor(chosen.tokens, dtype=torch.int64)]
-    if chosen.texts is not None:
-        tensors += [torch.tensor([len(text.tokens) for text in chosen.texts]),
-                    torch.tensor([token for text in chosen.texts for token in text.tokens], dtype=torch.int64),
-                    torch.tensor([math.nan if text.score is None else text.score for text in chosen.texts],
-                                 dtype=torch.float64)]
-    return tensors
-
-
-def _parse_choice(tensors: Sequence[Tensor]) -> tuple[int, Chosen]:
-    (slot, *parents), tokens = tensors[0].tolist(), tensors[1].tolist()
-    if len(tensors) == 2:
-        return slot, Chosen(tokens, parents)
-    lengths, joined, scores = (tensor.tolist() for tensor in tensors[2:])
-    texts, start = [], 0
-    for length, score in zip(lengths, scores, strict=True):
-        texts.append(Text(tuple(joined[start:start + length]), None if math.isnan(score) else score))
-        start += length
-    return slot, Chosen(tokens, parents, texts)
+def _parse_choice(received: Tensor) -> tuple[int, Chosen]:
+    slot, (tokens, parents, texts) = from_bytes(received)
+    return slot, Chosen(tokens, parents,
+                        None if texts is None else [Text(tuple(words), score) for words, score in texts])

@@ -54,7 +54,7 @@ class RankPrograms:
                            lambda owner, microbatch: self._versions[owner, microbatch],
                            lambda stage, microbatch: (stage, microbatch) in self._split)
 
-    def for_stream(self, rounds: Assignment) -> Callable[[int], RankProgram]:
+    def for_stream(self, assignment: Assignment) -> Callable[[int], RankProgram]:
         """Return a function that gives a rank its lowered program over all microbatches that exist.
 
         The generator yields the program for very many microbatches (:data:`vpipe.schedules.registry.Program`); actions
@@ -62,21 +62,21 @@ class RankPrograms:
         """
         split, placement = {stage for stage, _ in self._split}, self._schedule.placement
         recipe = recipe_named(self._schedule.name)
-        views = replica_views(recipe, placement, self._schedule.microbatches, rounds.update_every,
+        views = replica_views(recipe, placement, self._schedule.microbatches, assignment.update_every,
                               self._schedule.warmup)
 
         def compute(rank: int) -> Iterator[Action]:
-            return stream_program(recipe, views[rank], rounds, stages_of_rank(placement, rank), self._recompute)
+            return stream_program(recipe, views[rank], assignment, stages_of_rank(placement, rank), self._recompute)
 
-        ties, versions = self._schedule.ties, StreamVersions(rounds, compute)
+        ties, versions = self._schedule.ties, StreamVersions(assignment, compute)
 
         def lowered(rank: int) -> Iterator[Action]:
-            return Lowering(rounds, rank, compute, ties, warmup=self._schedule.warmup).program()
+            return Lowering(assignment, rank, compute, ties, warmup=self._schedule.warmup).program()
 
         def program(rank: int) -> RankProgram:
             actions = lowered(rank)
             if self._ordered:
-                setting, every = Setting(rounds, ties, versions.of), range(self._schedule.ranks)
+                setting, every = Setting(assignment, ties, versions.of), range(self._schedule.ranks)
                 actions = TransferOrder(setting, list(map(lowered, every)), ranks=[rank]).program(rank)
             return RankProgram(actions, versions.of, lambda stage, microbatch: stage in split)
 
@@ -124,17 +124,18 @@ class Interpreter:
         programs = {rank: program_of(rank) for rank in self._workers}
         for rank, worker in self._workers.items():
             worker.begin(segment, programs[rank].version_of, programs[rank].is_split)
-        rounds, here = segment.rounds, sum(len(worker.stages) for worker in self._workers.values())
+        assignment, here = segment.assignment, sum(len(worker.stages) for worker in self._workers.values())
         made: Counter[int] = Counter()  # stages that have made all their updates of a step
         done = 0
         self.broken = True  # until the end is reached
         try:
             for rank, action in self._execute_all(programs, segment):
                 if action.op.makes_version:
-                    step, left = divmod((action.microbatch + 1) * rounds.per_update(action.stage), rounds.per_step)
+                    used = (action.microbatch + 1) * assignment.per_update(action.stage)
+                    step, left = divmod(used, assignment.per_step)
                     made[step - 1] += not left
                     # A step of fewer microbatches ends with the programs.
-                    if made[done] == here and len(rounds.in_step(done)) == rounds.per_step:
+                    if made[done] == here and len(assignment.in_step(done)) == assignment.per_step:
                         self.broken = False
                         yield done
                         self.broken = True
@@ -148,7 +149,7 @@ class Interpreter:
             self._abandon()
             raise
         self.broken = False
-        if segment.training and rounds.in_step(done):
+        if segment.training and assignment.in_step(done):
             yield done
 
     def _execute_all(self, rank_programs: Mapping[int, RankProgram], segment: Segment) -> Iterator[tuple[int, Action]]:
@@ -158,7 +159,7 @@ class Interpreter:
         """
         executors: Mapping[int, Worker | Recorder] = {
             **self._workers, **(self.recorders if segment.training else {})}
-        step_together, last_forwards = segment.rounds.flush and not self._distributed, self._results.last_forwards
+        step_together, last_forwards = segment.assignment.flush and not self._distributed, self._results.last_forwards
         interrupts, flow = self._interrupts, None if self._distributed else self._flow(rank_programs, segment)
         programs = {rank: program.actions for rank, program in rank_programs.items()}
         heads = {rank: first for rank, program in programs.items() if (first := next(program, None)) is not None}
@@ -197,7 +198,7 @@ class Interpreter:
         """Return what tells whether an action can be executed, where all ranks are in this process."""
         version_of = next(iter(programs.values())).version_of
         normed = any(worker.optimizer_steps.global_norms for worker in self._workers.values())
-        return Flow(Setting(segment.rounds, self._ties, version_of, normed=normed))
+        return Flow(Setting(segment.assignment, self._ties, version_of, normed=normed))
 
     def _can_give_up(self, segment: Segment) -> bool:
         """Return whether a segment can be begun again as if it had not been: else it is better ended."""
@@ -273,10 +274,10 @@ class RunningSegment:
         of the next update, which one replica may have ended before another ends this one, and the next forward of each.
         """
         segment, placement = self.segment, schedule.placement
-        per_step, widest = segment.rounds.per_step, max(len(ranks) for ranks in placement)
+        per_step, widest = segment.assignment.per_step, max(len(ranks) for ranks in placement)
         in_flight = max(len(ranks) * schedule.peak_activations[rank] for ranks in placement for rank in ranks)
         if widest > 1:
-            in_flight += (segment.rounds.update_every + 1) * widest
+            in_flight += (segment.assignment.update_every + 1) * widest
         end = segment.first + -(-(self.done * per_step + in_flight) // per_step) * per_step
         segment.loader.end = end if segment.loader.end is None else min(end, segment.loader.end)
         self.drained = deque()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
@@ -84,14 +83,6 @@ class LossScaler:
 
     def __getitem__(self, stage: int) -> LossScaleState:
         return self._scales[stage]
-
-    def scale_tensor(self, stage: int, device: torch.device) -> Tensor:
-        """Return the scale that is sent behind a gradient of a stage: ``[1]`` fp32."""
-        return torch.tensor([self._scales[stage].value], device=device)
-
-    def factor(self, stage: int, received: float) -> float:
-        """Return the factor from a received scale to that of a stage."""
-        return self._scales[stage].value / received
 
     def check_finite(self, stage: int, sent: Collection[Tensor]) -> None:
         """Note an overflow of the stage if something that it sends of a microbatch is not finite."""

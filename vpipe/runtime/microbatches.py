@@ -14,6 +14,7 @@ from torch import Tensor
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import UserError
 from vpipe.model.layer import NO_LABEL
+from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment
 
 Batch = Mapping[str, Tensor]
@@ -25,12 +26,15 @@ _END: Batch = {}
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 """The shapes of a microbatch's fields: the shapes between stages follow from them."""
 
+Checksums = dict[str, list[int | None]]
+"""Of a batch: by field the checksums of its shape and of its values, and the rank that has these; None: none so far."""
+
 
 class BatchChecker(Protocol):
     """Compare batches with those of other ranks (:class:`~vpipe.runtime.batch_comparison.BatchComparison`)."""
 
-    def checksums(self, batch: Batch) -> list[int]:
-        """Return the numbers by which a batch is compared."""
+    def checksums(self, batch: Batch) -> tuple[int, Checksums]:
+        """Return the number of samples and the checksums by which a batch is compared."""
 
     def exhausted(self, loader: MicrobatchLoader) -> None:
         """Note that there are no more batches."""
@@ -93,7 +97,7 @@ class MicrobatchLoader:
         self.batches_read = self._read = 0  # and their microbatches
         self.end: int | None = None
         self.error: BaseException | None = None
-        self.checksums: dict[int, list[int]] = {}
+        self.checksums: dict[int, tuple[int, Checksums]] = {}
         self._sizes = [_Sizes(0, 0, 0, 0, microbatches)]  # where they change
 
     def has(self, microbatch: int) -> bool:
@@ -248,7 +252,7 @@ class Segment:
         first: the loader's number of the segment's microbatch 0.
         base: the run's number of the segment's microbatch 0, counted over all training.
         steps_before: steps of the run before the segment.
-        rounds: which rank takes each microbatch, and which update uses it.
+        assignment: which rank takes each microbatch, and which update uses it.
         training: False for forward only.
     """
 
@@ -256,16 +260,15 @@ class Segment:
     first: int
     base: int
     steps_before: int
-    rounds: Assignment
+    assignment: Assignment
     training: bool
 
-    def number(self, microbatch: int) -> int:
-        """Return the run's number of a microbatch."""
-        return self.base + microbatch
-
-    def update_number(self, stage: int, update: int) -> int:
-        """Return the run's number of an update, or version, of a stage."""
-        return self.steps_before * self.rounds.per_step // self.rounds.per_update(stage) + update
+    def number_of(self, action: Action) -> int:
+        """Return the run's number of an action's microbatch, update or version."""
+        if action.op.per_microbatch:
+            return self.base + action.microbatch
+        per_update = self.assignment.per_update(action.stage)
+        return self.steps_before * self.assignment.per_step // per_update + action.microbatch
 
     def signature(self, microbatch: int) -> Signature:
         """Return the shapes of a microbatch's fields."""

@@ -94,13 +94,13 @@ class OptimizerSteps:
 
     def begin(self, segment: Segment) -> None:
         """Number updates from the versions that the stages have now."""
-        self._segment, self._rounds = segment, segment.rounds
+        self._segment, self._assignment = segment, segment.assignment
         self._before = {s: stage.weights.latest for s, stage in self._stages.items()}
         # Without a flush a stage with more replicas makes fewer updates, each from more microbatches, at a higher rate.
         # Source: PipeDream's code, which multiplies by the replicas of the stage over those of the first.
-        self._rates = {s: 1 if self._rounds.flush else self._rounds.width(s) / self._rounds.width(0)
+        self._rates = {s: 1 if self._assignment.flush else self._assignment.width(s) / self._assignment.width(0)
                        for s in self._stages}
-        if not self._rounds.flush:  # stages are at different updates until the pipeline is empty again
+        if not self._assignment.flush:  # stages are at different updates until the pipeline is empty again
             for optimizer in self.optimizers.values():
                 optimizer.fix_rates()
 
@@ -121,9 +121,9 @@ class OptimizerSteps:
         Args:
             whole: whether the backward is not in two halves: then gradients are sent as they are made.
         """
-        update = self._rounds.update_of(stage, microbatch)
+        update = self._assignment.update_of(stage, microbatch)
         self._completed[stage] += 1
-        if self._completed[stage] < len(self._rounds.share(stage, update, stage, self._transport.rank)):
+        if self._completed[stage] < len(self._assignment.share(stage, update, stage, self._transport.rank)):
             return None
         del self._completed[stage]
         return self.reducers[stage].during_backward(
@@ -139,12 +139,12 @@ class OptimizerSteps:
         if stage in self.reducers:
             self.reducers[stage].gather(self._number(stage, update))
         self._tied.add_gradients(stage, update)
-        weights, count = self._stages[stage].weights, len(self._rounds.in_update(stage, update))
+        weights, count = self._stages[stage].weights, len(self._assignment.in_update(stage, update))
         for position in self.optimizers[stage].untrained:
             weights.graded()[position].grad = None
         weights.widen_gradients()
-        if count != self._rounds.update_every:
-            weights.scale_gradients(self._rounds.update_every / count)
+        if count != self._assignment.update_every:
+            weights.scale_gradients(self._assignment.update_every / count)
         if self.scaler is not None:
             weights.scale_gradients(1 / self.scaler[stage].value)
 
@@ -182,7 +182,7 @@ class OptimizerSteps:
             self._complete_gradients(stage, update)
         if self.observer is not None:
             self.observer.gradients(number, dict(zip(weights.names, weights.gradients, strict=True)))
-        step = update * self._rounds.per_update(stage) // self._rounds.per_step
+        step = update * self._assignment.per_update(stage) // self._assignment.per_step
         applied = self._apply(stage, weights, number, self._rate(stage, step))
         if not applied:
             self.skipped.add(self._segment.steps_before + step)
@@ -237,7 +237,7 @@ class OptimizerSteps:
 
     def _contributors(self, stage: int, update: int) -> list[int]:
         """Return the replicas with a microbatch of an update."""
-        return self._rounds.contributors(stage, update, stage)
+        return self._assignment.contributors(stage, update, stage)
 
     def _number(self, stage: int, update: int) -> int:
         """Return the run's number of an update, or version, of a stage."""

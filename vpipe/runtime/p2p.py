@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Segment, Signature
+from vpipe.runtime.transport.compression import CompressedTransport
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
-from vpipe.schedules.size import Placement
 
 SCALE = ""
 """The name of the loss scale among gradients, where it is sent with them; no tensor has this name."""
@@ -41,12 +41,11 @@ class P2PTransfers:
     with its specs. Later receives on that channel are posted after it arrives, in send order.
 
     Args:
-        placement: ranks per stage; microbatch i goes to rank ``i mod width`` of each.
         scales: whether gradients are sent with their loss scale.
     """
 
-    def __init__(self, transport: Transport, placement: Placement, scales: bool = False) -> None:
-        self._transport, self._placement, self._scales = transport, placement, scales
+    def __init__(self, transport: Transport | CompressedTransport, scales: bool = False) -> None:
+        self._transport, self._scales = transport, scales
         self._local: dict[TransferKey, list[Tensor]] = {}  # from a stage on this same rank
         self._unsent: dict[TransferKey, tuple[list[Tensor], list[TensorSpec], Signature]] = {}
         self._specs: dict[tuple[int, bool, Signature], _OutputSpecs] = {}  # by stage
@@ -59,7 +58,7 @@ class P2PTransfers:
 
     def begin(self, segment: Segment) -> None:
         """Begin a segment."""
-        self._segment, self._rank_of = segment, segment.rounds.rank_of
+        self._segment, self._rank_of = segment, segment.assignment.rank_of
 
     def stores(self) -> Mapping[str, Sized]:
         """Return what must be empty at the end of a segment, by name."""
@@ -73,19 +72,16 @@ class P2PTransfers:
 
     # -- inputs and outputs of forwards and backwards ----------------------------------------------------
 
-    def activation_source(self, stage: int, microbatch: int) -> tuple[int, TransferKey]:
-        """Return the rank that sends a stage its input, and the key of the transfer."""
-        return (self._rank_of(stage - 1, microbatch), TransferKey("F", stage, self._segment.base + microbatch))
-
-    def gradient_source(self, stage: int, microbatch: int) -> tuple[int, TransferKey]:
-        """Return the rank that sends the gradients of a stage's output, and the key of the transfer."""
-        return (self._rank_of(stage + 1, microbatch), TransferKey("B", stage, self._segment.base + microbatch))
+    def source(self, kind: str, stage: int, microbatch: int) -> tuple[int, TransferKey]:
+        """Return the rank that sends a stage its input (F) or its outputs' gradients (B), and the transfer's key."""
+        return (self._rank_of(stage - 1 if kind == "F" else stage + 1, microbatch),
+                TransferKey(kind, stage, self._segment.base + microbatch))
 
     def receive_activations(self, stage: int, microbatch: int) -> list[Tensor]:
         """Return the outputs of the stage before; none for the first stage."""
         if stage == 0:
             return []
-        peer, key = self.activation_source(stage, microbatch)
+        peer, key = self.source("F", stage, microbatch)
         queue = self._queued[stage, peer]
         while queue and any(key == queued for queued, _ in queue):
             self._receive_specs(peer, queue)
@@ -94,7 +90,7 @@ class P2PTransfers:
     def receive_gradients(self, stage: int, microbatch: int) -> dict[str, Tensor]:
         """Return the gradients of the outputs that want one, by name."""
         names = self._expected.pop((stage, microbatch)).gradient_names
-        return dict(zip(names, self._receive(*self.gradient_source(stage, microbatch)), strict=True))
+        return dict(zip(names, self._receive(*self.source("B", stage, microbatch)), strict=True))
 
     def put_activations(self, stage: int, microbatch: int, signature: Signature, names: Sequence[str],
                         outputs: list[Tensor]) -> None:
@@ -113,7 +109,7 @@ class P2PTransfers:
         self._put(TransferKey("B", stage - 1, self._segment.base + microbatch), microbatch, gradients, [], ())
 
     def _specs_of(self, names: Sequence[str], outputs: Sequence[Tensor]) -> _OutputSpecs:
-        specs = [TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs]
+        specs = [TensorSpec.from_tensor(t) for t in outputs]
         wanted = [(name, TensorSpec(spec.shape, spec.dtype, wants_gradient=False))
                   for name, spec in zip(names, specs, strict=True) if spec.wants_gradient]
         if self._scales:
@@ -149,7 +145,7 @@ class P2PTransfers:
 
     def post_activations(self, stage: int, microbatch: int) -> None:
         """Post the receive of a stage's input."""
-        peer, key = self.activation_source(stage, microbatch)
+        peer, key = self.source("F", stage, microbatch)
         channel = (stage, peer, self._segment.training, self._segment.signature(microbatch))
         queue, specs = self._queued[stage, peer], self._incoming.get(channel)
         if not queue:
@@ -179,4 +175,4 @@ class P2PTransfers:
 
     def post_gradients(self, stage: int, microbatch: int) -> None:
         """Post the receive of the gradients of a stage's outputs."""
-        self._transport.post(*self.gradient_source(stage, microbatch), self._expected[stage, microbatch].gradients)
+        self._transport.post(*self.source("B", stage, microbatch), self._expected[stage, microbatch].gradients)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from vpipe.checkpoint.directory import find_checkpoint
 from vpipe.checkpoint.load import check_compatible, load_tensors
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, no_longer_used
@@ -60,13 +58,9 @@ class PipelineCheckpoint:
             tensors = load_tensors(folder, manifest, filter(self._engine.wants, manifest.tensors),
                                    resume_hint=_load_call)
         for warning in (no_longer_used(manifest), self._engine.restore(position, tensors)):
-            if self._rank == 0 and warning is not None:
+            if self._engine.collectives.exchange.rank == 0 and warning is not None:
                 warnings.warn(warning, stacklevel=3)
         return position
-
-    @property
-    def _rank(self) -> int:
-        return dist.get_rank() if dist.is_initialized() else 0
 
     def _optimizers(self) -> dict[str, Any]:
         """Return the classes of all ranks' optimizers; of several, also the one that steps each parameter."""

@@ -14,11 +14,11 @@ changes. Changes inside of other objects that a layer keeps, such as a list, are
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -52,11 +52,9 @@ class _Slot(NamedTuple):
         return id(self.table), self.key
 
     def get(self) -> Any:
-        """Return the value, or _ABSENT."""
         return self.table.get(self.key, _ABSENT)
 
     def put(self, value: Any) -> None:
-        """Put a value into the slot, or empty it if it is _ABSENT."""
         if value is _ABSENT:
             self.table.pop(self.key, None)
         else:
@@ -64,8 +62,8 @@ class _Slot(NamedTuple):
 
 
 class _SlotValue(NamedTuple):
-    """The value of a slot before a forward; of a tensor also its version, the number of references to it, and a copy if
-    it may be changed in place."""
+    """The value of a slot before a forward; of a tensor also its version, the number of references to it, and a copy
+    where forwards may change it in place."""
 
     slot: _Slot
     value: Any
@@ -84,21 +82,21 @@ class _SlotValue(NamedTuple):
 
 
 class _RandomSource(NamedTuple):
-    """A source of random numbers: get its state, as a value that can be compared, and put it back."""
+    """A source of random numbers: get its state, and put it back."""
 
     get: Callable[[], Any]
     put: Callable[[Any], object]
 
 
 class StateBefore(NamedTuple):
-    """The part of the state before a forward that the forward changes: values of modules, states of random sources.
+    """The state before a forward that the forward may change: values of modules, states of random sources.
 
-    ``constant``: tensors that no forward has changed so far, and their versions.
+    ``inputs``: before one of the first forwards those that others need, too, by name, each with a copy.
     """
 
     values: Sequence[_SlotValue] = ()
     random: Sequence[tuple[_RandomSource, Any]] = ()
-    constant: Sequence[tuple[Any, int]] = ()
+    inputs: Mapping[str, tuple[Tensor, Tensor]] = {}
 
     def swap_in(self) -> None:
         """Put the values, or the copies of those that may have changed, into their slots; set the random states.
@@ -113,14 +111,6 @@ class StateBefore(NamedTuple):
 
 NOTHING = StateBefore()
 """The state before a forward that changes nothing."""
-
-
-class FirstForward(NamedTuple):
-    """The state before one of the first forwards: inputs, copies of those that others need, and that of modules."""
-
-    inputs: Mapping[str, Tensor]
-    copies: Mapping[str, Tensor]
-    before: StateBefore
 
 
 class SideEffects:
@@ -145,7 +135,7 @@ class SideEffects:
         self.inputs: set[str] = set()
         self._changing: dict[tuple[int, str], tuple[_Slot, bool]] = {}  # slots that forwards change; True: in place
         self._saved: dict[tuple[int, str], _Slot] = {}  # of these, slots whose tensors autograd saves
-        self._constant: list[_Slot] = []  # slots of tensors that no forward has changed
+        self._constant: list[_Slot] = []  # slots of tensors that none of the first forwards has changed
         self._sources = list(_random_sources(part for module in layers.values() for part in module.modules()))
         self._drawn: list[_RandomSource] = []  # of these, sources that forwards draw from
         self.backwards_left = WATCHED
@@ -174,7 +164,7 @@ class SideEffects:
             self.inputs.update(name for name, tensor in inputs.items()
                                if tensor is not given[name] and not _equal(tensor, given[name]))
 
-    def begin_first_forward(self, inputs: Mapping[str, Tensor]) -> FirstForward | None:
+    def begin_forward(self, inputs: Mapping[str, Tensor]) -> StateBefore | None:
         """Prepare a forward whose graph stays; return the state before it, if it is one of the first."""
         copies: dict[int, Tensor] = {}
         for old in [_slot_value(slot, True, copies) for slot in self._saved.values()]:
@@ -182,17 +172,18 @@ class SideEffects:
                 old.slot.put(old.copy)
         if not self._left:
             return None
-        copies_of_inputs = {name: tensor.detach().clone() for name, tensor in inputs.items() if not _is_alone(tensor)}
-        return FirstForward(inputs, copies_of_inputs, self.capture())
+        return self.capture()._replace(inputs={name: (tensor, tensor.detach().clone())
+                                               for name, tensor in inputs.items() if not _is_alone(tensor)})
 
-    def write_back_if_inputs_changed(self, first: FirstForward) -> bool:
+    def write_back_if_inputs_changed(self, before: StateBefore) -> bool:
         """Return whether a forward has changed an input that others need; if so, write back all that was before it."""
-        changed = [name for name, copy in first.copies.items() if not _equal(first.inputs[name].detach(), copy)]
+        changed = {name: (tensor, copy) for name, (tensor, copy) in before.inputs.items()
+                   if not _equal(tensor.detach(), copy)}
         self.inputs.update(changed)
-        for name in changed:
-            first.inputs[name].data.copy_(first.copies[name])
+        for tensor, copy in changed.values():
+            tensor.data.copy_(copy)
         if changed:
-            self.write_back(first.before)
+            self.write_back(before)
         return bool(changed)
 
     @contextmanager
@@ -203,7 +194,7 @@ class SideEffects:
             UserError: it does, such as by computing a forward again.
         """
         self.backwards_left -= 1
-        before = self._everything()
+        before = self.capture(everything=True)
         yield
         for old in before.values:
             if old.slot.place in self._changing and (old.is_replaced() or old.is_changed_in_place()):
@@ -243,61 +234,45 @@ class SideEffects:
                 for layer, module in self._layers.items() for name, parameter in module.named_parameters(prefix=layer)
                 if not parameter.requires_grad and parameter.layout is torch.strided}
 
-    def capture(self) -> StateBefore:
-        """Return the state that the next forward may change."""
-        if self._left:
-            return self._everything()
+    def capture(self, everything: bool = False) -> StateBefore:
+        """Return the state that the next forward may change; with ``everything`` all that any forward could change."""
+        everything = everything or bool(self._left)
+        slots = ([(slot, True) for slot in self._slots()] if everything
+                 else [*self._changing.values(), *((slot, False) for slot in self._constant)])
         copies: dict[int, Tensor] = {}  # by identity: a buffer in two slots gets one copy
-        return StateBefore([_slot_value(slot, in_place, copies) for slot, in_place in self._changing.values()],
-                           [(source, source.get()) for source in self._drawn],
-                           [(value := slot.table.get(slot.key), _version(value)) for slot in self._constant])
-
-    def _everything(self) -> StateBefore:
-        copies: dict[int, Tensor] = {}
-        return StateBefore([_slot_value(slot, True, copies) for slot in self._slots()],
-                           [(source, source.get()) for source in self._sources])
+        return StateBefore([_slot_value(slot, in_place, copies) for slot, in_place in slots],
+                           [(source, source.get()) for source in (self._sources if everything else self._drawn)])
 
     def record_changes(self, before: StateBefore) -> StateBefore:
-        """Return the part of :meth:`capture` that the forward has changed.
-
-        After one of the first forwards, also note what it changed: that is what later ones copy.
+        """Return the part of :meth:`capture` that the forward has changed; note it, for later ones copy only that.
 
         Raises:
             UserError: a buffer changed in place for the first time, but was not copied.
         """
-        if not self._left:
-            return self._record_later_changes(before)
-        known = {old.slot.place for old in before.values}
-        values = [*before.values, *(_SlotValue(slot, _ABSENT) for slot in self._slots() if slot.place not in known)]
+        values = list(before.values)
+        if self._left:
+            known = {old.slot.place for old in values}
+            values += (_SlotValue(slot, _ABSENT) for slot in self._slots() if slot.place not in known)
         for old in values:
-            slot, in_place = old.slot, old.is_changed_in_place()
-            if in_place or old.is_replaced():
-                _, was = self._changing.get(slot.place, (slot, False))
-                self._changing[slot.place] = slot, in_place or was
-                if (in_place and not self._recomputed and not slot.statistics
-                        and old.value._use_count() > old.references):
-                    self._saved[slot.place] = slot
-        self._constant = [slot for slot in self._slots() if slot.place not in self._changing
-                          and isinstance(slot.table.get(slot.key), Tensor)]
-        self._drawn += [source for source, state in before.random
-                        if source not in self._drawn and source.get() != state]
-        return StateBefore([old for old in values if old.slot.place in self._changing],
-                           [(source, state) for source, state in before.random if source in self._drawn])
-
-    def _record_later_changes(self, before: StateBefore) -> StateBefore:
-        replaced = []
-        for slot, (value, version) in zip(self._constant, before.constant, strict=True):
-            if slot.table.get(slot.key) is not value:  # replaced, as a layer does whose table grows
-                replaced.append(_SlotValue(slot, value))
-            elif _version(value) != version:
+            slot, was = self._changing.get(old.slot.place, (old.slot, False))
+            if was and not self._left:
+                continue  # it is copied before every forward
+            if not self._left and _version(old.value) != old.version:
                 raise UserError(f"'{slot.label}' was changed by a forward, which none of the first {WATCHED} forwards "
                                 "did: a recompute would find it changed", hint="leave the layer out of recompute")
-        if not replaced:
-            return before
-        for old in replaced:
-            self._changing[old.slot.place] = old.slot, False
+            in_place = old.is_changed_in_place()
+            if in_place or old.is_replaced():
+                self._changing[slot.place] = slot, in_place or was
+            if (in_place and not self._recomputed and not slot.statistics
+                    and old.value._use_count() > old.references):
+                self._saved[slot.place] = slot
+        if self._left:
+            self._constant = [slot for slot in self._slots() if isinstance(slot.get(), Tensor)]
+            self._drawn += [source for source, state in before.random
+                            if source not in self._drawn and _numbers(source.get()) != _numbers(state)]
         self._constant = [slot for slot in self._constant if slot.place not in self._changing]
-        return StateBefore([*before.values, *replaced], before.random)
+        return StateBefore([old for old in values if old.slot.place in self._changing],
+                           [(source, state) for source, state in before.random if source in self._drawn])
 
     @property
     def may_share(self) -> bool:
@@ -340,7 +315,7 @@ class SideEffects:
     @contextmanager
     def preserve_state(self) -> Iterator[None]:
         """Write the present state back at the end, also after an error."""
-        before = self._everything()
+        before = self.capture(everything=True)
         try:
             yield
         finally:
@@ -389,7 +364,7 @@ def _version(value: Any) -> int:
 def _slot_value(slot: _Slot, in_place: bool, copies: dict[int, Tensor]) -> _SlotValue:
     value = slot.get()
     if not isinstance(value, Tensor) or value.requires_grad:  # an earlier graph's may be replaced, not changed
-        return _SlotValue(slot, value)
+        return _SlotValue(slot, value, version=_version(value))
     if in_place and id(value) not in copies:
         copies[id(value)] = value.detach().clone()
     return _SlotValue(slot, value, copies[id(value)] if in_place else None, value._version,
@@ -399,24 +374,17 @@ def _slot_value(slot: _Slot, in_place: bool, copies: dict[int, Tensor]) -> _Slot
 def _random_sources(modules: Iterable[nn.Module]) -> Iterator[_RandomSource]:
     """Yield the sources of random numbers: Python's, NumPy's, and the generators that modules keep."""
     yield _RandomSource(random.getstate, random.setstate)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        yield _numpy_source(numpy)
-    for generator in {id(value): value for module in modules for value in vars(module).values()
-                      if isinstance(value, torch.Generator)}.values():
-        yield _generator_source(generator)
+    yield _RandomSource(np.random.get_state, np.random.set_state)
+    for generator in {value for module in modules for value in vars(module).values()
+                      if isinstance(value, torch.Generator)}:
+        yield _RandomSource(generator.get_state, generator.set_state)
 
 
-def _numpy_source(numpy: Any) -> _RandomSource:
-    def get() -> Any:
-        kind, numbers, *rest = numpy.random.get_state()
-        return kind, numbers.tolist(), *rest
-
-    return _RandomSource(get, numpy.random.set_state)
-
-
-def _generator_source(generator: torch.Generator) -> _RandomSource:
-    return _RandomSource(lambda: bytes(generator.get_state().numpy()),
-                         lambda state: generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8)))
+def _numbers(state: Any) -> Any:
+    """Return the state of a random source so that two can be compared."""
+    if isinstance(state, (Tensor, np.ndarray)):
+        return state.tolist()
+    return tuple(map(_numbers, state)) if isinstance(state, tuple) else state
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -34,6 +34,7 @@ from vpipe.runtime.recompute import forward_without_activations, recompute_span
 from vpipe.runtime.side_effects import SideEffects
 from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage_layers import StageLayers
+from vpipe.runtime.transport.transport import contiguous
 from vpipe.runtime.weight_grad_store import WeightGradStore
 from vpipe.runtime.weight_versions import WeightVersions
 
@@ -122,7 +123,7 @@ class Stage(StageLayers):
             for span in self._spans:
                 saved, tensors = self._forward_span(span, {name: tensors[name] for name in span.inputs}, record)
                 record.spans.append(saved)
-        return [_contiguous(tensors[name]) for name in self.spec.outputs], record
+        return [contiguous(tensors[name]) for name in self.spec.outputs], record
 
     @torch.no_grad()
     def evaluate(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey) -> list[Tensor]:
@@ -132,7 +133,7 @@ class Stage(StageLayers):
         with _PreserveRandomState(self.generators):
             for span in self._spans:
                 tensors = self._run(span, {name: tensors[name] for name in span.inputs}, record)
-        return [_contiguous(tensors[name]) for name in self.spec.outputs]
+        return [contiguous(tensors[name]) for name in self.spec.outputs]
 
     def _read_fields(self, fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the fields in the precision of the stage's weights."""
@@ -163,13 +164,13 @@ class Stage(StageLayers):
     def _with_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
                     again: bool = False) -> tuple[SpanGraph, dict[str, Tensor]]:
         store = WeightGradStore() if record.split else None
-        first = None if again or span.effects.inert else span.effects.begin_first_forward(inputs)
+        first = None if again or span.effects.inert else span.effects.begin_forward(inputs)
         outputs = self._run(span, inputs, record, store, again)
         if first is not None:
             if span.effects.write_back_if_inputs_changed(first):
                 store = WeightGradStore() if record.split else None
                 outputs = self._run(span, inputs, record, store, again=True)
-            span.effects.record_changes(first.before)
+            span.effects.record_changes(first)
         edges = {name: _edge_of(t) for name, t in outputs.items() if t.requires_grad}
         return SpanGraph(edges, store), outputs
 
@@ -320,7 +321,7 @@ class Stage(StageLayers):
             yield
 
     def _input_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        return [_contiguous(gradients[name]) for name in self.spec.inputs if name in gradients]
+        return [contiguous(gradients[name]) for name in self.spec.inputs if name in gradients]
 
     def _backward_span(self, span: Span, record: Record,
                        gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], WeightGradStore | None]:
@@ -411,13 +412,3 @@ def _edge_of(tensor: Tensor) -> GradientEdge:
 def _sees_its_operation(module: nn.Module) -> bool:
     """Return whether hooks get all gradients of a module's last operation (``register_backward_hook``, deprecated)."""
     return bool(module._backward_hooks) and module._is_full_backward_hook is False
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    """Return the tensor as a transfer needs it: contiguous, a lazy conjugate or negation carried out.
-
-    Within one process tensors get the same layout, hence the same numbers.
-    """
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().requires_grad_(tensor.requires_grad)

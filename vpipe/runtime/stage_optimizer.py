@@ -137,8 +137,7 @@ class StageOptimizer:
 
     def options(self) -> list[dict[str, Any]]:
         """Return the other entries of the parameter groups, to compare: a tensor by identity and version."""
-        return [{key: _mark(value) if isinstance(value, Tensor) else value for key, value in group.items()
-                 if key != "params"} for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [{key: _mark(value) for key, value in group.items() if key != "params"} for group in self.groups]
 
     def _other_numbers(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the numbers of the optimizers that are not state of a parameter, and should not change."""

@@ -16,13 +16,15 @@ class StageUsage:
 
     Attributes:
         forward_s, backward_s, step_s: seconds in forwards, in backwards (recompute included), in optimizer steps.
-        communication_s: seconds in which its rank started transfers and summed gradients over replicas.
+        communication_s: seconds in which its rank started transfers, copied to the host and back, and summed gradients
+            over replicas.
         idle_s: seconds in which its rank waited for tensors of other ranks; NaN where a GPU's stream does that.
         bytes_sent: by its rank.
         versions: most weight versions held at once.
         staleness: most updates between a microbatch's forward and its backward.
         peak_activations: most microbatches whose activations were held at once.
         peak_memory_bytes: of the process (of the device, on a GPU).
+        others_s: seconds in actions of kinds that a package has added.
     """
 
     forward_s: float
@@ -35,11 +37,12 @@ class StageUsage:
     staleness: int
     peak_activations: int
     peak_memory_bytes: int
+    others_s: float = 0.0
 
     @property
     def working_s(self) -> float:
         """Return the seconds in which a rank with this stage alone did not wait."""
-        return self.forward_s + self.backward_s + self.step_s + self.communication_s
+        return self.forward_s + self.backward_s + self.step_s + self.communication_s + self.others_s
 
     def since(self, before: StageUsage) -> StageUsage:
         """Return the times and bytes since ``before``; maxima stay those of all training."""
@@ -52,7 +55,7 @@ class StageUsage:
                       else max(getattr(stage, field.name) for stage in stages) for field in fields(cls)})
 
 
-_OF_STAGE = ("forward_s", "backward_s", "step_s")
+_OF_STAGE = ("forward_s", "backward_s", "step_s", "others_s")
 _OF_RANK = ("communication_s", "idle_s", "bytes_sent")
 
 

@@ -14,11 +14,12 @@ this process needs. So a checkpoint is one flat table, and loads into any other 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,9 +98,10 @@ NUMBERS = {"int": torch.int64, "float": torch.float64}
 """Kinds of numbers in an optimizer's state, and the dtype that holds each exactly."""
 
 
-class StatePart(Protocol):
+class StatePart(ABC):
     """One kind of state."""
 
+    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """Return the tensors that this process saves, by their names in a checkpoint; no copies.
 
@@ -109,7 +111,14 @@ class StatePart(Protocol):
 
     def wants(self, name: str) -> bool:
         """Return whether this process loads the tensor of this name."""
+        return name in self.names
 
+    @cached_property
+    def names(self) -> dict[str, None]:
+        """Return the names that this process loads; on demand, since not every model can be saved."""
+        return dict.fromkeys(self.state())
+
+    @abstractmethod
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy in the wanted tensors.
 
@@ -135,7 +144,7 @@ def state_parts(workers: Mapping[int, Worker], placement: Placement) -> list[Sta
             LastChanges(stages)]
 
 
-class ModelState:
+class ModelState(StatePart):
     """Parameters and buffers; the first replica saves them for all."""
 
     def __init__(self, stages: Sequence[LocalStage]) -> None:
@@ -145,23 +154,19 @@ class ModelState:
         return {f"model.{name}": value for each in self._stages if each.replica == 0
                 for name, value in each.stage.state().items()}
 
-    def wants(self, name: str) -> bool:
-        return name in self._names
-
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        if missing := [name.removeprefix("model.") for name in self._names if name not in tensors]:
+        if missing := [name.removeprefix("model.") for name in self.names if name not in tensors]:
             raise UserError(f"{counted(len(missing), 'tensor')} of the model missing in the checkpoint: "
                             f"{first_of(missing)}", hint="it was made of another model")
         for each in self._stages:
             each.stage.load({name: tensors[f"model.{name}"] for name in each.stage.state()})
 
     @cached_property
-    def _names(self) -> dict[str, None]:
-        """Return the names of the state of the stages here; on demand, since not every model can be saved."""
+    def names(self) -> dict[str, None]:
         return {f"model.{name}": None for each in self._stages for name in each.stage.state()}
 
 
-class OptimizerState:
+class OptimizerState(StatePart):
     """The state that optimizers have per parameter; equal on all replicas, so the first one saves it."""
 
     def __init__(self, stages: Sequence[LocalStage]) -> None:
@@ -196,7 +201,7 @@ class OptimizerState:
                         optimizer.state[parameter][key] = value
 
 
-class NamedBuffers:
+class NamedBuffers(StatePart):
     """Buffers under names of their own. Those that a checkpoint lacks keep their values."""
 
     def __init__(self, find: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
@@ -205,18 +210,11 @@ class NamedBuffers:
     def state(self) -> dict[str, Tensor]:
         return dict(self._find())
 
-    def wants(self, name: str) -> bool:
-        return name in self._names
-
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for name, buffer in self._find():
             if name in tensors:
                 buffer.copy_(tensors[name])
-
-    @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(name for name, _ in self._find())
 
 
 def _replica_buffers(stages: Sequence[LocalStage]) -> Iterator[tuple[str, Tensor]]:
@@ -237,7 +235,7 @@ def _loss_buffers(stages: Sequence[LocalStage]) -> Iterator[tuple[str, Tensor]]:
                 yield f"loss.{each.replica}.{each.stage.layer_names[layer]}.{name}", buffer
 
 
-class LossScales:
+class LossScales(StatePart):
     """Dynamic loss scales, each with the number of good updates in a row.
 
     In another partition, or with a flush where there was none, a stage loads that of the last layer at or before its
@@ -274,7 +272,7 @@ class LossScales:
                 yield spec.layers.start if scaler.per_stage else 0, saves, scaler[spec.index]
 
 
-class LastChanges:
+class LastChanges(StatePart):
     """What the latest steps added to parameters whose late gradients are corrected; the first replica saves it.
 
     The factor is there, too: in another partition a parameter has that of its stage. Where it is not the checkpoint's,
@@ -298,9 +296,6 @@ class LastChanges:
                     named[last_change_of(name)] = change
                     named[factor_of(name)] = torch.tensor(extrapolation.factor, dtype=torch.float64)
         return named
-
-    def wants(self, name: str) -> bool:
-        return name in self._names
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.other_factors = {}
@@ -328,9 +323,9 @@ class LastChanges:
                 each.stage.load(state | changed)
 
     @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(of(name) for each, _ in self._stages for name in each.stage.state()
-                         for of in (last_change_of, factor_of))
+    def names(self) -> dict[str, None]:
+        return {of(name): None for each, _ in self._stages for name in each.stage.state()
+                for of in (last_change_of, factor_of)}
 
 
 def _readings(name: str) -> Iterator[tuple[str, str]]:

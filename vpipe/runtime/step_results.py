@@ -69,14 +69,14 @@ class StepResults:
     def post(self, segment: Segment, step: int) -> None:
         """Post the receives of a step's results."""
         for rank in self._sources_elsewhere():
-            self._post(rank, self._key(segment, step), 1 + len(self._share(segment.rounds.in_step(step), rank)))
+            self._post(rank, self._key(segment, step), 1 + len(self._share(segment.assignment.in_step(step), rank)))
 
     def send(self, segment: Segment, step: int, rank: int) -> None:
         """Send the results of a step to all others, if the last stage is on this rank."""
         if rank not in self._sources:
             return
         known = self._workers[rank].losses
-        losses = [known[segment.base + i] for i in self._share(segment.rounds.in_step(step), rank)]
+        losses = [known[segment.base + i] for i in self._share(segment.assignment.in_step(step), rank)]
         stop = float(rank == self._sources[0] and self.stop())
         numbers = torch.stack([loss.double().reshape(()) for loss in losses]).tolist() if self._on_gpu and losses else [
             float(loss) for loss in losses]
@@ -86,7 +86,7 @@ class StepResults:
     def collect(self, segment: Segment, step: int) -> Step:
         """Return the results of a step whose updates this process has all made."""
         number = segment.steps_before + step
-        microbatches = segment.rounds.in_step(step)
+        microbatches = segment.assignment.in_step(step)
         for worker in self._workers.values():
             worker.drop_checksums(microbatches)
         if not self.last_forwards:
@@ -136,7 +136,7 @@ class StepResults:
         return self._in_order(parts, microbatches)
 
     def _last_forwards(self, schedule: Schedule) -> Mapping[int, Action]:
-        if schedule.stream or schedule.rounds.per_step < schedule.microbatches or self._on_gpu:
+        if schedule.stream or schedule.assignment.per_step < schedule.microbatches or self._on_gpu:
             return {}
         return {rank: [action for action in schedule.programs[rank]
                        if action.op is Op.FORWARD and action.stage == self._last_stage][-1] for rank in self._sources}

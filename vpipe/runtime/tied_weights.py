@@ -47,7 +47,7 @@ class TiedWeights:
                         for stage in stages.values() for owner in stage.borrowed}
         self._posted: dict[int, deque[int]] = defaultdict(deque)  # versions whose receives are posted, by owner
         self._here: dict[TransferKey, list[Tensor]] = {}  # from this rank to itself
-        self._rounds: Assignment
+        self._assignment: Assignment
         self._senders: dict[tuple[int, int], list[int]] = {}  # ranks whose gradients of an update are not posted yet
         self._begun: dict[int, int] = defaultdict(int)  # the owner's updates before those that are counted
         for owner in set(ties) & set(stages):
@@ -60,10 +60,10 @@ class TiedWeights:
             for weights in stage.borrowed.values():
                 _refuse_hooks(weights, weights.names)
 
-    def begin(self, rounds: Assignment) -> None:
+    def begin(self, assignment: Assignment) -> None:
         """Count updates and versions from here."""
-        self._rounds = rounds
-        self._partners = Setting(rounds, {owner: tuple(borrowers) for owner, borrowers in self._ties.items()})
+        self._assignment = assignment
+        self._partners = Setting(assignment, {owner: tuple(borrowers) for owner, borrowers in self._ties.items()})
         for number, stage in self._stages.items():
             self._begun[number] = stage.weights.latest
             self._begun.update({owner: weights.latest for owner, weights in stage.borrowed.items()})
@@ -98,7 +98,7 @@ class TiedWeights:
             senders = senders[:1]
         for rank in senders:
             for borrower, names in sorted(self._ties[owner].items()):
-                if rank in self._rounds.contributors(owner, update, borrower):
+                if rank in self._assignment.contributors(owner, update, borrower):
                     self._post(rank, self._key("G", owner, borrower, update), self._stages[owner].weights.values(names))
 
     def add_gradients(self, owner: int, update: int) -> None:
@@ -108,7 +108,7 @@ class TiedWeights:
         total: dict[str, Tensor] = {}
         for borrower, names in sorted(self._ties[owner].items(), reverse=True):
             parts = [self._receive(rank, self._key("G", owner, borrower, update))
-                     for rank in self._rounds.contributors(owner, update, borrower)]
+                     for rank in self._assignment.contributors(owner, update, borrower)]
             for i, name in enumerate(names if parts else ()):
                 gradient = parts[0][i]
                 for part in parts[1:]:
@@ -129,23 +129,20 @@ class TiedWeights:
             self._post(self._lender[owner], self._key("W", owner, borrower, version), weights.values(weights.names))
         self._posted[owner].append(version)
 
-    def install(self, owner: int, version: int | None = None) -> None:
-        """Receive and install the posted versions, up to ``version`` or all."""
+    def install(self, owner: int, version: int) -> int:
+        """Receive and install the posted versions up to ``version``; return its number among the borrowed weights."""
         posted = self._posted[owner]
-        while posted and (version is None or posted[0] <= version):
+        while posted and posted[0] <= version:
             arrived = posted.popleft()
             for borrower, weights in self._borrowed(owner):
                 tensors = self._receive(self._lender[owner], self._key("W", owner, borrower, arrived))
                 weights.install(self._begun[owner] + arrived, tensors)
+        return self._begun[owner] + version
 
     def install_all(self) -> None:
         """Receive and install all posted versions."""
-        for owner in self._posted:
-            self.install(owner)
-
-    def version(self, owner: int, version: int) -> int:
-        """Return the number of a version among the borrowed weights."""
-        return self._begun[owner] + version
+        for owner, posted in self._posted.items():
+            self.install(owner, max(posted, default=0))
 
     def send_gradients(self, owner: int, update: int) -> None:
         """Send the gradients accumulated for an update, and reset them."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vpipe.runtime.weight_versions import accumulate_gradient
+
 
 @dataclass(slots=True, eq=False)
 class CastParameter:
@@ -128,13 +130,13 @@ class WeightGradStore:
                 if isinstance(leaf, CastParameter):
                     contribute(leaf.parameter, None if total is None else total.to(leaf.parameter.dtype))
                 elif total is not None:
-                    _add(leaf, total)
+                    accumulate_gradient(leaf, total)
 
         for leaf, gradient in self._now:
             if waiting[id(leaf)]:
                 totals[id(leaf)] = gradient
             else:
-                _add(leaf, gradient)
+                accumulate_gradient(leaf, gradient)
         self._now.clear()
         while self._later:
             deferred = self._later.popleft()
@@ -151,14 +153,3 @@ class WeightGradStore:
 def is_trained(argument: object) -> bool:
     """Return whether an argument is a parameter that wants a gradient."""
     return type(argument) is nn.Parameter and argument.requires_grad
-
-
-def _add(leaf: nn.Parameter, gradient: Tensor) -> None:
-    """Add to a parameter's gradient, or begin it, as autograd's own accumulation does."""
-    strided = gradient.layout is torch.strided
-    if leaf.grad is None and strided and gradient.stride() == leaf.stride():
-        leaf.grad = gradient
-    elif leaf.grad is not None and strided and leaf.grad.layout is torch.strided:
-        leaf.grad.add_(gradient)
-    else:
-        torch.autograd.backward(leaf, gradient)

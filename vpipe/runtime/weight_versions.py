@@ -276,14 +276,8 @@ class WeightVersions:
             yield
         for leaf, gradient in zip(leaves, before, strict=True):
             total, leaf.grad = leaf.grad, gradient
-            if total is None:
-                continue
-            if has_hooks(leaf):
-                torch.autograd.backward(leaf, total)
-            elif gradient is None:
-                leaf.grad = total
-            else:
-                gradient.add_(total)
+            if total is not None:
+                accumulate_gradient(leaf, total)
 
     @contextmanager
     def kept_apart(self, into: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
@@ -325,7 +319,7 @@ class WeightVersions:
         for each in gradients if not all(plain) else ():
             for leaf, gradient in reversed(list(zip(self._graded, each, strict=True))):
                 if gradient is not None and has_hooks(leaf):
-                    torch.autograd.backward(leaf, gradient)
+                    accumulate_gradient(leaf, gradient)
 
     def pop_gradients(self) -> list[Tensor | None]:
         """Return the accumulated gradients, which start from nothing again."""
@@ -417,6 +411,17 @@ def new_leaf(data: Tensor, like: nn.Parameter) -> nn.Parameter:
     leaf = nn.Parameter.__new__(type(like), data)
     leaf.__dict__.update(like.__dict__)
     return leaf
+
+
+def accumulate_gradient(leaf: nn.Parameter, gradient: Tensor) -> None:
+    """Add to a parameter's gradient, or begin it, as autograd's own accumulation does, with its hooks."""
+    strided = gradient.layout is torch.strided and not has_hooks(leaf)
+    if leaf.grad is None and strided and gradient.stride() == leaf.stride():
+        leaf.grad = gradient
+    elif leaf.grad is not None and strided and leaf.grad.layout is torch.strided:
+        leaf.grad.add_(gradient)
+    else:
+        torch.autograd.backward(leaf, gradient)
 
 
 def has_hooks(leaf: nn.Parameter) -> bool:

@@ -27,9 +27,10 @@ from vpipe.runtime.p2p import SCALE, P2PTransfers
 from vpipe.runtime.stage import NOTHING, Stage
 from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
 from vpipe.runtime.tied_weights import TiedWeights
+from vpipe.runtime.transport.compression import CompressedTransport, Compression
 from vpipe.runtime.transport.transport import Transport
 from vpipe.schedules.action import Action, Kind, Op
-from vpipe.schedules.kinds import kinds
+from vpipe.schedules.kinds import is_own, kinds
 from vpipe.schedules.size import Placement
 
 VersionOf = Callable[[int, int], int]
@@ -49,6 +50,20 @@ class ForwardInputs(NamedTuple):
     pins: dict[int, int] | None
 
 
+def check_runnable(present: Collection[Kind]) -> None:
+    """Refuse kinds of packages whose functions cannot be found.
+
+    Raises:
+        UserError: the module or the function does not exist.
+    """
+    for kind in sorted(kind for kind in present if not is_own(kind)):
+        try:
+            resolve_name(kind.runs)
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"an action {kind} is run by {kind.runs}, which cannot be found: {error}",
+                            hint="give the kind runs='module:function' of a module that Python finds") from None
+
+
 class Worker:
     """Execute the actions of one rank. Its stores (records, transfers, pins) are empty at the end of a segment.
 
@@ -58,15 +73,17 @@ class Worker:
         tied: weights of these stages that other stages share.
         comparison: of batches, where other processes read them, too.
         offloaded: stages of which the schedule offloads activations.
+        compression: of activations and gradients.
     """
 
     def __init__(self, rank: int, placement: Placement, stages: Mapping[int, Stage], steps: OptimizerSteps,
                  tied: TiedWeights, transport: Transport, comparison: BatchComparison | None = None,
-                 offloaded: Collection[int] = ()) -> None:
+                 offloaded: Collection[int] = (), compression: Compression | None = None) -> None:
         self.rank, self.stages, self.transport, self.optimizer_steps = rank, stages, transport, steps
         self.tied, self.comparison, self.offloads = tied, comparison, Offloads(stages, offloaded)
         self._stage_scaler = steps.stage_scaler
-        self._p2p = P2PTransfers(transport, placement, scales=self._stage_scaler is not None)
+        self._p2p = P2PTransfers(transport if compression is None else CompressedTransport(transport, compression),
+                                 scales=self._stage_scaler is not None)
         self._last = len(placement) - 1
         self.records: dict[tuple[int, int], Record] = {}
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
@@ -95,7 +112,7 @@ class Worker:
             for stage in self.stages.values():
                 stage.check_frozen()
         self.optimizer_steps.begin(segment)
-        self.tied.begin(segment.rounds)
+        self.tied.begin(segment.assignment)
         self._p2p.begin(segment)
         if self.comparison is not None:
             self.comparison.begin(segment)
@@ -173,20 +190,22 @@ class Worker:
 
     def usage(self, stage: int) -> StageUsage:
         """Return a stage's figures of training so far; transfers, waiting and memory are those of the whole rank."""
-
         own = {op: seconds for (index, op), seconds in self.seconds.items() if index == stage}
         return StageUsage(
             forward_s=own.get(Op.FORWARD, 0.0),
-            backward_s=sum(seconds for op, seconds in own.items() if op.computes and op is not Op.FORWARD),
+            backward_s=sum(seconds for op, seconds in own.items()
+                           if op.computes and op is not Op.FORWARD and is_own(op)),
             step_s=sum(own.get(op, 0.0) for op in (Op.STEP, Op.NORM)),
             communication_s=sum(seconds for (_, op), seconds in self.seconds.items()
-                                if op.transfer is not None or op.summed),
+                                if op.transfer is not None or op.summed or op.host_bytes is not None),
             # Over nccl a stream waits, which the host does not measure.
             idle_s=math.nan if self.transport.ordered and self.stages[stage].device.type != "cpu" else
             self.transport.wait_s, bytes_sent=self.transport.bytes_sent,
             versions=self.stages[stage].weights.most_versions, staleness=self._staleness[stage],
             peak_activations=self.peak_activations[stage],
-            peak_memory_bytes=peak_memory_bytes(self.stages[stage].device))
+            peak_memory_bytes=peak_memory_bytes(self.stages[stage].device),
+            others_s=sum(seconds for op, seconds in own.items()
+                         if not is_own(op) and op.transfer is None and op.host_bytes is None))
 
     # -- forward ---------------------------------------------------------------------------------------
 
@@ -214,14 +233,10 @@ class Worker:
                   segment.loader.consume(segment.first + microbatch).items() if name in stage.spec.fields}
         if self.comparison is not None and microbatch >= self.comparison.compared_until[stage_index]:
             self.comparison.compare(stage_index, microbatch)
-        update, within = divmod(number, segment.rounds.update_every)
+        update, within = divmod(number, segment.assignment.update_every)
         if segment.training:
-            borrowed: dict[int, int] = {}
-            for owner in stage.borrowed:
-                version = self._version_of(owner, microbatch)
-                self.tied.install(owner, version)
-                borrowed[owner] = self.tied.version(owner, version)
-            pins = stage.pin(borrowed)
+            pins = stage.pin({owner: self.tied.install(owner, self._version_of(owner, microbatch))
+                              for owner in stage.borrowed})
             return ForwardInputs(self._p2p.receive_activations(stage_index, microbatch), fields, signature,
                                  (update, within), pins)
         stage.use_latest()
@@ -302,7 +317,7 @@ class Worker:
 
     def _reduce(self, stage_index: int, update: int) -> None:
         if self.comparison is not None and stage_index == self._last:
-            self.comparison.compare_replicas(self.segment.rounds.in_update(stage_index, update))
+            self.comparison.compare_replicas(self.segment.assignment.in_update(stage_index, update))
         self.optimizer_steps.reduce(stage_index, update)
 
     def _recompute(self, stage_index: int, microbatch: int) -> None:
@@ -317,12 +332,12 @@ class Worker:
         if stage_index == self._last:
             loss, steps = self.losses[self.segment.base + microbatch], self.optimizer_steps
             scale = 1 if steps.scaler is None else steps.scaler[stage_index].value
-            share = torch.full_like(loss, scale / self.segment.rounds.update_every)
+            share = torch.full_like(loss, scale / self.segment.assignment.update_every)
             # NaN reaches the gradients of every stage, also where the backward alone would give finite ones.
             return {"loss": share.masked_fill_(~loss.isfinite(), math.nan) if steps.skip else share}
         gradients = self._p2p.receive_gradients(stage_index, microbatch)
         if self._stage_scaler is not None:
-            factor = self._stage_scaler.factor(stage_index, float(gradients.pop(SCALE)))
+            factor = self._stage_scaler[stage_index].value / float(gradients.pop(SCALE))
             if factor != 1:
                 gradients = {name: gradient * factor for name, gradient in gradients.items()}
         return gradients
@@ -333,8 +348,8 @@ class Worker:
         self.offloads.forget(stage_index, microbatch)
         if stage_index > 0:
             if self._stage_scaler is not None:
-                scale = self._stage_scaler.scale_tensor(stage_index, self.stages[stage_index].device)
-                returned = [*returned, scale]
+                scale = self._stage_scaler[stage_index].value  # the other stage's may differ
+                returned = [*returned, torch.tensor([scale], device=self.stages[stage_index].device)]
             self._p2p.put_gradients(stage_index, microbatch, returned)
 
     # -- failures --------------------------------------------------------------------------------------

@@ -28,6 +28,11 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.microbatch}"
 
+    @property
+    def index(self) -> int:  # type: ignore[override] # of the tuple nobody asks for a position
+        """The number of the microbatch, the update or the version, as its kind counts."""
+        return self.microbatch
+
     @classmethod
     def parse(cls, text: str) -> Action:
         """Return the action written as ``text``.
@@ -38,9 +43,10 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text.strip())
         kind = None if match is None else kind_if_any(match[2])
         if match is None or kind is None:
-            raise UserError(f"'{text}' is not an action",
-                            hint="write <stage><operation><index>, such as 2F0; operations: "
-                                 + ", ".join(kind for kind in kinds() if not kind.of_model))
+            package = "" if match is None or len(match[2]) < 2 else \
+                f"; for {match[2]} of a package install it, or name its file with --import"
+            raise UserError(f"'{text}' is not an action", hint="write <stage><operation><index>, such as 2F0; "
+                            f"operations: {', '.join(kind for kind in kinds() if not kind.of_model)}{package}")
         return cls(kind, int(match[1]), int(match[3]))
 
 

@@ -113,4 +113,7 @@ class Assignment:
 
     def contributors(self, owner: int, update: int, stage: int) -> list[int]:
         """Return the ranks of ``stage`` that take any microbatch of an update of ``owner``, in replica order."""
-        return [rank for rank in self.placement[stage] if self.share(owner, update, stage, rank)]
+        ranks, microbatches = self.placement[stage], self.in_update(owner, update)
+        if len(microbatches) >= len(ranks):
+            return list(ranks)
+        return [rank for rank in ranks if self._of_rank(microbatches, stage, rank)]

@@ -53,8 +53,8 @@ def build(name: str, placement: Placement, microbatches: int, update_every: int 
         raise UserError(f"'{name}' has one order, whatever the memory limit of {limits}",
                         hint="leave the limit out, or choose a schedule that keeps one, such as auto")
     every = microbatches if recipe.flush else views[0].size.update_every
-    rounds = Assignment(placement, every, recipe.flush, lambda microbatch: microbatch < microbatches)
-    programs = [tuple(rank_program(recipe, view, rounds, stages_of_rank(placement, rank), recompute))
+    assignment = Assignment(placement, every, recipe.flush, lambda microbatch: microbatch < microbatches)
+    programs = [tuple(rank_program(recipe, view, assignment, stages_of_rank(placement, rank), recompute))
                 for rank, view in enumerate(views)]
     return Schedule(
         name, placement, tuple(programs), microbatches, every, recipe.flush,
@@ -131,15 +131,15 @@ class ReplicaView:
                        else action.microbatch) for action in program)
 
 
-def rank_program(recipe: Recipe, view: ReplicaView, rounds: Assignment, stages: list[int],
+def rank_program(recipe: Recipe, view: ReplicaView, assignment: Assignment, stages: list[int],
                  recompute: Collection[int] = ()) -> Iterator[Action]:
     """Yield lazily the compute actions and steps of one rank of a schedule of fixed order."""
     if not recipe.flush:
-        return stream_program(recipe, view, rounds, stages, recompute)
+        return stream_program(recipe, view, assignment, stages, recompute)
     return with_recompute(view.translated(_generated(recipe, view)), recompute)
 
 
-def stream_program(recipe: Recipe, view: ReplicaView, rounds: Assignment, stages: list[int],
+def stream_program(recipe: Recipe, view: ReplicaView, assignment: Assignment, stages: list[int],
                    recompute: Collection[int] = ()) -> Iterator[Action]:
     """Yield lazily the compute actions and steps of one rank of a schedule without a flush.
 
@@ -153,25 +153,25 @@ def stream_program(recipe: Recipe, view: ReplicaView, rounds: Assignment, stages
     completed, stepped = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     latest = -1  # that is known to exist
     for action in with_recompute(view.translated(_generated(recipe, view.endless())), recompute):
-        needed = _needed(action, rounds)
-        if needed <= latest or rounds.exists(needed):
+        needed = _needed(action, assignment)
+        if needed <= latest or assignment.exists(needed):
             latest = max(latest, needed)
             yield action
             if action.op.makes_version:
                 stepped[action.stage] += 1
             elif action.op.completes:
                 completed[action.stage] += 1
-        elif not any(rounds.exists(view.microbatch_of(completed[stage]))
-                     or rounds.has_update(stage, stepped[stage]) for stage in stages):
+        elif not any(assignment.exists(view.microbatch_of(completed[stage]))
+                     or assignment.has_update(stage, stepped[stage]) for stage in stages):
             return
 
 
-def _needed(action: Action, rounds: Assignment) -> int:
+def _needed(action: Action, assignment: Assignment) -> int:
     """Return a microbatch without which there is no such action; -1 if there always is."""
     if action.op.counts == UPDATE:
-        return action.microbatch * rounds.per_update(action.stage)
+        return action.microbatch * assignment.per_update(action.stage)
     if action.op.chooses:
-        return (action.microbatch - 1) * rounds.per_update(action.stage) if action.microbatch else -1
+        return (action.microbatch - 1) * assignment.per_update(action.stage) if action.microbatch else -1
     return action.microbatch
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from vpipe.errors import counted
 from vpipe.schedules.action import Action
 from vpipe.schedules.build import build, reverse_backwards
-from vpipe.schedules.costs import Costs
 from vpipe.schedules.error_grid import Spot
 from vpipe.schedules.graph import Graph, execute
 from vpipe.schedules.kinds import (
+    MICROBATCH,
     NORMS,
     SUM,
     TIED_VERSION,
@@ -30,7 +30,6 @@ from vpipe.schedules.kinds import (
 )
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import rank_loads, stage_loads
-from vpipe.schedules.registry import Limits
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 from vpipe.schedules.transfer_order import in_one_order
@@ -39,8 +38,7 @@ from vpipe.schedules.versions import VersionRegister
 
 def prove(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
           ties: Mapping[int, tuple[int, ...]] | None = None, norm: bool = False,
-          recompute: Collection[int] = (), costs: Costs | None = None, limits: Limits = None,
-          last_first: bool = False, warmup: Sequence[int] | None = None) -> Schedule:
+          recompute: Collection[int] = (), last_first: bool = False, warmup: Sequence[int] | None = None) -> Schedule:
     """Build, lower and check the schedule ``name``, before any process is started.
 
     A stream (a schedule without a flush) is proved by a finite part of it. After the warm-up its programs repeat: the
@@ -60,7 +58,7 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
         UserError: the numbers do not fit the schedule.
         CheckError: the schedule breaks a rule.
     """
-    schedule = build(name, placement, microbatches, update_every, ties, recompute, costs, limits, warmup)
+    schedule = build(name, placement, microbatches, update_every, ties, recompute, warmup=warmup)
     schedule = lower(reverse_backwards(schedule) if last_first else schedule, norm)
     check(schedule)
     return schedule
@@ -121,7 +119,7 @@ def placement(graph: Graph) -> None:
                              f"{'is borrowed by' if borrowed else 'lives on'} "
                              + (f"rank {' and '.join(map(str, sorted(homes)))}" if homes else "no rank"),
                              "move the action to that rank, or change the placement", spot)
-        if action.op.per_microbatch and rank != (home := schedule.rounds.rank_of(action.stage, action.microbatch)):
+        if action.op.per_microbatch and rank != (home := schedule.assignment.rank_of(action.stage, action.microbatch)):
             raise graph.error(f"{action} stands on rank {rank}, but of the {len(homes)} replicas of stage "
                              f"{action.stage} number {list(homes).index(home)}, rank {home}, takes that microbatch",
                              "microbatch i goes to replica i mod their number, forward and backward", spot)
@@ -135,16 +133,13 @@ def indices(graph: Graph) -> None:
     """Check that microbatches, updates and versions are in range; version 0 is there from the start, never sent."""
     schedule = graph.schedule
     for action, spot in graph.actions():
-        updates = schedule.updates(action.stage)
-        first, beyond, word = 0, updates, "update"
-        if action.op.per_microbatch:
-            beyond, word = schedule.microbatches, "microbatch"
-        elif action.op.counts == VERSION:
-            first, beyond, word = int(action.op.transfer is not None), updates + 1, "version"
+        word, updates = action.op.counts, schedule.updates(action.stage)
+        first = int(word == VERSION and action.op.transfer is not None)
+        beyond = schedule.microbatches if word == MICROBATCH else updates + (word == VERSION)
         if not first <= action.microbatch < beyond:
             raise graph.error(f"{action}: there is no {word} {action.microbatch} with "
                              f"{counted(schedule.microbatches, 'microbatch')} and an update every "
-                             f"{schedule.rounds.per_update(action.stage)}",
+                             f"{schedule.assignment.per_update(action.stage)}",
                              f"use {_range(word, first, beyond)}, or leave the action out", spot)
 
 
@@ -176,7 +171,7 @@ def completeness(graph: Graph) -> None:
                 spots = graph.where.get(action, ())
                 if len(spots) != 1:
                     there = [graph.where[other][0] for other in backward if other in graph.where]
-                    mark = [*spots[-1:], *there, graph.end(graph.schedule.rounds.rank_of(stage, microbatch))][0]
+                    mark = [*spots[-1:], *there, graph.end(graph.schedule.assignment.rank_of(stage, microbatch))][0]
                     half = "" if action.op in (forward, whole) else f"{' '.join(action.op.name.split()[:2])} of the "
                     what = f"stands {len(spots)} times in the programs" if spots else \
                         f"is missing: stage {stage} has no {half}{(whole if half else action.op).name} of " \
@@ -220,8 +215,9 @@ def precedence(graph: Graph) -> None:
     for action, (rank, position) in graph.actions():
         for before in graph.before(action, (rank, position)):
             there = graph.position(before, rank)
-            if there is None or there > position:
-                state = "is not there" if there is None else "comes only later in the row"
+            if there is None or there >= position:
+                state = "is not there" if there is None else \
+                    "comes only later in the row" if there > position else "is itself"
                 raise graph.error(f"{action} on rank {rank} needs {before} before it, which {state}",
                                  f"place {before} before {action}", (rank, position))
 
@@ -260,25 +256,19 @@ def channel_order(graph: Graph) -> None:
 
     So a transport needs no tags, only a channel per kind and direction; those of a tied weight are its own.
     """
-    sent: dict[tuple[int, int, Kind, int], list[tuple[Action, Spot]]] = defaultdict(list)
-    received: dict[tuple[int, int, Kind, int], list[tuple[Action, Spot]]] = defaultdict(list)
+    channels: dict[tuple[int, int, Kind, int], list[tuple[int, Action, Spot]]] = defaultdict(list)
     for action, spot in graph.actions():
-        if action.op.transfer is None:
+        if action.op.transfer is None or not action.op.sends:
             continue
         tie = action.stage if action.op.transfer.value.handed_over else -1
-        if action.op.sends:
-            for _, peer in graph.other_ends(action, spot[0]):
-                sent[spot[0], peer, action.op, tie].append((action, spot))
-        else:
-            for send, peer in graph.other_ends(action, spot[0]):
-                received[peer, spot[0], send.op, tie].append((send, spot))
-    for (source, target, op, tie), sends in sent.items():
-        if source == target:
-            continue  # tied weights change hands in any order
-        for (send, here), (expected, there) in zip(sends, received[source, target, op, tie], strict=True):
+        for receive, peer in graph.other_ends(action, spot[0]):
+            if peer != spot[0]:  # on one rank tied weights change hands in any order
+                channels[spot[0], peer, action.op, tie].append((graph.position(receive, peer) or 0, action, spot))
+    for (source, target, _, _), sends in channels.items():
+        for (_, send, here), (position, expected, _) in zip(sends, sorted(sends), strict=True):
             if send != expected:
                 raise graph.error(f"rank {source} sends {send} to rank {target}, which receives what {expected} sends "
-                                 "first", "send and receive in the same order", here, there)
+                                 "first", "send and receive in the same order", here, (target, position))
 
 
 def updates(graph: Graph) -> None:
@@ -286,9 +276,9 @@ def updates(graph: Graph) -> None:
 
     So does every replica, with the microbatches that it takes. With a flush nothing is in flight at a step.
     """
-    schedule, rounds = graph.schedule, graph.schedule.rounds
+    schedule, assignment = graph.schedule, graph.schedule.assignment
     for stage, rank in graph.replicas():
-        name = f"stage {stage}" + (f" on rank {rank}" if rounds.width(stage) > 1 else "")
+        name = f"stage {stage}" + (f" on rank {rank}" if assignment.width(stage) > 1 else "")
         steps = in_flight = 0
         since: set[int] = set()  # microbatches whose weight gradients were made since the last step
         for action, spot in graph.of_stage(stage, rank):
@@ -301,7 +291,7 @@ def updates(graph: Graph) -> None:
                 if action.microbatch != steps:
                     raise graph.error(f"{action} comes where update {steps} of {name} is due",
                                      "step every update once, in order", spot)
-                due = set(rounds.share(stage, steps, stage, rank))
+                due = set(assignment.share(stage, steps, stage, rank))
                 if since != due:
                     wrong = [f"{word} {sorted(which)}" for word, which in
                              (("those missing are", due - since), ("those of other updates are", since - due)) if which]
@@ -344,7 +334,7 @@ def used_versions(graph: Graph) -> None:
 def reductions(graph: Graph) -> None:
     """Check that the replicas of a stage sum their gradients once per update, behind them and before norm and step."""
     for stage, rank in graph.replicas() if graph.setting.lowered else ():
-        if graph.schedule.rounds.width(stage) > 1:
+        if graph.schedule.assignment.width(stage) > 1:
             for update in range(graph.schedule.updates(stage)):
                 _once_between(graph, SUM, stage, update, rank,
                               "sum the gradients of a replicated stage once per update, on each of its ranks, right "
@@ -467,8 +457,9 @@ def nothing_freed_is_used(graph: Graph) -> None:
             op, stage, index = action
             for needed in op.needs(graph.setting, stage, index, rank) if freed else ():
                 if needed in freed:
+                    counts = graph.makers[needed[0]][0][0].counts
                     raise graph.error(f"{action} on rank {rank} needs the {needed[0].name} of stage {needed[1]} and "
-                                      f"microbatch {needed[2]}, which {freed[needed]} has freed",
+                                      f"{counts} {needed[2]}, which {freed[needed]} has freed",
                                       f"place {action} before {freed[needed]}, or bring them back between the two",
                                       (rank, position))
             if op.memory is not None:
@@ -476,6 +467,7 @@ def nothing_freed_is_used(graph: Graph) -> None:
                     freed.pop((value, stage, index), None)
                 freed |= {(value, stage, index): action for value in op.memory.frees
                           if graph.maker(value, stage, index, rank, position) is not None}
+            freed |= dict.fromkeys(op.ends(graph.setting, stage, index, rank), action)
 
 
 RULES: tuple[Callable[[Graph], None], ...] = (

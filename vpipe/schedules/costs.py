@@ -7,9 +7,11 @@ Every number may be an ``int``, a ``Fraction`` or a ``float``. The simulator cou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
+from math import lcm
 
 from vpipe.schedules.size import Size
 
@@ -82,6 +84,7 @@ class Costs:
         cores: of every host. When more of its ranks compute, step or copy what they transfer than it has cores, all of
             these slow down alike; with None every rank has a device of its own.
         hosts: per rank, a number that those on the same host have in common; one host for all when empty.
+        seconds: by kind and stage, those of packages' kinds, in place of what their rows say.
         host_link: between a rank's device and the memory of its host, for offloaded activations; one after the other.
     """
 
@@ -92,10 +95,22 @@ class Costs:
     cores: int | None = None
     hosts: tuple[int, ...] = ()
     host_link: Link = Link()
+    seconds: Mapping[tuple[str, int], Number] = field(default_factory=dict)
 
     def link(self, source: int, target: int) -> Link:
         """Return the link from rank ``source`` to rank ``target``."""
         return self.links.get((source, target), self.default_link)
+
+    @cached_property
+    def in_units(self) -> tuple[Sequence[StageCosts], int]:
+        """The stages' costs with what is held in whole units, and how many a byte has: sums of integers are fast."""
+        names = ("activation_bytes", "weight_half_bytes", "kept_bytes", "version_bytes")
+        sizes = {getattr(stage, name) for stage in self.stages for name in names}
+        unit = 1 if any(isinstance(size, float) for size in sizes) else lcm(*(size.denominator for size in sizes))
+        if unit == 1:
+            return self.stages, 1
+        return [replace(stage, **{name: ratio(getattr(stage, name) * unit, 1) for name in names})
+                for stage in self.stages], unit
 
     @classmethod
     def uniform(cls, size: Size, forward: Number = 1, input: Number = 1,  # noqa: A002 (the half's name everywhere)

@@ -216,7 +216,10 @@ def _actions(text: str, place: str, where: str, left_out: Counter[str]) -> Itera
         try:
             action = Action.parse(text)
         except UserError as error:
-            raise UserError(f"'{text}' in {place} is not an action", hint=_remedy(text) or error.problems[0].hint,
+            (problem,) = error.problems
+            if "is not an action" not in problem.what:  # of a package
+                raise UserError(problem.what, hint=problem.hint, where=where) from None
+            raise UserError(f"'{text}' in {place} is not an action", hint=_remedy(text) or problem.hint,
                             where=where) from None
         if action.op.of_model:
             left_out[str(action.op)] += 1

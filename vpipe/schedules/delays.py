@@ -46,20 +46,20 @@ def _delays(schedule: Schedule, stage: int) -> Iterator[int]:
     if schedule.flush:
         yield 0
         return
-    rounds = schedule.rounds
+    assignment = schedule.assignment
     rule = recipe_named(schedule.name).version_rule if schedule.stream else None
     if rule is not None:
         widths = list(map(len, schedule.placement))
-        filled = (max(schedule.warmup) + 1) * max(widths) + 2 * rounds.per_step  # 2bw: two updates more
-        first = -(-filled // rounds.per_step) * rounds.per_step
-        for microbatch in range(first, first + rounds.per_step):
+        filled = (max(schedule.warmup) + 1) * max(widths) + 2 * assignment.per_step  # 2bw: two updates more
+        first = -(-filled // assignment.per_step) * assignment.per_step
+        for microbatch in range(first, first + assignment.per_step):
             version = rule(microbatch, stage, widths, schedule.update_every, schedule.warmup)
-            yield microbatch // rounds.per_update(stage) - version
+            yield microbatch // assignment.per_update(stage) - version
         return
     used = Graph.from_schedule(schedule).version
-    last = max(0, schedule.microbatches // rounds.per_step - 1)
-    for microbatch in rounds.in_step(last):
-        yield microbatch // rounds.per_update(stage) - used[stage, microbatch]
+    last = max(0, schedule.microbatches // assignment.per_step - 1)
+    for microbatch in assignment.in_step(last):
+        yield microbatch // assignment.per_update(stage) - used[stage, microbatch]
 
 
 def describe_delays(schedule: Schedule) -> str | None:
@@ -115,6 +115,7 @@ def fewer_updates(schedule: Schedule, microbatches: int, batch: int | None = Non
     count, every = fitting[0]
     larger = replace(schedule, update_every=every)
     delay = max(mean_delay(larger, stage) for stage in range(schedule.stages))
-    size = "" if batch is None else f"; an update is then {counted(batch // count * larger.rounds.per_step, 'sample')}"
+    samples = None if batch is None else counted(batch // count * larger.assignment.per_step, "sample")
+    size = f"; an update is then {samples}" if samples else ""
     return (f"{keys[0]} {count} and " * (count != microbatches) + f"{keys[1]} {every}"
             f" ({delay:.3g} updates late{size})")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from vpipe.errors import CheckError
+from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action
 from vpipe.schedules.error_grid import Spot, rule_error
 from vpipe.schedules.kinds import NORMS, PART, Kind, Needed, Value, is_own, kinds, published
@@ -81,7 +81,7 @@ class Graph:
         where: dict[Action, tuple[Spot, ...]] = {}
         version: dict[tuple[int, int], int] = {}
         last: dict[tuple[int, int, int], Action] = {}
-        spans = [schedule.rounds.per_update(stage) for stage in range(schedule.stages)]
+        spans = [schedule.assignment.per_update(stage) for stage in range(schedule.stages)]
         for rank, program in enumerate(schedule.programs):
             registers: dict[int, VersionRegister] = defaultdict(VersionRegister)
             for position, action in enumerate(program):
@@ -93,7 +93,7 @@ class Graph:
                     elif op.completes and stage < len(spans) and spans[stage]:
                         last[stage, index // spans[stage], rank] = action
                     registers[stage].follow(action)
-        setting = Setting(schedule.rounds, schedule.ties, lambda owner, index: version.get((owner, index), 0),
+        setting = Setting(schedule.assignment, schedule.ties, lambda owner, index: version.get((owner, index), 0),
                           lowered=schedule.lowered, normed=any((NORMS, 0) in kind.makes for kind in schedule.kinds))
         return cls(schedule, setting, where, last, version, _makers(schedule.kinds))
 
@@ -145,6 +145,9 @@ class Graph:
         """
         if value is PART:
             return self.last.get((stage, index, rank))
+        if value not in self.makers:
+            raise UserError(f"no kind of action makes the value '{value.name}'",
+                            hint="let a kind's row say that it makes it, and register that kind")
         (kind, offset), *others = self.makers[value]
         first = Action(kind, stage - offset, index)
         if not others and not value.optional:

@@ -9,9 +9,11 @@ points under the kind's text (docs/add-an-action.md).
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from types import CodeType
 
 from vpipe.errors import UserError, nearest
@@ -33,6 +35,7 @@ class Value:
             where that is the same rank.
         handed_over: also an owner and a borrower on one rank send and receive it.
         optional: it is needed only where something makes it.
+        bytes: of a package's value, what one takes on its rank while it is held.
         carrier: the kind that sends it to the ranks that need it, if any: a later row.
     """
 
@@ -40,6 +43,7 @@ class Value:
     homes: Callable[[Setting, int, int, int], Sequence[int]] | None = None
     handed_over: bool = False
     optional: bool = False
+    bytes: Callable[[StageCosts], Number] = lambda cost: 0
     carrier: Kind | None = None
 
 
@@ -69,6 +73,9 @@ UPDATED = Value("weights after an update")
 TIED_VERSION = Value("tied weights", lambda at, stage, index, rank: at.lenders(stage, rank), handed_over=True)
 TIED_GRADIENT = Value("gradient of tied weights",
                       lambda at, stage, index, rank: at.gradient_senders(stage, index), handed_over=True)
+
+# What a package's kind may need of a stage and a microbatch: OUTPUT and SAVED, which a forward makes; GRADIENT, which a
+# backward or its weight half makes and the step ends. Of a stage and an update: UPDATED, which the step makes.
 
 Needed = tuple[Value, int, int]
 """A value with its stage and index."""
@@ -133,6 +140,7 @@ class Kind(str):
         needs: yields the values without which it cannot start, for a setting, its stage and index, and its rank.
         makes: the values that it makes, each with the stage of the value less its own.
         memory: what it does to the memory of its rank; None for nothing.
+        ends: yields values of other indices that are not there any more behind it.
         seconds: the seconds of its rank that it takes; None where it takes none.
         recomputes: without a recomputation before it, it recomputes dropped activations by itself.
         transfer: the transfer of which it is an end.
@@ -147,6 +155,9 @@ class Kind(str):
         torch: what does it where PyTorch runs the schedule; empty where PyTorch's compute-only form has it.
         colour: its fill in drawings, for dark numbers. What takes no time is not drawn.
         shades: its styles in a terminal, one per stage of a rank: foreground and background of the 256 colours.
+
+    Raises:
+        UserError: a field is of the wrong type.
     """
 
     def __new__(cls, text: str, *_: object, **__: object) -> Kind:
@@ -154,7 +165,7 @@ class Kind(str):
 
     def __init__(self, text: str, name: str, counts: str, runs: str, *,
                  needs: Needs = _nothing,
-                 makes: tuple[tuple[Value, int], ...] = (), memory: Memory | None = None,
+                 makes: Sequence[tuple[Value, int]] = (), memory: Memory | None = None, ends: Needs = _nothing,
                  seconds: Callable[[StageCosts], Number] | None = None, recomputes: bool = False,
                  transfer: TransferEnd | None = None, host_bytes: Callable[[StageCosts], Number] | None = None,
                  summed: bool = False,
@@ -164,14 +175,14 @@ class Kind(str):
                  torch: str | None = None, colour: str = "#aab4be",
                  shades: tuple[str, ...] = ("38;5;16;48;5;248",)) -> None:
         self.name, self.counts, self.runs = name, counts, runs
-        self.needs, self.makes, self.memory = needs, makes, memory
-        self.seconds, self.recomputes = seconds, recomputes
+        self.needs, self.makes, self.memory, self.ends = needs, tuple(makes), memory, ends
+        self.seconds, self.recomputes, self.colour, self.shades = seconds, recomputes, colour, shades
+        _check_fields(self)
         self.transfer, self.host_bytes, self.summed, self.in_turn = transfer, host_bytes, summed, in_turn
         self.makes_version, self.chooses, self.uses_version = makes_version, chooses, uses_version
         self.generated, self.of_model = generated, of_model
         self.torch = torch if torch is not None else (
             f"{text}: PyTorch has no such action" if generated else "transfers and sums: PyTorch adds its own")
-        self.colour, self.shades = colour, shades
         self.per_microbatch = counts == MICROBATCH
         self.sends = transfer is not None and transfer.sends
         self.receives = transfer is not None and not transfer.sends
@@ -203,7 +214,7 @@ class Kind(str):
     def meaning(self) -> str:
         """Return what two ranks must have in common to mean the same by it."""
         row = [text for name, field in sorted(vars(self).items()) for text in (name, *_texts(field))]
-        return f"{self} ({self.name}, on a {self.counts}, {self.runs}, {zlib.crc32(' '.join(row).encode()):08x})"
+        return f"{self} ({self.name}, of each {self.counts}, {self.runs}, {zlib.crc32(' '.join(row).encode()):08x})"
 
     @property
     def other_end(self) -> Kind:
@@ -212,11 +223,25 @@ class Kind(str):
         return _KINDS[self.transfer.other]
 
 
+def _check_fields(kind: Kind) -> None:
+    """Refuse a row with a field that is none."""
+    for field, is_right, hint in (
+            ("counts", kind.counts in (MICROBATCH, UPDATE, VERSION), "MICROBATCH, UPDATE or VERSION"),
+            ("needs", callable(kind.needs), "a function of the setting, a stage, an index and a rank"),
+            ("makes", all(isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], Value)
+                          for each in kind.makes), "[(VALUE, 0)]: values with the stage less that of the action"),
+            ("memory", isinstance(kind.memory, Memory | None), "Memory(takes=(), leaves=(), frees=())"),
+            ("seconds", kind.seconds is None or callable(kind.seconds), "a function of the stage's costs"),
+            ("colour", re.fullmatch(r"#[0-9a-fA-F]{6}", str(kind.colour)), "#rrggbb")):
+        if not is_right:
+            raise UserError(f"{field} of the kind '{kind}' is {getattr(kind, field)!r}", hint=f"give {hint}")
+
+
 def _texts(field: object) -> Iterator[str]:
     """Yield what of a row's field is the same in every process: no address, no path."""
     if isinstance(field, Value):
         yield field.name
-    elif isinstance(field, tuple):
+    elif isinstance(field, tuple | list):
         for part in field:
             yield from _texts(part)
     elif isinstance(field, Memory | TransferEnd):
@@ -226,7 +251,9 @@ def _texts(field: object) -> Iterator[str]:
         yield from _texts(field.co_consts)
     elif callable(field):
         yield from _texts(getattr(field, "__code__", type(field).__name__))
-    else:
+        cells = tuple(cell.cell_contents for cell in getattr(field, "__closure__", None) or ())
+        yield from _texts((*cells, *(getattr(field, "__defaults__", None) or ())))
+    elif isinstance(field, str | int | float | Fraction | None):
         yield repr(field)
 
 
@@ -242,9 +269,19 @@ def _backward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     return (SAVED, s, i), (RECOMPUTED, s, i), (OUTPUT_GRADIENT, s, i)
 
 
+def _forward_bytes(cost: StageCosts) -> Number:
+    """What a forward leaves for the backward."""
+    return cost.kept_bytes if cost.recompute_s else cost.activation_bytes
+
+
 def _sums(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     """What a norm or a step adds up: gradients of borrowers and replicas."""
     return (TIED_GRADIENT, s, i), (SUM if at.lowered else PART, s, i)
+
+
+def _gradients_of(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
+    """What a rank adds to an update."""
+    return [(GRADIENT, s, microbatch) for microbatch in at.assignment.share(s, i, s, rank)]
 
 
 def _neighbour(offset: int) -> Callable[[Setting, int, int, int], Sequence[int]]:
@@ -313,23 +350,23 @@ class Op(metaclass=_Members):
     OFFLOAD = Kind(
         "OFFLOAD", "offload activations", MICROBATCH, "offloads.offload", generated=True,
         needs=lambda at, s, i, rank: [(SAVED, s, i)], makes=((OFFLOADED, 0),), memory=Memory(frees=(SAVED, RECOMPUTED)),
-        host_bytes=lambda cost: cost.activation_bytes)
+        host_bytes=_forward_bytes)
     FETCH = Kind(
         "FETCH", "fetch activations", MICROBATCH, "offloads.fetch", generated=True,
         needs=lambda at, s, i, rank: [(OFFLOADED, s, i)], makes=((SAVED, 0),), memory=Memory(takes=(SAVED,)),
-        host_bytes=lambda cost: cost.activation_bytes)
+        host_bytes=_forward_bytes)
     STEP = Kind(
         "STEP", "optimizer step", UPDATE, "optimizer_steps.step", generated=True, makes_version=True,
         torch="STEP: step the optimizer after schedule.step()",
         needs=lambda at, s, i, rank: [
             *_sums(at, s, i, rank), *((NORMS, stage, i) for stage in range(len(at.placement)) if at.normed)],
-        makes=((UPDATED, 0),), seconds=lambda cost: cost.step_s, colour="#d6336c", shades=("1;38;5;255;48;5;160",))
+        makes=((UPDATED, 0),), ends=_gradients_of, seconds=lambda cost: cost.step_s, colour="#d6336c",
+        shades=("1;38;5;255;48;5;160",))
     USE = Kind("USE", "choose a weight version", VERSION, "optimizer_steps.use", generated=True, chooses=True,
                torch="USE: with a flush there is one version of the weights")
     REDUCE = Kind(
         "REDUCE_GRAD", "sum of gradients over replicas", UPDATE, "_reduce", summed=True,
-        needs=lambda at, s, i, rank: [
-            *((GRADIENT, s, microbatch) for microbatch in at.assignment.share(s, i, s, rank)), (PART, s, i)],
+        needs=lambda at, s, i, rank: [*_gradients_of(at, s, i, rank), (PART, s, i)],
         makes=((SUM, 0),))
     NORM = Kind("NORM", "gradient norms", UPDATE, "optimizer_steps.norm", of_model=True, needs=_sums,
                 makes=((NORMS, 0),))
@@ -385,8 +422,12 @@ def register_kind(kind: Kind) -> Kind:
     """Add a kind to the table.
 
     Raises:
-        UserError: another kind has its text or sends its value, or it could not be told from an index.
+        UserError: another kind has its text or sends its value, it could not be told from an index, or what runs it is
+            no function.
     """
+    if not re.fullmatch(r"[\w.]+:[\w.]+", str(kind.runs)):
+        raise UserError(f"runs of the kind '{kind}' is {kind.runs!r}",
+                        hint="give module:function, such as averaging:average")
     if not kind.isidentifier() or any(character.isdigit() for character in kind):
         raise UserError(f"an action cannot be called {str(kind)!r}", hint="use letters and _, such as AVERAGE")
     known = _KINDS.get(kind)

@@ -56,28 +56,28 @@ class Lowering:
         warmup: forwards of a replica of every stage before its first backward, where it is a stream.
     """
 
-    def __init__(self, rounds: Assignment, rank: int, compute: Compute, ties: Mapping[int, Sequence[int]],
+    def __init__(self, assignment: Assignment, rank: int, compute: Compute, ties: Mapping[int, Sequence[int]],
                  norm: bool = False, warmup: Sequence[int] = ()) -> None:
-        self._rounds, self._rank, self._compute, self._norm = rounds, rank, compute, norm
+        self._assignment, self._rank, self._compute, self._norm = assignment, rank, compute, norm
         self._warmup = warmup
-        placement = rounds.placement
+        placement = assignment.placement
         self._stages = stages_of_rank(placement, rank)
         self._ties = {owner: borrowers for owner, borrowers in ties.items() if owner in self._stages and borrowers}
-        self._setting = Setting(rounds)  # without ties, whose versions are asked for only when they are used
-        self._lent = {owner for owner in self._ties if Setting(rounds, ties).lending.get((owner, rank))}
+        self._setting = Setting(assignment)  # without ties, whose versions are asked for only when they are used
+        self._lent = {owner for owner in self._ties if Setting(assignment, ties).lending.get((owner, rank))}
         self._borrowers = {owner: sorted(here) for owner, borrowers in ties.items()
                            if (here := set(borrowers) & set(self._stages))}
         self._completed: Counter[tuple[int, int, int]] = Counter()  # gradients there, by (owner, update, borrower)
         self._closed = dict.fromkeys(self._borrowers, 0)  # updates of the owner that got all of this rank's gradients
         # Where a step waits for other replicas, other ranks must be able to send past it.
-        self._ahead = 2 if not rounds.flush and any(rounds.width(stage) > 1 for stage in self._stages) else 1
+        self._ahead = 2 if not assignment.flush and any(assignment.width(stage) > 1 for stage in self._stages) else 1
         # Receives of activations that are posted earlier still, and the forwards that they are for.
         self._early_receives = self._surplus() if warmup else 0
         self._forwards = (action for action in compute(rank) if action.op.uses_version)
         self._forwards_met = self._receives_met = 0
         self._steps: list[Action] = []  # that wait for the rank's other stages
         self._steps_alone = not (norm or self._borrowers or self._ties
-                                 or any(rounds.width(stage) > 1 for stage in self._stages))
+                                 or any(assignment.width(stage) > 1 for stage in self._stages))
         self._followers: dict[Action, list[Action]] = defaultdict(list)  # what comes right behind a step
         self._sent_behind: dict[Kind, list[tuple[Kind, int]]] = {}  # sends, with the stage of each less the action's
 
@@ -110,7 +110,7 @@ class Lowering:
 
     def _surplus(self) -> int:
         """Return how many more microbatches than in 1F1B the previous stage sends before it waits for a gradient."""
-        widths = list(map(len, self._rounds.placement))
+        widths = list(map(len, self._assignment.placement))
         more = [depth - least for depth, least in zip(self._warmup, default_warmup(widths), strict=True)]
         return max((-(-more[stage - 1] * widths[stage - 1] // widths[stage]) - more[stage] for stage in self._stages
                     if stage), default=0)
@@ -119,7 +119,7 @@ class Lowering:
         """Return the receives that ``action`` needs."""
         op, stage, index = action
         if op.makes_version:
-            return (Action(Op.RECV_G, stage, index),) if stage in self._ties and self._rounds.flush else ()
+            return (Action(Op.RECV_G, stage, index),) if stage in self._ties and self._assignment.flush else ()
         if op.uses_version and self._early_receives:
             return self._receive_early()
         return self._receives(action) if op.per_microbatch else ()
@@ -169,7 +169,7 @@ class Lowering:
         """Note the gradients of a microbatch for the weights that its stage borrows."""
         owners = [owner for owner, here in self._borrowers.items() if action.stage in here]
         for owner in owners:
-            self._completed[owner, self._rounds.update_of(owner, action.microbatch), action.stage] += 1
+            self._completed[owner, self._assignment.update_of(owner, action.microbatch), action.stage] += 1
             yield from self._close(owner)
         if owners:
             yield from self._take_steps()
@@ -180,11 +180,11 @@ class Lowering:
         An update that takes no microbatch of this rank waits for nothing from it.
         """
         while (self._has_gradients(owner, update := self._closed[owner], ended)
-               and self._rounds.has_update(owner, update)):
+               and self._assignment.has_update(owner, update)):
             for borrower in self._borrowers[owner]:
                 self._completed.pop((owner, update, borrower), None)
             self._closed[owner] += 1
-            if self._rounds.share(owner, update, self._borrowers[owner][0], self._rank):
+            if self._assignment.share(owner, update, self._borrowers[owner][0], self._rank):
                 yield Action(Op.SEND_G, owner, update)
             yield Action(Op.RECV_W, owner, update + 1)
 
@@ -194,22 +194,22 @@ class Lowering:
         Where a replica waits for others, a rank that sends to it may be as many updates ahead as the replica has
         microbatches in flight. Otherwise that rank would wait for the replica while the replica waits for it.
         """
-        if all(len(ranks) == 1 for ranks in self._rounds.placement):
+        if all(len(ranks) == 1 for ranks in self._assignment.placement):
             return 1
-        depths = self._warmup or default_warmup(list(map(len, self._rounds.placement)))
-        return depths[owner] // self._rounds.update_every + 1
+        depths = self._warmup or default_warmup(list(map(len, self._assignment.placement)))
+        return depths[owner] // self._assignment.update_every + 1
 
     def _await_gradients(self, owner: int, update: int) -> Iterator[Action]:
         """Post, without a flush, the receive of the borrowers' gradients of an update before they can send them."""
-        if not self._rounds.flush and self._rounds.has_update(owner, update):
+        if not self._assignment.flush and self._assignment.has_update(owner, update):
             yield Action(Op.RECV_G, owner, update)
 
     def _has_gradients(self, owner: int, update: int, ended: bool) -> bool:
         for borrower in self._borrowers[owner]:
             done = self._completed[owner, update, borrower]
-            if not (done or ended) and self._rounds.complete_share(owner, update, borrower, self._rank):
+            if not (done or ended) and self._assignment.complete_share(owner, update, borrower, self._rank):
                 return False  # to ask whether more microbatches exist would read the data too early
-            if done != len(self._rounds.share(owner, update, borrower, self._rank)):
+            if done != len(self._assignment.share(owner, update, borrower, self._rank)):
                 return False
         return True
 
@@ -222,7 +222,7 @@ class Lowering:
         if self._norm and len(ready) < len(self._stages):
             return
         yield from (Action(Op.REDUCE, step.stage, step.microbatch) for step in ready
-                    if self._rounds.width(step.stage) > 1)
+                    if self._assignment.width(step.stage) > 1)
         if self._norm:
             yield from (Action(Op.NORM, step.stage, step.microbatch) for step in ready)
         for step in ready:
@@ -249,5 +249,5 @@ def add_transfers(schedule: Schedule, norm: bool = False) -> Schedule:
         return iter(schedule.programs[rank])
 
     return schedule.with_programs([
-        list(Lowering(schedule.rounds, rank, compute, schedule.ties, norm, schedule.warmup).program())
+        list(Lowering(schedule.assignment, rank, compute, schedule.ties, norm, schedule.warmup).program())
         for rank in range(schedule.ranks)])

@@ -14,7 +14,7 @@ from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.build import build, check_chunks, check_warmup, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs, StageCosts
-from vpipe.schedules.csv_format import read_csv, read_csv_file
+from vpipe.schedules.csv_format import CsvFile, read_csv_file
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import recomputations
 from vpipe.schedules.registry import Limits, Recipe, recipe_if_any, recipe_named
@@ -45,30 +45,30 @@ def is_file(schedule: str) -> bool:
 
 def note_of(schedule: str) -> str | None:
     """Return in words what of a schedule's file is left out; None for nothing, and for a name."""
-    return read_csv_file(Path(schedule)).note if is_file(schedule) else None
+    return _read(schedule).note if is_file(schedule) else None
 
 
 def has_flush(schedule: str) -> bool:
     """Tell whether the pipeline is empty at every optimizer step."""
-    return _read(schedule).flush if is_file(schedule) else recipe_named(schedule).flush
+    return _read(schedule).schedule.flush if is_file(schedule) else recipe_named(schedule).flush
 
 
 def microbatches_of(path: str) -> int:
     """Return the microbatches of a batch in a schedule that is given as a file."""
-    return _read(path).microbatches
+    return _read(path).schedule.microbatches
 
 
-def _read(path: str) -> Schedule:
+def _read(path: str) -> CsvFile:
     try:
         state = os.stat(path)
     except (OSError, ValueError):
-        return read_csv(Path(path))  # its error explains the path
+        return read_csv_file(Path(path))  # its error explains the path
     return _read_once(path, state.st_mtime_ns, state.st_size)
 
 
 @lru_cache(maxsize=8)
-def _read_once(path: str, modified_ns: int, size_bytes: int) -> Schedule:
-    return read_csv(Path(path))
+def _read_once(path: str, modified_ns: int, size_bytes: int) -> CsvFile:
+    return read_csv_file(Path(path))
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class ScheduleSpec:
                         hint=f"{start}, or cut the model into {counted((self.ranks or 0) * per_rank, 'stage')}")
 
     def _from_file(self) -> Schedule:
-        schedule = _read(self.schedule)
+        schedule = _read(self.schedule).schedule
         for word, asked, there in (("stages", self.stages, schedule.stages),
                                    ("microbatches", self.microbatches, schedule.microbatches),
                                    ("microbatches per update", self.update_every or schedule.update_every,
@@ -226,10 +226,10 @@ class ScheduleSpec:
             raise UserError(f"'{self.schedule}' places the stages as {[list(r) for r in schedule.placement]}, not as "
                             f"{[list(r) for r in self.placement or ()]}", hint="leave the placement out")
         self._check_ranks(schedule.placement)
-        if schedule.microbatches % schedule.rounds.per_step:
+        if schedule.microbatches % schedule.assignment.per_step:
             raise UserError(f"'{self.schedule}' has {schedule.microbatches} microbatches, but its stages make whole "
-                            f"updates together only every {schedule.rounds.per_step}",
-                            hint=f"use a multiple of {schedule.rounds.per_step} microbatches")
+                            f"updates together only every {schedule.assignment.per_step}",
+                            hint=f"use a multiple of {schedule.assignment.per_step} microbatches")
         compute = replace(schedule, ties=dict(self.ties or {})).compute_only()
         return compute.with_programs([list(with_recompute(program, self.recompute)) for program in compute.programs])
 

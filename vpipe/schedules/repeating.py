@@ -35,11 +35,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import lcm
-from operator import add, le
+from operator import le
 
 from vpipe.errors import CheckError, UserError, counted
 from vpipe.schedules.action import Action, Kind
@@ -66,62 +66,57 @@ _MORE = 1_000
 Span = tuple[int, int]
 """The first position of a part of a program, and that behind it."""
 
-KindOfStage = tuple[Kind, int]
+StepOf = Callable[[Action], int]
+"""Returns what the index of an action grows by from one copy of a window to the next."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A program with spans that can be put in again.
+    """A program with spans that can be put in again, each behind itself.
+
+    All actions of a kind and stage that are repeated stand in one span. Their indices grow by the same number from one
+    copy to the next: by the microbatches of a window, or by the updates that these are.
 
     Attributes:
         program: the actions, with every span once.
-        spans: what can be put in again behind itself, in order.
-        growth: per action, what it adds to the action's index to put in all spans once.
-        steps: per span and action of it, what its index grows by from one copy to the next.
+        spans: what can be put in again, in order.
     """
 
     program: Sequence[Action]
     spans: tuple[Span, ...]
-    growth: tuple[int, ...]
-    steps: tuple[tuple[int, ...], ...]
+    step_of: StepOf
 
-    @classmethod
-    def of(cls, program: Sequence[Action], longer: Sequence[Action], spans: Sequence[Span]) -> Pattern | None:
-        """Return the pattern that gives ``longer`` when all spans are put in once; None where there is none."""
-        growth: list[int] = []
-        steps, offset = [], 0
-        for first, beyond in (*spans, (len(program), len(program))):
-            middle, end = beyond + offset, 2 * beyond - first + offset
-            same = _growth(program[len(growth):beyond], longer[len(growth) + offset:middle])
-            step = _growth(longer[first + offset:middle], longer[middle:end])
-            if same is None or step is None:
-                return None
-            growth += same
-            steps.append(tuple(step))
-            offset += beyond - first
-        return cls(program, tuple(spans), tuple(growth), tuple(steps[:-1])) if len(longer) == middle else None
+    @cached_property
+    def growth(self) -> Sequence[int]:
+        """Per action, what its index grows by when all spans are put in once: those behind their own span move on."""
+        growth = [0] * len(self.program)
+        for first, beyond in self.spans:
+            repeated = {action[:2] for action in self.program[first:beyond]}
+            for position, action in enumerate(self.program[beyond:], beyond):
+                if action[:2] in repeated:
+                    growth[position] = self.step_of(action)
+        return growth
 
-    def repeated(self, copies: int) -> list[Action]:
+    def repeated(self, copies: int) -> tuple[Action, ...]:
         """Return the program with every span put in ``copies`` times."""
         base = [_moved(action, copies * more) for action, more in zip(self.program, self.growth, strict=True)]
         whole, done = [], 0
-        for (first, beyond), steps in zip(self.spans, self.steps, strict=True):
+        for first, beyond in self.spans:
             whole += base[done:beyond]
-            for copy in range(1, copies + 1):
-                whole += [_moved(action, copy * step) for action, step in zip(base[first:beyond], steps, strict=True)]
+            steps = [(action, self.step_of(action)) for action in self.program[first:beyond]]
+            whole += [_moved(action, copy * step) for copy in range(1, copies + 1) for action, step in steps]
             done = beyond
-        return whole + base[done:]
+        return (*whole, *base[done:])
 
 
 def _moved(action: Action, more: int) -> Action:
     return Action(action.op, action.stage, action.microbatch + more) if more else action
 
 
-def _growth(part: Sequence[Action], other: Sequence[Action]) -> list[int] | None:
-    """Return what indices of ``other`` are above those of ``part``; None where the actions are of other kinds."""
-    if len(part) != len(other) or any(one[:2] != two[:2] for one, two in zip(part, other, strict=True)):
-        return None
-    return [two.microbatch - one.microbatch for one, two in zip(part, other, strict=True)]
+def _follow(later: Sequence[Action], actions: Sequence[Action], step_of: StepOf) -> bool:
+    """Tell whether ``later`` is one copy more of ``actions``."""
+    return len(later) == len(actions) and all(
+        two == _moved(one, step_of(one)) for one, two in zip(actions, later, strict=True))
 
 
 def _parting(program: Sequence[Action], longer: Sequence[Action], start: int = 0, offset: int = 0) -> int:
@@ -131,19 +126,19 @@ def _parting(program: Sequence[Action], longer: Sequence[Action], start: int = 0
                 min(len(program), len(longer) - offset))
 
 
-def _spans(program: Sequence[Action], longer: Sequence[Action], step: int) -> list[Span] | None:
-    """Return the shortest spans of ``program``, by ``step`` microbatches, that ``longer`` has once more each."""
+def _spans(program: Sequence[Action], longer: Sequence[Action], step_of: StepOf) -> tuple[Span, ...]:
+    """Return the shortest spans of ``program`` that ``longer`` has once more each, up to the first that it has not."""
     spans: list[Span] = []
     at = offset = 0
     while (at := _parting(program, longer, at, offset)) < len(longer) - offset:
         here = at + offset
         size = next((size for size in range(1, min(at, len(longer) - len(program) - offset) + 1)
-                     if max(_growth(longer[here - size:here], longer[here:here + size]) or (0,)) == step), None)
+                     if _follow(longer[here:here + size], longer[here - size:here], step_of)), None)
         if size is None:
-            return None
+            break
         spans.append((at - size, at))
         offset += size
-    return spans if at == len(program) else None
+    return tuple(spans)
 
 
 @dataclass(frozen=True)
@@ -203,8 +198,8 @@ def _repeated(simulated: Timeline, windows: Sequence[RepeatedWindow], patterns: 
         work.append(own_s + copies * sum((
             event.end_s - event.start_s for first, beyond in pattern.spans
             for event in events[bisect_left(places, first):bisect_left(places, beyond)]), start=0))
-        (first, beyond), steps = pattern.spans[-1], pattern.steps[-1]
-        growth = [*map(add, pattern.growth[first:beyond], steps), *pattern.growth[beyond:]]  # of the last copy on
+        first, beyond = pattern.spans[-1]
+        growth = [*map(pattern.step_of, pattern.program[first:beyond]), *pattern.growth[beyond:]]  # of the last copy on
         last = [Event(_moved(event.action, copies * growth[place - first]), event.start_s + later, event.end_s + later)
                 for event, place in zip(events, places, strict=True)
                 if place >= first and (event.start_s >= end or event.end_s > end)]
@@ -274,32 +269,36 @@ class _Finder:
         self._warmup, self.flush = warmup, self._recipe.flush
         self.views = replica_views(self._recipe, placement, microbatches, update_every, warmup)
         self._every = None if self.flush else self.views[0].size.update_every
-        self.base = lcm(*map(len, placement)) if self._every is None else self._rounds(microbatches).per_step
+        self.base = lcm(*map(len, placement)) if self._every is None else self._assignment(microbatches).per_step
         self._simulated = lru_cache(maxsize=1)(lambda short: (one := self._build(short), simulate_in_ticks(one, costs)))
         self._wanted = cache(lambda rank: self._program(rank, microbatches))
 
-    def _rounds(self, microbatches: int) -> Assignment:
+    def _assignment(self, microbatches: int) -> Assignment:
         return Assignment(self._placement, self._every or microbatches, self.flush,
                       lambda number: number < microbatches)
 
-    def _program(self, rank: int, microbatches: int) -> list[Action]:
+    def _step_of(self, step: int) -> StepOf:
+        assignment = self._assignment(self._microbatches)
+        return lambda action: step if action.op.per_microbatch else step // assignment.per_update(action.stage)
+
+    def _program(self, rank: int, microbatches: int) -> tuple[Action, ...]:
         view = replica_views(self._recipe, self._placement, microbatches, self._every, self._warmup)[rank]
-        return list(rank_program(self._recipe, view, self._rounds(microbatches),
-                                 stages_of_rank(self._placement, rank)))
+        return tuple(rank_program(self._recipe, view, self._assignment(microbatches),
+                                  stages_of_rank(self._placement, rank)))
 
     def _build(self, microbatches: int) -> Schedule:
         return build(self._recipe.name, self._placement, microbatches, self._every, warmup=self._warmup)
 
     def may_repeat(self, short: int, step: int) -> bool:
         """Tell whether three ranks of so short a schedule repeat, before anything large is made."""
+        step_of = self._step_of(step)
         for rank in {0, len(self.views) // 2, len(self.views) - 1}:
             try:
                 own, longer = self._program(rank, short), self._program(rank, short + step)
             except UserError:  # no such size
                 return False
-            spans = _spans(own, longer, step)
-            pattern = None if spans is None else Pattern.of(own, longer, spans)
-            if pattern is None or pattern.repeated((self._microbatches - short) // step) != self._wanted(rank):
+            pattern = Pattern(own, _spans(own, longer, step_of), step_of)
+            if pattern.repeated((self._microbatches - short) // step) != self._wanted(rank):
                 return False
         return True
 
@@ -308,15 +307,15 @@ class _Finder:
         ranks, copies = len(self.views), (self._microbatches - short) // step
         schedule, (timeline, ticks_per_s) = self._simulated(short)
         once, twice = self._build(short + step), self._build(short + 2 * step)
-        windows = _Windows(schedule, once, timeline).find()
+        step_of = self._step_of(step)
+        windows = _Windows(schedule, once, timeline, step_of).find()
         if windows is None:
             return None
-        patterns = []
-        for rank, programs in enumerate(zip(schedule.programs, once.programs, strict=True)):
-            pattern = Pattern.of(*programs, [window.spans[rank] for window in windows])
-            if pattern is None or tuple(pattern.repeated(2)) != twice.programs[rank]:
-                return None
-            patterns.append(pattern)
+        patterns = [Pattern(program, tuple(window.spans[rank] for window in windows), step_of)
+                    for rank, program in enumerate(schedule.programs)]
+        if any(pattern.repeated(1) != one or pattern.repeated(2) != two
+               for pattern, one, two in zip(patterns, once.programs, twice.programs, strict=True)):
+            return None
         several = max(2, MOST_COMPARED // len(self._wanted(0)))
         for rank in {round(number * (ranks - 1) / (several - 1)) for number in range(several)}:
             if patterns[rank].repeated(copies) != self._wanted(rank):
@@ -342,29 +341,27 @@ def _continues(patterns: Sequence[Pattern]) -> bool:
 
     An action of one kind stands in one window only: else its copies in the first would reach into the second.
     """
-    found: dict[tuple[KindOfStage, int, int], Counter[int]] = defaultdict(Counter)
+    found: dict[tuple[tuple[Kind, int], int, int], Counter[int]] = defaultdict(Counter)
     for pattern in patterns:
-        for window, ((first, beyond), steps) in enumerate(zip(pattern.spans, pattern.steps, strict=True)):
-            for action, step in zip(pattern.program[first:beyond], steps, strict=True):
-                if step < 1:
-                    return False
-                found[action[:2], window, step][action.microbatch % step] += 1
+        for window, (first, beyond) in enumerate(pattern.spans):
+            for action in pattern.program[first:beyond]:
+                step = pattern.step_of(action)
+                found[action[:2], window, step][action.microbatch % max(1, step)] += 1
     return len(found) == len({kind for kind, _, _ in found}) and all(
         len(times) == step and len(set(times.values())) == 1 for (_, _, step), times in found.items())
 
 
 def _settled(pattern: Pattern) -> bool:
     """Tell whether what is in flight before the span of a stream began, and chose its weights, as the span does."""
-    [(first, beyond)], [steps], program = pattern.spans, pattern.steps, pattern.program
+    [(first, beyond)], program = pattern.spans, pattern.program
     began: dict[tuple[int, int], int] = {}
     for position, action in enumerate(program[:first]):
         if action.op.per_microbatch:
             began.setdefault(action[1:], position)
     left = [began[action[1:]] for action in program[first:] if action.op.per_microbatch and action[1:] in began]
     earliest = min([first, *left]) - (beyond - first)  # one span more has its choice of weights
-    step = {action[:2]: step for action, step in zip(program[first:beyond], steps, strict=True)}
-    return earliest >= 0 and all(_moved(one, step.get(one[:2], 0)) == two for one, two in zip(
-        program[earliest:first], program[earliest + beyond - first:beyond], strict=True))
+    return earliest >= 0 and _follow(program[earliest + beyond - first:beyond], program[earliest:first],
+                                     pattern.step_of)
 
 
 def _peaks(schedule: Schedule, once: Schedule, windows: int, step: int,
@@ -406,8 +403,8 @@ def _keeps_bounds(schedule: Schedule, ranks: Sequence[RankPeaks], stages: Sequen
 class _Windows:
     """The search for the windows of a simulated schedule that a longer one has once more."""
 
-    def __init__(self, schedule: Schedule, longer: Schedule, timeline: Timeline) -> None:
-        self._programs, self._longer = schedule.programs, longer.programs
+    def __init__(self, schedule: Schedule, longer: Schedule, timeline: Timeline, step_of: StepOf) -> None:
+        self._programs, self._longer, self._step_of = schedule.programs, longer.programs, step_of
         self._step = longer.microbatches - schedule.microbatches
         self._events = timeline.events
         self._places = list(map(_places, schedule.programs))
@@ -451,14 +448,11 @@ class _Windows:
         return None
 
     def _repeats(self, spans: Sequence[Span], offsets: Sequence[int]) -> bool:
-        """Tell whether the longer schedule has every span once more behind it, for so many microbatches as it has."""
-        most = 0
-        for own, longer, (first, beyond), offset in zip(self._programs, self._longer, spans, offsets, strict=True):
-            steps = _growth(own[first:beyond], longer[beyond + offset:2 * beyond - first + offset])
-            if steps is None:
-                return False
-            most = max([most, *steps])
-        return most == self._step
+        """Tell whether the longer schedule has every span once more behind it."""
+        return any(first < beyond for first, beyond in spans) and all(
+            _follow(longer[beyond + offset:2 * beyond - first + offset], longer[first + offset:beyond + offset],
+                    self._step_of)
+            for longer, (first, beyond), offset in zip(self._longer, spans, offsets, strict=True))
 
     def _state(self, moment: Number) -> tuple[object, tuple[int, ...]]:
         """Return what is left at a moment of actions and of transfers, and before which actions the ranks stand."""

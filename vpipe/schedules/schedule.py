@@ -50,7 +50,7 @@ class Schedule:
         return len(self.programs)
 
     @cached_property
-    def rounds(self) -> Assignment:
+    def assignment(self) -> Assignment:
         """The microbatches of every replica and of every update."""
         return Assignment(self.placement, self.update_every, self.flush, lambda number: 0 <= number < self.microbatches)
 
@@ -77,7 +77,7 @@ class Schedule:
 
     def updates(self, stage: int) -> int:
         """Return the number of updates of a stage; the last may have fewer microbatches."""
-        return -(-self.microbatches // self.rounds.per_update(stage))
+        return -(-self.microbatches // self.assignment.per_update(stage))
 
     def with_programs(self, programs: Sequence[Sequence[Action]]) -> Schedule:
         """Return the same schedule with other programs."""

@@ -120,7 +120,7 @@ class Checkpointing:
             return
         began = perf_counter()
         with activity.during("saving a checkpoint"):
-            tensors = self._pipe.engine.checkpoint_state()
+            tensors = self._pipe.local_state()
             self._open_saver(self.root).save(self._info(), tensors, began)
         self._saved = steps
         self.report()
@@ -129,10 +129,8 @@ class Checkpointing:
         """Report the results of earlier saves; called between two steps."""
         if self._reserve_due and self.root is not None and self._metrics.steps > self._job.steps_done:
             self._reserve_due = False  # now that the optimizer has its state
-            engine = self._pipe.engine
-            self._open_saver(self.root).reserve(
-                (tensor.nbytes for part in engine.parts for tensor in part.state().values()),
-                pinned=engine.local_stages[0].device.type == "cuda")
+            self._open_saver(self.root).reserve((tensor.nbytes for tensor in self._pipe.local_state().values()),
+                                                pinned=self._pipe.device.type == "cuda")
         self._report(wait_for_drains=True)
 
     def finish(self) -> None:
@@ -201,7 +199,7 @@ class Checkpointing:
 
     def _info(self) -> CheckpointInfo:
         job, pipe = self._job, self._pipe
-        position = pipe.engine.position
+        position = pipe.position
         return CheckpointInfo(
             position.steps, position.samples, job.config.training.seed, self._data,
             self._config, {
@@ -252,14 +250,12 @@ def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> s
     """Load a checkpoint, whose files were hashed before any rank started, into a new pipeline. All ranks call it.
 
     Returns:
-        The line of :meth:`vpipe.runtime.engine.Engine.restore`.
+        The line of :meth:`vpipe.Pipeline.restore`.
 
     Raises:
         UserError: it does not fit, or a file cannot be read.
     """
     with activity.during("reading a checkpoint"):
         position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, pipe.microbatches)
-        pipe.engine.check_restorable(position)
-        names = [name for name in manifest.tensors if pipe.engine.wants(name)]
-        return pipe.engine.restore(position, load_tensors(checkpoint, manifest, names, device_of(job.config),
-                                                           checked=True))
+        return pipe.restore(position, lambda wants: load_tensors(
+            checkpoint, manifest, filter(wants, manifest.tensors), device_of(job.config), checked=True))

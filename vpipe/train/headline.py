@@ -41,7 +41,7 @@ def size_lines(job: Job) -> str:
     config, samples, dataset = job.config, job.dataset.samples("train"), job.dataset
     tokens = not {"input_ids", SOURCE_IDS}.isdisjoint(job.model.batch)
     length = config.model.sequence_length
-    steps, rest = divmod(job.epochs.batches * config.microbatches, job.schedule.rounds.per_step)
+    steps, rest = divmod(job.epochs.batches * config.microbatches, job.schedule.assignment.per_step)
     varying = isinstance(dataset, VaryingBatches)
     epoch = [counted_with_commas(samples, "sample"),
              *([counted_with_commas(job.epochs.tokens if varying else samples * length, "token")] if tokens else []),
@@ -66,8 +66,8 @@ def delay_line(job: Job) -> str | None:
     said, better = describe_delays(job.schedule), _fewer_updates(job)
     if said is None:
         return None
-    update = (f"{'an' if job.step_name == 'update' else 'a'} {job.step_name}: "
-              f"{counted(job.samples_per_update, 'sample')} in {counted(job.schedule.rounds.per_step, 'microbatch')}")
+    size = f"{counted(job.samples_per_update, 'sample')} in {counted(job.schedule.assignment.per_step, 'microbatch')}"
+    update = f"{'an' if job.step_name == 'update' else 'a'} {job.step_name}: {size}"
     return f"{update}; {said}" + (f"; less with {better}" if better is not None and not delay_warning(job) else "")
 
 

@@ -240,8 +240,9 @@ class Job:
     @property
     def step_name(self) -> str:
         """Name a step of training: "update", or "step" if stages make different numbers of updates in it."""
-        rounds = self.schedule.rounds
-        return "update" if all(rounds.per_update(s) == rounds.per_step for s in range(len(self.placement))) else "step"
+        assignment = self.schedule.assignment
+        updates = {assignment.per_update(stage) for stage in range(len(self.placement))}
+        return "update" if updates == {assignment.per_step} else "step"
 
     @cached_property
     def epochs(self) -> Epochs:
@@ -251,7 +252,7 @@ class Job:
     @property
     def samples_per_update(self) -> int:
         """Samples of a step of training; their mean where they differ."""
-        return self.epochs.per_step(self.schedule.rounds.per_step)[0]
+        return self.epochs.per_step(self.schedule.assignment.per_step)[0]
 
     def microbatch_samples(self, size: int) -> int:
         """Return the samples of a microbatch of the largest batch, where one of ``dataset.batch_size`` has ``size``."""
@@ -271,7 +272,7 @@ class Job:
     @property
     def tokens_per_update(self) -> int:
         """Tokens of a step of training, padding excluded; their mean where they differ."""
-        return self.epochs.per_step(self.schedule.rounds.per_step)[1]
+        return self.epochs.per_step(self.schedule.assignment.per_step)[1]
 
     @property
     def learns_next_tokens(self) -> bool:
@@ -363,7 +364,7 @@ def _epochs(config: Config, dataset: Dataset) -> Epochs:
 def _updates(config: Config, epochs: Epochs, schedule: Schedule, steps_done: int = 0,
              microbatches_done: int = 0) -> int | None:
     """Return the number of steps at which the first limit that counts steps or epochs is reached."""
-    training, per_step = config.training, schedule.rounds.per_step
+    training, per_step = config.training, schedule.assignment.per_step
     limits = []
     if training.max_steps is not None:
         batch_steps = schedule.microbatches // per_step if not schedule.stream else 1  # a file ends with its batch

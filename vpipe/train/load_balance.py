@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
-from vpipe.runtime.worker import Worker
+from vpipe.runtime.stage_usage import StageUsage
 from vpipe.schedules.prepare import is_file
 from vpipe.train.job import Job
 from vpipe.train.run_folder import PLAN, PROFILE
@@ -121,7 +121,7 @@ class BalanceCheck:
                 self._note(line)
 
     def _spent(self) -> dict[int, Tensor]:
-        return {rank: _spent(worker, len(self._job.placement)) for rank, worker in self._pipe.engine.workers.items()}
+        return {rank: _spent(usage, len(self._job.placement)) for rank, usage in self._pipe.local_usage().items()}
 
     def _send(self, spent: dict[int, Tensor], steps: int) -> None:
         self._gathered = exchange(timeout_s=self._job.config.parallel.timeout_s).gather(
@@ -154,12 +154,11 @@ class BalanceCheck:
             return None
 
 
-def _spent(worker: Worker, stages: int) -> Tensor:
+def _spent(usage: Mapping[int, StageUsage], stages: int) -> Tensor:
     """Return the seconds [2, stages] of a rank so far, in microbatches and in optimizer steps; 0 for other stages."""
     spent = torch.zeros(2, stages, dtype=torch.float64)
-    for (stage, op), seconds in worker.seconds.items():
-        if op.transfer is None and not op.summed:
-            spent[0 if op.computes else 1, stage] += seconds
+    for stage, own in usage.items():
+        spent[0, stage], spent[1, stage] = own.forward_s + own.backward_s, own.step_s + own.others_s
     return spent
 
 
@@ -173,7 +172,7 @@ class RankWork:
     @classmethod
     def from_times(cls, job: Job, times: dict[int, Tensor], steps: int) -> RankWork:
         """Compute the work from the times of all ranks in ``steps`` steps, see :func:`_spent`."""
-        microbatches = steps * job.schedule.rounds.per_step
+        microbatches = steps * job.schedule.assignment.per_step
         return cls(tuple(float(times[rank].sum()) / steps for rank in sorted(times)),
                    tuple(float(seconds) / microbatches for seconds in torch.stack(list(times.values())).sum(0)[0]))
 
@@ -222,7 +221,7 @@ def _above_mean(expected: Prediction, job: Job, rank: int) -> float:
     work = [0.0] * job.schedule.ranks
     for stage, ranks in zip(expected.stages, job.placement, strict=True):
         for one in ranks:
-            work[one] += _microbatch_s(stage) * job.schedule.rounds.per_step / len(ranks) + stage.step_s
+            work[one] += _microbatch_s(stage) * job.schedule.assignment.per_step / len(ranks) + stage.step_s
     return work[rank] * len(work) / sum(work) - 1
 
 

@@ -114,11 +114,11 @@ class _TrainingRun:
     def __init__(self, job: Job, pipe: Pipeline, hosts: int, folder: Path, scheduler: Orion | None) -> None:
         self._job, self._pipe, self._hosts, self._folder, self._orion = job, pipe, hosts, folder, scheduler
         self._policy = job.lr_policy()
-        self._fields = tuple(name for stage in pipe.engine.local_stages for name in stage.spec.fields)
+        self._fields = tuple(name for stage in pipe.stages for name in stage.fields)
         self._warm_usage: LocalUsage | None = None  # at the first step that the figures count
         self._cadence = Cadence(job.config.saving.every_steps, job.config.training.evaluate_every, job.updates)
-        log.info("stages %s, layers %s, batch fields %s", [s.spec.index for s in pipe.engine.local_stages],
-                 [list(s.spec.layers) for s in pipe.engine.local_stages], list(self._fields))
+        log.info("stages %s, layers %s, batch fields %s", [stage.index for stage in pipe.stages],
+                 [list(stage.layers) for stage in pipe.stages], list(self._fields))
 
     def train(self) -> Stopped | None:
         """See :func:`train`."""
@@ -130,7 +130,7 @@ class _TrainingRun:
             past.time_s, last = exchange().from_rank([past.time_s, past.evaluations[-1:]])
             self._evaluated = last[0][0] + 1 if last else 0
         size = StepSize(job.samples_per_update, job.tokens_per_update, Efficiency.from_job(job, show),
-                        job.learns_next_tokens, job.epochs.steps(job.samples_done, job.schedule.rounds.per_step))
+                        job.learns_next_tokens, job.epochs.steps(job.samples_done, job.schedule.assignment.per_step))
         events: list[EventWriter] = []
         if show and config.metrics.tensorboard:
             events.append(TensorBoardWriter(self._folder, job.steps_done))
@@ -146,10 +146,10 @@ class _TrainingRun:
                 result = None if stopped is None else Stopped(stopped, self._saving.is_saved)
                 if result is not None:
                     self._progress.note(self._stop_note(result))
-            pipe.engine.collectives.check_replicas()
+            pipe.check_replicas()
             counted_steps = len(counted_updates(self._metrics.update_s))
             before = self._warm_usage if counted_steps < len(self._metrics.update_s) else None
-            usages = pipe.engine.collectives.usage(before)
+            usages = pipe.usage(before)
             gated = None if self._orion is None else self._orion.figures()
             if show:
                 self._summarize(RunFigures.from_metrics(self._metrics, usages, job.placement,
@@ -181,7 +181,7 @@ class _TrainingRun:
         self._saving = enter(Checkpointing(job, pipe, self._hosts, self._folder, self._metrics, note))
         enter(graceful_stop())
         note_to(self._progress.show)
-        on_cpu = pipe.engine.local_stages[0].device.type == "cpu"
+        on_cpu = pipe.device.type == "cpu"
         if config.parallel.executor == THREADED and on_cpu:
             note(NO_GAIN)
         if self._orion is not None and self._orion.inactive is not None and pipe.rank == 0:
@@ -229,7 +229,7 @@ class _TrainingRun:
 
     def _run_steps(self) -> str | None:
         """Train to the end or until a signal; return the signal's name."""
-        job, engine, metrics = self._job, self._pipe.engine, self._metrics
+        job, pipe, metrics = self._job, self._pipe, self._metrics
         minutes = job.config.training.max_minutes
         deadline = inf if minutes is None else perf_counter() + 60 * minutes - metrics.time_s
         signal: str | None = None
@@ -248,7 +248,7 @@ class _TrainingRun:
         batches = self._exits.enter_context(self._read(job.training_batches(self._fields), "batch"))
         if self._profile is not None:
             self._profile.before(job.steps_done)
-        for step in engine.train(batches, left, stop, self._cadence) if left != 0 else ():
+        for step in pipe.train(batches, self._cadence, updates=left, stop=stop) if left != 0 else ():
             if step.index < metrics.steps:
                 continue  # drained and recorded in a pause
             self._record(step)
@@ -294,7 +294,7 @@ class _TrainingRun:
         steps = tuple(replace(step, learning_rate=training.learning_rate * self._policy(step.index)) for step in steps)
         self._metrics.update(*steps)
         if self._warm_usage is None and len(self._metrics.update_s) >= WARM_UP:
-            self._warm_usage = self._pipe.engine.collectives.local_usage()
+            self._warm_usage = self._pipe.local_usage()
         if self._profile is not None and self._profile.after(self._metrics.steps):
             self._metrics.exclude_time()
         for step in steps:
@@ -313,7 +313,7 @@ class _TrainingRun:
     def _drain(self) -> None:
         if self._balance is not None:
             self._balance.before_drain()
-        self._record(*self._pipe.engine.drain())
+        self._record(*self._pipe.drain())
 
     def _pause_is_due(self, before: int, steps: int) -> bool:
         return steps != self._job.updates and (self._cadence.saves(before, steps)
@@ -401,7 +401,7 @@ def _prefetched(batches: Iterable[Batch], prefetch: int) -> Generator[Batch]:
 
 
 def _with_located_errors(source: Iterator[Batch], kind: str, pipe: Pipeline) -> Iterator[Batch]:
-    stages = [stage.spec.index for stage in pipe.engine.local_stages]
+    stages = [stage.index for stage in pipe.stages]
     for number in count():
         try:
             batch = next(source)

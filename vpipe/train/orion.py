@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vpipe.distributed.exchange import Exchange
+from vpipe.distributed.init import exchange
 from vpipe.distributed.orion import Inactive, Launch, OrionScheduler, start
 from vpipe.errors import StartError, counted
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.executors.async_threaded import ThreadedWorker
 from vpipe.train.job import Job
 from vpipe.visualize.table import fitted, terminal_columns
 
@@ -22,18 +23,19 @@ class Orion:
         inactive: why it is not, on the first rank that cannot start it.
     """
 
-    def __init__(self, scheduler: OrionScheduler | None, inactive: Inactive | None, pipe: Pipeline,
+    def __init__(self, scheduler: OrionScheduler | None, inactive: Inactive | None, rank: int, exchange: Exchange,
                  clients: int) -> None:
-        self._scheduler, self.inactive, self._pipe, self._clients = scheduler, inactive, pipe, clients
+        self._scheduler, self.inactive, self._clients = scheduler, inactive, clients
+        self._rank, self._exchange = rank, exchange
 
     def figures(self) -> dict[str, Any]:
         """Return what each client of each rank did, for ``metrics.jsonl``. All ranks must call it."""
         if self.inactive is not None:
             return {"active": False, **self.inactive._asdict()}
         assert self._scheduler is not None, "it is active"
-        own = {**self._scheduler.totals(), "rank": self._pipe.rank,
+        own = {**self._scheduler.totals(), "rank": self._rank,
                "microbatches": [self._scheduler.client_stats(client) for client in range(self._clients)]}
-        return {"active": True, "ranks": self._pipe.engine.collectives.exchange.all_gather(own)}
+        return {"active": True, "ranks": self._exchange.all_gather(own)}
 
 
 def _first_inactive(votes: Sequence[str]) -> str:
@@ -57,22 +59,20 @@ def orion(job: Job, pipe: Pipeline) -> Iterator[Orion | None]:
     if not parallel.use_orion_scheduler:
         yield None
         return
-    device = pipe.engine.local_stages[0].device
+    device = pipe.device
     clients = _microbatches_of_rank(job)
     own = start(Launch(device.type, device.index or 0, clients))
     scheduler = own if isinstance(own, OrionScheduler) else None
     try:
-        found = pipe.engine.collectives.exchange.agree(json.dumps(own) if isinstance(own, Inactive) else "",
-                                                       _first_inactive)
+        others = exchange(timeout_s=parallel.timeout_s)
+        found = others.agree(json.dumps(own) if isinstance(own, Inactive) else "", _first_inactive)
         inactive = Inactive(*json.loads(found)) if found else None
         if inactive is not None and parallel.orion_strict:
             raise StartError(f"Orion is inactive: {inactive.reason}",
                              hint=f"{inactive.remedy}; or set parallel.orion_strict: false")
         if inactive is None and scheduler is not None:
-            for worker in pipe.engine.workers.values():
-                assert isinstance(worker, ThreadedWorker), "checked in the config"
-                worker.schedule(scheduler)
-        yield Orion(scheduler, inactive, pipe, clients)
+            pipe.schedule_kernels(scheduler)
+        yield Orion(scheduler, inactive, pipe.rank, others, clients)
     finally:
         if scheduler is not None:
             scheduler.stop()

@@ -19,10 +19,10 @@ from vpipe.train.run_folder import RANK_TIMES
 from vpipe.units import size_text
 from vpipe.visualize.table import fitted, ms_text, terminal_columns
 
-FIGURES = ("forward_s", "backward_s", "step_s", "communication_s", "idle_s", "bytes_sent")
+FIGURES = ("forward_s", "backward_s", "step_s", "communication_s", "idle_s", "others_s", "bytes_sent")
 """Fields of :class:`~vpipe.runtime.stage_usage.StageUsage`, reported as means per update."""
 
-_HEADS = ("forward", "backward", "step", "comm", "idle", "sent")
+_HEADS = ("forward", "backward", "step", "comm", "idle", "other", "sent")
 
 log = logging.getLogger("vpipe")
 
@@ -76,7 +76,7 @@ class RankTimes:
             self._file.close()
 
     def _usage(self) -> Mapping[int, Mapping[int, StageUsage]]:
-        return self._pipe.engine.collectives.local_usage()
+        return self._pipe.local_usage()
 
     def _report(self, done: int) -> None:
         usage, steps = self._usage(), done - self._reported
@@ -84,7 +84,8 @@ class RankTimes:
         for rank, stages in usage.items():
             spent = StageUsage.of_rank([own.since(self._before[rank][stage]) for stage, own in stages.items()])
             here[str(rank)] = [getattr(spent, name) / steps for name in FIGURES]
-            cells = ", ".join(map(" ".join, zip(_HEADS, _cells(here[str(rank)]), strict=True)))
+            heads, (texts,) = _columns([here[str(rank)]])
+            cells = ", ".join(map(" ".join, zip(heads, texts, strict=True)))
             log.info("rank %d, %s: %s", rank, self._title(self._reported + 1, done), cells)
         gathered = self._exchange.gather(here, "sharing where its time went")
         self._pending.append(_Report(self._reported + 1, done, gathered, done + self._lead))
@@ -98,16 +99,19 @@ class RankTimes:
             "first_step": report.first - 1, "last_step": report.last - 1,
             "ranks": [{"rank": rank, **dict(zip(FIGURES, (finite(float(f"{value:.6g}")) for value in values),
                                                 strict=True))} for rank, values in found.items()]}))
-        rows = [[str(rank), " ".join(map(str, stages_of_rank(self._job.placement, rank))), *_cells(values)]
-                for rank, values in found.items()]
+        heads, cells = _columns(list(found.values()))
+        rows = [[str(rank), " ".join(map(str, stages_of_rank(self._job.placement, rank))), *texts]
+                for rank, texts in zip(found, cells, strict=True)]
         self._note("\n".join([f"{self._title(report.first, report.last)}:",
-                              *fitted(("rank", "stage", *_HEADS), rows, terminal_columns(), names=2)]))
+                              *fitted(("rank", "stage", *heads), rows, terminal_columns(), names=2)]))
 
     def _title(self, first: int, last: int) -> str:
         name = self._job.step_name
         return f"{name}s {first} to {last}, in milliseconds per {name}"
 
 
-def _cells(figures: Sequence[float]) -> list[str]:
-    *seconds, sent = figures
-    return [*map(ms_text, seconds), size_text(sent)]
+def _columns(rows: Sequence[Sequence[float]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads, and the texts of each row's figures; packages' kinds have a column where they took time."""
+    shown = [at for at, head in enumerate(_HEADS) if head != "other" or any(row[at] for row in rows)]
+    return [_HEADS[at] for at in shown], [[size_text(row[at]) if _HEADS[at] == "sent" else ms_text(row[at])
+                                           for at in shown] for row in rows]

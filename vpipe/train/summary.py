@@ -26,8 +26,8 @@ from vpipe.train.sampling import BERT, TextModel, decoding_for, masked_ids, prom
 from vpipe.units import size_text
 from vpipe.visualize.table import clipped, compact, filled, fitted, milliseconds, ms_text, terminal_columns
 
-_COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "idle", "sent", "versions", "staleness",
-            "mean delay", "in flight", "memory")
+_COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "idle", "other", "sent", "versions",
+            "staleness", "mean delay", "in flight", "memory")
 
 
 def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Sequence[str] = ()) -> str:
@@ -120,12 +120,14 @@ def _figures(job: Job, figures: RunFigures) -> list[str]:
 def _stages(job: Job, figures: RunFigures) -> list[str]:
     partition, steps, width = job.partition, figures.usage_steps, terminal_columns()
     late = describe_delays(job.schedule) is not None
-    columns = [name for name in _COLUMNS if late or name != "mean delay"]
+    others = any(usage.others_s for usage in figures.stages)  # actions of kinds that a package has added
+    columns = [name for name in _COLUMNS if (late or name != "mean delay") and (others or name != "other")]
     ends = list(accumulate(partition))
     homes = [(stage, rank) for stage, ranks in enumerate(job.placement) for rank in ranks]
     rows = []
     for (stage, rank), usage in zip(homes, figures.stages, strict=True):
-        times = (usage.forward_s, usage.backward_s, usage.step_s, usage.communication_s, usage.idle_s)
+        times = (usage.forward_s, usage.backward_s, usage.step_s, usage.communication_s, usage.idle_s,
+                 *([usage.others_s] if others else []))
         first, end = ends[stage] - partition[stage], ends[stage]
         rows.append([str(stage), str(rank), f"{first}-{end - 1}" if first < end - 1 else str(first),
                      *(ms_text(seconds / steps) for seconds in times), size_text(usage.bytes_sent / steps),

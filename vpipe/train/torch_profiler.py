@@ -19,7 +19,6 @@ from vpipe.distributed.watchdog import activity
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
 from vpipe.progress import message_if_slow
-from vpipe.runtime.action_recorder import label_actions
 from vpipe.schedules.prepare import is_file
 from vpipe.train.job import Job
 
@@ -50,8 +49,8 @@ class TorchProfiler:
         assert training.profile_iteration is not None, "a run without a profiled step makes no TorchProfiler"
         self._step, self.made = training.profile_iteration, False
         # All steps of a schedule from a file are done before the first of them is reported.
-        at_once = 1 if job.schedule.stream else job.schedule.microbatches // job.schedule.rounds.per_step
-        self._gpu = pipe.engine.local_stages[0].device.type == "cuda"
+        at_once = 1 if job.schedule.stream else job.schedule.microbatches // job.schedule.assignment.per_step
+        self._gpu = pipe.device.type == "cuda"
         self._begins = (self._step - 1) // at_once * at_once
         self._recording: tuple[profile, ExitStack] | None = None
         self._root = folder / f"profiler_{profile_name(job.config, pipe.schedule)}"
@@ -76,8 +75,7 @@ class TorchProfiler:
         recorder, stack = self._recorder(), ExitStack()
         if self._gpu:
             torch.cuda.synchronize()  # work of earlier steps does not belong to this one
-        for worker in self._pipe.engine.workers.values():
-            stack.callback(label_actions(worker))
+        stack.enter_context(self._pipe.labelled())
         stack.enter_context(recorder)
         stack.enter_context(record_function(f"ProfilerStep#{self._step}"))
         self._recording = recorder, stack

@@ -45,7 +45,7 @@ class TraceWriter:
 
     def __init__(self, folder: Path, pipe: Pipeline, samples_per_step: int, limit: int = MOST_ACTIONS) -> None:
         self._pipe, self._samples = pipe, samples_per_step
-        self._recorders: Mapping[int, Recorder] = pipe.engine.record(limit)
+        self._recorders: Mapping[int, Recorder] = pipe.record(limit)
         self._files: dict[int, IO[str]] = {}
         self._full: set[int] = set()
         try:

@@ -194,9 +194,8 @@ def record_rank(job: Job, folder: Path, batches: int) -> None:
 
 def _recorded(pipe: Pipeline, job: Job, batches: int) -> dict[int, Trajectory]:
     """Train, and return the trajectory of each rank of this process."""
-    trajectories = {rank: Trajectory() for rank in pipe.engine.workers}
-    for rank, worker in pipe.engine.workers.items():
-        worker.optimizer_steps.observer = trajectories[rank]
+    trajectories = {rank: Trajectory() for rank in pipe.local_usage()}
+    pipe.observe(trajectories)
     losses = [step.loss for step in pipe.train(_batches(job, batches))]
     for trajectory in trajectories.values():
         trajectory.losses = losses

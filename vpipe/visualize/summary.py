@@ -114,10 +114,10 @@ class Summary:
             return {}
         if self.repeating is None:
             return Graph.from_schedule(self.schedule).version
-        short, rounds = self.repeating.short, self.schedule.rounds
+        short, assignment = self.repeating.short, self.schedule.assignment
         later = self.schedule.microbatches - short.microbatches  # what the end has in place of the short one's
         first = Graph.from_schedule(short).version
-        return {**first, **{(stage, microbatch + later): version + later // rounds.per_update(stage)
+        return {**first, **{(stage, microbatch + later): version + later // assignment.per_update(stage)
                             for (stage, microbatch), version in first.items()
                             if microbatch + later >= short.microbatches}}
 

@@ -65,7 +65,7 @@ def received(end: SharedMemoryTransfers, key: TransferKey, specs: list[TensorSpe
 
 def pool_bytes(end: SharedMemoryTransfers) -> int:
     [link] = end.links.links.values()
-    return link._pool.nbytes
+    return sum(len(slab.buffers) * slab.capacity for slab in link._pool._slabs)
 
 
 Ends = tuple[SharedMemoryTransfers, SharedMemoryTransfers]
@@ -217,7 +217,8 @@ def test_more_messages_than_a_socket_takes_are_sent_later(ends: Ends) -> None:
     b"", b"x", b"x" * 60, HEAD.pack(0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0) + b"\xff\0\0",
     HEAD.pack(0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0) + struct.pack("<I", 9),
     HEAD.pack(0, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0),
-    HEAD.pack(0, 0, 11, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0, 0, 0) + b"\0\0\1" + struct.pack("<q", -4),
+    HEAD.pack(0, 0, 26, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0, 0, 0) + b'[[[-4], "float32", false]]',
+    HEAD.pack(0, 0, 25, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0, 0, 0) + b'[[[4], "float31", false]]',
     HEAD.pack(9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)])
 def test_what_is_no_message_ends_the_link(message: bytes) -> None:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -231,7 +232,7 @@ def test_what_is_no_message_ends_the_link(message: bytes) -> None:
 
 def test_a_memory_that_could_shrink_is_refused() -> None:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link, layout = SharedMemoryLink(1, left), BufferLayout.from_tensors([torch.ones(4096)])
+    link, layout = SharedMemoryLink(1, left), BufferLayout.parse(b'[[[4096], "float32", false]]')
     descriptor = os.memfd_create("made")
     os.ftruncate(descriptor, 1 << 20)
     head = HEAD.pack(0, 0, len(layout.code), 0, 0, 0, 0, 0, 0, 0, 0, 1 << 20)
@@ -271,13 +272,16 @@ def test_a_child_has_no_end_of_a_link(ends: Ends) -> None:
     os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize(("states", "why"), [
-    ([(1, 0), (0, 0)], "rank 1 is set to shared_memory false"), ([(0, 0), (0, 0)], None),
-    ([(1, 0), (3, errno.ENOSPC)], "rank 1 got none: No space left on device"),
-    ([(2, 0), (1, 0)], "the system of rank 0 has none without a name (Linux has)")])
-def test_all_ranks_use_it_or_none(states: list[tuple[int, int]], why: str | None) -> None:
-    rows = [connect_host._OFFER.pack(*state, b"", b"", b"") for state in states]
-    assert connect(0, states[0][0] == 1, None, None, lambda row: rows) == (None, why)
+@pytest.mark.parametrize(("here", "there", "why"), [
+    ("wanted", "", "rank 1 is set to shared_memory false"), ("unwanted", "", None),
+    ("wanted", "rank 1 got none: it has gone", "rank 1 got none: it has gone"),
+    ("full", None, "rank 0 got none: No space left on device"),
+    ("another system", None, "the system of rank 0 has none without a name (Linux has)")])
+def test_all_ranks_use_it_or_none(here: str, there: str | None, why: str | None,
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect_host, "is_available", lambda: here != "another system")
+    monkeypatch.setattr(connect_host, "memory_error", lambda: errno.ENOSPC * (here == "full"))
+    assert connect(0, here != "unwanted", None, None, lambda row: [row, [there, "", "", ""]]) == (None, why)
 
 
 # -- the ranks of a world ------------------------------------------------------------------------------

@@ -216,8 +216,6 @@ def test_the_codec_is_seen_in_the_numbers_and_in_the_bytes() -> None:
                         seed=2, compress=codecs)
         losses[codecs] = [step.loss for step in pipe.train(rich_batches(2, 4))]
         workers = pipe.engine.workers.values()
-        kind = InProcessTransport if codecs == "none" else CompressedTransport
-        assert all(isinstance(worker.transport, kind) for worker in workers)
         sent[codecs] = sum(worker.transport.bytes_sent for worker in workers)
     assert len(set(map(tuple, losses.values()))) == 3
     # Per microbatch of 2 x 6 rows of 12: the states, the skip and a mask of a byte each, and two gradients.

@@ -246,7 +246,7 @@ class ThreadedWorker(Worker):
     def _is_last_forward(self, stage_index: int, microbatch: int) -> bool:
         """Return whether this is the last forward of a batch, after which the losses are sent."""
         return (stage_index == self._last
-                and microbatch == self.segment.rounds.share(stage_index, 0, stage_index, self.rank)[-1])
+                and microbatch == self.segment.assignment.share(stage_index, 0, stage_index, self.rank)[-1])
 
     def _compute(self, stage_index: int, microbatch: int, given: ForwardInputs,
                  before: Future[_Done] | None, threads: int) -> _Done:
@@ -271,7 +271,7 @@ class ThreadedWorker(Worker):
 
     def _labelled(self, action: Action) -> AbstractContextManager[None]:
         """Return the context that labels an action for torch's profiler."""
-        return record_function(f"{action.stage}{action.op}{self.segment.number(action.microbatch)}")
+        return record_function(f"{action.stage}{action.op}{self.segment.number_of(action)}")
 
     def _catch_up(self) -> None:
         """Wait for the threads, end their forwards, and make the deferred sends."""

@@ -187,7 +187,8 @@ def decode(codec: Codec, wires: Sequence[Tensor], specs: Sequence[TensorSpec]) -
 
 
 class CompressedTransport:
-    """Encode on sending and decode on receiving; receives are posted by the specs of the decoded tensors.
+    """Encode activations and gradients on sending, decode them on receiving. Receives are posted by the specs of the
+    decoded tensors.
 
     A peer that does not know those specs gets them with the first transfer: ahead of the encoded tensors comes one
     empty tensor for each, with its shape behind a 0, its dtype and its gradient flag.
@@ -197,23 +198,6 @@ class CompressedTransport:
         self.rank, self.ordered = inner.rank, inner.ordered
         self._inner, self._compression = inner, compression
         self._expected: dict[tuple[int, TransferKey], Sequence[TensorSpec]] = {}  # of encoded transfers
-
-    @property
-    def bytes_sent(self) -> int:
-        """Return the encoded bytes."""
-        return self._inner.bytes_sent
-
-    @bytes_sent.setter
-    def bytes_sent(self, count: int) -> None:
-        self._inner.bytes_sent = count
-
-    @property
-    def wait_s(self) -> float:
-        return self._inner.wait_s
-
-    @wait_s.setter
-    def wait_s(self, seconds: float) -> None:
-        self._inner.wait_s = seconds
 
     def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
         if self._compression.codec(key) is not None:
@@ -239,25 +223,12 @@ class CompressedTransport:
             self._expected[peer, key] = specs
         return specs
 
-    def is_ready(self, peer: int, key: TransferKey) -> bool:
-        return self._inner.is_ready(peer, key)
-
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
         tensors, codec = self._inner.receive(peer, key), self._compression.codec(key)
         if codec is None:
             return tensors
         specs = self._expected.pop((peer, key))
         return decode(codec, tensors[len(tensors) - len(specs):], specs)
-
-    def abandon(self) -> None:
-        self._expected.clear()
-        self._inner.abandon()
-
-    def wait_sent(self, kind: str) -> None:
-        self._inner.wait_sent(kind)
-
-    def finish(self) -> None:
-        self._inner.finish()
 
 
 def _blank(tensor: Tensor) -> Tensor:

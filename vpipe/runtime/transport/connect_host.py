@@ -14,16 +14,13 @@ import struct
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from typing import Any
 
 from vpipe.runtime.transport.link import SharedMemoryLink
 from vpipe.runtime.transport.shared_buffers import memory_error
 from vpipe.runtime.transport.shared_memory import HostLinks
 
-_OFFER = struct.Struct("<BB16s16s16s")
-"""Of a rank: a state, an errno, its boot of the system, the address of its listener, and a token."""
-
 _HELLO = struct.Struct("<I16s")
-_UNWANTED, _OFFERED, _UNAVAILABLE, _NO_MEMORY = range(4)
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -34,45 +31,51 @@ def is_available() -> bool:
 
 
 def connect(rank: int, wanted: bool, made: HostLinks | None, hosts: Sequence[str] | None,
-            exchange: Callable[[bytes], list[bytes]]) -> tuple[HostLinks | None, str | None]:
+            all_gather: Callable[[Any], list[Any]]) -> tuple[HostLinks | None, str | None]:
     """Return the links with the ranks of this host if all ranks want some; and why not, where that is to be told. All
     ranks must call it.
 
     Args:
         made: the links of an earlier call.
         hosts: the name of each rank's host, if known.
-        exchange: gives all ranks some bytes, and returns those of all.
+        all_gather: gives all ranks what JSON holds, and returns those of all.
     """
-    state, error = (_UNAVAILABLE, 0) if not is_available() else (_OFFERED, 0)
+    why: str | None = None  # there is none here; empty where nobody asks
     if not wanted or (made is not None and made.full):
-        state = _UNWANTED
-    elif state == _OFFERED and made is None and (error := memory_error()):
-        state = _NO_MEMORY
-    name, token = secrets.token_bytes(16), secrets.token_bytes(16)
+        why = ""
+    elif not is_available():
+        why = f"the system of rank {rank} has none without a name (Linux has)"
+    elif made is None and (error := memory_error()):
+        why = f"rank {rank} got none: {os.strerror(error)}"
+    name, token = secrets.token_hex(16), secrets.token_bytes(16)
     listener: socket.socket | None = None
-    if state == _OFFERED and made is None:
+    if why is None and made is None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(_address(name))
         listener.listen(1024)
-    offers = [_OFFER.unpack(row) for row in exchange(_OFFER.pack(state, error, _boot(), name, token))]
+    offers = all_gather([why, _boot(), name, token.hex()])
+    boots = [boot for _, boot, _, _ in offers]
     connected: dict[int, socket.socket] = {}
     try:
-        refusal = _refusal(offers)
-        if refusal is not None or listener is None:
-            return (None, refusal or None) if refusal is not None else (made, None)
-        boot = offers[rank][2]
-        near = [peer for peer, offer in enumerate(offers) if peer != rank and offer[2] == boot]
+        if refusing := [(one, theirs) for one, (theirs, *_) in enumerate(offers) if theirs is not None]:
+            first, why = refusing[0]
+            if not why and len(refusing) < len(offers):
+                why = f"rank {first} is set to shared_memory false"
+            return None, why or None
+        if listener is None:
+            return made, None
+        near = [peer for peer, boot in enumerate(boots) if peer != rank and boot == boots[rank]]
         for peer in (peer for peer in near if peer > rank):
-            _, _, _, their_name, their_token = offers[peer]
-            if (reached := _reach(their_name, _HELLO.pack(rank, their_token))) is not None:
+            *_, their_name, their_token = offers[peer]
+            if (reached := _reach(their_name, _HELLO.pack(rank, bytes.fromhex(their_token)))) is not None:
                 connected[peer] = reached
-        reach = exchange(_flags(connected, len(offers)))
-        coming = {peer for peer in near if peer < rank and reach[peer][rank]}
-        connected |= _accept_all(listener, coming, token)
-        agreed = exchange(_flags(connected, len(offers)))
-        links = {peer: SharedMemoryLink(peer, connected.pop(peer)) for peer in sorted(connected) if agreed[peer][rank]}
-        apart = [(a, b) for b in range(len(offers)) for a in range(b) if offers[a][2] == offers[b][2]
-                 and (hosts is None or hosts[a] == hosts[b]) and not (agreed[a][b] and agreed[b][a])]
+        reach = all_gather(list(connected))
+        connected |= _accept_all(listener, {peer for peer in near if peer < rank and rank in reach[peer]}, token)
+        agreed = all_gather(list(connected))
+        links = {peer: SharedMemoryLink(peer, connected.pop(peer))
+                 for peer in sorted(connected) if rank in agreed[peer]}
+        apart = [(a, b) for b in range(len(offers)) for a in range(b) if boots[a] == boots[b]
+                 and (hosts is None or hosts[a] == hosts[b]) and not (b in agreed[a] and a in agreed[b])]
         why = f"ranks {apart[0][0]} and {apart[0][1]} have no sockets in common: they are in different containers or " \
               "belong to different users" if apart else None
         return HostLinks(links, len(links) == len(offers) - 1, rank < min(links, default=0)), why
@@ -83,20 +86,7 @@ def connect(rank: int, wanted: bool, made: HostLinks | None, hosts: Sequence[str
             left.close()
 
 
-def _refusal(offers: Sequence[tuple[int, int, bytes, bytes, bytes]]) -> str | None:
-    """Return why there are no links; empty where nobody asks."""
-    first = next(((rank, state, error) for rank, (state, error, *_) in enumerate(offers) if state != _OFFERED), None)
-    if first is None:
-        return None
-    rank, state, error = first
-    if state == _NO_MEMORY:
-        return f"rank {rank} got none: {os.strerror(error)}"
-    if state == _UNAVAILABLE:
-        return f"the system of rank {rank} has none without a name (Linux has)"
-    return f"rank {rank} is set to shared_memory false" if any(offer[0] == _OFFERED for offer in offers) else ""
-
-
-def _reach(name: bytes, hello: bytes) -> socket.socket | None:
+def _reach(name: str, hello: bytes) -> socket.socket | None:
     reached = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         reached.settimeout(5.0)
@@ -135,16 +125,12 @@ def _is_own_user(connected: socket.socket) -> bool:
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
 
 
-def _flags(ranks: Collection[int], count: int) -> bytes:
-    return bytes(rank in ranks for rank in range(count))
+def _address(name: str) -> bytes:
+    return b"\0vpipe-" + name.encode()
 
 
-def _address(name: bytes) -> bytes:
-    return b"\0vpipe-" + name.hex().encode()
-
-
-def _boot() -> bytes:
-    """Return 16 bytes that tell this boot of this host from others; of a system that does not say, any."""
-    with suppress(OSError, ValueError), open("/proc/sys/kernel/random/boot_id") as file:
-        return bytes.fromhex(file.read().strip().replace("-", ""))
-    return secrets.token_bytes(16)
+def _boot() -> str:
+    """Return what tells this boot of this host from others; of a system that does not say, any."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return secrets.token_hex(16)

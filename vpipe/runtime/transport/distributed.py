@@ -12,16 +12,15 @@ have these (:mod:`vpipe.schedules.transfer_order`).
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from itertools import count
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -35,7 +34,7 @@ from vpipe.errors import RunError, UserError
 from vpipe.runtime.transport.connect_host import connect
 from vpipe.runtime.transport.link import LinkClosedError
 from vpipe.runtime.transport.shared_memory import HostLinks, SharedMemoryTransfers
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, check_all_taken, decode_specs, encode_specs
 
 SENDS_UNDER_WAY = 4
 """Transfers per peer and kind that may be under way before a further send waits for the oldest, or as many as a rank
@@ -86,11 +85,15 @@ def is_ordered(device: torch.device) -> bool:
     return backend_of(device) not in (None, "gloo")
 
 
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None, "torch.distributed is initialised"
+    return dist.group.WORLD
+
+
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Return the gloo group for values of the host: the default group if it has gloo for the CPU, else a group made by
     the first call, which all ranks must make together."""
-    default = dist.group.WORLD
-    assert default is not None, "torch.distributed is initialised"
+    default = _world()
     if backend_of(_HOST) == "gloo":
         return default
     if default not in _control:
@@ -105,8 +108,7 @@ def tensor_groups(device: torch.device, timeout: timedelta) -> TensorGroups:
     Raises:
         UserError: another pipeline has transfers under way, with which those of a new one could be confused.
     """
-    default = dist.group.WORLD
-    assert default is not None, "torch.distributed is initialised"
+    default = _world()
     if default not in _tensor_groups:
         backend = backend_of(device)
         _tensor_groups[default] = TensorGroups({name: dist.new_group(backend=backend, timeout=timeout)
@@ -124,11 +126,10 @@ def host_links(wanted: bool, timeout_s: float) -> HostLinks | None:
     Args:
         wanted: whether this rank may use them; if any may not, none does.
     """
-    default, watch = dist.group.WORLD, current_watchdog()
-    assert default is not None, "torch.distributed is initialised"
-    made, rows = _host_links.get(default), exchange(timeout_s=timeout_s)
+    default, watch = _world(), current_watchdog()
+    made = _host_links.get(default)
     links, why = connect(dist.get_rank(), wanted, made, None if watch is None else watch.hosts,
-                         lambda row: [bytes.fromhex(one) for one in rows.all_gather(row.hex())])
+                         exchange(timeout_s=timeout_s).all_gather)
     if why is not None and dist.get_rank() == 0:
         _say(f"gloo carries tensors between ranks of a host, not shared memory: {why}")
     if links is not None and made is None:
@@ -155,14 +156,18 @@ class PeerTransfer:
 
     Args:
         peer: the other rank.
-        doing: what the transfer does, for messages: ``comparing clocks``.
+        doing: what the transfer does, for messages: ``comparing clocks``; of a scheduled one ``waiting for``,
+            ``sending`` or ``receiving``.
         timeout_s: how long one transfer may take; None: as long as the process group says.
+        key, transport: of a scheduled one.
     """
 
-    __slots__ = ("_doing", "_timeout_s", "_watch", "peer")
+    __slots__ = ("_doing", "_key", "_timeout_s", "_transport", "_watch", "peer")
 
-    def __init__(self, peer: int, doing: str, timeout_s: float | None = None) -> None:
-        self.peer, self._doing, self._timeout_s, self._watch = peer, doing, timeout_s, current_watchdog()
+    def __init__(self, peer: int, doing: str, timeout_s: float | None = None, key: TransferKey | None = None,
+                 transport: DistributedTransport | None = None) -> None:
+        self.peer, self._doing, self._timeout_s, self._key, self._transport = peer, doing, timeout_s, key, transport
+        self._watch = current_watchdog() if transport is None else transport.watch
 
     def __enter__(self) -> None:
         if self._watch is not None:
@@ -177,24 +182,29 @@ class PeerTransfer:
                 self._watch.transfer = None
 
     def _describe(self, rank: int) -> str:
-        return f"rank {rank}"
+        return f"rank {rank}" if self._transport is None else self._transport.describe(rank)
 
     @property
     def _what(self) -> str:
-        return self._doing
+        return self._doing if self._key is None else f"{self._doing} {self._key}"
 
     def __str__(self) -> str:
         return f"{self._what} with {self._describe(self.peer)}"
 
     @property
     def limit_s(self) -> float | None:
-        """Return how long the watchdog lets this transfer take; None: each wait has a limit of its own."""
-        return None
+        """Return how long the watchdog lets this transfer take; None: each wait has a limit of its own. nccl may make
+        a communicator here, for which it waits without end."""
+        return self._timeout_s if self._transport is not None and self._transport.ordered else None
 
     @property
     def purpose(self) -> str:
         """Return the words between ``has waited 31 s`` and the other rank."""
-        return f"{self._doing} with"
+        if self._key is None:
+            return f"{self._doing} with"
+        what = str(self._key).removesuffix(f" for stage {self._key.stage}")  # which is the other one, or this one
+        return {"waiting for": f"for {what} from", "sending": f"to send {what} to",
+                "receiving": f"to receive {what} from"}[self._doing]
 
     def _failure(self, error: RuntimeError) -> RunError:
         """Return the error: the peer did not answer in time, or is gone. The watchdog knows if another rank failed
@@ -212,34 +222,6 @@ class PeerTransfer:
                                           "log; a slow start needs a larger timeout_s", rank=rank, peer=self.peer)
         return RunError(f"{me} lost {other} while {self._what}: {text}", rank=rank, peer=self.peer,
                         hint="that rank ended first: see what it printed, or its log")
-
-
-class _ScheduledTransfer(PeerTransfer):
-    """The context of a scheduled transfer; ``doing`` is ``waiting for``, ``sending`` or ``receiving``."""
-
-    __slots__ = ("_key", "_transport")
-
-    def __init__(self, transport: DistributedTransport, peer: int, key: TransferKey, doing: str) -> None:
-        self.peer, self._doing, self._timeout_s, self._watch = peer, doing, transport.timeout_s, transport.watch
-        self._transport, self._key = transport, key
-
-    def _describe(self, rank: int) -> str:
-        return self._transport.describe(rank)
-
-    @property
-    def _what(self) -> str:
-        return f"{self._doing} {self._key}"
-
-    @property
-    def limit_s(self) -> float | None:
-        """As of :class:`PeerTransfer`; nccl may make a communicator here, for which it waits without end."""
-        return self._transport.timeout_s if self._transport.ordered else None
-
-    @property
-    def purpose(self) -> str:
-        what = str(self._key).removesuffix(f" for stage {self._key.stage}")  # which is the other one, or this one
-        return {"waiting for": f"for {what} from", "sending": f"to send {what} to",
-                "receiving": f"to receive {what} from"}[self._doing]
 
 
 class _Posted(NamedTuple):
@@ -302,9 +284,10 @@ class DistributedTransport:
         group, device = self._group_and_device(key)
         carried = [t.detach().to(device).contiguous() for t in tensors]
         # Even an empty tensor keeps its number, so that both sides count alike.
-        with _ScheduledTransfer(self, peer, key, "sending"):
-            work = [self._isend(_header(tensors), peer, key, MOST_TENSORS, self._control)] if announce else []
-            work += [self._isend(t, peer, key, i, group) for i, t in enumerate(carried) if t.numel()]
+        with PeerTransfer(peer, "sending", self.timeout_s, key, self):
+            header = [(MOST_TENSORS, _header(tensors))] if announce else []
+            work = self._start(dist.isend, peer, key, self._control, header)
+            work += self._start(dist.isend, peer, key, group, enumerate(carried))
         self.bytes_sent += sum(t.nbytes for t in carried)
         if announce and not self.ordered:
             self._announced[peer, key.stage].add(key.number)
@@ -317,20 +300,17 @@ class DistributedTransport:
         if self._shared is not None and peer in self._shared.links.links:
             self._shared.post(peer, key, specs)
             return
-        with _ScheduledTransfer(self, peer, key, "receiving"):
+        with PeerTransfer(peer, "receiving", self.timeout_s, key, self):
             self._post_gloo(peer, key, specs)
-
-    def is_ready(self, peer: int, key: TransferKey) -> bool:
-        return True
 
     def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
         if self._shared is not None and self._shared.is_posted(peer, key) and self._await(self._shared, peer, key):
             return self._shared.specs(peer, key)
         posted = self._posted[peer, key]
         started = perf_counter()
-        with _ScheduledTransfer(self, peer, key, "waiting for"):
+        with PeerTransfer(peer, "waiting for", self.timeout_s, key, self):
             self._wait(posted.work, on_host=True)
-            specs = _specs(posted.buffers[0])
+            specs = decode_specs(posted.buffers[0].numpy().tobytes())
             self._posted[peer, key] = self._post(peer, key, specs)
         self.wait_s += perf_counter() - started
         return specs
@@ -341,7 +321,7 @@ class DistributedTransport:
         specs, works, buffers = self._posted.pop((peer, key))
         for_host = key.kind not in GROUP_OF_KIND
         started = perf_counter()
-        with _ScheduledTransfer(self, peer, key, "waiting for"):
+        with PeerTransfer(peer, "waiting for", self.timeout_s, key, self):
             self._wait(works, for_host)
         self.wait_s += perf_counter() - started
         if key.kind == "B":
@@ -371,7 +351,7 @@ class DistributedTransport:
         untaken = [key for _, key in self._posted]
         if self._shared is not None:  # first, since gloo sends by itself
             for peer, key, is_done in self._shared.unfinished():
-                with _ScheduledTransfer(self, peer, key, "sending"):
+                with PeerTransfer(peer, "sending", self.timeout_s, key, self):
                     self._shared.wait(peer, is_done)
             untaken += self._shared.untaken()
         for (peer, kind), under_way in self._sent.items():
@@ -379,10 +359,7 @@ class DistributedTransport:
                 self._complete(peer, *under_way.popleft())
         self._announced.clear()
         self.wait_s += perf_counter() - started
-        if untaken:
-            keys = ", ".join(map(str, untaken[:3]))
-            raise RunError(f"{len(untaken)} transfer(s) were never taken: {keys}",
-                           hint="this is a defect of the schedule or of vpipe: please report it", rank=self.rank)
+        check_all_taken(untaken, self.rank)
         if self._groups is not None:
             self._groups.idle = True
 
@@ -400,7 +377,7 @@ class DistributedTransport:
         try:
             shared.send(peer, key, tensors)
         except LinkClosedError as error:
-            with _ScheduledTransfer(self, peer, key, "sending"):
+            with PeerTransfer(peer, "sending", self.timeout_s, key, self):
                 raise RuntimeError(str(error)) from error
         except OSError as error:
             shared.links.give_up(error.errno or 0)
@@ -408,7 +385,7 @@ class DistributedTransport:
         self.bytes_sent += sum([tensor.nbytes for tensor in tensors])
         if key.kind == "F" and shared.is_crowded(peer):
             started = perf_counter()
-            with _ScheduledTransfer(self, peer, key, "sending"):
+            with PeerTransfer(peer, "sending", self.timeout_s, key, self):
                 shared.wait(peer, lambda: not shared.is_crowded(peer))
             self.wait_s += perf_counter() - started
         return True
@@ -418,7 +395,7 @@ class DistributedTransport:
         started = perf_counter()
         arrived = shared.has_arrived(peer, key)
         if not arrived:
-            with _ScheduledTransfer(self, peer, key, "waiting for"):
+            with PeerTransfer(peer, "waiting for", self.timeout_s, key, self):
                 arrived = shared.wait_for(peer, key)
                 if not arrived:
                     self._post_gloo(peer, key, shared.withdraw(peer, key))
@@ -431,15 +408,14 @@ class DistributedTransport:
         if specs is None:
             header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
             self._posted[peer, key] = _Posted(
-                None, [self._irecv(header, peer, key, MOST_TENSORS, self._control)], [header])
+                None, self._start(dist.irecv, peer, key, self._control, [(MOST_TENSORS, header)]), [header])
         else:
             self._posted[peer, key] = self._post(peer, key, specs)
 
     def _post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec]) -> _Posted:
         group, device = self._group_and_device(key)
         buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
-        return _Posted(specs, [self._irecv(b, peer, key, i, group) for i, b in enumerate(buffers) if b.numel()],
-                       buffers)
+        return _Posted(specs, self._start(dist.irecv, peer, key, group, enumerate(buffers)), buffers)
 
     def _group_and_device(self, key: TransferKey) -> tuple[dist.ProcessGroup, torch.device]:
         """Return the group that carries a transfer, and where its tensors must be."""
@@ -448,17 +424,14 @@ class DistributedTransport:
         self._groups.idle = False  # until all has ended
         return self._groups.groups[GROUP_OF_KIND[key.kind]], self._device
 
-    def _isend(self, tensor: Tensor, peer: int, key: TransferKey, number: int, group: dist.ProcessGroup) -> dist.Work:
-        work = dist.isend(as_sent(tensor) if self.ordered else tensor, peer, group,
-                          _tag(key, number, tensor.nbytes, self._generation))
-        assert work is not None, "this rank is in the group"
-        return work
-
-    def _irecv(self, tensor: Tensor, peer: int, key: TransferKey, number: int, group: dist.ProcessGroup) -> dist.Work:
-        work = dist.irecv(as_sent(tensor) if self.ordered else tensor, peer, group,
-                          _tag(key, number, tensor.nbytes, self._generation))
-        assert work is not None, "this rank is in the group"
-        return work
+    def _start(self, way: Callable[..., dist.Work | None], peer: int, key: TransferKey, group: dist.ProcessGroup,
+               tensors: Iterable[tuple[int, Tensor]]) -> list[dist.Work]:
+        """Begin to send or to receive the tensors of a transfer, each with its number there; an empty one is not."""
+        works = [way(as_sent(tensor) if self.ordered else tensor, peer, group,
+                     _tag(key, number, tensor.nbytes, self._generation))
+                 for number, tensor in tensors if tensor.numel()]
+        assert None not in works, "this rank is in the group"
+        return cast("list[dist.Work]", works)
 
     def _wait(self, works: Sequence[dist.Work], on_host: bool) -> None:
         """Wait for transfers over gloo; let the current stream wait for those over nccl, which returns at once.
@@ -473,7 +446,7 @@ class DistributedTransport:
 
     def _complete(self, peer: int, key: TransferKey, works: list[dist.Work], tensors: list[Tensor]) -> None:
         """Wait for a send and free its tensors."""
-        with _ScheduledTransfer(self, peer, key, "sending"):
+        with PeerTransfer(peer, "sending", self.timeout_s, key, self):
             self._wait(works, on_host=key.kind not in GROUP_OF_KIND)
         tensors.clear()
 
@@ -495,16 +468,11 @@ def _tag(key: TransferKey, number: int, size: int, generation: int) -> int:
 
 
 def _header(tensors: Sequence[Tensor]) -> Tensor:
-    """Encode shapes, dtypes and gradient flags as JSON in a tensor of fixed size."""
+    """Return the encoded specs of tensors in a tensor of fixed size."""
     if len(tensors) > MOST_TENSORS:
         raise UserError(f"{len(tensors)} tensors cross a cut between stages", hint=f"at most {MOST_TENSORS} can")
-    text = json.dumps([[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in tensors])
-    if len(text) > HEADER_BYTES:
-        raise UserError(f"the shapes of {len(tensors)} tensors between stages take {len(text)} bytes",
+    code = encode_specs((t.shape, t.dtype, t.requires_grad) for t in tensors)
+    if len(code) > HEADER_BYTES:
+        raise UserError(f"the shapes of {len(tensors)} tensors between stages take {len(code)} bytes",
                         hint=f"at most {HEADER_BYTES} are provided: let fewer tensors cross the cut")
-    return torch.frombuffer(bytearray(text.encode().ljust(HEADER_BYTES)), dtype=torch.uint8)
-
-
-def _specs(header: Tensor) -> list[TensorSpec]:
-    return [TensorSpec(tuple(shape), getattr(torch, dtype), wants)
-            for shape, dtype, wants in json.loads(bytes(header.cpu().numpy()).decode())]
+    return torch.frombuffer(bytearray(code.ljust(HEADER_BYTES)), dtype=torch.uint8)

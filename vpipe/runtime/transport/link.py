@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import addressof, c_char, memmove
+from functools import lru_cache
 from typing import NamedTuple
 from weakref import ref
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from vpipe.errors import RunError
 from vpipe.runtime.transport.shared_buffers import Buffer, BufferLayout, BufferPool, map_memory
-from vpipe.runtime.transport.transport import DESCRIPTIONS, TensorSpec, TransferKey
+from vpipe.runtime.transport.transport import DESCRIPTIONS, TensorSpec, TransferKey, contiguous, encode_specs
 
 INLINE_BYTES = 4096
 """Of all tensors of a transfer, up to which they are a part of the message: a buffer would cost more."""
@@ -85,14 +86,6 @@ NO_KEY = TransferKey("F", 0, 0)
 NO_GENERATION = 0xFFFFFFFF
 
 
-class _Lease(ref[memoryview]):
-    """A reference to the memory of an arrival, to know when it is freed."""
-
-    __slots__ = ("buffer",)
-
-    buffer: int
-
-
 class SharedMemoryLink:
     """This rank's end of the connection with another rank of its host.
 
@@ -113,19 +106,10 @@ class SharedMemoryLink:
         self._pool = BufferPool()
         self._scratch = bytearray(INLINE_BYTES + 1)
         self._scratch_at = addressof(c_char.from_buffer(self._scratch))
-        self._layouts: dict[tuple[object, ...], BufferLayout] = {}
-        self._parsed: dict[bytes, BufferLayout] = {}
         self._memories: dict[int, mmap.mmap] = {}
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, ref[memoryview]] = {}  # to know when the memory of an arrival is freed, by buffer
         self._input = bytearray(_MESSAGE_BYTES)
         self._view = memoryview(self._input)
-        returned = self.returned
-
-        def give_back(lease: ref[memoryview]) -> None:
-            assert isinstance(lease, _Lease)
-            returned.append(lease.buffer)
-
-        self._give_back = give_back
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -139,11 +123,11 @@ class SharedMemoryLink:
             LinkClosedError: the other end is gone.
             OSError: there is no memory for them.
         """
-        layout = self._layout(tensors)
+        layout = _layout(tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors]))
         kind = _KINDS.index(key.kind)
         if layout.nbytes <= INLINE_BYTES:
             for (offset, _), tensor in zip(layout.places, tensors, strict=True):
-                plain = _plain(tensor)
+                plain = contiguous(tensor)
                 memmove(self._scratch_at + offset, plain.data_ptr(), plain.nbytes)
             self._send(_TENSORS, kind, key, generation, accepted, layout.code, payload=self._scratch[:layout.nbytes])
             return
@@ -180,15 +164,6 @@ class SharedMemoryLink:
             if error.errno not in (errno.ENOBUFS, errno.ETOOMANYREFS):
                 self.unsent.clear()
                 raise LinkClosedError(f"Connection closed by peer: {error.strerror}") from error
-
-    def _layout(self, tensors: Sequence[Tensor]) -> BufferLayout:
-        key = tuple([(t.dtype, t.shape, t.requires_grad) for t in tensors])
-        layout = self._layouts.get(key)
-        if layout is None:
-            if len(self._layouts) > 1000:
-                self._layouts.clear()
-            layout = self._layouts[key] = BufferLayout.from_tensors(tensors)
-        return layout
 
     def _new_buffer(self, nbytes: int) -> Buffer:
         for number in self._pool.retire():
@@ -247,12 +222,7 @@ class SharedMemoryLink:
             self._pool.put_back(free)
         payload = end + 4 * returned
         if what == _TENSORS:
-            code = bytes(self._view[HEAD.size:end])
-            layout = self._parsed.get(code)
-            if layout is None:
-                if len(self._parsed) > 1000:
-                    self._parsed.clear()
-                layout = self._parsed[code] = BufferLayout.parse(code)
+            layout = BufferLayout.parse(bytes(self._view[HEAD.size:end]))
             if memory == _INLINE:
                 if size != payload + layout.nbytes:
                     raise ValueError("the bytes of tensors")
@@ -275,8 +245,8 @@ class SharedMemoryLink:
         if offset + nbytes > len(mapped):
             raise ValueError("tensors beyond their memory")
         leased = memoryview(mapped)[offset:offset + nbytes]
-        self._leases[buffer] = lease = _Lease(leased, self._give_back)
-        lease.buffer = buffer
+        returned = self.returned  # not self, which would keep it
+        self._leases[buffer] = ref(leased, lambda _: returned.append(buffer))
         return leased
 
     def close(self) -> None:
@@ -286,8 +256,6 @@ class SharedMemoryLink:
         self._memories.clear()
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor whose numbers lie in memory as they are, one behind the other."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+@lru_cache(1000)
+def _layout(specs: tuple[tuple[Sequence[int], torch.dtype, bool], ...]) -> BufferLayout:
+    return BufferLayout.parse(encode_specs(specs))

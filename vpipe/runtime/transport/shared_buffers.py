@@ -9,15 +9,16 @@ import errno
 import fcntl
 import mmap
 import os
-import struct
 from collections.abc import Sequence
+from contextlib import closing
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vpipe.runtime.transport.transport import TensorSpec
+from vpipe.runtime.transport.transport import TensorSpec, decode_specs
 
 ALIGNMENT = 64
 """Of a tensor in a buffer, as torch's own: kernels may sum in another order at other addresses."""
@@ -30,16 +31,6 @@ IDLE_SENDS = 1000
 
 TESTED_BYTES = 1 << 20
 """Of shared memory that must be there at the start."""
-
-_DTYPES = [getattr(torch, name) for name in (
-    "float32", "float64", "float16", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64", "complex64",
-    "complex128", "complex32", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
-    "float8_e5m2fnuz")]
-_CODE_OF_DTYPE = {dtype: code for code, dtype in enumerate(_DTYPES)}
-
-_SPEC = struct.Struct("<BBB")
-"""The code of a tensor's dtype, whether it wants a gradient, its number of dimensions; they follow, 8 bytes each."""
-
 
 class BufferLayout(NamedTuple):
     """The places of a transfer's tensors in a buffer.
@@ -54,34 +45,16 @@ class BufferLayout(NamedTuple):
     places: list[tuple[int, int]]
     nbytes: int
 
-    @classmethod
-    def from_specs(cls, specs: list[TensorSpec], code: bytes) -> BufferLayout:
-        places, end = [], 0
+    @staticmethod
+    @lru_cache(1000)
+    def parse(code: bytes) -> BufferLayout:
+        """Return the layout for encoded specs. Raises ValueError if the bytes are none."""
+        specs, places, end = decode_specs(code), [], 0
         for spec in specs:
             count = prod(spec.shape)
             places.append((end, count))
             end += -(-count * spec.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        return cls(code, specs, places, end)
-
-    @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor]) -> BufferLayout:
-        specs = [TensorSpec.from_tensor(tensor) for tensor in tensors]
-        return cls.from_specs(specs, b"".join(
-            _SPEC.pack(_CODE_OF_DTYPE[spec.dtype], spec.wants_gradient, len(spec.shape))
-            + struct.pack(f"<{len(spec.shape)}q", *spec.shape) for spec in specs))
-
-    @classmethod
-    def parse(cls, code: bytes) -> BufferLayout:
-        """Decode specs. Raises ValueError, IndexError or struct.error if the bytes are none."""
-        specs, at = [], 0
-        while at < len(code):
-            dtype, wants, dimensions = _SPEC.unpack_from(code, at)
-            shape = struct.unpack_from(f"<{dimensions}q", code, at + _SPEC.size)
-            if min(shape, default=0) < 0:
-                raise ValueError("a dimension is negative")
-            specs.append(TensorSpec(shape, _DTYPES[dtype], bool(wants)))
-            at += _SPEC.size + 8 * dimensions
-        return cls.from_specs(specs, code)
+        return BufferLayout(code, specs, places, end)
 
     def views(self, memory: mmap.mmap | bytearray, offset: int) -> list[Tensor]:
         """Return tensors over a buffer, to write into."""
@@ -104,10 +77,6 @@ class Slab:
             raise
         self.buffers: list[Buffer] = []
         self.in_use, self.used_at, self.announced = 0, 0, False
-
-    @property
-    def has_room(self) -> bool:
-        return len(self.buffers) * self.capacity < self.size
 
     def new_buffer(self, number: int) -> Buffer:
         """Return a buffer of memory that is really there: without that, a write into it could kill the process."""
@@ -181,7 +150,8 @@ class BufferPool:
     def grow(self, nbytes: int) -> Buffer:
         """Return a new buffer for so many bytes. Raises OSError if there is no memory for it."""
         capacity = _capacity(nbytes)
-        slab = next((slab for slab in self._slabs if slab.capacity == capacity and slab.has_room), None)
+        slab = next((slab for slab in self._slabs if slab.capacity == capacity
+                     and len(slab.buffers) * capacity < slab.size), None)
         if slab is None:
             slab = Slab(self._slabs_made, capacity)
             self._slabs.append(slab)
@@ -219,11 +189,6 @@ class BufferPool:
         for store in (self._slabs, self._free, self._buffers):
             store.clear()
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all buffers."""
-        return sum(len(slab.buffers) * slab.capacity for slab in self._slabs)
-
 
 def map_memory(descriptor: int, size: int) -> mmap.mmap:
     """Map a memory of the other end. Raises ValueError if it could get smaller."""
@@ -236,11 +201,8 @@ def map_memory(descriptor: int, size: int) -> mmap.mmap:
 def memory_error() -> int:
     """Return the error number of a test of shared memory, 0 if it is there."""
     try:
-        slab = Slab(0, TESTED_BYTES)
-        try:
+        with closing(Slab(0, TESTED_BYTES)) as slab:
             slab.new_buffer(0)
-        finally:
-            slab.close()
     except OSError as error:
         return error.errno or errno.ENOMEM
     return 0

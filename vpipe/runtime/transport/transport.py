@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +56,49 @@ class TensorSpec:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
+def as_bytes(value: object, size: int = 0) -> Tensor:
+    """Return what JSON holds as a tensor of bytes, filled up to ``size``."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode().ljust(size)), dtype=torch.uint8)
+
+
+def from_bytes(received: Tensor) -> Any:
+    """Return the value that :func:`as_bytes` got."""
+    return json.loads(received.cpu().numpy().tobytes())
+
+
+def check_all_taken(left: Sequence[TransferKey], rank: int) -> None:
+    """Refuse to finish while transfers wait to be received."""
+    if left:
+        raise RunError(f"{len(left)} transfer(s) were never taken: {', '.join(map(str, left[:3]))}",
+                       hint="this is a defect of the schedule or of vpipe: please report it", rank=rank)
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """Return the tensor as a transfer needs it: contiguous, a lazy conjugate or negation carried out.
+
+    Within one process tensors get the same layout, hence the same numbers.
+    """
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().requires_grad_(tensor.requires_grad)
+
+
+def encode_specs(specs: Iterable[tuple[Sequence[int], torch.dtype, bool]]) -> bytes:
+    """Return shapes, dtypes and gradient flags as JSON."""
+    return json.dumps([[shape, str(dtype).removeprefix("torch."), wants] for shape, dtype, wants in specs]).encode()
+
+
+def decode_specs(code: bytes) -> list[TensorSpec]:
+    """Return the specs that :func:`encode_specs` got. Raises ValueError if the bytes are none."""
+    try:
+        specs = [TensorSpec(tuple(shape), getattr(torch, dtype), wants) for shape, dtype, wants in json.loads(code)]
+    except (AttributeError, TypeError) as error:
+        raise ValueError("specs of tensors") from error
+    if any(min(spec.shape, default=0) < 0 for spec in specs):
+        raise ValueError("a dimension is negative")
+    return specs
+
+
 class Transport(Protocol):
     """Transfer tensors from and to one rank. Only ``receive``, ``receive_specs`` and the waits at the end block.
 
@@ -78,9 +122,6 @@ class Transport(Protocol):
 
     def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
         """Wait for the header of a transfer that was posted without specs, and post its receive."""
-
-    def is_ready(self, peer: int, key: TransferKey) -> bool:
-        """Return whether ``receive`` may be called: within one process, when the tensors are there."""
 
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
         """Wait for a posted transfer; its tensors are leaves, which require a gradient as their spec says."""
@@ -126,9 +167,6 @@ class InProcessTransport:
     def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
         return [TensorSpec.from_tensor(tensor) for tensor in self._mailbox[peer, self.rank, key]]
 
-    def is_ready(self, peer: int, key: TransferKey) -> bool:
-        return (peer, self.rank, key) in self._mailbox
-
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
         return self._mailbox.pop((peer, self.rank, key))
 
@@ -139,7 +177,4 @@ class InProcessTransport:
         self._mailbox.clear()
 
     def finish(self) -> None:
-        left = [str(key) for _, peer, key in self._mailbox if peer == self.rank]
-        if left:
-            raise RunError(f"{len(left)} transfer(s) were never taken: {', '.join(left[:3])}",
-                           hint="this is a defect of the schedule or of vpipe: please report it", rank=self.rank)
+        check_all_taken([key for _, peer, key in self._mailbox if peer == self.rank], self.rank)

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from vpipe.errors import Problem
-from vpipe.schedules.action import Action, backward, forward, step
+from vpipe.schedules.action import Action, step
+from vpipe.schedules.generators.one_f_one_b import one_forward_one_backward
 from vpipe.schedules.registry import register_schedule
 from vpipe.schedules.size import Layout, Size
 
@@ -59,12 +60,6 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> It
     Source: Narayanan et al., Megatron-LM (arXiv:2104.04473), section 2.2.
     """
     forwards, backwards = turns(rank, ranks, microbatches, chunks)
-    warmup = _warmup(rank, ranks, microbatches, chunks)
-    for turn in forwards[:warmup]:
-        yield forward(*turn)
-    for position, turn in enumerate(backwards):
-        if warmup + position < len(forwards):
-            yield forward(*forwards[warmup + position])
-        yield backward(*turn)
+    yield from one_forward_one_backward(forwards, backwards, _warmup(rank, ranks, microbatches, chunks))
     for chunk in range(chunks):
         yield step(Layout.LOOP.stage_of(rank, chunk, ranks), 0)

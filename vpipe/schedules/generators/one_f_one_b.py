@@ -1,6 +1,7 @@
 """1F1B: one forward, one backward, with a flush."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from vpipe.schedules.action import Action, backward, forward, step
 from vpipe.schedules.registry import register_schedule
@@ -23,16 +24,16 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     Source: Narayanan et al., PipeDream-Flush (arXiv:2006.09503), section 3.2; Megatron-LM
     (arXiv:2104.04473), section 2.2.
     """
-    yield from one_forward_one_backward(rank, microbatches, ranks - 1 - rank)
+    turns = [(rank, microbatch) for microbatch in range(microbatches)]
+    yield from one_forward_one_backward(turns, turns, ranks - 1 - rank)
     yield step(rank, 0)
 
 
-def one_forward_one_backward(stage: int, microbatches: int, warmup: int) -> Iterator[Action]:
-    """Yield ``warmup`` forwards, then forwards and backwards in turn."""
-    warmup = min(warmup, microbatches)
-    for microbatch in range(warmup):
-        yield forward(stage, microbatch)
-    for microbatch in range(microbatches):
-        if warmup + microbatch < microbatches:
-            yield forward(stage, warmup + microbatch)
-        yield backward(stage, microbatch)
+def one_forward_one_backward(forwards: Iterable[tuple[int, int]], backwards: Iterable[tuple[int, int]],
+                             warmup: int) -> Iterator[Action]:
+    """Yield ``warmup`` forwards, then forwards and backwards in turn, each given by its stage and microbatch."""
+    ahead = (forward(*turn) for turn in forwards)
+    yield from islice(ahead, warmup)
+    for turn in backwards:
+        yield from islice(ahead, 1)
+        yield backward(*turn)

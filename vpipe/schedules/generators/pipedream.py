@@ -48,7 +48,8 @@ def pipedream(rank: int, ranks: int, microbatches: int, update_every: int = 1,
 
     Source: Narayanan et al., PipeDream (SOSP 2019), sections 3.2 and 3.3.
     """
-    for action in one_forward_one_backward(rank, microbatches, warmup[rank] if warmup else ranks - 1 - rank):
+    forwards, backwards = (((rank, microbatch) for microbatch in range(microbatches)) for _ in range(2))
+    for action in one_forward_one_backward(forwards, backwards, warmup[rank] if warmup else ranks - 1 - rank):
         yield action
         if action.op is _BACKWARD and (action.microbatch + 1) % update_every == 0:
             yield step(rank, action.microbatch // update_every)

@@ -1,8 +1,10 @@
 """ZB-H1: 1F1B whose weight gradients wait until the rank has nothing else to do."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
-from vpipe.schedules.action import Action, forward, input_half, step, weight_half
+from vpipe.schedules.action import Action, Op, step
+from vpipe.schedules.generators.one_f_one_b import one_forward_one_backward
 from vpipe.schedules.registry import register_schedule
 
 
@@ -13,16 +15,16 @@ def delayed_weights(forwards: Sequence[tuple[int, int]], backwards: Sequence[tup
     Args:
         forwards, backwards: stage and microbatch of each, in order.
     """
-    for turn in forwards[:warmup]:
-        yield forward(*turn)
-    for position, turn in enumerate(backwards):
-        if warmup + position < len(forwards):
-            yield forward(*forwards[warmup + position])
-        yield input_half(*turn)
-        if position >= behind:
-            yield weight_half(*backwards[position - behind])
-    for turn in backwards[max(0, len(backwards) - behind):]:
-        yield weight_half(*turn)
+    waiting: deque[Action] = deque()
+    for action in one_forward_one_backward(forwards, backwards, warmup):
+        if action.op is Op.FORWARD:
+            yield action
+            continue
+        yield Action(Op.INPUT, action.stage, action.microbatch)
+        waiting.append(Action(Op.WEIGHT, action.stage, action.microbatch))
+        if len(waiting) > behind:
+            yield waiting.popleft()
+    yield from waiting
     for stage in sorted({stage for stage, _ in forwards}):
         yield step(stage, 0)
 

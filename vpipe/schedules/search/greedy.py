@@ -152,7 +152,7 @@ class Workload:
 def _feeds(placement: Placement) -> tuple[dict[Turn, Turn | None], dict[Kind, list[list[Turn]]]]:
     """Return what each forward and input half waits for longest, and by kind and stage what waits for it so.
 
-    One microbatch goes through the graph of its actions.
+    One microbatch goes through the graph of its actions, in the only order in which it can.
     """
     stages = range(len(placement))
     turns = [(Op.FORWARD, stage) for stage in stages] + [(Op.INPUT, stage) for stage in reversed(stages)]
@@ -160,15 +160,12 @@ def _feeds(placement: Placement) -> tuple[dict[Turn, Turn | None], dict[Kind, li
     for op, stage in turns:
         programs[placement[stage][0]].append(Action(op, stage, 0))
     graph = Graph.from_schedule(Schedule("turns", placement, tuple(map(tuple, programs)), 1, 1, True, (), (), {}))
-    ancestors: dict[Turn, set[Turn]] = {}
     fed_by: dict[Turn, Turn | None] = {}
     for turn in turns:
         action, rank = Action(*turn, 0), placement[turn[1]][0]
         before = [*graph.before(action, graph.where[action][0]),
                   *(awaited for awaited, _ in graph.awaited(action, rank, rendezvous=False))]
-        makers = [(each.op, each.stage) for each in before]
-        ancestors[turn] = set(makers).union(*(ancestors[maker] for maker in makers))
-        fed_by[turn] = max(makers, key=lambda maker: len(ancestors[maker]), default=None)
+        fed_by[turn] = max(((each.op, each.stage) for each in before), key=turns.index, default=None)
     return fed_by, {op: [[turn for turn, maker in fed_by.items() if maker == (op, stage)] for stage in stages]
                     for op in (Op.FORWARD, Op.INPUT)}
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
+from itertools import accumulate
 from math import lcm
 
+from vpipe.errors import UserError
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.graph import Graph, receive_of
@@ -78,11 +81,10 @@ class SimulationTables:
                                               for program in lowered.programs])
         graph = Graph.from_schedule(schedule)
         widths = [len(ranks) for ranks in schedule.placement]
-        unit = _ticks_per_second(costs, widths)
-        sizes = [len(program) for program in schedule.programs]
-        ends = [sum(sizes[:rank + 1]) for rank in range(len(sizes))]
-        tables = cls(lowered, schedule, unit, [end - size for end, size in zip(ends, sizes, strict=True)], ends,
-                     [rank for rank, size in enumerate(sizes) for _ in range(size)],
+        unit = _ticks_per_second(schedule.kinds, costs, widths)
+        ends = list(accumulate(map(len, schedule.programs)))
+        tables = cls(lowered, schedule, unit, [0, *ends[:-1]], ends,
+                     [rank for rank, program in enumerate(schedule.programs) for _ in program],
                      list(_ticks(schedule, costs, unit)))
 
         @cache
@@ -142,9 +144,8 @@ def _ticks(schedule: Schedule, costs: Costs, unit: int) -> Iterator[Number | Non
     """Yield the ticks of each action, rank after rank; None when it takes no time of its rank."""
     @cache
     def ticks(kind: Kind, stage: int, alone: bool) -> Number:
-        assert kind.seconds is not None, "it takes time"
-        cost = costs.stages[stage]
-        return ratio((kind.seconds(cost) + (cost.recompute_s if alone else 0)) * unit, 1)  # an int for a whole number
+        more = costs.stages[stage].recompute_s if alone else 0
+        return ratio((_seconds(kind, stage, costs) + more) * unit, 1)  # an int for a whole number
 
     for program in schedule.programs:
         recomputed = recomputations(program)
@@ -152,14 +153,25 @@ def _ticks(schedule: Schedule, costs: Costs, unit: int) -> Iterator[Number | Non
             yield None if op.seconds is None else ticks(op, stage, op.recomputes and (stage, index) not in recomputed)
 
 
-def _ticks_per_second(costs: Costs, widths: Sequence[int]) -> int:
+def _seconds(kind: Kind, stage: int, costs: Costs) -> Number:
+    assert kind.seconds is not None, "it takes time"
+    seconds = costs.seconds.get((kind, stage))
+    seconds = kind.seconds(costs.stages[stage]) if seconds is None else seconds
+    if not 0 <= seconds < math.inf:
+        raise UserError(f"an action {kind} of stage {stage} takes {seconds} seconds",
+                        hint="let the kind's row return a finite number from 0 on")
+    return seconds
+
+
+def _ticks_per_second(kinds: Collection[Kind], costs: Costs, widths: Sequence[int]) -> int:
     """Return the fewest that make every time a whole number of ticks; 1 with a ``float`` among them."""
     times: set[Number] = set()
-    for cost, width in set(zip(costs.stages, widths, strict=True)):
-        times |= {cost.forward_s, cost.input_s, cost.weight_s, cost.recompute_s, cost.step_s}
-        times |= {link.transfer_s(size) for link in {costs.default_link, *costs.links.values()}
-                  for size in (cost.output_bytes, cost.gradient_bytes, cost.tied_bytes,
-                               ratio(cost.reduce_bytes, width))}
-        times.add(costs.host_link.transfer_s(cost.activation_bytes))
+    first_of = {pair: stage for stage, pair in reversed([*enumerate(zip(costs.stages, widths, strict=True))])}
+    times.update(costs.seconds.values())
+    for (cost, width), stage in first_of.items():
+        sizes = {ratio(cost.reduce_bytes, width), *(kind.transfer.bytes(cost) for kind in kinds if kind.transfer)}
+        times |= {link.transfer_s(size) for link in {costs.default_link, *costs.links.values()} for size in sizes}
+        times |= {cost.recompute_s, *(_seconds(kind, stage, costs) for kind in kinds if kind.seconds),
+                  *(costs.host_link.transfer_s(kind.host_bytes(cost)) for kind in kinds if kind.host_bytes)}
     exact = not any(isinstance(time, float) for time in times)
     return lcm(*(Fraction(time).denominator for time in times)) if exact else 1

@@ -51,7 +51,7 @@ def simulate_in_ticks(schedule: Schedule, costs: Costs) -> tuple[Timeline, int]:
     if costs.cores is not None and costs.cores < 1:
         raise UserError(f"a host has {costs.cores} cores", hint="give 1 or more, or None for a device per rank")
     tables = SimulationTables.from_schedule(schedule, costs)
-    loop = EventLoop(tables, costs.overlap) if costs.cores is None else SharedCoresLoop(tables, costs)
+    loop = EventLoop(tables, costs)
     loop.run()
     if loop.cursors != tables.ends:
         raise _blocked(tables, loop.cursors)
@@ -75,8 +75,59 @@ def _blocked(tables: SimulationTables, cursors: Sequence[int]) -> CheckError:
                       "check the schedule first: it says what each of them waits for", *spots, cursors=positions)
 
 
+class Devices:
+    """A device for every rank, with the actions and ends of messages that use them."""
+
+    def __init__(self) -> None:
+        self._working: list[tuple[Number, int]] = []  # a heap: the end, by a clock of its own, and number of each
+
+    def begin(self, now: Number, number: int, ticks: Number) -> None:
+        """Begin something that takes ``ticks`` of a device or core."""
+        heappush(self._working, (now + ticks, number))
+
+    def next_end(self) -> Number | None:
+        """Return when the first of them ends if nothing begins before that."""
+        return self._working[0][0] if self._working else None
+
+    def finished(self, now: Number) -> list[int]:
+        """Return what ends now, at the time of :meth:`next_end`."""
+        end, done = self._working[0][0], []
+        while self._working and self._working[0][0] == end:
+            done.append(heappop(self._working)[1])
+        return done
+
+
+class SharedCores(Devices):
+    """The cores of one host."""
+
+    def __init__(self, cores: int) -> None:
+        super().__init__()
+        self._cores = cores
+        self._clock: Number = 0
+        self._set: Number = 0  # the real time at which the clock was last read
+
+    def begin(self, now: Number, number: int, ticks: Number) -> None:
+        if (count := len(self._working)) > self._cores:
+            self._clock += ratio((now - self._set) * self._cores, count)
+        else:
+            self._clock += now - self._set
+        self._set = now
+        super().begin(self._clock, number, ticks)
+
+    def next_end(self) -> Number | None:
+        if not self._working:
+            return None
+        left = max(0, self._working[0][0] - self._clock)  # rounding may have carried the clock past it
+        count = len(self._working)
+        return self._set + (ratio(left * count, self._cores) if count > self._cores else left)
+
+    def finished(self, now: Number) -> list[int]:
+        self._clock, self._set = self._working[0][0], now
+        return super().finished(now)
+
+
 class EventLoop:
-    """Run through the tables with a device for every rank.
+    """Run through the tables, with ``costs.cores`` on every host or a device for every rank.
 
     Attributes:
         cursors: per rank, the number of the action before which it stands.
@@ -84,14 +135,15 @@ class EventLoop:
         arrivals: (number of the message, its start, its arrival), in order.
     """
 
-    def __init__(self, tables: SimulationTables, overlap: bool) -> None:
-        self._tables, self._overlap = tables, overlap
+    def __init__(self, tables: SimulationTables, costs: Costs) -> None:
+        self._tables, self._overlap = tables, costs.overlap
         ranks, actions = len(tables.firsts), len(tables.ticks)
         self.cursors = list(tables.firsts)
         self.starts: list[Number] = [0] * actions
         self.ends: list[Number] = [0] * actions
         self.arrivals: list[tuple[int, Number, Number]] = []
         self._began: dict[int, Number] = {}  # by message
+        self._copying = [0] * len(tables.messages)  # how many of its ranks still copy each message
         self._now: Number = 0
         self._awaited = [0] * actions  # messages that each action still waits for
         for message in tables.messages:
@@ -101,15 +153,18 @@ class EventLoop:
         self._busy = [False] * ranks
         self._awake = list(range(ranks))  # ranks that may be able to go on
         self._ready: set[int] = set()  # ranks that stand before an action that takes time and waits for nothing
-        # A heap of ends of actions and arrivals of messages (numbered on behind the actions).
-        self._ending: list[tuple[Number, int]] = []
+        self._shared = costs.cores is not None
+        # What works on a host is numbered: actions, and behind these messages.
+        names = (0,) * ranks if costs.cores is None else costs.hosts or (0,) * ranks
+        hosts = {name: Devices() if costs.cores is None else SharedCores(costs.cores) for name in names}
+        self._hosts, self._host_of = list(hosts.values()), [hosts[name] for name in names]
         self._links: dict[tuple[int, int], deque[int]] = defaultdict(deque)  # with overlap
         self._standing: list[int] = []  # without: messages that wait until both ranks are free
         self._sending = [0] * ranks  # without: messages of its own that a rank waits for
 
     def run(self) -> None:
         """Let every rank go as far as it can."""
-        ending, awake = self._ending, self._awake
+        awake = self._awake
         while True:
             while awake or self._ready:
                 while awake:
@@ -117,22 +172,22 @@ class EventLoop:
                 if self._standing:  # messages go first
                     self._start_standing()
                 self._begin()
-            if not self._go_on():
+            ends = [(end, host) for host in self._hosts if (end := host.next_end()) is not None]
+            if not ends:
                 return
-            while ending and ending[0][0] == self._now:
-                self._finish(heappop(ending)[1])
-
-    def _go_on(self) -> bool:
-        """Go to the next moment at which something ends, if there is one."""
-        if self._ending:
-            self._now = self._ending[0][0]
-        return bool(self._ending)
+            self._now = min(end for end, _ in ends)
+            for end, host in ends:
+                if end == self._now:
+                    for number in host.finished(end):
+                        self._finish(number)
 
     def _finish(self, number: int) -> None:
-        """End an action, or let a message arrive."""
+        """End an action, or the work of one end of a message; with both ends it arrives."""
         actions = len(self.starts)
         if number >= actions:
-            self._close(number - actions)
+            self._copying[number - actions] -= 1
+            if not self._copying[number - actions]:
+                self._close(number - actions)
             return
         rank = self._tables.rank_of[number]
         self.ends[number] = self._now
@@ -168,15 +223,12 @@ class EventLoop:
             self.cursors[rank] = cursor + 1
             if ticks:
                 self._busy[rank] = True
-                self._engage(cursor, ticks)
+                self._host_of[rank].begin(self._now, cursor, ticks)
             else:
                 if cursor in self._tables.opened:
                     self._pass(cursor, rank)
                 self._awake.append(rank)
         self._ready.clear()
-
-    def _engage(self, number: int, ticks: Number) -> None:
-        heappush(self._ending, (self._now + ticks, number))
 
     def _pass(self, action: int, rank: int) -> None:
         """Open the messages that begin behind an action."""
@@ -212,8 +264,12 @@ class EventLoop:
                 self._start(number)
 
     def _start(self, number: int) -> None:
-        self._began[number] = self._now
-        heappush(self._ending, (self._now + self._tables.messages[number].ticks, len(self.starts) + number))
+        message = self._tables.messages[number]
+        # A core at either end; a device is not taken by it, so there one end tells when it arrives.
+        ranks = {message.source, message.target} if self._shared else {message.source}
+        self._began[number], self._copying[number] = self._now, len(ranks)
+        for rank in ranks:
+            self._host_of[rank].begin(self._now, len(self.starts) + number, message.ticks)
 
     def _close(self, number: int) -> None:
         """Free the link, or the ranks, of a message that arrives."""
@@ -235,78 +291,3 @@ class EventLoop:
             self._awaited[user] -= 1
             if not self._awaited[user]:
                 self._awake.append(self._tables.rank_of[user])
-
-
-class SharedCores:
-    """The cores of one host, with the actions and ends of messages that use them."""
-
-    def __init__(self, cores: int) -> None:
-        self._cores = cores
-        self._clock: Number = 0
-        self._set: Number = 0  # the real time at which the clock was last read
-        self._working: list[tuple[Number, int]] = []  # a heap: the virtual end and number of each
-
-    def begin(self, now: Number, number: int, ticks: Number) -> None:
-        """Begin something that takes ``ticks`` of a core."""
-        if (count := len(self._working)) > self._cores:
-            self._clock += ratio((now - self._set) * self._cores, count)
-        else:
-            self._clock += now - self._set
-        self._set = now
-        heappush(self._working, (self._clock + ticks, number))
-
-    def next_end(self) -> Number | None:
-        """Return when the first of them ends if nothing begins before that."""
-        if not self._working:
-            return None
-        left = max(0, self._working[0][0] - self._clock)  # rounding may have carried the clock past it
-        count = len(self._working)
-        return self._set + (ratio(left * count, self._cores) if count > self._cores else left)
-
-    def finished(self, now: Number) -> list[int]:
-        """Return what ends now, at the time of :meth:`next_end`."""
-        self._clock, self._set = self._working[0][0], now
-        done = []
-        while self._working and self._working[0][0] == self._clock:
-            done.append(heappop(self._working)[1])
-        return done
-
-
-class SharedCoresLoop(EventLoop):
-    """Run through the tables with ``costs.cores`` on every host."""
-
-    def __init__(self, tables: SimulationTables, costs: Costs) -> None:
-        assert costs.cores is not None
-        super().__init__(tables, costs.overlap)
-        ranks = len(tables.firsts)
-        names = costs.hosts or (0,) * ranks
-        hosts = {name: SharedCores(costs.cores) for name in names}
-        self._hosts = list(hosts.values())
-        self._host_of = [hosts[names[rank]] for rank in range(ranks)]
-        self._half_done: set[int] = set()  # messages of which one end is done
-
-    def _engage(self, number: int, ticks: Number) -> None:
-        self._host_of[self._tables.rank_of[number]].begin(self._now, number, ticks)
-
-    def _start(self, number: int) -> None:
-        message = self._tables.messages[number]
-        self._began[number] = self._now
-        if message.source == message.target:
-            self._half_done.add(number + len(self.starts))
-        for rank in {message.source, message.target}:
-            self._host_of[rank].begin(self._now, len(self.starts) + number, message.ticks)
-
-    def _go_on(self) -> bool:
-        ends = [(end, host) for host in self._hosts if (end := host.next_end()) is not None]
-        self._now = min((end for end, _ in ends), default=self._now)
-        for end, host in ends:
-            if end == self._now:
-                for number in host.finished(end):
-                    self._finish(number)
-        return bool(ends)
-
-    def _finish(self, number: int) -> None:
-        if number < len(self.starts) or number in self._half_done:
-            super()._finish(number)
-        else:
-            self._half_done.add(number)

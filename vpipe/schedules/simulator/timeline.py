@@ -92,7 +92,7 @@ class Timeline:
     def busy_s(self) -> tuple[Number, ...]:
         """Per rank, its work and the transfers that keep it from working."""
         busy = list(self.work_s)
-        for transfer in self._blocking:
+        for transfer in () if self.costs.overlap else self.transfers:
             for rank in {transfer.source, transfer.target}:
                 busy[rank] += transfer.end_s - transfer.start_s
         return tuple(busy)
@@ -122,16 +122,15 @@ class Timeline:
 
         A forward and a recomputation take memory at their start; everything else changes at the end of an action.
         """
-        return tuple(map(self._held, range(len(self.events))))
+        _, unit = self.costs.in_units
+        curves = map(self._held, range(len(self.events)))
+        return tuple(curves) if unit == 1 else tuple(
+            tuple((at, ratio(held, unit)) for at, held in curve) for curve in curves)
 
     @property
     def peak_bytes(self) -> tuple[Number, ...]:
         """Per rank, the most that it ever holds."""
         return tuple(max(held for _, held in curve) for curve in self.memory)
-
-    @property
-    def _blocking(self) -> tuple[TransferEvent, ...]:
-        return () if self.costs.overlap else self.transfers
 
     @cached_property
     def _copies(self) -> tuple[Mapping[Action, TransferEvent], ...]:
@@ -143,7 +142,7 @@ class Timeline:
         return copies
 
     def _held(self, rank: int) -> Curve:
-        """Return the curve of a rank; what is copied changes it when the copy begins or ends, whatever runs then."""
+        """Return the curve of a rank in units; what is copied changes it when the copy begins or ends."""
         events = iter(self.events[rank])
         copies = self._copies[rank]
         now: Number = 0
