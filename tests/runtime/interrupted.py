@@ -25,10 +25,10 @@ BATCHES = rich_batches(5, 8)
 
 
 class Interrupter:
-    """Count the instructions of vpipe's own frames; press Ctrl-C at some of them."""
+    """Count the instructions of vpipe's own frames, those of one of its modules; press Ctrl-C at some of them."""
 
-    def __init__(self, *at: int) -> None:
-        self.count, self._at = 0, at
+    def __init__(self, *at: int, module: str = "") -> None:
+        self.count, self._at, self._prefix = 0, at, f"{OURS}/{module}"
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -40,7 +40,7 @@ class Interrupter:
             sys.settrace(before)
 
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.startswith(OURS):
+        if not frame.f_code.co_filename.startswith(self._prefix):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._instruction

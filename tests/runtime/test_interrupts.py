@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from interrupted import BATCHES, Interrupted
+from interrupted import BATCHES, Interrupted, Interrupter
 from jobs import fingerprint
 from models import norm_model, rich_model
 from torch import Tensor, nn
@@ -53,6 +53,23 @@ def test_an_interrupt_at_any_instruction_leaves_the_oracles_losses(model: Any, a
         pipe.press(seed)
     assert pipe.interrupted >= 15
     pipe.compare()
+
+
+def test_a_checkpoint_that_takes_the_place_of_another_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    pipe = Pipeline(small(), stages=2, optimizer=torch.optim.SGD)
+    module = "checkpoint/directory.py"
+
+    def save(*at: int) -> int:
+        keys = Interrupter(*at, module=module)
+        with keys.watching():
+            pipe.save(tmp_path / "saved")
+        return keys.count
+
+    save()
+    for at in range(1, save() + 1):
+        with pytest.raises(KeyboardInterrupt):
+            save(at)
+        assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 class Keyboard:

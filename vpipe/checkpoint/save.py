@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -26,7 +26,8 @@ _SHARD = re.compile(r"rank\d+(\.\d+)?\.safetensors", re.ASCII)
 
 
 def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Tensor],
-                    exchange: Exchange | None = None) -> None:
+                    exchange: Exchange | None = None,
+                    undisturbed: AbstractContextManager[object] | None = None) -> None:
     """Write a checkpoint at exactly ``folder``, all at once or not at all; one that is there is replaced.
 
     All ranks call it. Nothing but a checkpoint is replaced: neither in ``folder``, nor in ``<folder>.tmp``, where it is
@@ -36,6 +37,7 @@ def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Te
         info: the same on all ranks; rank 0's is written.
         tensors: of this rank, on any device; their names are unique among all ranks.
         exchange: with the other ranks; None in one process.
+        undisturbed: entered while the new checkpoint takes the old one's place.
 
     Raises:
         UserError: a tensor is of a dtype that files cannot hold, or something that is no checkpoint is in the way.
@@ -64,7 +66,8 @@ def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Te
         if not errors:
             try:
                 write_manifest(info, results, partial)
-                replace_folder(partial, folder)
+                with undisturbed or nullcontext():
+                    replace_folder(partial, folder)
             except Exception as error:
                 errors = [error_text(error)]
         if errors:

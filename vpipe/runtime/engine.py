@@ -106,6 +106,7 @@ class Engine:
     Attributes:
         workers: of this process, by rank.
         collectives: operations that all ranks call together.
+        interrupts: lets Ctrl-C wait until the pipeline is whole.
         position: of training; microbatches in flight are not counted.
     """
 
@@ -132,8 +133,8 @@ class Engine:
         self._made: deque[Step] = deque()  # steps of the latest batch that were not yielded yet
         self._stream: RunningSegment | None = None
         self._results = StepResults(self.workers, schedule, distributed)
-        self._interrupts = Interrupts(alone=not distributed)
-        self._interpreter = Interpreter(self.workers, self._results, schedule.ties, self._interrupts, distributed)
+        self.interrupts = Interrupts(alone=not distributed)
+        self._interpreter = Interpreter(self.workers, self._results, schedule.ties, self.interrupts, distributed)
         self._interpreter.exchange_tied_weights()
         self._replicas_compared = False
 
@@ -179,7 +180,7 @@ class Engine:
         first = 0
         while loader.has(first):
             try:
-                with self._interrupts:
+                with self.interrupts:
                     self._train_batch(loader, first)
             except KeyboardInterrupt as interrupt:
                 interrupt.add_note(self._whereabouts())
@@ -229,14 +230,14 @@ class Engine:
                 raise
             raise loader.error from error
         if stream.drained is None:
-            with self._interrupts:
+            with self.interrupts:
                 self._end_stream(stream)
         else:
             yield from stream.drained
 
     def _next_of_stream(self, stream: RunningSegment) -> Step | None:
         try:
-            with self._interrupts:
+            with self.interrupts:
                 return next(stream, None)
         except KeyboardInterrupt as interrupt:
             if self._stream is stream:
@@ -321,7 +322,7 @@ class Engine:
         stream = self._stream
         if stream is None or self._interpreter.broken:
             return tuple(self._made)
-        with self._interrupts:
+        with self.interrupts:
             steps = stream.drain(self._schedule)
             self._end_stream(stream)
         return steps
@@ -369,7 +370,7 @@ class Engine:
         most = (-(-4 * len(self._placement) // self._settings.microbatches) * len(self._placement[-1])
                 * self._settings.microbatches)
         loader, first = self._loader(batches, None, most, copied=True, equal=False), 0
-        with self._interrupts, ExitStack() as stack:
+        with self.interrupts, ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.evaluating())
             for recorder in self._interpreter.recorders.values():
@@ -483,7 +484,7 @@ class Engine:
             UserError: parameters or buffers are missing; or see :meth:`check_restorable`.
         """
         self.check_restorable(position)
-        with self._interrupts:
+        with self.interrupts:
             for part in self.parts:
                 part.load({name: tensor for name, tensor in tensors.items() if part.wants(name)})
             self._interpreter.exchange_tied_weights()

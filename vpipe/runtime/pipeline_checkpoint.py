@@ -40,7 +40,7 @@ class PipelineCheckpoint:
         info = CheckpointInfo(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
                               arrangement={**arrangement, **self._optimizers()})
         with activity.during("saving a checkpoint"):
-            save_checkpoint(self._folder, info, tensors, self._engine.collectives.exchange)
+            save_checkpoint(self._folder, info, tensors, self._engine.collectives.exchange, self._engine.interrupts)
 
     def load(self, model: Model) -> Position:
         """Load the checkpoint, or the newest of a run's folder; return its position. See :meth:`vpipe.Pipeline.load`.
