@@ -85,8 +85,14 @@ class Cluster:
 
     def wait(self, job: int, seconds: float) -> str:
         """The job's last state."""
-        until(lambda: self.state(job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), seconds,
-              f"job {job} has ended")
+        try:
+            until(lambda: self.state(job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), seconds,
+                  f"job {job} has ended")
+        except AssertionError as error:
+            shown = self.shown(job)
+            output = Path(shown["StdOut"])
+            left = {host.name: sorted(host.processes().values()) for host in self.hosts}
+            raise AssertionError(f"{error}: {shown}\n{left}\n{output.read_text() if output.exists() else ''}") from None
         return self.state(job)
 
     def _daemon(self, host: Host, command: Sequence[str]) -> None:

@@ -154,7 +154,7 @@ def test_a_node_without_vpipe(cluster: Cluster, work: Path) -> None:
     cluster.hosts[3].hide(environment)
     try:
         job = submit(cluster, work, "configs/slurm/bert_mini_4stage_4nodes.sh")
-        assert cluster.wait(job, 60) == "FAILED"
+        assert cluster.wait(job, 120) == "FAILED"
     finally:
         cluster.hosts[3].show(environment)
     assert "vpipe: No such file or directory" in said(work, job)
