@@ -8,7 +8,7 @@
 import torch
 from torch import nn
 
-from vpipe import Model, Pipeline
+from vpipe import Asynchronous, Model, Pipeline
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -37,9 +37,9 @@ held_out = [spirals(64) for _ in range(4)]
 # %% The same model under three schedules. 1f1b and gpipe wait for the pipeline to empty before a step, so they
 # compute exactly what one device would; pipedream never waits, and updates after every four microbatches here.
 for schedule in ("gpipe", "1f1b", "pipedream"):
-    pipe = Pipeline(model, stages=4, schedule=schedule, microbatches=8,
-                    update_every=4 if schedule == "pipedream" else None,
-                    optimizer=lambda params: torch.optim.AdamW(params, lr=8e-3), seed=0)
+    pipe = Pipeline(model, lambda params: torch.optim.AdamW(params, lr=8e-3), stages=4,
+                    schedule=Asynchronous(schedule, update_every=4 if schedule == "pipedream" else None),
+                    microbatches=8, seed=0)
     losses = [step.loss for step in pipe.train(batches)]
     accuracy_loss = pipe.evaluate(held_out)
     if pipe.rank == 0:

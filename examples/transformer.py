@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Cut, Layer, Model, Pipeline, Update
 
 LETTERS, LENGTH, WIDTH, HEADS, PAD = 12, 8, 64, 4, 0
 torch.set_num_threads(1)
@@ -96,9 +96,10 @@ held_out = [{"ids": HELD_OUT[0][at:at + BATCH], "labels": HELD_OUT[1][at:at + BA
 
 # %% The pipeline. The factor of the learning rate is a function of the step, counted from 0 over all of training.
 def pipeline():
-    return Pipeline(model, stages=4, schedule="1f1b", microbatches=4, seed=0, grad_clip=1.0, recompute=[0, 0.5, 0, 0],
-                    optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.01),
-                    learning_rate_factor=lambda step: min(1.0, (step + 1) / WARM_UP))
+    return Pipeline(model,
+                    Update(lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.01), grad_clip=1.0,
+                           learning_rate_factor=lambda step: min(1.0, (step + 1) / WARM_UP)),
+                    stages=Cut(4, recompute=[0, 0.5, 0, 0]), schedule="1f1b", microbatches=4, seed=0)
 
 
 # %% Accuracy: the whole model in plain PyTorch, with the weights that the pipeline has now. Every rank calls

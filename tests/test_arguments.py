@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pipelines import parts
 from torch import Tensor, nn
 
-from vpipe import Layer, Model, Pipeline, Plan
+from vpipe import Asynchronous, Layer, Model, Pipeline, Plan, Update
 from vpipe.arguments import as_integer, as_number, shown
 from vpipe.errors import UserError
 
@@ -31,7 +32,7 @@ def batches(count: int) -> list[dict[str, Tensor]]:
 
 def pipeline(**arguments: Any) -> Pipeline:
     model = arguments.pop("model", None) or Model.sequential(net(), nn.CrossEntropyLoss())
-    return Pipeline(model, **{"stages": 2, "optimizer": sgd, **arguments})
+    return Pipeline(model, **parts(**{"stages": 2, "optimizer": sgd, **arguments}))
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -42,7 +43,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 FACTORY = "hint: give a function that makes it: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 MADE = "which was made already: of other tensors than those that the stages train"
-PARTITION = "hint: give a list of whole numbers, such as partition=[3, 2, 2, 2]"
+STAGES = "hint: give a list of whole numbers, such as stages=[3, 2, 2, 2]"
 MODEL = "hint: give a Model: Model([Layer('embed', lambda: Embed(), ...), ...], batch=('ids', 'labels'))"
 
 
@@ -56,14 +57,20 @@ MODEL = "hint: give a Model: Model([Layer('embed', lambda: Embed(), ...), ...], 
     ({"stages": 2.0}, "error: stages is 2.0\nhint: give a whole number"),
     ({"microbatches": "4"}, "error: microbatches is '4'\nhint: give a whole number: microbatches=4"),
     ({"microbatches": 4.0}, "error: microbatches is 4.0\nhint: give a whole number"),
-    ({"replicas": -1}, "error: replicas is -1\nhint: give a whole number, 1 or more"),
+    ({"ranks": -1}, "error: ranks is -1\nhint: give a whole number, 1 or more"),
     ({"chunks": 0}, "error: chunks is 0\nhint: give a whole number, 1 or more"),
     ({"update_every": "1"}, "error: update_every is '1'\nhint: give a whole number: update_every=1"),
-    ({"partition": [2.0, 2.0]}, f"error: partition is [2.0, 2.0]\n{PARTITION}"),
-    ({"partition": "22"}, f"error: partition is '22'\n{PARTITION}"),
-    ({"partition": 2}, f"error: partition is 2\n{PARTITION}"),
-    ({"partition": [1, 3], "plan": Plan((2, 2))},
-     "error: partition is [1, 3] beside a plan with [2, 2]\nhint: leave one of them out"),
+    ({"stages": [2.0, 2.0]}, f"error: stages is [2.0, 2.0]\n{STAGES}"),
+    ({"stages": {}}, f"error: stages is {{}}\n{STAGES}"),
+    ({"stages": "plan.json"}, "error: stages is 'plan.json'\nhint: give a whole number"),
+    ({"stages": Plan((2, 2), schedule="gpipe", microbatches=4), "schedule": "1f1b", "microbatches": 2},
+     "error: schedule is '1f1b' beside a plan with 'gpipe'\n"
+     "hint: leave it out, or take the plan without: dataclasses.replace(plan, schedule=None)\n"
+     "error: microbatches is 2 beside a plan with 4\n"
+     "hint: leave it out, or take the plan without: dataclasses.replace(plan, microbatches=None)"),
+    ({"stages": Plan((2, 2), update_every=2), "schedule": Asynchronous("pipedream", update_every=1)},
+     "error: update_every is 1 beside a plan with 2\n"
+     "hint: leave it out, or take the plan without: dataclasses.replace(plan, update_every=None)"),
     ({"recompute": None}, "error: recompute is None\nhint: give a number from 0 to 1, or a list with one per stage"),
     ({"recompute": [True, 0]}, "error: True of stage 0 is neither a share nor a list of layers\n"
      "hint: give a number from 0 to 1, or a list such as [3, 4]: layers of the model, counted from 0"),
@@ -72,9 +79,10 @@ MODEL = "hint: give a Model: Model([Layer('embed', lambda: Embed(), ...), ...], 
     ({"seed": -1}, "error: seed is -1\nhint: give a whole number, 0 or more"),
     ({"seed": 2**63}, "error: seed is 9223372036854775808\n"
      "hint: give a whole number, 0 to 9223372036854775807"),
-    ({"plan": "plan.json"}, "error: plan is 'plan.json'\nhint: give a Plan, such as plan=Plan.load('plan.json')"),
-    ({"placement": 2}, "error: the placement 2 does not list the ranks of every stage\n"
-                       "hint: write a list of lists of whole numbers, such as [[0, 1], [2]]"),
+    ({"ranks": [2]}, "error: ranks is [2], which does not list the ranks of every stage\n"
+     "hint: write how many every stage has, or a list of lists of whole numbers, such as [[0, 1], [2]]"),
+    ({"transfers": "gloo"}, "error: transfers is 'gloo'\nhint: write transfers=Transfers(...)"),
+    ({"execution": "cpu"}, "error: execution is 'cpu'\nhint: write execution=Execution(...)"),
     ({"optimizer": sgd(list(net().parameters()))},
      f"error: optimizer is an object of class SGD, {MADE}\n{FACTORY}"),
     ({"optimizer": [sgd(list(net().parameters()))]},
@@ -94,29 +102,31 @@ MODEL = "hint: give a Model: Model([Layer('embed', lambda: Embed(), ...), ...], 
      "error: timeout_s is inf\nhint: give a number above 0 and at most 1e+09, such as timeout_s=60"),
     ({"backend": 1}, "error: backend is 1\nhint: known names: gloo, nccl"),
     ({"precision": 16}, "error: precision is 16\nhint: did you mean 'fp16'?"),
-    ({"executor": None}, "error: executor is None\nhint: known names: async_threaded, naive, overlapped"),
+    ({"executor": 1}, "error: no executor is called 1\nhint: known names: async_threaded, naive, overlapped"),
     ({"compress": ["none", 8]},
-     "error: compress is ['none', 8]\nhint: write one of none, bf16, int8, or a list of them"),
-    ({"compress_rounding": 1}, "error: compress_rounding is 1\nhint: write one of nearest, stochastic"),
+     "error: compress is ['none', 8]\nhint: write one of none, bf16, int8, int8_stochastic, or a list of them"),
+    ({"delay_correction": "predict"}, "error: delay_correction is 'predict'\n"
+     "hint: give a number above 0 and at most 1e+09, such as delay_correction=1"),
     ({"loss_scale": net(), "precision": "fp16"},
      "error: loss_scale is an object of class Sequential\n"
      "hint: give a number above 0, such as 1024, or leave it out: training finds it")])
 def test_an_argument_of_the_wrong_kind(arguments: dict[str, Any], text: str) -> None:
-    if "partition" in arguments or "plan" in arguments:
-        arguments = {"stages": None, **arguments}
     assert refusal(lambda: pipeline(**arguments)) == text
 
 
 def test_all_arguments_that_are_wrong_come_at_once() -> None:
-    text = refusal(lambda: pipeline(stages="two", microbatches=1.5, optimizer=0, grad_clip=-1, precision=None))
+    text = refusal(lambda: pipeline(stages="two", microbatches=1.5, optimizer=0, schedule=1, precision=16, seed="a"))
     assert [line for line in text.splitlines() if line.startswith("error")] == [
-        "error: optimizer is 0", "error: stages is 'two'", "error: microbatches is 1.5", "error: grad_clip is -1",
-        "error: precision is None"]
+        "error: optimizer is 0", "error: stages is 'two'", "error: schedule is 1", "error: microbatches is 1.5",
+        "error: precision is 16", "error: seed is 'a'"]
+    text = refusal(lambda: Update(sgd, learning_rate_factor=2, grad_clip=-1, skip_not_finite="no"))  # type: ignore[arg-type]
+    assert text.count("error: ") == 3
 
 
 def test_numbers_of_numpy_and_paths_are_as_good_as_pythons(tmp_path: Path) -> None:
-    pipe = pipeline(stages=np.int64(2), microbatches=np.int32(2), grad_clip=np.float32(0.5), seed=np.int64(1),
-                    partition=np.array([1, 3]), recompute=np.float32(0.5),
+    assert pipeline(stages=np.int64(2)).partition == (1, 3)
+    pipe = pipeline(microbatches=np.int32(2), grad_clip=np.float32(0.5), seed=np.int64(1), stages=np.array([1, 3]),
+                    recompute=np.float32(0.5),
                     learning_rate_factor=lambda step: np.float32(0.5))
     assert (pipe.partition, pipe.microbatches, type(pipe.microbatches)) == ((1, 3), 2, int)
     assert [step.learning_rate for step in pipe.train(batches(1))] == [0.05]

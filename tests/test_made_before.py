@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from small_run import losses
 
-from vpipe import Pipeline
+from vpipe import Pipeline, Update
 from vpipe.cli import main
 from vpipe.config.config import load_config
 from vpipe.model import registry as models
@@ -96,8 +96,8 @@ def test_a_run_is_resumed(run: str, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("partition", [[2, 2], [1, 2, 1], [4]])
 def test_a_checkpoint_is_loaded(partition: list[int]) -> None:
     job = job_of()
-    pipe = Pipeline(job.model, schedule="1f1b", microbatches=4, partition=partition, optimizer=job.optimizer(),
-                    grad_clip=1.0)
+    pipe = Pipeline(job.model, Update(job.optimizer(), grad_clip=1.0), stages=partition, schedule="1f1b",
+                    microbatches=4)
     position = pipe.load(Path("flush", "checkpoints", "step-2"))
     assert position.updates == 2
     assert trained(pipe, job, first=2) == pytest.approx(recorded("flush")[2:], rel=ROUNDING)
@@ -117,7 +117,7 @@ def test_a_plan_is_drawn_and_run(capsys: pytest.CaptureFixture[str]) -> None:
     job, plan = job_of(), Plan.load("plan.json")
     plan.save("again.json")
     assert Path("again.json").read_text() == Path("plan.json").read_text()
-    pipe = Pipeline(job.model, plan=plan, optimizer=job.optimizer())
+    pipe = Pipeline(job.model, job.optimizer(), stages=plan)
     assert (pipe.schedule, pipe.partition, pipe.update_every) == ("pipedream", (2, 2), 1)
     assert trained(pipe, job)[:2] == pytest.approx(recorded("stream")[:2], rel=ROUNDING)
 

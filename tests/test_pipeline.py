@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import parts
 from torch import Tensor, nn
 
 import vpipe
-from vpipe import Layer, Model, Pipeline, Plan
+from vpipe import Cut, Layer, Model, Pipeline, Plan, Update
 from vpipe.errors import PerformanceWarning, RunError, UserError
 from vpipe.runtime.state_dict import Position
 from vpipe.schedules.registry import schedule_names
@@ -40,7 +41,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def pipeline(**arguments: Any) -> Pipeline:
-    return Pipeline(model(), **{"optimizer": sgd, **arguments})
+    return Pipeline(model(), **parts(**{"optimizer": sgd, **arguments}))
 
 
 def run(pipe: Pipeline, data: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
@@ -56,8 +57,9 @@ def message(**arguments: Any) -> str:
 # -- what there is -------------------------------------------------------------------------------------
 
 
-def test_the_public_names_are_four() -> None:
-    assert vpipe.__all__ == ["Layer", "Model", "Pipeline", "Plan"]
+def test_the_public_names_are_a_pipeline_and_its_parts() -> None:
+    assert vpipe.__all__ == ["Asynchronous", "Cut", "Execution", "Layer", "Model", "Order", "Pipeline", "Plan",
+                             "Precision", "Transfers", "Update"]
     assert [getattr(vpipe, name).__name__ for name in vpipe.__all__] == vpipe.__all__
     with pytest.raises(AttributeError, match="module 'vpipe' has no attribute 'Pipelin'"):
         vpipe.Pipelin  # noqa: B018
@@ -78,13 +80,11 @@ OWN = "our own are added by importing their file (--import FILE.py) or by a pack
 
 
 @pytest.mark.parametrize(("arguments", "text"), [
-    ({}, "error: neither stages nor a partition is given\nhint: say stages=4, or partition=[3, 2, 2, 2]"),
+    ({}, "error: stages is None\nhint: say how many, stages=4, or the layers of each, stages=[3, 2, 2, 2]"),
     ({"stages": 7}, "error: 7 stages, but the model has only 6 layers\nhint: use between 1 and 6 stages"),
     ({"stages": 0}, "error: 0 stages, but the model has only 6 layers\nhint: use between 1 and 6 stages"),
     ({"partition": [1] * 7}, "error: 7 stages, but the model has only 6 layers\nhint: use at most 6 stages"),
     ({"partition": []}, "error: the partition is empty\nhint: give the layers of at least one stage, such as [3, 2]"),
-    ({"stages": 3, "partition": [3, 3]},
-     "error: 3 stages, but the partition [3, 3] has 2\nhint: leave out stages, or give it as many entries"),
     ({"partition": [3, 2]}, "error: partition [3, 2] adds up to 5 layers, but the model has 6\n"
                             "hint: change it by +1 so that it adds up to 6"),
     ({"stages": 2, "recompute": [0.5]},
@@ -130,10 +130,7 @@ OWN = "our own are added by importing their file (--import FILE.py) or by a pack
     ({"stages": 2, "placement": [[0, 1], [1]], "microbatches": 4},
      "error: rank 1 is among the ranks [0, 1] of one stage and [1] of another\n"
      "hint: stages either have all their ranks in common, in the same order, or none"),
-    ({"stages": 2, "placement": [[0, 1], [2, 3]], "replicas": 2, "microbatches": 4},
-     "error: 2 replicas beside the placement [[0, 1], [2, 3]]\n"
-     "hint: leave the replicas out: the placement contains them"),
-    ({"stages": 2, "replicas": 0}, "error: replicas is 0\nhint: give a whole number, 1 or more"),
+    ({"stages": 2, "ranks": 0}, "error: ranks is 0\nhint: give a whole number, 1 or more"),
     ({"stages": 2, "placement": [[0, 0], [1]], "microbatches": 4},
      "error: rank 0 stands twice among the ranks [0, 0] of a stage\n"
      "hint: name each rank once"),
@@ -158,7 +155,7 @@ def test_an_argument_that_does_not_fit_is_named_with_its_remedy(arguments: dict[
 def test_too_few_microbatches_are_warned_of_in_a_category_of_their_own() -> None:
     with pytest.warns(PerformanceWarning, match="1 microbatch for 3 stages leaves a bubble of 67 % with gpipe, .*; "
                                                 "microbatches 12 would leave 14 %") as warned:
-        Pipeline(model(), stages=3, schedule="gpipe", optimizer=sgd)
+        Pipeline(model(), sgd, stages=3, schedule="gpipe")
     assert [warning.filename for warning in warned] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -168,11 +165,11 @@ def test_too_few_microbatches_are_warned_of_in_a_category_of_their_own() -> None
 
 def test_late_gradients_are_warned_of() -> None:
     with pytest.warns(PerformanceWarning) as warned:
-        Pipeline(model(), schedule="pipedream", placement=[[0], [1], [2, 3]], optimizer=sgd)
+        Pipeline(model(), sgd, stages=Cut(ranks=[[0], [1], [2, 3]]), schedule="pipedream")
     assert [(str(warning.message), warning.filename) for warning in warned] == [(
         "the gradients of stage 0 are 3 updates late on average, so each update lowers the loss less; better are: "
         "microbatches 8 and update_every 4 (0.75 updates late); an optimizer such as torch.optim.Muon; "
-        "delay_correction='extrapolate'; fewer stages; a schedule with a flush, which has no delay", __file__)]
+        "delay_correction=1.0; fewer stages; a schedule with a flush, which has no delay", __file__)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -215,7 +212,7 @@ def test_training_on_nothing_makes_no_step() -> None:
 def test_a_loss_must_be_one_number() -> None:
     vector = Model.sequential(nn.Sequential(nn.Linear(3, 2)), nn.CrossEntropyLoss(reduction="none"))
     with pytest.raises(UserError) as error:
-        list(Pipeline(vector, stages=1, optimizer=sgd).train(batches(1)))
+        list(Pipeline(vector, sgd, stages=1).train(batches(1)))
     assert str(error.value) == ("error: the loss of layer 0 '0' has shape [8] for microbatch 0\n"
                                 "hint: the last layer must return one number: the mean over its samples")
 
@@ -253,10 +250,9 @@ def test_layers_to_recompute_may_be_named() -> None:
 
 
 def test_arguments_fill_what_a_plan_leaves_open() -> None:
-    pipe = pipeline(plan=Plan((3, 3)), recompute=0.5, schedule="pipedream")
+    pipe = pipeline(plan=Plan((3, 3), (0.5, 0.5)), schedule="pipedream")
     assert (pipe.partition, pipe.recomputed, pipe.placement, pipe.schedule) == (
         (3, 3), ({2}, {5}), ((0,), (1,)), "pipedream")
-    assert pipeline(plan=Plan((3, 3), schedule="gpipe"), schedule="1f1b").schedule == "1f1b", "an argument goes first"
 
 
 def test_what_is_not_said_is_one_forward_one_backward_balanced_by_parameters() -> None:
@@ -278,14 +274,14 @@ def test_steps_carry_number_loss_rate_and_norm() -> None:
 def test_the_rate_of_an_asynchronous_step_is_its_own_though_later_stages_are_ahead() -> None:
     """Stage 0 has nothing to train, so the rate is that of stage 1, which is an update ahead when stage 0 steps."""
     net = Model.sequential(nn.Sequential(nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2)), nn.CrossEntropyLoss())
-    pipe = Pipeline(net, stages=3, schedule="pipedream", microbatches=2, optimizer=sgd,
-                    learning_rate_factor=lambda update: 0.5**update)
+    pipe = Pipeline(net, Update(sgd, learning_rate_factor=lambda update: 0.5**update), stages=3, schedule="pipedream",
+                    microbatches=2)
     assert [step.learning_rate for step in pipe.train(batches(3))] == [0.1 * 0.5**update for update in range(6)]
 
 
 def test_a_model_with_nothing_to_train_has_no_rate() -> None:
     frozen = Model.sequential(nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Tanh()), nn.MSELoss())
-    pipe = Pipeline(frozen, stages=2, optimizer=sgd, grad_clip=1.0)
+    pipe = Pipeline(frozen, Update(sgd, grad_clip=1.0), stages=2)
     (step,) = pipe.train([{"input": torch.randn(4, 3), "target": torch.randn(4, 3)}])
     assert step.learning_rate is None
     assert step.gradient_norm == 0
@@ -316,7 +312,7 @@ def test_a_failure_in_a_layer_says_where() -> None:
             raise KeyError("broken")
 
     failing = Model([Layer("first", lambda: nn.Linear(3, 3), ("x",)), Layer("fails", Fails, ("h",), ("loss",))], ("x",))
-    pipe = Pipeline(failing, stages=2, optimizer=sgd)
+    pipe = Pipeline(failing, sgd, stages=2)
     with pytest.raises(RunError) as error:
         list(pipe.train([{"x": torch.zeros(2, 3)}]))
     assert str(error.value) == (
@@ -440,7 +436,7 @@ def test_the_position_after_a_failure_is_that_of_the_steps_that_were_yielded() -
             return super().forward(x)
 
     failing = Model.sequential(nn.Sequential(nn.Linear(3, 3), Failing(3, 2)), nn.CrossEntropyLoss())
-    pipe, done = Pipeline(failing, stages=2, schedule="pipedream", microbatches=4, optimizer=sgd), []
+    pipe, done = Pipeline(failing, sgd, stages=2, schedule="pipedream", microbatches=4), []
     with pytest.raises(RunError):
         deque(map(done.append, pipe.train(batches(8))))
     assert pipe.position.updates == len(done) > 10
@@ -454,11 +450,11 @@ def test_a_pipeline_of_this_process_uses_no_group_that_the_program_makes_later(t
     program.write_text(textwrap.dedent("""
         import sys, torch, torch.distributed as dist
         from torch import nn
-        from vpipe import Model, Pipeline
+        from vpipe import Cut, Model, Pipeline, Transfers
         torch.manual_seed(0)
         model = Model.sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.MSELoss())
-        pipe = Pipeline(model, stages=2, replicas=2, microbatches=2, timeout_s=20,
-                        optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        pipe = Pipeline(model, lambda params: torch.optim.SGD(params, lr=0.1), Cut(2, ranks=2), microbatches=2,
+                        transfers=Transfers(timeout_s=20))
         dist.init_process_group("gloo", init_method=sys.argv[2], rank=int(sys.argv[1]), world_size=2)
         if sys.argv[1] == "0":
             batch = {"input": torch.zeros(4, 3), "target": torch.ones(4, 3)}

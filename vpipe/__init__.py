@@ -6,15 +6,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vpipe.description.cut import Cut
+    from vpipe.description.execution import Execution
+    from vpipe.description.order import Asynchronous, Order
+    from vpipe.description.precision import Precision
+    from vpipe.description.transfers import Transfers
+    from vpipe.description.update import Update
     from vpipe.model.layer import Layer, Model
     from vpipe.pipeline import Pipeline
     from vpipe.plan.plan import Plan
 
-__all__ = ["Layer", "Model", "Pipeline", "Plan"]
+__all__ = ["Asynchronous", "Cut", "Execution", "Layer", "Model", "Order", "Pipeline", "Plan", "Precision", "Transfers",
+           "Update"]
 
 # Loaded when first asked for: what only reads schedules must not wait for torch.
 _HOME = {"Layer": "vpipe.model.layer", "Model": "vpipe.model.layer",
-         "Pipeline": "vpipe.pipeline", "Plan": "vpipe.plan.plan"}
+         "Pipeline": "vpipe.pipeline", "Plan": "vpipe.plan.plan", "Cut": "vpipe.description.cut",
+         "Order": "vpipe.description.order", "Asynchronous": "vpipe.description.order",
+         "Update": "vpipe.description.update", "Precision": "vpipe.description.precision",
+         "Transfers": "vpipe.description.transfers", "Execution": "vpipe.description.execution"}
 
 
 def __getattr__(name: str) -> object:

@@ -7,9 +7,11 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from vpipe.errors import Problem, UserError, counted, nearest
+
+Part = TypeVar("Part")
 
 INT64_LIMIT = 2**63
 """A whole number must be less: it is sent in 64 bits."""
@@ -90,6 +92,21 @@ class Arguments:
                         f"{counted(arguments, 'argument') if arguments else 'no arguments'}: {error}", hint)
         except ValueError:  # some functions in C have no signature
             pass
+
+    def part(self, kind: type[Part], value: Any) -> Any:
+        """Return a part of a description, made of a plain value where one stands for it; it notes its own problems."""
+        if isinstance(value, kind):
+            return value
+        try:
+            return kind(value)  # type: ignore[call-arg]
+        except UserError as error:
+            self._problems += error.problems
+            return None
+
+    def instance(self, name: str, value: object, kind: type) -> None:
+        """Check that the value is of a class."""
+        if not isinstance(value, kind):
+            self.refuse(f"{name} is {shown(value)}", f"write {name}={kind.__name__}(...)")
 
     def names(self, what: str, value: Any, example: str) -> tuple[str, ...]:
         """Return several names as a tuple; one text is refused: it would be taken for its letters."""

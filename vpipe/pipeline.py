@@ -2,59 +2,54 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from vpipe.arguments import Arguments, as_integer, as_number, check_path, shown
+from vpipe.arguments import Arguments, as_integer, check_path, shown
+from vpipe.description.cut import Cut
+from vpipe.description.description import Description
+from vpipe.description.execution import THREADED, Execution
+from vpipe.description.order import Order
+from vpipe.description.precision import FP32, Precision
+from vpipe.description.transfers import Transfers
+from vpipe.description.update import FromNamed, Update
 from vpipe.distributed import excepthook
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import join_world
 from vpipe.distributed.orion import OrionScheduler
-from vpipe.errors import PerformanceWarning, Problem, UserError, counted, nearest
+from vpipe.errors import PerformanceWarning, Problem, UserError
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, balanced, parameter_counts, split, ties_between
+from vpipe.old_calls import shows_new_call
 from vpipe.plan.plan import Plan
-from vpipe.plan.recompute import Recompute, recomputed_layers
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, label_actions
 from vpipe.runtime.collectives import LocalUsage
-from vpipe.runtime.compiled import compile_backend
-from vpipe.runtime.delay_correction import DELAY_CORRECTIONS
-from vpipe.runtime.engine import Engine, Pauses, Settings
+from vpipe.runtime.engine import Engine, Pauses
 from vpipe.runtime.executors.async_threaded import ThreadedWorker
-from vpipe.runtime.executors.registry import EXECUTORS, THREADED, check_executor
+from vpipe.runtime.executors.registry import check_executor
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint
-from vpipe.runtime.precision import PRECISIONS, Precision
-from vpipe.runtime.stage_optimizer import MakeOptimizer, Optimizers
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
-from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.delays import fewer_updates, warn_of_delay
 from vpipe.schedules.prepare import ScheduleSpec, few_microbatches, note_of
 from vpipe.schedules.registry import DEFAULT_SCHEDULE
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Placement
 
+if TYPE_CHECKING:
+    from vpipe.description.update import OptimizerFactory
 
-@runtime_checkable
-class FromNamed(Protocol):
-    """An optimizer factory that wants the parameters' names, for weight decay by name."""
-
-    def from_named(self, named: Mapping[str, nn.Parameter]) -> Optimizers:
-        """Make the optimizer of a stage, or several; None when the stage has nothing to train."""
-
-
-OptimizerFactory = Callable[[list[nn.Parameter]], Optimizers] | FromNamed
+DEFAULT_TRANSFERS, DEFAULT_EXECUTION = Transfers(), Execution()
 
 
 class Pipeline:
@@ -65,53 +60,19 @@ class Pipeline:
 
     Args:
         model: layers in order.
-        stages: number of stages, of all ranks together; follows from ``partition`` or ``plan`` when they are given.
+        optimizer: makes a stage's optimizer, or a list of them, from its parameters, such as
+            ``lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)``; or an :class:`~vpipe.Update`, with a schedule
+            of the learning rate, and limits on gradients.
+        stages: how many; or the layers of each, such as ``[3, 2, 2, 2]``; or a :class:`~vpipe.Cut`, with recomputation
+            and the ranks of every stage; or a :class:`~vpipe.Plan`, which may say schedule and microbatches, too.
         schedule: a name that ``vpipe schedule`` lists, such as ``gpipe``, ``1f1b``, ``pipedream``, or the path of
-            a schedule as a CSV file.
-        microbatches: equal parts into which every batch is cut along dimension 0; 1 when not given.
-        partition: layers per stage; balanced by parameters when not given.
-        recompute: layers that are recomputed: a share of each stage's, from its end, as one number or one per stage;
-            for a stage also a list of layers by their numbers in the model.
-        optimizer: makes a stage's optimizer, or a list of them, from its parameters; see docs/optimizers.md. Its
-            learning rate is the base that ``learning_rate_factor`` multiplies.
-        seed: of initialisation and dropout; both are independent of the partition.
-        plan: partition and recompute from a file, instead of the arguments; schedule, microbatches, placement and
-            update_every where the arguments are not given.
-        placement: ranks per stage; those of the schedule when not given. Several ranks are replicas: microbatch i
-            goes to replica i mod their number.
-        chunks: stages per rank, for schedules that may have any number of them; when not given, the number that
-            follows from the processes of ``torchrun``, or the schedule's own.
-        replicas: of every stage, without a ``placement``; stage s is then on ranks ``s * replicas`` and on.
-        update_every: without a flush, microbatches per update, and replica (must divide ``microbatches``); as few as
-            the schedule can have when not given.
-        learning_rate_factor: step number -> factor.
-        grad_clip: greatest gradient norm: over all stages with a flush, of each stage without one.
-        skip_not_finite: skip an update when a loss or the norm of a gradient in it is not finite: with a flush on all
-            stages, without one on each stage that has such a gradient. Weights and optimizer stay as they were.
-        device: of this process: ``cpu``, ``cuda`` or ``cuda:1``. When not given, a GPU where there is one: that of
-            ``LOCAL_RANK`` (ranks that outnumber GPUs share them), or the one that ``torch.cuda.set_device`` chose; else
-            the processor. ``cuda`` means the same GPU. It becomes the current one of this process.
-        backend: of transfers between ranks: ``nccl`` or ``gloo``; when not given, nccl where every rank has a GPU of
-            its own, else gloo. A process group that is initialised already is used as it is.
-        shared_memory: whether ranks of one host that compute on processors pass tensors through shared memory; else,
-            and where there is none, over gloo. The numbers are the same.
-        timeout_s: seconds after which a transfer counts as failed.
-        compress: format of activations and gradients sent between ranks: ``none`` (as they are), ``bf16`` or ``int8``;
-            one for all, or one for each of the ``stages - 1`` cuts. It changes the numbers.
-        compress_rounding: of ``int8``: ``nearest`` or ``stochastic``.
-        precision: of the layers: ``fp32``; ``bf16`` or ``fp16``, each layer under torch.autocast; ``bf16_pure``,
-            weights and gradients in bf16 too, with fp32 masters. In the last three a tensor between layers is rounded,
-            wherever the model is cut. ``fp16`` skips an update that overflows.
-        loss_scale: by which ``fp16`` multiplies losses; found while training when not given.
-        executor: ``overlapped``, ``naive`` (each action has ended when the next begins) or, with the schedule
-            ``gpipe``, ``async_threaded``. The numbers are the same; see docs/executors.md.
-        compile: compile every layer with torch.compile: True for its default backend, or the name of another one.
-            Schedules that split the backward are refused.
-        delay_correction: without a flush, ``none`` or ``extrapolate``: every step of an optimizer is extrapolated over
-            the mean delay of its stage, in updates; see docs/optimizers.md.
-        delay_correction_strength: share of that delay, or a multiple of it.
-        warmup_depth: forwards of every stage before its first backward, under ``pipedream``,
-            ``pipedream_vertical_sync`` and ``2bw``; those of 1F1B when not given. See docs/schedules.md.
+            a schedule as a CSV file; or an :class:`~vpipe.Order`, with stages per rank, or, without a flush, an
+            :class:`~vpipe.Asynchronous`, with microbatches per update and what makes up for the delay. 1f1b when None.
+        microbatches: equal parts into which every batch is cut along dimension 0; 1 when None.
+        precision: ``fp32``, ``bf16``, ``bf16_pure`` or ``fp16``, or a :class:`~vpipe.Precision`, with a loss scale.
+        transfers: between ranks: what carries them, their encoding, their time-out.
+        execution: on which device, by which executor, with compiled layers or not.
+        seed: of initialisation and dropout; both are independent of the cut.
 
     Raises:
         UserError: the numbers do not fit the model, the schedule or the processes.
@@ -121,137 +82,81 @@ class Pipeline:
             under one without, gradients are more than two updates late on average.
     """
 
-    def __init__(self, model: Model, stages: int | None = None, schedule: str | os.PathLike[str] | None = None,
-                 microbatches: int | None = None, *,
-                 partition: Sequence[int] | None = None, recompute: Recompute = 0.0,
-                 optimizer: OptimizerFactory, seed: int = 0, plan: Plan | None = None,
-                 placement: Sequence[Sequence[int]] | None = None, chunks: int | None = None,
-                 replicas: int = 1, update_every: int | None = None,
-                 learning_rate_factor: Callable[[int], float] = lambda update: 1.0, grad_clip: float | None = None,
-                 skip_not_finite: bool = False,
-                 device: torch.device | str | None = None, backend: str | None = None, timeout_s: float = 60.0,
-                 shared_memory: bool = True, compress: str | Sequence[str] = "none", compress_rounding: str = "nearest",
-                 precision: str = "fp32", loss_scale: float | None = None, executor: str = "overlapped",
-                 compile: bool | str = False,  # noqa: A002 - torch's word
-                 delay_correction: str = "none", delay_correction_strength: float = 1.0,
-                 warmup_depth: Sequence[int] | None = None) -> None:
+    @shows_new_call
+    def __init__(self, model: Model, optimizer: OptimizerFactory | FromNamed | Update,
+                 stages: int | Sequence[int] | Cut | Plan | None = None,
+                 schedule: str | os.PathLike[str] | Order | None = None, microbatches: int | None = None, *,
+                 precision: str | Precision = FP32, transfers: Transfers = DEFAULT_TRANSFERS,
+                 execution: Execution = DEFAULT_EXECUTION, seed: int = 0) -> None:
         excepthook.install()
         given = Arguments()
         _check_model(given, model)
-        _check_optimizer(given, optimizer)
-        partition = given.integers("partition", partition, "[3, 2, 2, 2]")
-        if isinstance(plan, Plan):
-            if partition is not None and partition != list(plan.partition):
-                given.refuse(f"partition is {shown(partition)} beside a plan with {shown(list(plan.partition))}",
-                             "leave one of them out")
-            partition = list(plan.partition)
-            recompute = plan.recompute_layers or plan.recompute_ratio or recompute
-            schedule = plan.schedule if schedule is None else schedule
-            placement = (plan.stage_to_rank_map or None) if placement is None else placement
+        update, plan = given.part(Update, optimizer), stages if isinstance(stages, Plan) else None
+        if stages is None:
+            given.refuse("stages is None", "say how many, stages=4, or the layers of each, stages=[3, 2, 2, 2]")
+        cut = given.part(Cut, stages) if plan is None else plan.cut
+        if plan is not None:
+            _check_once(given, plan, schedule, microbatches)
+            schedule = schedule if isinstance(schedule, Order) else plan.order(os.fspath(schedule or DEFAULT_SCHEDULE))
             microbatches = plan.microbatches if microbatches is None else microbatches
-            update_every = plan.update_every if update_every is None else update_every
-            if warmup_depth is None and schedule == plan.schedule:
-                warmup_depth = plan.warmup_depth or None
-        elif plan is not None:
-            given.refuse(f"plan is {shown(plan)}", "give a Plan, such as plan=Plan.load('plan.json')")
-        stages = given.integer("stages", stages, or_none=True)
-        if schedule is not None:
-            schedule = os.fspath(schedule) if isinstance(schedule, os.PathLike) else schedule
-            given.name("schedule", schedule, DEFAULT_SCHEDULE)
-        microbatches = given.integer("microbatches", microbatches, or_none=True)
+        order = given.part(Order, DEFAULT_SCHEDULE if schedule is None else schedule)
+        microbatches = given.integer("microbatches", 1 if microbatches is None else microbatches)
+        computed = given.part(Precision, precision)
+        given.instance("transfers", transfers, Transfers)
+        given.instance("execution", execution, Execution)
         seed = given.integer("seed", seed, least=0)
-        places = _places(given, placement)
-        chunks = given.integer("chunks", chunks, least=1, or_none=True)
-        replicas = given.integer("replicas", replicas, least=1)
-        update_every = given.integer("update_every", update_every, or_none=True)
-        warmup_depth = given.integers("warmup_depth", warmup_depth, "[3, 2, 1, 0]")
-        given.function("learning_rate_factor", learning_rate_factor, 1,
-                       "give a function of the step's number: learning_rate_factor=lambda step: 0.99**step; a "
-                       "scheduler of torch's is made with the optimizer, see docs/optimizers.md")
-        grad_clip = given.number("grad_clip", grad_clip, 1.0, or_none=True)
-        given.flag("skip_not_finite", skip_not_finite)
-        if backend is not None:
-            given.name("backend", backend, "gloo", "nccl")
-        given.flag("shared_memory", shared_memory)
-        timeout_s = given.number("timeout_s", timeout_s, 60, most=1e9)
-        given.name("precision", precision, *PRECISIONS)
-        given.name("executor", executor, *EXECUTORS)
-        if not isinstance(compile, bool | None):
-            given.name("compile", compile, "aot_eager")
-        if delay_correction not in DELAY_CORRECTIONS:
-            given.refuse(f"delay_correction is {shown(delay_correction)}",
-                         nearest(str(delay_correction), DELAY_CORRECTIONS))
-        strength = given.number("delay_correction_strength", delay_correction_strength, 1.0, most=1e9)
-        if delay_correction == "none" and strength != 1:
-            given.refuse(f"delay_correction_strength is {shown(delay_correction_strength)}, but nothing is corrected",
-                         "leave it out, or give delay_correction='extrapolate'")
         given.check()
-        if plan is not None and sum(plan.partition) != len(model):
-            raise UserError(f"the plan is for a model of {counted(sum(plan.partition), 'layer')}, but this one has "
-                            f"{len(model)}", hint="give stages or a partition in its place, or a plan of this model")
-        parsed = Precision.parse(precision, loss_scale)
-        schedule, microbatches = schedule or DEFAULT_SCHEDULE, 1 if microbatches is None else microbatches
-        if stages is None and partition is None and places is not None:
-            stages = len(places)
-        partition = _partition(model, stages, partition)
-        recomputed = recomputed_layers(recompute, partition)
-        world = join_world(backend, timeout_s, device)
-        compression = (None if (compress, compress_rounding) == ("none", "nearest") else
-                       Compression.parse(compress, compress_rounding, len(partition), seed))
-        checked = check_executor(executor, schedule)
+        if plan is not None:
+            plan.check_fits(len(model))
+        if not isinstance(cut.stages, tuple):
+            cut = replace(cut, stages=balanced(parameter_counts(model), cut.count))
+        world = join_world(transfers.backend, transfers.timeout_s, execution.device)
+        description = Description(cut, order, microbatches, update, computed, transfers, execution, seed)
+        check_executor(execution, order.schedule)
         lowered = ScheduleSpec(
-            schedule, len(partition), microbatches, update_every,
-            places, chunks, world.ranks if world.ranks > 1 else None, replicas,
-            {owner: tuple(borrowers) for owner, borrowers in ties_between(split(model, partition)).items()},
-            [stage for stage, layers in enumerate(recomputed) if layers],
-            grad_clip is not None or skip_not_finite or parsed.scaled, last_first=checked == THREADED,
-            warmup=warmup_depth).prepare()
-        if refused := [Problem(f"{name} {what}", hint) for name, what, hint in parsed.refused(
-                compression.codecs if compression is not None else ())]:
+            order, cut, microbatches, world.ranks if world.ranks > 1 else None,
+            {owner: tuple(borrowers) for owner, borrowers in ties_between(split(model, cut.partition)).items()},
+            description.needs_norms, last_first=execution.executor == THREADED).prepare()
+        if refused := [Problem(f"{name} {what}", hint) for name, what, hint in computed.refused(
+                transfers.codecs(cut.count))]:
             raise UserError.all_of(refused)
-        if lowered.flush and delay_correction != "none":
-            raise UserError(f"delay_correction is '{delay_correction}', but '{schedule}' has a flush: no gradient is "
-                            "late", hint="leave it out, or choose a schedule without a flush, such as pipedream")
-        settings = Settings(microbatches, recomputed, _finite_factor(learning_rate_factor), grad_clip, seed,
-                            world.own, timeout_s, compression, skip_not_finite, parsed, checked,
-                            compile_backend(compile) if compile else None,
-                            None if delay_correction == "none" else strength, shared_memory)
-        self._set_up(model, partition, schedule, lowered, settings, _from_named(optimizer), world)
-        if self.rank == 0 and (left_out := note_of(schedule)) is not None:
-            warnings.warn(left_out, stacklevel=2)
+        if lowered.flush and description.delay_correction:
+            raise UserError(f"delay_correction is {description.delay_correction:g}, but '{order.schedule}' has a "
+                            "flush: no gradient is late",
+                            hint="leave it out, or choose a schedule without a flush, such as pipedream")
+        self._set_up(model, description, lowered, world)
+        if self.rank == 0 and (left_out := note_of(order.schedule)) is not None:
+            warnings.warn(left_out, stacklevel=3)
         if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
-            warnings.warn(slow, PerformanceWarning, stacklevel=2)
+            warnings.warn(slow, PerformanceWarning, stacklevel=3)
         remedies = [better] if (better := fewer_updates(lowered, microbatches)) else []
         remedies += ["an optimizer such as torch.optim.Muon"]
-        remedies += ["delay_correction='extrapolate'"] if delay_correction == "none" else []
+        remedies += [] if description.delay_correction else ["delay_correction=1.0"]
         if self.rank == 0 and (late := warn_of_delay(lowered, remedies)) is not None:
-            warnings.warn(late, PerformanceWarning, stacklevel=2)
+            warnings.warn(late, PerformanceWarning, stacklevel=3)
 
     @classmethod
-    def from_schedule(cls, model: Model, partition: Sequence[int], name: str, schedule: Schedule, settings: Settings,
-                      optimizer: MakeOptimizer, world: DeviceMap) -> Pipeline:
-        """Create a pipeline for a schedule that is prepared already; its arguments are not checked.
+    def prepared(cls, model: Model, description: Description, schedule: Schedule, world: DeviceMap) -> Pipeline:
+        """Create a pipeline for a schedule that is prepared already; the parts are not compared with one another.
 
         Args:
-            name: of the schedule, or its file.
+            description: its cut has the layers of every stage.
             schedule: lowered, as :meth:`~vpipe.schedules.prepare.ScheduleSpec.prepare` returns it.
             world: the ranks, as :func:`~vpipe.distributed.init.join_world` returns them.
         """
         excepthook.install()
         assert world.ranks in (1, schedule.ranks), f"{world.ranks} processes for {schedule.ranks} ranks"
         pipe = cls.__new__(cls)
-        pipe._set_up(model, partition, name, schedule, settings, optimizer, world)
+        pipe._set_up(model, description, schedule, world)
         return pipe
 
-    def _set_up(self, model: Model, partition: Sequence[int], name: str, schedule: Schedule, settings: Settings,
-                optimizer: MakeOptimizer, world: DeviceMap) -> None:
-        self._model, self._seed, self._trained, self.rank = model, settings.seed, False, world.rank
-        self.schedule, self.microbatches, self.partition = name, settings.microbatches, tuple(partition)
-        self.recomputed, self.executor = tuple(settings.recompute), settings.executor
+    def _set_up(self, model: Model, description: Description, schedule: Schedule, world: DeviceMap) -> None:
+        self._model, self._trained, self.rank, self.description = model, False, world.rank, description
+        self.schedule, self.microbatches = description.order.schedule, description.microbatches
+        self.partition, self.recomputed = description.cut.partition, description.cut.recomputed
         self.placement, self.update_every = schedule.placement, schedule.update_every
         self._streams = schedule.stream
-        self.engine = Engine(model, split(model, partition), schedule, optimizer, settings,
-                             distributed=world.ranks > 1)
+        self.engine = Engine(model, split(model, self.partition), schedule, description, world)
 
     def train(self, batches: Iterable[Batch], pauses: int | Collection[int] | Pauses | None = None, *,
               updates: int | None = None, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
@@ -445,7 +350,7 @@ class Pipeline:
 
     def _checkpoint(self, folder: str | Path) -> PipelineCheckpoint:
         check_path("the folder", folder, "checkpoint")
-        return PipelineCheckpoint(self.engine, self.microbatches, self._seed, Path(folder))
+        return PipelineCheckpoint(self.engine, self.microbatches, self.description.seed, Path(folder))
 
 
 def _check_model(given: Arguments, model: object) -> None:
@@ -457,26 +362,15 @@ def _check_model(given: Arguments, model: object) -> None:
     given.refuse(f"the model is {shown(model)}, not a Model", hint)
 
 
-def _check_optimizer(given: Arguments, optimizer: object) -> None:
-    hint = "give a function that makes it: optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
-    made = optimizer[0] if isinstance(optimizer, (list, tuple)) and optimizer else optimizer
-    if isinstance(made, torch.optim.Optimizer):
-        given.refuse(f"optimizer is {shown(made)}, which was made already: of other tensors than those that the stages "
-                     "train", hint)
-    elif not isinstance(optimizer, FromNamed):
-        given.function("optimizer", optimizer, 1, hint)
-
-
-def _finite_factor(function: Callable[[int], float]) -> Callable[[int], float]:
-    """Return the learning rate's factor as a function that refuses a number that is not finite."""
-    def factor(step: int) -> float:
-        value = function(step)
-        if (number := as_number(value)) is None or not math.isfinite(number):
-            raise UserError(f"learning_rate_factor({step}) is {shown(value)}",
-                            hint="let it return a finite number for the number of every step, such as 1.0")
-        return number
-
-    return factor
+def _check_once(given: Arguments, plan: Plan, schedule: object, microbatches: object) -> None:
+    """Refuse what a plan says, too."""
+    said = {"schedule": schedule, "microbatches": microbatches}
+    if isinstance(schedule, Order):
+        said = {**vars(schedule), "microbatches": microbatches}
+    for name, value in said.items():
+        if value is not None and getattr(plan, name, None):
+            given.refuse(f"{name} is {shown(value)} beside a plan with {shown(getattr(plan, name))}",
+                         f"leave it out, or take the plan without: dataclasses.replace(plan, {name}=None)")
 
 
 def _check_batches(batches: object) -> None:
@@ -487,17 +381,6 @@ def _check_batches(batches: object) -> None:
         if callable(batches) and not isinstance(batches, type):
             hint += "; of a function that is one, what it returns: call it"
         raise UserError(f"batches is {shown(batches)}", hint=hint)
-
-
-def _places(given: Arguments, placement: Any) -> Placement | None:
-    if placement is None:
-        return None
-    if not isinstance(placement, (list, tuple)) or not all(
-            isinstance(ranks, (list, tuple)) and all(type(rank) is int for rank in ranks) for ranks in placement):
-        given.refuse(f"the placement {shown(placement)} does not list the ranks of every stage",
-                     "write a list of lists of whole numbers, such as [[0, 1], [2]]")
-        return None
-    return tuple(map(tuple, placement)) or None
 
 
 def _pauses(given: object) -> Callable[[int], int | None]:
@@ -513,22 +396,3 @@ def _pauses(given: object) -> Callable[[int], int | None]:
         raise UserError(f"pauses is {shown(given)}", hint="give the number of updates from one pause to the next, such "
                         "as pauses=100, or a list of updates, such as pauses=[100, 250]")
     return lambda done: min((number for number in wanted if number > done), default=None)
-
-
-def _partition(model: Model, stages: int | None, partition: Sequence[int] | None) -> tuple[int, ...]:
-    if partition is None:
-        if stages is None:
-            raise UserError("neither stages nor a partition is given", hint="say stages=4, or partition=[3, 2, 2, 2]")
-        return tuple(balanced(parameter_counts(model), stages))
-    if not partition:
-        raise UserError("the partition is empty", hint="give the layers of at least one stage, such as [3, 2]")
-    if stages is not None and stages != len(partition):
-        raise UserError(f"{stages} stages, but the partition {list(partition)} has {len(partition)}",
-                        hint="leave out stages, or give it as many entries")
-    return tuple(partition)
-
-
-def _from_named(factory: OptimizerFactory) -> MakeOptimizer:
-    if isinstance(factory, FromNamed):
-        return factory.from_named
-    return lambda named: factory(list(named.values())) if named else None

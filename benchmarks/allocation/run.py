@@ -38,7 +38,7 @@ def work(keeps: bool) -> None:
     from batches import batches
     from model import SEED, adamw, gpt
 
-    from vpipe import Pipeline
+    from vpipe import Asynchronous, Execution, Pipeline
     from vpipe.launch.rank_env import keep_memory
 
     said = keep_memory() if keeps else "malloc as it comes"
@@ -49,8 +49,9 @@ def work(keeps: bool) -> None:
         name, steps = json.loads(line)
         schedule, m = ENTRANTS[name]
         if name not in running:
-            pipe = Pipeline(gpt(), schedule=schedule, microbatches=m, partition=[12, 6], optimizer=adamw, seed=SEED,
-                            update_every=m if schedule == "pipedream" else None, device="cpu")
+            pipe = Pipeline(gpt(), adamw, stages=[12, 6],
+                            schedule=Asynchronous(schedule, update_every=m if schedule == "pipedream" else None),
+                            microbatches=m, execution=Execution(device="cpu"), seed=SEED)
             running[name] = pipe.train(batches())
         for _ in range(HEAD):
             next(running[name])

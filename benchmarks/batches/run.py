@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Asynchronous, Layer, Model, Pipeline
 from vpipe.distributed.init import join_world
 from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.microbatches import Batch
@@ -43,9 +43,9 @@ def pipeline(schedule: str, compared: bool) -> Pipeline:
     layers = [Layer("front", Front, ("input",), ("h",)),
               *(Layer(f"linear{i}", lambda: nn.Linear(8, 8)) for i in range(dist.get_world_size())),
               Layer("loss", Loss, ("h", "target"), ("loss",))]
-    pipe = Pipeline(Model(layers, ("input", "target")), stages=dist.get_world_size(), schedule=schedule,
-                    microbatches=4, update_every=None if schedule == "1f1b" else 4,
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    pipe = Pipeline(Model(layers, ("input", "target")), lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+                    stages=dist.get_world_size(),
+                    schedule=Asynchronous(schedule, update_every=None if schedule == "1f1b" else 4), microbatches=4)
     if not compared:
         for worker in pipe.engine.workers.values():
             worker.comparison = None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from ways import WAYS, Way
 
-from vpipe import Pipeline
+from vpipe import Execution, Pipeline, Transfers
 from vpipe.model.registry import ModelSettings, model_named
 
 BATCH, LENGTH, WORDS, PREDICTIONS, MICROBATCHES = 8, 64, 8192, 8, 4
@@ -70,8 +70,8 @@ def pipeline(schedule: str) -> Pipeline:
     """Four blocks of 768 in two stages, with AdamW."""
     model = model_named("bert")(ModelSettings(vocab_size=WORDS, num_layers=4, hidden_size=768, num_heads=12,
                                               sequence_length=LENGTH))
-    return Pipeline(model, 2, schedule, MICROBATCHES, timeout_s=300,
-                    optimizer=partial(torch.optim.AdamW, lr=1e-4, fused=True), device="cpu")
+    return Pipeline(model, partial(torch.optim.AdamW, lr=1e-4, fused=True), stages=2, schedule=schedule,
+                    microbatches=MICROBATCHES, transfers=Transfers(timeout_s=300), execution=Execution(device="cpu"))
 
 
 def saves(folder: Path, turns: int) -> list[Turn]:

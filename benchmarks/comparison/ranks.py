@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from sleepers import WIDTH, Optimizers, sleeping_model
 
-from vpipe import Pipeline
+from vpipe import Asynchronous, Cut, Execution, Pipeline, Transfers
 from vpipe.compare.round_robin import TimedTraining, take_turns
 from vpipe.plan.profile import Profile
 
@@ -51,10 +51,11 @@ class Contender:
 
     def batches(self, slower: float, batches: int) -> Iterator[float]:
         """Train; yields a loss per batch."""
-        pipe = Pipeline(sleeping_model(self.profile, slower), schedule=self.schedule, microbatches=self.microbatches,
-                        partition=self.partition, recompute=[list(layers) for layers in self.recomputed],
-                        update_every=self.update_every, optimizer=Optimizers(self.profile, slower),
-                        timeout_s=TIMEOUT_S, device="cpu")
+        pipe = Pipeline(sleeping_model(self.profile, slower), Optimizers(self.profile, slower),
+                        stages=Cut(self.partition, recompute=[list(layers) for layers in self.recomputed]),
+                        schedule=Asynchronous(self.schedule, update_every=self.update_every),
+                        microbatches=self.microbatches, transfers=Transfers(timeout_s=TIMEOUT_S),
+                        execution=Execution(device="cpu"))
         updates = self.microbatches // (self.update_every or self.microbatches)
         steps = pipe.train(repeat({"input": torch.ones(self.batch_size, WIDTH)}))
         for _ in range(batches):

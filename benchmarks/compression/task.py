@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Execution, Layer, Model, Pipeline, Transfers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "throughput"))
 
@@ -32,11 +32,10 @@ class Way:
 
     name: str
     compress: str
-    rounding: str = "nearest"
 
 
 WAYS = (Way("none", "none"), Way("bf16", "bf16"),
-        Way("int8 nearest", "int8"), Way("int8 stochastic", "int8", "stochastic"))
+        Way("int8 nearest", "int8"), Way("int8 stochastic", "int8_stochastic"))
 
 
 class Embed(nn.Module):
@@ -82,6 +81,6 @@ def batches(seed: int) -> Iterator[dict[str, Tensor]]:
 
 def pipeline(way: Way, seed: int, learning_rate: float = 1e-3) -> Pipeline:
     """Two stages under 1F1B."""
-    return Pipeline(gpt(), partition=CUT, schedule="1f1b", microbatches=MICROBATCHES, seed=seed,
-                    optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate, fused=True),
-                    compress=way.compress, compress_rounding=way.rounding, device="cpu")
+    return Pipeline(gpt(), lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate, fused=True), stages=CUT,
+                    schedule="1f1b", microbatches=MICROBATCHES, transfers=Transfers(compress=way.compress),
+                    execution=Execution("cpu"), seed=seed)

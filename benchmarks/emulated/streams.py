@@ -19,7 +19,7 @@ from device import WIDTH, Times, pause
 from ranks import FORK, TIMEOUT_S, run_ranks
 from vpipe_entrants import emulated_model
 
-from vpipe import Pipeline
+from vpipe import Asynchronous, Execution, Pipeline
 from vpipe.errors import PerformanceWarning
 
 UPDATES, WINDOWS = 40, 3
@@ -115,8 +115,9 @@ def _windows(stream: Stream, work: Any, rank: int, barrier: Barrier) -> tuple[li
 def _vpipe(stream: Stream, rank: int) -> Iterator[object]:
     model = emulated_model(stream.ranks, stream.times)
     warnings.simplefilter("ignore", PerformanceWarning)  # of late gradients
-    pipe = Pipeline(model, stream.ranks, "pipedream", stream.ranks, update_every=stream.update_every, device="cpu",
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0), warmup_depth=stream.depths)
+    pipe = Pipeline(model, lambda parameters: torch.optim.SGD(parameters, lr=0.0), stages=stream.ranks,
+                    schedule=Asynchronous("pipedream", update_every=stream.update_every, warmup_depth=stream.depths),
+                    microbatches=stream.ranks, execution=Execution(device="cpu"))
     return pipe.train(repeat({"input": torch.ones(stream.ranks, WIDTH)}))
 
 

@@ -12,7 +12,8 @@ from device import WIDTH, Device, Times
 from entrant import Entrant, Updates
 from orders import ORDERS, Order
 
-from vpipe import Layer, Model, Pipeline
+import vpipe
+from vpipe import Execution, Layer, Model, Pipeline
 
 
 def emulated_model(stages: int, times: Times) -> Model:
@@ -24,9 +25,10 @@ def emulated_model(stages: int, times: Times) -> Model:
 
 def _updates(order: Order, case: Case, rank: int) -> Updates:
     stages = case.ranks * order.chunks
-    pipe = Pipeline(emulated_model(stages, case.times.share(order.chunks)), stages, order.name, case.microbatches,
-                    chunks=order.chunks, device="cpu",
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    pipe = Pipeline(emulated_model(stages, case.times.share(order.chunks)),
+                    lambda parameters: torch.optim.SGD(parameters, lr=0.0), stages=stages,
+                    schedule=vpipe.Order(order.name, chunks=order.chunks), microbatches=case.microbatches,
+                    execution=Execution(device="cpu"))
     for _ in pipe.train(repeat({"input": torch.ones(case.microbatches, WIDTH)})):
         yield
 

@@ -13,13 +13,12 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from findings import Part
 from models import CONFIGS, small_batches, small_model
 
-from vpipe import Pipeline
+from vpipe import Cut, Execution, Pipeline
 from vpipe.errors import PerformanceWarning
 from vpipe.schedules.registry import Recipe, recipes
 from vpipe.verify.reference import asynchronous_oracle, flush_oracle
@@ -30,11 +29,12 @@ RANKS, MICROBATCHES, STEPS, SAMPLES = 4, 8, 3, 16
 FP32, REDUCED = 1e-5, 1e-2
 
 
-def trained(schedule: Recipe, device: torch.device, **settings: Any) -> tuple[Pipeline, list[float]]:
+def trained(schedule: Recipe, device: torch.device, recompute: float = 0.0,
+            precision: str = "fp32") -> tuple[Pipeline, list[float]]:
     """Train on the small model, and return the pipeline and its losses."""
-    pipe = Pipeline(small_model(), stages=RANKS * schedule.chunks, schedule=schedule.name, microbatches=MICROBATCHES,
-                    device=device, seed=1, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-                    **settings)
+    pipe = Pipeline(small_model(), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+                    stages=Cut(RANKS * schedule.chunks, recompute), schedule=schedule.name, microbatches=MICROBATCHES,
+                    precision=precision, execution=Execution(device), seed=1)
     return pipe, [step.loss for step in pipe.train(small_batches(STEPS, SAMPLES))]
 
 

@@ -18,7 +18,7 @@ from findings import Part
 from models import published_jobs
 from torch import Tensor
 
-from vpipe import Pipeline
+from vpipe import Execution, Pipeline
 
 sys.path.append(str(Path(__file__).parent.parent / "host"))
 
@@ -91,10 +91,10 @@ def main() -> None:
     cost_of_actions(part)
     job = published_jobs(part.small)["GPT 124M"]
     batch = {name: value.to(part.device) for name, value in next(job.training_batches(job.model.batch)).items()}
-    pipes = {executor: Pipeline(job.model, stages=1, schedule="gpipe", device=part.device, executor=executor,
-                                microbatches=job.config.training.num_microbatches,
+    pipes = {executor: Pipeline(job.model, lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True), stages=1,
+                                schedule="gpipe", microbatches=job.config.training.num_microbatches,
                                 precision=job.config.training.precision,
-                                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True))
+                                execution=Execution(device=part.device, executor=executor))
              for executor in ("overlapped", "async_threaded", "naive")}
     gaps(part, pipes["overlapped"], batch)
     seconds = seconds_per_batch(part, pipes, batch, 3, 4)

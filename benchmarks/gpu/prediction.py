@@ -15,7 +15,7 @@ import torch
 from findings import Part
 from models import published_jobs
 
-from vpipe import Pipeline, Plan
+from vpipe import Execution, Pipeline, Plan
 from vpipe.plan.predict import predict
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
@@ -39,7 +39,8 @@ def compare(part: Part, name: str, job: Job) -> None:
         plan = Plan((len(job.model),), (recompute,), schedule="1f1b", microbatches=training.num_microbatches)
         predicted = predict(profile, plan).prediction
         before = torch.cuda.memory_allocated() if part.device.type == "cuda" else 0
-        pipe = Pipeline(job.model, plan=plan, optimizer=factory, device=part.device, precision=training.precision)
+        pipe = Pipeline(job.model, factory, stages=plan, precision=training.precision,
+                        execution=Execution(device=part.device))
         steps = pipe.train(repeat(batch))
         next(steps), next(steps)  # warm up
         part.wait()

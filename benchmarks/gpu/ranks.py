@@ -21,7 +21,7 @@ import torch.distributed as dist
 from findings import Part
 from models import small_batches, small_model
 
-from vpipe import Pipeline
+from vpipe import Cut, Execution, Order, Pipeline, Transfers, Update
 
 WORLD = "VPIPE_GPU_WORLD"
 """The environment variable that tells a process of a world what to do, as JSON."""
@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "zb_v": {"schedule": "zb_v", "chunks": 2}, "interleaved": {"schedule": "interleaved", "chunks": 2},
     "pipedream": {"schedule": "pipedream"}, "2bw": {"schedule": "2bw"},
     "1f1b, 2 replicas": {"schedule": "1f1b", "replicas": 2}}
-"""Arguments of :class:`vpipe.Pipeline`."""
+"""Schedules, with fields of :class:`vpipe.Order`, :class:`vpipe.Cut` and :class:`vpipe.Update`."""
 
 
 def stages_of(setting: dict[str, Any], ranks: int) -> int:
@@ -41,9 +41,12 @@ def stages_of(setting: dict[str, Any], ranks: int) -> int:
 
 def losses(setting: dict[str, Any], ranks: int, device: str, backend: str | None = None) -> list[float]:
     """Train a setting made for ``ranks`` ranks; in this process, or as a rank of them."""
-    pipe = Pipeline(small_model(), stages=stages_of(setting, ranks), microbatches=MICROBATCHES, device=device,
-                    backend=backend, timeout_s=30, seed=1,
-                    optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), **setting)
+    cut = Cut(stages_of(setting, ranks), recompute=setting.get("recompute", 0.0), ranks=setting.get("replicas", 1))
+    pipe = Pipeline(small_model(), Update(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+                                          grad_clip=setting.get("grad_clip")),
+                    stages=cut, schedule=Order(setting["schedule"], chunks=setting.get("chunks")),
+                    microbatches=MICROBATCHES, transfers=Transfers(backend, timeout_s=30),
+                    execution=Execution(device), seed=1)
     return [step.loss for step in pipe.train(small_batches(STEPS, 16))]
 
 

@@ -15,7 +15,7 @@ from findings import Part
 from models import published_jobs
 from torch import Tensor, nn
 
-from vpipe import Model, Pipeline
+from vpipe import Execution, Model, Pipeline
 from vpipe.profiling.peak_flops import known_tflops
 from vpipe.train.job import Job
 from vpipe.train.model_section import model_flops
@@ -50,8 +50,8 @@ def pipeline_training(model: Model, batch: Mapping[str, Tensor], job: Job, devic
     def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=1e-4, fused=True)
 
-    pipe = Pipeline(model, stages=1, schedule="1f1b", microbatches=training.num_microbatches, device=device,
-                    precision=training.precision, optimizer=adamw)
+    pipe = Pipeline(model, adamw, stages=1, schedule="1f1b", microbatches=training.num_microbatches,
+                    precision=training.precision, execution=Execution(device=device))
     return lambda: list(pipe.train([batch] * BATCHES)) and None
 
 

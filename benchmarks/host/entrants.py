@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vpipe import Model, Pipeline
+from vpipe import Execution, Model, Pipeline
 from vpipe.errors import PerformanceWarning
 
 STAGES, MICROBATCHES, WIDTH = 4, 32, 8
@@ -37,8 +37,8 @@ def pipelines(optimizer: Callable[..., torch.optim.Optimizer], device: torch.dev
     """Return a pipeline of all stages in this process per schedule; pipedream makes an update per microbatch."""
     warnings.simplefilter("ignore", PerformanceWarning)  # of late gradients
     model = Model.sequential(layers(), loss=nn.MSELoss())
-    return {schedule: Pipeline(model, partition=[1] * STAGES, schedule=schedule, microbatches=MICROBATCHES,
-                               device=device, optimizer=optimizer) for schedule in ("1f1b", "pipedream")}
+    return {schedule: Pipeline(model, optimizer, stages=[1] * STAGES, schedule=schedule, microbatches=MICROBATCHES,
+                               execution=Execution(device=device)) for schedule in ("1f1b", "pipedream")}
 
 
 def train(pipe: Pipeline, batch: Mapping[str, Tensor], batches: int) -> None:

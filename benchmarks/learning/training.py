@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from task import SEQUENCES, batches, gpt, partition, text_id, validation
 
-from vpipe import Pipeline
+from vpipe import Asynchronous, Execution, Order, Pipeline, Update
 from vpipe.train.optimizers import LearningRatePolicy, OptimizerSettings, hidden_matrices
 
 sys.path.append(str(Path(__file__).parent.parent / "throughput"))
@@ -95,14 +95,12 @@ def pipeline(run: Run) -> Pipeline:
     stages = run.stages or (1 if run.semantics == FLUSH else 2)
     microbatches = {FLUSH: 1, EVERY_MICROBATCH: 1, TWO_BW: 2}.get(run.semantics, run.batch)
     warmup = max(1, round(WARMUP * run.updates))
-    asynchronous: dict[str, Any] = {} if run.semantics == FLUSH else {"update_every": microbatches}
-    if run.correction != "none":
-        asynchronous["delay_correction"] = run.correction
     schedule = {FLUSH: "1f1b", EVERY_MICROBATCH: PIPEDREAM}.get(run.semantics, run.semantics)
-    return Pipeline(gpt(), partition=partition(stages), schedule=schedule,
-                    microbatches=microbatches, seed=run.seed, device="cpu",
-                    optimizer=optimizer(run.optimizer, run.learning_rate),
-                    learning_rate_factor=LearningRatePolicy("polynomial", run.updates, warmup), **asynchronous)
+    order = Order(schedule) if run.semantics == FLUSH else Asynchronous(
+        schedule, update_every=microbatches, delay_correction=0.0 if run.correction == "none" else 1.0)
+    update = Update(optimizer(run.optimizer, run.learning_rate), LearningRatePolicy("polynomial", run.updates, warmup))
+    return Pipeline(gpt(), update, stages=partition(stages), schedule=order, microbatches=microbatches,
+                    execution=Execution("cpu"), seed=run.seed)
 
 
 def optimizer(name: str, learning_rate: float) -> OptimizerSettings:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from world import run_world
 
-from vpipe import Layer, Model, Pipeline, Plan
+from vpipe import Execution, Layer, Model, Pipeline, Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.solver import PlanRequest, solve
 from vpipe.profiling.fingerprint import identify
@@ -106,7 +106,8 @@ def work(rounds: int, batches: int, out: Path) -> None:
 
 def step_seconds(model: Model, cut: Sequence[int], whole: dict[str, Tensor], batches: int) -> list[float]:
     """Of so many updates, after one to warm up."""
-    pipe = Pipeline(model, partition=cut, schedule="1f1b", microbatches=MICROBATCHES, optimizer=adamw, device="cpu")
+    pipe = Pipeline(model, adamw, stages=cut, schedule="1f1b", microbatches=MICROBATCHES,
+                    execution=Execution(device="cpu"))
     stream = pipe.train(whole for _ in range(batches + 1))
     next(stream)
     dist.barrier()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, SETTINGS, Case, Setting, adamw, busy_s
 
-from vpipe import Pipeline, Plan
+from vpipe import Asynchronous, Execution, Pipeline, Plan
 from vpipe.errors import VpipeError
 from vpipe.model.layer import Model
 from vpipe.model.split import balanced
@@ -83,8 +83,8 @@ def done(setting: Setting, model: Model, case: Case, cut: Sequence[int], profile
     plan = Plan(tuple(cut), (setting.recompute,) * len(cut), schedule=setting.schedule, microbatches=MICROBATCHES,
                 update_every=setting.update_every)
     predicted = predict(profile, plan)
-    pipe = Pipeline(model, plan=plan, microbatches=MICROBATCHES, update_every=setting.update_every, optimizer=adamw,
-                    device="cpu")
+    pipe = Pipeline(model, adamw, stages=plan, schedule=Asynchronous("1f1b", update_every=setting.update_every),
+                    microbatches=MICROBATCHES, execution=Execution(device="cpu"))
     recorder, = pipe.engine.record(1 << 30).values()
     seconds_by_op = clocked(recorder.worker)
     updates = MICROBATCHES // (setting.update_every or MICROBATCHES)

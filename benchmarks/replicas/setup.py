@@ -10,7 +10,7 @@ from itertools import repeat
 import torch
 from device import WIDTH, Device, Times
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Cut, Execution, Layer, Model, Pipeline
 from vpipe.schedules.build import build
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.registry import recipe_named
@@ -62,9 +62,9 @@ class Setup:
                         outputs=("h",)),
                   Layer("light", partial(Device, self.times[1], first=False, last=True), inputs=("h",),
                         outputs=("loss",))]
-        pipe = Pipeline(Model(layers, batch=("input",)), 2, self.schedule, MICROBATCHES, placement=self.placement,
-                        partition=[1, 1], optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-                        device="cpu")
+        pipe = Pipeline(Model(layers, batch=("input",)), lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+                        stages=Cut([1, 1], ranks=self.placement), schedule=self.schedule, microbatches=MICROBATCHES,
+                        execution=Execution(device="cpu"))
 
         def train() -> None:
             for _ in pipe.train(repeat({"input": torch.ones(MICROBATCHES, WIDTH)}, BATCHES)):

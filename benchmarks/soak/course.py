@@ -164,7 +164,7 @@ class Course:
                 progress(number * training.num_microbatches // per_step)
                 yield batch
 
-        compression = Compression.parse(parallel.compress, parallel.compress_rounding, len(partition), training.seed)
+        compression = Compression.described(parallel.transfers, len(partition), training.seed)
         cross = uncompressed if compression is None else CutCompression(job.model, partition, job.placement,
                                                                         compression)
         recipe = TrainingRecipe(job.optimizer().from_named, training.num_microbatches, training.seed, job.lr_policy(),

@@ -137,8 +137,8 @@ def exchange(rank: int, root: Path, store: str) -> None:
     model = Model([Layer("first", lambda: Watched(8, 8), ("input",), ("h",)),
                    Layer("second", lambda: Watched(8, 8), ("h",), ("h",)),
                    Layer("loss", Loss, ("h", "target"), ("loss",))], ("input", "target"))
-    pipe = Pipeline(model, stages=2, schedule="1f1b", microbatches=MICROBATCHES, partition=[1, 2],
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    pipe = Pipeline(model, lambda parameters: torch.optim.SGD(parameters, lr=0.01), stages=[1, 2], schedule="1f1b",
+                    microbatches=MICROBATCHES)
     batches = [{"input": torch.randn(16, 8), "target": torch.randn(16, 8)} for _ in range(5)]
     for _ in pipe.train(batches):
         pass

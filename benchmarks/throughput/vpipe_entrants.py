@@ -10,13 +10,13 @@ from entrant import Entrant, Updates
 from model import SEED, adamw, gpt
 from precision import BF16
 
-from vpipe import Pipeline
+from vpipe import Asynchronous, Execution, Pipeline
 
 
 def _updates(schedule: str, microbatches: int, update_every: int | None, cut: Sequence[int],
              precision: str) -> Updates:
-    pipe = Pipeline(gpt(), schedule=schedule, microbatches=microbatches, update_every=update_every, partition=cut,
-                    optimizer=adamw, seed=SEED, precision=precision, device="cpu")
+    pipe = Pipeline(gpt(), adamw, stages=cut, schedule=Asynchronous(schedule, update_every=update_every),
+                    microbatches=microbatches, precision=precision, execution=Execution(device="cpu"), seed=SEED)
     for step in pipe.train(batches()):
         yield step.loss
 

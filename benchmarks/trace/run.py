@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Execution, Layer, Model, Pipeline
 from vpipe.train.trace_writer import TraceWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "throughput"))
@@ -83,8 +83,8 @@ class Case:
 
     def start(self, folder: Path | None) -> Iterator[None]:
         """Make updates, one per ``next``; recorded where there is a folder."""
-        pipe = Pipeline(self.model(), partition=self.partition, schedule=self.schedule, microbatches=8,
-                        optimizer=lambda own: torch.optim.AdamW(own, lr=3e-4, fused=True), device="cpu")
+        pipe = Pipeline(self.model(), lambda own: torch.optim.AdamW(own, lr=3e-4, fused=True), stages=self.partition,
+                        schedule=self.schedule, microbatches=8, execution=Execution(device="cpu"))
         with nullcontext() if folder is None else TraceWriter(folder, pipe, self.samples, limit=10**9) as trace:
             for _ in pipe.train(self.batches()):
                 if trace is not None:

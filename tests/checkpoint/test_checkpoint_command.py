@@ -139,8 +139,8 @@ def test_show_says_what_is_in_the_newest(vpipe: Vpipe, run: Path) -> None:
 
 def test_layers_that_are_numbers_come_in_their_order(vpipe: Vpipe, tmp_path: Path) -> None:
     layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(12)))
-    pipe = Pipeline(Model.sequential(layers, torch.nn.MSELoss()), stages=2,
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    pipe = Pipeline(Model.sequential(layers, torch.nn.MSELoss()),
+                    lambda parameters: torch.optim.SGD(parameters, lr=0.1), stages=2)
     pipe.save(tmp_path / "saved")
     lines = vpipe("show", tmp_path / "saved")[1].splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("layer "))
@@ -225,7 +225,7 @@ def test_huggingface_there_and_back(vpipe: Vpipe, run: Path, job: Job, tmp_path:
     assert all(torch.equal(found[f"model.{name}"], weights[name]) for name in weights)
 
     # A pipeline goes on from it as a sequential program does with these weights.
-    pipe = Pipeline(job.model, partition=[2, 3], microbatches=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), seed=4)
+    pipe = Pipeline(job.model, lambda p: torch.optim.SGD(p, lr=0.1), stages=[2, 3], microbatches=4, seed=4)
     assert pipe.load(start).steps == 0
     batches = list(islice(job.training_batches(job.model.batch), 2))
     expected = flush_oracle(job.model, batches, TrainingRecipe(lambda p: torch.optim.SGD(p.values(), lr=0.1), 4,

@@ -386,8 +386,8 @@ def test_other_checkpoints_are_refused(tmp_path: Path, sample: Sample) -> None:
     train(job, tmp_path / "run")
     status, _, err = sample(tmp_path / "run", "--prompt", "a [MASK]")
     assert (status, "the data set 'synthetic' has none" in err) == (2, True)
-    pipe = Pipeline(Model.sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.MSELoss()), stages=1,
-                    schedule="1f1b", microbatches=1, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    pipe = Pipeline(Model.sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.MSELoss()),
+                    lambda params: torch.optim.SGD(params, lr=0.1), stages=1, schedule="1f1b", microbatches=1)
     pipe.save(tmp_path / "own")
     status, _, err = sample(tmp_path / "own", "--prompt", "a")
     assert (status, "Pipeline.save wrote it\nhint: sample a run of 'vpipe train'" in err) == (2, True)

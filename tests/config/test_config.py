@@ -422,7 +422,7 @@ def test_scheduler_option(at: Path) -> None:
         parallel = load(at, GOOD.replace("size: 4}\n", f"size: 4{others}}}\n"), scheduler="naive").parallel
         assert (parallel.schedule, parallel.executor, parallel.update_every) == ("gpipe", "naive", None)
     named = load(at, GOOD, "parallel.scheduler=async_threaded")
-    assert named.parallel.order == "gpipe, executor async_threaded"
+    assert named.parallel.order_text == "gpipe, executor async_threaded"
     assert load(at, named.resolved_yaml()) == named
     assert errors(at, GOOD, "parallel.schedule=1f1b", scheduler="naive") == [
         ("parallel.schedule is '1f1b', but scheduler: naive means schedule: gpipe", "--set parallel.schedule",

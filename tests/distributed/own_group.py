@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vpipe import Model, Pipeline
+from vpipe import Model, Pipeline, Transfers
 from vpipe.distributed import device
 from vpipe.distributed.init import join_world
 from vpipe.distributed.watchdog import current_watchdog
@@ -28,8 +28,8 @@ def losses() -> list[float]:
     """Train two stages for three steps."""
     torch.manual_seed(0)
     model = Model.sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), loss=nn.CrossEntropyLoss())
-    pipe = Pipeline(model, stages=2, microbatches=2, timeout_s=10,
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    pipe = Pipeline(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), stages=2, microbatches=2,
+                    transfers=Transfers(timeout_s=10))
     batches = [{"input": torch.arange(16.0).reshape(4, 4) / 16, "target": torch.tensor([0, 1, 1, 0])}] * 3
     return [step.loss for step in pipe.train(batches)]
 

@@ -231,7 +231,7 @@ class Narrow(nn.Linear):
         return super().forward(x[:, 1:])
 
 net = nn.Sequential(nn.Linear(4, 4), Narrow(4, 4))
-pipe = Pipeline(Model.sequential(net, nn.MSELoss()), 2, "1f1b", 2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+pipe = Pipeline(Model.sequential(net, nn.MSELoss()), lambda p: torch.optim.SGD(p, lr=0.1), 2, "1f1b", 2)
 for step in pipe.train([{"input": torch.ones(4, 4), "target": torch.ones(4, 4)}]):
     print(step.loss)
 """

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import parts
 from torch import nn
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Asynchronous, Cut, Execution, Layer, Model, Order, Pipeline, Precision, Transfers, Update
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.build import build
 from vpipe.schedules.csv_format import write_torch_csv
@@ -118,8 +119,8 @@ def test_hugging_faces_blocks_of_the_page_are_layers() -> None:
     ids = torch.randint(101, (8, 16), generator=torch.Generator().manual_seed(0))
 
     def losses(**settings: Any) -> list[float]:
-        pipe = Pipeline(names["model"], microbatches=4, **settings,
-                        optimizer=lambda params: torch.optim.SGD(params, lr=0.01))
+        pipe = Pipeline(names["model"],
+                        **parts(microbatches=4, **settings, optimizer=lambda params: torch.optim.SGD(params, lr=0.01)))
         return [step.loss for step in pipe.train([{"ids": ids, "labels": ids.roll(-1, 1)}] * 3)]
 
     plain = losses(stages=1)
@@ -131,6 +132,17 @@ def test_the_page_has_every_argument_and_every_attribute() -> None:
     page = PAGE.read_text()
     rows = {name for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)", row)}
     arguments = [*inspect.signature(Pipeline).parameters, *inspect.signature(Layer).parameters]
-    public = [name for name in vars(Pipeline) if not name.startswith("_") and name != "from_schedule"]
+    public = [name for name in vars(Pipeline) if not name.startswith("_") and name != "prepared"]
     attributes = [*(field.name for field in fields(Step)), "updates", "microbatches", "samples"]
     assert not {*arguments, *public, *attributes} - rows
+
+
+def test_the_page_has_every_field_of_every_part() -> None:
+    page = PAGE.read_text()
+    rows: dict[str, set[str]] = {}
+    part = ""
+    for first, second in re.findall(r"^\| (\S*) ?\| (`.*?) \|", page, re.MULTILINE):
+        part = first.strip("`") or part
+        rows.setdefault(part, set()).update(re.findall(r"`(\w+)", second))
+    for kind in (Update, Cut, Order, Asynchronous, Precision, Transfers, Execution):
+        assert {field.name for field in fields(kind)} <= rows[kind.__name__]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vpipe import Pipeline
+from vpipe import Cut, Pipeline
 from vpipe.config.config import ModelSection
 from vpipe.errors import UserError
 from vpipe.model.gpt import GptAttention, GptConfig, GptMlp
@@ -228,8 +228,8 @@ def test_gpts_sums_begin_with_smaller_weights() -> None:
 def test_a_pipeline_trains_it_as_one_process_does(family: str, schedule: str, recompute: float) -> None:
     model = model_of(family)
     batches = [batch_of(8, 5), batch_of(8, 7)]
-    pipe = Pipeline(model, partition=[2, 3], microbatches=4, schedule=schedule, recompute=recompute,
-                    optimizer=lambda p: torch.optim.SGD(p, lr=0.1), seed=4)
+    pipe = Pipeline(model, lambda p: torch.optim.SGD(p, lr=0.1), stages=Cut([2, 3], recompute=recompute),
+                    schedule=schedule, microbatches=4, seed=4)
     expected = flush_oracle(model, batches, TrainingRecipe(lambda p: torch.optim.SGD(p.values(), lr=0.1), 4, seed=4),
                             partition=[2, 3])
     assert [step.loss for step in pipe.train(batches)] == expected.losses

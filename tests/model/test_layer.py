@@ -120,7 +120,7 @@ def test_seeds_are_unrelated_and_fit_into_63_bits() -> None:
 def test_initial_weights_are_independent_of_the_partition() -> None:
     model = Model([FIRST, Layer("second", linear), Layer("third", linear),
                    Layer("last", lambda: Squared(3), ("h",), ("loss",))], ("x",))
-    states = [Pipeline(model, partition=partition, optimizer=sgd, seed=5).state_dict()
+    states = [Pipeline(model, sgd, stages=partition, seed=5).state_dict()
               for partition in ([4], [1, 3], [3, 1], [1, 1, 1, 1])]
     whole = model.materialize(5)
     assert list(states[0]) == list(whole.state_dict())
@@ -176,7 +176,7 @@ def test_sequential_keeps_names_weights_and_the_original() -> None:
     assert [(layer.inputs, layer.outputs) for layer in model.layers] == [
         (("input",), ("h",)), (("h",), ("h",)), (("h",), ("h",)), (("h", "target"), ("loss",))]
     assert model.batch == ("input", "target")
-    pipe = Pipeline(model, stages=3, optimizer=sgd)
+    pipe = Pipeline(model, sgd, stages=3)
     state = pipe.state_dict()
     assert list(state) == list(before)
     assert all(torch.equal(state[name], value) for name, value in before.items())
@@ -192,7 +192,7 @@ def test_two_pipelines_from_one_model_start_equal_and_stay_apart() -> None:
     batch = {"input": torch.randn(6, 3), "target": torch.randn(6, 2)}
     losses = []
     for seed in (0, 1):
-        pipe = Pipeline(model, stages=2, optimizer=sgd, seed=seed)
+        pipe = Pipeline(model, sgd, stages=2, seed=seed)
         losses.append([step.loss for step in pipe.train([batch] * 3)])
     assert losses[0] == losses[1]
 
@@ -240,7 +240,7 @@ def test_children_that_occur_again_are_layers_again_and_share_their_parameters()
 def test_a_sequential_that_shares_parameters_trains_as_it_would_by_itself(partition: list[int]) -> None:
     net, loss_of = shared_net(), nn.MSELoss()
     batches = [{"input": torch.randn(4, 3), "target": torch.randn(4, 3)} for _ in range(4)]
-    pipe = Pipeline(Model.sequential(net, loss_of), partition=partition, optimizer=sgd)
+    pipe = Pipeline(Model.sequential(net, loss_of), sgd, stages=partition)
     losses = [step.loss for step in pipe.train(batches)]
     optimizer, expected = sgd(list(net.parameters())), []
     for batch in batches:
@@ -261,7 +261,7 @@ def test_frozen_parameters_need_no_tie() -> None:
     frozen = nn.Linear(3, 3).requires_grad_(False)
     model = Model.sequential(nn.Sequential(frozen, nn.Linear(3, 3), frozen), nn.MSELoss())
     assert not any(layer.ties for layer in model.layers)
-    pipe = Pipeline(model, partition=[1, 1, 1], optimizer=sgd)
+    pipe = Pipeline(model, sgd, stages=[1, 1, 1])
     list(pipe.train([{"input": torch.randn(4, 3), "target": torch.randn(4, 3)}]))
     assert torch.equal(pipe.state_dict()["2.weight"], frozen.weight)
 
@@ -282,7 +282,7 @@ def test_a_tie_of_unequal_parameters_or_none_is_refused(ties: dict[str, str], te
     model = Model([FIRST, Layer("double", lambda: nn.Linear(3, 3).double()),
                    Layer("last", linear, ("h",), ("loss",), ties)], ("x",))
     with pytest.raises(UserError) as error:
-        model.materialize() if partition is None else Pipeline(model, partition=partition, optimizer=torch.optim.SGD)
+        model.materialize() if partition is None else Pipeline(model, torch.optim.SGD, stages=partition)
     if ties["weight" if "weight" in ties else "wieght"] == "first.w" and partition == [1, 1, 1]:
         text = "error: 'first.w' is tied to a parameter of another stage, but is no trainable parameter"
     assert text in str(error.value)

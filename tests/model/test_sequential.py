@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import UserError
 
 WIDTH, CLASSES = 6, 3
@@ -75,8 +75,8 @@ def normed_twice() -> nn.Sequential:
 def test_a_module_with_buffers_that_stands_twice_in_a_stage_is_one_module(
         partition: list[int], recompute: float | list[list[int]]) -> None:
     net, loss_of = normed_twice(), nn.CrossEntropyLoss()
-    pipe = Pipeline(Model.sequential(net, loss_of), partition=partition, schedule="1f1b", microbatches=4,
-                    optimizer=momentum, recompute=recompute)
+    pipe = Pipeline(Model.sequential(net, loss_of), momentum, stages=Cut(partition, recompute=recompute),
+                    schedule="1f1b", microbatches=4)
     losses = [step.loss for step in pipe.train(batches(3))]
     expected, state = plain(net, loss_of, 3, 4)
     assert losses == expected
@@ -90,7 +90,7 @@ def test_the_last_child_may_be_one_that_stood_before() -> None:
     torch.manual_seed(3)
     norm = nn.BatchNorm1d(WIDTH)
     net, loss_of = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH), norm), nn.CrossEntropyLoss()
-    pipe = Pipeline(Model.sequential(net, loss_of), partition=[3], microbatches=2, optimizer=momentum)
+    pipe = Pipeline(Model.sequential(net, loss_of), momentum, stages=[3], microbatches=2)
     expected, state = plain(net, loss_of, 3, 2)
     assert [step.loss for step in pipe.train(batches(3))] == expected
     mine = pipe.state_dict()
@@ -109,7 +109,7 @@ def test_the_last_child_may_be_one_that_stood_before() -> None:
              "module of its own")])
 def test_a_module_with_buffers_on_two_stages_is_refused(partition: list[int], text: str) -> None:
     with pytest.raises(UserError) as error:
-        Pipeline(Model.sequential(normed_twice(), nn.CrossEntropyLoss()), partition=partition, optimizer=momentum)
+        Pipeline(Model.sequential(normed_twice(), nn.CrossEntropyLoss()), momentum, stages=partition)
     assert str(error.value) == text
 
 
@@ -155,7 +155,7 @@ def test_a_loss_that_is_a_module_moves_with_its_layer_and_changes_its_mode() -> 
 def test_class_weights_keep_their_precision(precision: str) -> None:
     net, loss_of = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)), nn.CrossEntropyLoss(
         torch.tensor([0.1, 0.2, 0.7]))
-    pipe = Pipeline(Model.sequential(net, loss_of), stages=2, optimizer=momentum, precision=precision)
+    pipe = Pipeline(Model.sequential(net, loss_of), momentum, stages=2, precision=precision)
     list(pipe.train(batches(2)))
     assert torch.equal(pipe.engine.local_stages[1].modules[1].get_submodule("loss").weight,
                        torch.tensor([0.1, 0.2, 0.7]))
@@ -175,7 +175,7 @@ def test_what_a_loss_keeps_is_saved_and_a_checkpoint_without_it_still_loads(tmp_
     def pipeline() -> Pipeline:
         torch.manual_seed(2)
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
-        return Pipeline(Model.sequential(net, RunningLoss()), stages=2, microbatches=2, optimizer=momentum)
+        return Pipeline(Model.sequential(net, RunningLoss()), momentum, stages=2, microbatches=2)
 
     def resumed(folder: Path) -> list[float]:
         pipe = pipeline()
@@ -199,7 +199,7 @@ def test_the_last_child_trains_on_after_an_evaluation(last: nn.Module) -> None:
     model = Model.sequential(nn.Sequential(nn.Linear(WIDTH, CLASSES), last), nn.CrossEntropyLoss())
     runs = []
     for evaluates in (False, True):
-        pipe = Pipeline(model, stages=2, microbatches=2, optimizer=momentum)
+        pipe = Pipeline(model, momentum, stages=2, microbatches=2)
         losses = []
         for step in pipe.train(batches(3)):
             losses.append(step.loss)
@@ -309,8 +309,8 @@ def test_lazy_and_scripted_modules_are_refused(build: Callable[[], nn.Module], t
 
     layer = Layer("head", Head, ("x",), ("loss",))
     makes: Sequence[Callable[[], object]] = (
-        lambda: Pipeline(Model([layer], batch=("x",)), stages=1, optimizer=momentum),
-        lambda: Pipeline(Model([layer], batch=("x",)), partition=[1], optimizer=momentum))
+        lambda: Pipeline(Model([layer], batch=("x",)), momentum, stages=1),
+        lambda: Pipeline(Model([layer], batch=("x",)), momentum, stages=[1]))
     for make in makes:
         with pytest.raises(UserError) as error:
             make()
@@ -326,7 +326,7 @@ def test_lazy_and_scripted_modules_are_refused(build: Callable[[], nn.Module], t
 def test_a_child_that_torch_cannot_copy_is_refused() -> None:
     net = nn.Sequential(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, CLASSES))
     with pytest.raises(UserError) as error:
-        Pipeline(Model.sequential(net, nn.CrossEntropyLoss()), partition=[1, 1], optimizer=momentum)
+        Pipeline(Model.sequential(net, nn.CrossEntropyLoss()), momentum, stages=[1, 1])
     assert str(error.value).startswith("error: a child of the nn.Sequential, Linear, cannot be copied: Only Tensors "
                                        "created explicitly by the user")
     assert str(error.value).endswith("for weight_norm and spectral_norm use those of torch.nn.utils.parametrizations")
@@ -349,7 +349,6 @@ def test_the_last_child_may_call_its_modules_what_it_likes() -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Names())
     expected = plain(net, nn.CrossEntropyLoss(), 2, 2)
     for partition in ([2], [1, 1]):
-        pipe = Pipeline(Model.sequential(net, nn.CrossEntropyLoss()), partition=partition, microbatches=2,
-                        optimizer=momentum)
+        pipe = Pipeline(Model.sequential(net, nn.CrossEntropyLoss()), momentum, stages=partition, microbatches=2)
         assert [step.loss for step in pipe.train(batches(2))] == pytest.approx(expected[0], abs=1e-6)
         assert pipe.state_dict().keys() == expected[1].keys()

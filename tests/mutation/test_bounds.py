@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from limits import refusal, within_limits
+from pipelines import parts
 from torch import nn
 
 from vpipe import Model, Pipeline
@@ -15,6 +16,8 @@ from vpipe.cli import main
 from vpipe.config.config import load_config
 from vpipe.data.dataset import DatasetSettings
 from vpipe.data.synthetic import synthetic
+from vpipe.description.cut import Cut
+from vpipe.description.order import Order
 from vpipe.errors import UserError
 from vpipe.model.split import balanced
 from vpipe.plan.plan import Plan
@@ -104,26 +107,28 @@ def test_vpipe_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--ranks is 1000000000, but the model has only 9 layers" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("arguments", "what"), [
+@pytest.mark.parametrize(("words", "what"), [
     ({"stages": 10**9}, "1000000000 stages, but the model has only 3 layers"),
-    ({"stages": 2, "replicas": 10**9}, "replicas is 1000000000\nhint: give 16,384 at most"),
+    ({"stages": 2, "ranks": 10**9}, "ranks is 1000000000\nhint: give 16,384 at most"),
     ({"stages": 2, "microbatches": 10**9}, "microbatches is 1000000000\nhint: give 65,536 at most"),
     ({"stages": 2, "chunks": 10**9}, "chunks is 1000000000\nhint: give 1,024 at most"),
     ({"stages": 2, "schedule": "pipedream", "update_every": 10**9}, "update_every is 1000000000"),
-    ({"placement": [[0], [10**9]]}, "names ranks up to 1000000000, but never rank 1"),
-    ({"placement": [[0], [-1]]}, "names rank -1")])
-def test_an_argument_of_a_pipeline(arguments: dict[str, object], what: str) -> None:
+    ({"ranks": [[0], [10**9]]}, "names ranks up to 1000000000, but never rank 1"),
+    ({"ranks": [[0], [-1]]}, "names rank -1")])
+def test_an_argument_of_a_pipeline(words: dict[str, object], what: str) -> None:
     model = Model.sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)), nn.MSELoss())
-    pipeline = partial(Pipeline, model, optimizer=partial(torch.optim.SGD, lr=0.1), **arguments)
-    assert what in str(refusal(pipeline))
+    assert what in str(refusal(lambda: Pipeline(model, partial(torch.optim.SGD, lr=0.1), **parts(**words))))
 
 
 @pytest.mark.parametrize(("wanted", "what"), [
-    (ScheduleSpec("1f1b", 1024, 60_000), "1024 ranks and 60000 microbatches are 122,880,000 forwards and backwards\n"
+    (ScheduleSpec(Order("1f1b"), Cut(1024), 60_000),
+     "1024 ranks and 60000 microbatches are 122,880,000 forwards and backwards\n"
                                    "hint: stay below 250,000: use fewer microbatches, stages or replicas"),
-    (ScheduleSpec("1f1b", 4, 256, replicas=256), "1024 ranks and 256 microbatches are 524,288 forwards and backwards "
+    (ScheduleSpec(Order("1f1b"), Cut(4, ranks=256), 256),
+     "1024 ranks and 256 microbatches are 524,288 forwards and backwards "
                                            "or parts of sums"),
-    (ScheduleSpec("pipedream", 400, 4), "400 ranks and 1600 microbatches, which prove a stream of 'pipedream', are "
+    (ScheduleSpec(Order("pipedream"), Cut(400), 4),
+     "400 ranks and 1600 microbatches, which prove a stream of 'pipedream', are "
                                   "1,280,000 forwards")])
 def test_what_takes_too_long_to_prove(wanted: ScheduleSpec, what: str) -> None:
     assert what in str(refusal(wanted.prepare))

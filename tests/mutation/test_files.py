@@ -17,6 +17,8 @@ from vpipe.config.yaml_tree import MOST_BYTES, MOST_VALUES, read_json_tree
 from vpipe.data.bert_hdf5 import BertHdf5
 from vpipe.data.code_search_net import jsonl_files, read_functions
 from vpipe.data.tokenizers import load_tokenizer
+from vpipe.description.cut import Cut
+from vpipe.description.order import Order
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.schedules.csv_format import read_csv
@@ -28,7 +30,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "plan": ("plan.json", Plan.load),
     "profile": ("profile.json", Profile.load),
     "schedule": ("s.csv", read_csv),
-    "arranged schedule": ("s.csv", lambda path: ScheduleSpec(str(path), 1, 1).prepare()),
+    "arranged schedule": ("s.csv", lambda path: ScheduleSpec(Order(path), Cut(1), 1).prepare()),
     "manifest": ("checkpoint.json", lambda path: Manifest.load(path.parent)),
     "shard": ("a_training.hdf5", lambda path: BertHdf5(path.parent)),
     "functions": ("a.jsonl", lambda path: list(read_functions(jsonl_files(path.parent), path.parent))),

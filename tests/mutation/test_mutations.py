@@ -30,6 +30,8 @@ from vpipe.config.config import load_config
 from vpipe.data.bert_hdf5 import BertHdf5, write_shard
 from vpipe.data.bert_samples import SHAPES, STORAGE, shape_of
 from vpipe.data.code_search_net import jsonl_files, read_functions
+from vpipe.description.cut import Cut
+from vpipe.description.order import Order
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
@@ -144,7 +146,7 @@ def test_schedules(tmp_path: Path) -> None:
 
     def arrange() -> None:
         schedule = read_csv(path)
-        ScheduleSpec(str(path), schedule.stages, schedule.microbatches).prepare()
+        ScheduleSpec(Order(path), Cut(schedule.stages), schedule.microbatches).prepare()
 
     for text in texts:
         path.write_text(text)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Layer, Model
+from vpipe.description.precision import Precision
 from vpipe.model.split import StageSpec, alive, split
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
 from vpipe.plan.stage_costs import stage_memory
@@ -25,7 +26,6 @@ from vpipe.profiling.layer_runner import (
     read_later,
 )
 from vpipe.runtime.activations import ActivationCounter
-from vpipe.runtime.precision import Precision
 from vpipe.runtime.stage import Stage
 from vpipe.train.optimizers import OptimizerSettings
 
@@ -190,7 +190,7 @@ def profile_of(precision: str, optimizer: str = "adamw") -> Profile:
     model = Model([Layer("words", lambda: nn.Embedding(2, WIDE), ("ids",)),
                    Layer("it", lambda: nn.Linear(WIDE, WIDE, bias=False)),
                    Layer("end", nn.Identity, outputs=("loss",))], batch=("ids",))
-    computed = Precision.parse(precision)
+    computed = Precision(precision)
     hidden = torch.randn(1, WIDE, dtype=computed.dtype, requires_grad=True)
     counts = count_layer(LayerRunner(model, 1, torch.device("cpu"), 0, computed),
                    LayerInputs({"h": hidden}, {}, {"h": torch.ones(1, WIDE, dtype=computed.dtype)}),

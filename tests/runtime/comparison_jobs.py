@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pipelines import parts
 from torch import nn
 
 from vpipe import Model, Pipeline
@@ -17,8 +18,9 @@ from vpipe.runtime.microbatches import Batch
 def pipeline(**arguments: Any) -> Pipeline:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
-    return Pipeline(Model.sequential(net, nn.CrossEntropyLoss()), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-                    **{"microbatches": 2, "timeout_s": 30, **arguments})
+    return Pipeline(Model.sequential(net, nn.CrossEntropyLoss()),
+                    **parts(optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+                            **{"microbatches": 2, "timeout_s": 30, **arguments}))
 
 
 def loader(samples: int = 4, shuffled: bool = False) -> Iterator[Batch]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from jobs import AdamW, fingerprint
 from models import rich_batches
+from pipelines import parts
 
 import vpipe
 from vpipe import Model, Pipeline
@@ -64,7 +65,7 @@ class Interrupted:
     def __init__(self, model: Callable[[], Model], steps: int, folder: Path, **arguments: Any) -> None:
         self._model, self._arguments = model, {"stages": 2, "microbatches": 2, "optimizer": AdamW(), "seed": 2,
                                                **arguments}
-        self.pipe = Pipeline(model(), **self._arguments)
+        self.pipe = Pipeline(model(), **parts(**self._arguments))
         self._run = flush_oracle(model(), map(self._batch, range(steps)), TrainingRecipe(
             AdamW().from_named, self.pipe.microbatches, 2), self.pipe.partition)
         self._folder, self._lengths = folder, dict[str, int]()
@@ -115,7 +116,8 @@ class Interrupted:
     def compare(self) -> None:
         """Save, and compare what is saved with a run that was left alone."""
         self.pipe.save(self._folder)
-        alone, other = Pipeline(self._model(), **self._arguments), Pipeline(self._model(), **self._arguments)
+        alone, other = Pipeline(self._model(), **parts(**self._arguments)), Pipeline(self._model(),
+                                                                                     **parts(**self._arguments))
         for _ in alone.train(map(self._batch, range(self.pipe.position.steps))):
             pass
         assert other.load(self._folder) == alone.position

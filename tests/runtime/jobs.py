@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import data_dependent_model, dtype_model, frozen_front, norm_model, rich_batches, rich_model
+from pipelines import parts
 from rank_process import tell
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -61,7 +62,7 @@ def decay(update: int) -> float:
 def pipeline(model: Model, optimizer: Any = "adamw", **arguments: Any) -> Pipeline:
     """``optimizer``: a name of :data:`OPTIMIZERS`, or a factory."""
     factory = OPTIMIZERS[optimizer]() if isinstance(optimizer, str) else optimizer
-    return Pipeline(model, **{"optimizer": factory, "seed": 2, "learning_rate_factor": decay, **arguments})
+    return Pipeline(model, **parts(**{"optimizer": factory, "seed": 2, "learning_rate_factor": decay, **arguments}))
 
 
 def train(*, model: str, batches: int = 3, samples: int = 8, lengths: Sequence[int] = (6,),
@@ -321,7 +322,7 @@ def refusal_of_a_wrapped_layer() -> str:
     build = layers[3].build
     layers[3] = replace(layers[3], build=lambda: WithoutGroup(build()))
     try:
-        Pipeline(Model(layers, rich_model().batch), partition=[2, 2, 2, 2], optimizer=AdamW())
+        Pipeline(Model(layers, rich_model().batch), AdamW(), stages=[2, 2, 2, 2])
     except UserError as error:
         return str(error)
     return ""

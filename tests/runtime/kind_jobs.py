@@ -62,9 +62,8 @@ def train(*, folder: str, package: str, schedule: str | None = None, ranks: int 
     try:
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
-        pipe = Pipeline(Model.sequential(layers, loss=nn.MSELoss()), stages=4, microbatches=4, seed=0,
-                        schedule=schedule or f"{package}_1f1b",
-                        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1))
+        pipe = Pipeline(Model.sequential(layers, loss=nn.MSELoss()), lambda weights: torch.optim.SGD(weights, lr=0.1),
+                        stages=4, schedule=schedule or f"{package}_1f1b", microbatches=4, seed=0)
         data = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
         losses = [step.loss for step in pipe.train({"input": batch, "target": batch.flip(1)} for batch in data)]
         averages = {name: mean.tolist() for name, mean in sys.modules[package].AVERAGES.items()}

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from models import RawMatmul, rich_batches, rich_model
+from pipelines import parts
 from torch import Tensor, nn
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import RunError
 from vpipe.runtime import action_recorder as trace
 from vpipe.runtime import activations as kept
@@ -31,7 +32,8 @@ SETTINGS: list[dict[str, Any]] = [
 def trained(record: bool, **arguments: Any
             ) -> tuple[list[float], Pipeline, dict[int, list[RecordedAction | RecordedEvaluation]]]:
     """Batches of two lengths, an evaluation, more batches."""
-    pipe = Pipeline(rich_model(), microbatches=4, optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2), **arguments)
+    pipe = Pipeline(rich_model(),
+                    **parts(microbatches=4, optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2), **arguments))
     recorders = pipe.engine.record() if record else {}
     data = rich_batches(2, 8, lengths=(6, 5))
     losses = [step.loss for step in pipe.train(data)]
@@ -81,7 +83,8 @@ def test_a_run_that_goes_on_counts_on(setting: dict[str, Any], tmp_path: Path) -
     data = rich_batches(4, 8)
 
     def recorded(batches: list[Batch], load: bool = False) -> tuple[Pipeline, list[list[tuple[Op, int, int]]]]:
-        pipe = Pipeline(rich_model(), microbatches=4, optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2), **setting)
+        pipe = Pipeline(rich_model(),
+                        **parts(microbatches=4, optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2), **setting))
         if load:
             pipe.load(tmp_path / "saved")
         recorders = pipe.engine.record()
@@ -138,8 +141,8 @@ def dense_notes(schedule: str, recompute: Any) -> dict[int, list[RecordedAction]
     """Two stages of two dense layers; each keeps two inputs and two outputs of tanh."""
     model = Model([Layer("first", Dense, ("x",), ("h",)), *(Layer(f"dense{i}", Dense) for i in range(3)),
                    Layer("loss", Total, outputs=("loss",))], batch=("x",))
-    pipe = Pipeline(model, partition=[2, 3], schedule=schedule, microbatches=2, recompute=recompute,
-                    optimizer=lambda own: torch.optim.SGD(own, lr=0.1))
+    pipe = Pipeline(model, lambda own: torch.optim.SGD(own, lr=0.1), stages=Cut([2, 3], recompute=recompute),
+                    schedule=schedule, microbatches=2)
     recorders = pipe.engine.record()
     list(pipe.train([{"x": torch.randn(2 * SAMPLES, WIDTH)}]))
     return {rank: actions(recorder.pop_records()) for rank, recorder in recorders.items()}
@@ -173,8 +176,8 @@ def test_between_the_halves_the_inputs_and_the_gradients_of_the_linear_layers_wa
 
 
 def test_the_weights_do_not_count_in_activations_but_for_themselves() -> None:
-    pipe = Pipeline(rich_model(), schedule="pipedream", stages=2, microbatches=2,
-                    optimizer=lambda own: torch.optim.Adam(own, lr=1e-2))
+    pipe = Pipeline(rich_model(), lambda own: torch.optim.Adam(own, lr=1e-2), stages=2, schedule="pipedream",
+                    microbatches=2)
     recorders = pipe.engine.record()
     assert recorders[0].static_bytes() == recorders[0].weight_bytes()  # gradients; no optimizer state yet
     list(pipe.train(rich_batches(1, 4)))
@@ -190,7 +193,8 @@ def test_the_weights_do_not_count_in_activations_but_for_themselves() -> None:
 
 def test_only_the_first_actions_are_recorded() -> None:
     setting: dict[str, Any] = {"schedule": "pipedream", "stages": 3}
-    pipe = Pipeline(rich_model(), microbatches=4, optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2), **setting)
+    pipe = Pipeline(rich_model(),
+                    **parts(microbatches=4, optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2), **setting))
     recorders = pipe.engine.record(limit=50)
     losses = [step.loss for step in pipe.train(rich_batches(2, 8, lengths=(6, 5)))]
     assert losses == trained(record=False, **setting)[0][:len(losses)]
@@ -246,7 +250,7 @@ class Transforming(nn.Module):
 def of_layers(kind: type[nn.Module]) -> Pipeline:
     layers = [Layer("first", kind, ("x",), ("h",)), Layer("second", kind), Layer("loss", Total, outputs=("loss",))]
     model = Model(layers, batch=("x",))
-    return Pipeline(model, stages=2, schedule="gpipe", microbatches=2, optimizer=lambda own: torch.optim.SGD(own, 0.1))
+    return Pipeline(model, lambda own: torch.optim.SGD(own, 0.1), stages=2, schedule="gpipe", microbatches=2)
 
 
 @pytest.mark.parametrize("record", [False, True])

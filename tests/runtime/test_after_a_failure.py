@@ -10,6 +10,7 @@ import pytest
 import torch
 from jobs import AdamW, fingerprint
 from models import rich_batches, rich_model
+from pipelines import parts
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
@@ -62,8 +63,8 @@ def pipeline(breaker: Breaker, at: int = 3, tied: bool = True, **arguments: Any)
     layers = list(rich_model(tied=tied).layers)
     name = layers[at - 1].outputs[0]
     layers.insert(at, Layer("breakable", lambda: Breakable(breaker), (name,), (name,)))
-    return Pipeline(Model(layers, rich_model().batch), **{"stages": 3, "microbatches": 4, "optimizer": AdamW(),
-                                                          "seed": 2, **arguments})
+    return Pipeline(Model(layers, rich_model().batch),
+                    **parts(**{"stages": 3, "microbatches": 4, "optimizer": AdamW(), "seed": 2, **arguments}))
 
 
 def train(pipe: Pipeline, batches: list[Batch]) -> list[float]:

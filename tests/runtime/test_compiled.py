@@ -14,7 +14,7 @@ from test_exact import assert_same_state
 from torch import nn
 from torch._dynamo.utils import counters
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Cut, Execution, Layer, Model, Pipeline, Update
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.compiled import check_compiled, compiled_model
 from vpipe.schedules.action import Op
@@ -45,8 +45,8 @@ def oracle(name: str, pipe: Pipeline, backend: str, precision: str = "fp32") -> 
     *((name, "eager", 0.6) for name in WHOLE), ("1f1b", "aot_eager", 0.0), ("interleaved", "aot_eager", 0.6),
     ("pipedream", "aot_eager", 0.0), ("pipedream", "aot_eager", 0.6)])
 def test_equal_to_plain_pytorch_with_the_same_compiled_layers(name: str, backend: str, recompute: float) -> None:
-    pipe = Pipeline(rich_model(), schedule=name, microbatches=MICROBATCHES, partition=cut(name), recompute=recompute,
-                    optimizer=AdamW(), seed=7, grad_clip=0.5, compile=backend)
+    pipe = Pipeline(rich_model(), Update(AdamW(), grad_clip=0.5), stages=Cut(cut(name), recompute=recompute),
+                    schedule=name, microbatches=MICROBATCHES, execution=Execution(compile=backend), seed=7)
     losses, expected = [step.loss for step in pipe.train(rich_batches(2, MICROBATCHES))], oracle(name, pipe, backend)
     assert losses == expected.losses
     assert_same_state(pipe.state_dict(), expected.state)
@@ -55,8 +55,8 @@ def test_equal_to_plain_pytorch_with_the_same_compiled_layers(name: str, backend
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
 def test_in_reduced_precision(name: str, precision: str) -> None:
-    pipe = Pipeline(rich_model(), schedule=name, microbatches=MICROBATCHES, partition=cut(name), optimizer=AdamW(),
-                    seed=7, grad_clip=0.5, compile="aot_eager", precision=precision)
+    pipe = Pipeline(rich_model(), Update(AdamW(), grad_clip=0.5), stages=cut(name), schedule=name,
+                    microbatches=MICROBATCHES, precision=precision, execution=Execution(compile="aot_eager"), seed=7)
     losses = [step.loss for step in pipe.train(rich_batches(2, MICROBATCHES))]
     assert losses == oracle(name, pipe, "aot_eager", precision).losses
 
@@ -64,8 +64,8 @@ def test_in_reduced_precision(name: str, precision: str) -> None:
 @pytest.mark.parametrize(("name", "recompute"), [("1f1b", 0.0), ("1f1b", 1.0), ("pipedream", 0.0), ("pipedream", 1.0)])
 def test_versions_and_microbatches_compile_nothing_again(name: str, recompute: float) -> None:
     """All versions that there are have been seen by the 8th microbatch; nothing is compiled from then on."""
-    pipe = Pipeline(rich_model(), stages=4, schedule=name, microbatches=8, optimizer=AdamW(), recompute=recompute,
-                    compile="aot_eager")
+    pipe = Pipeline(rich_model(), AdamW(), stages=Cut(4, recompute=recompute), schedule=name, microbatches=8,
+                    execution=Execution(compile="aot_eager"))
     made = []
     for step in pipe.train(rich_batches(6, 8)):
         if step.index >= (8 if name == "pipedream" else 1):
@@ -86,7 +86,8 @@ def test_layers_of_one_class_share_their_code() -> None:
     model = Model([*(Layer(f"block{i}", Block, inputs=("x",) if i == 0 else ("h",)) for i in range(6)),
                    Layer("loss", Mean, outputs=("loss",))], batch=("x",))
     before = counters["stats"]["unique_graphs"]
-    list(Pipeline(model, stages=3, schedule="pipedream", microbatches=4, optimizer=AdamW(), compile="eager").train(
+    list(Pipeline(model, AdamW(), stages=3, schedule="pipedream", microbatches=4,
+                  execution=Execution(compile="eager")).train(
         [{"x": torch.randn(8, 8)} for _ in range(4)]))
     # The first stage's input needs no gradient, that of the others does.
     assert counters["stats"]["unique_graphs"] - before <= 3
@@ -113,8 +114,8 @@ def test_every_layer_is_compiled_however_many_variants_there_are() -> None:
     silently."""
     with torch._dynamo.config.patch(recompile_limit=4):
         layers = [Layer(f"scaled{i}", partial(Scaled, "x" * (i + 1)), ("x",) if i == 0 else ("h",)) for i in range(6)]
-        pipe = Pipeline(Model([*layers, Layer("loss", Mean, ("h",), ("loss",))], batch=("x",)), stages=2,
-                        microbatches=2, optimizer=AdamW(), compile="eager")
+        pipe = Pipeline(Model([*layers, Layer("loss", Mean, ("h",), ("loss",))], batch=("x",)), AdamW(), stages=2,
+                        microbatches=2, execution=Execution(compile="eager"))
         before = counters["stats"]["unique_graphs"]
         pipe.evaluate([{"x": torch.randn(4, 3)}])
         list(pipe.train([{"x": torch.randn(4, 3)}]))
@@ -131,7 +132,8 @@ def test_a_layer_that_would_be_compiled_for_every_call_is_refused(monkeypatch: p
 
     with torch._dynamo.config.patch(recompile_limit=8):
         pipe = Pipeline(Model([Layer("count", lambda: Counting("x"), ("x",)), Layer("loss", Mean, ("h",), ("loss",))],
-                              batch=("x",)), stages=1, optimizer=AdamW(), compile="eager")
+                              batch=("x",)),
+                        AdamW(), stages=1, execution=Execution(compile="eager"))
         with pytest.raises(RunError, match="a layer that is compiled again for every call"):
             list(pipe.train([{"x": torch.randn(2, 3)}] * 60))
 
@@ -143,7 +145,7 @@ def test_a_layer_that_would_be_compiled_for_every_call_is_refused(monkeypatch: p
     (3, "1f1b", "compile is 3", "give a name, such as 'aot_eager'")])
 def test_refused(given: Any, schedule: str, what: str, hint: str) -> None:
     with pytest.raises(UserError) as raised:
-        Pipeline(rich_model(), stages=2, schedule=schedule, microbatches=4, optimizer=AdamW(), compile=given)
+        Pipeline(rich_model(), AdamW(), stages=2, schedule=schedule, microbatches=4, execution=Execution(compile=given))
     assert [(problem.what, problem.hint) for problem in raised.value.problems] == [(what, hint)]
 
 

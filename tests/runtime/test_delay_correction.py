@@ -13,6 +13,7 @@ import jobs
 import pytest
 import torch
 from models import WIDTH, rich_batches, rich_model
+from pipelines import parts
 from test_exact import AdamW, Momentum
 from test_exact_in_every_precision import assert_same, oracle, pipeline, recipe
 from test_resume import same_bits, saved
@@ -187,8 +188,9 @@ def test_schedulers_and_hooks_of_optimizers_work_as_without_it() -> None:
     runs = []
     for optimizer, factor in ((scheduled, lambda step: 1.0), (
             lambda parameters: torch.optim.SGD(parameters, lr=0.1), lambda step: 0.5 ** (step // 4))):
-        pipe = Pipeline(rich_model(), **CUT, **EXTRAPOLATE, microbatches=4, optimizer=optimizer, seed=2,
-                        learning_rate_factor=factor)
+        pipe = Pipeline(rich_model(),
+                        **parts(**CUT, **EXTRAPOLATE, microbatches=4, optimizer=optimizer, seed=2,
+                                learning_rate_factor=factor))
         losses = []
         for batch in rich_batches(3, 8):
             losses += [step.loss for step in pipe.train([batch])]
@@ -220,8 +222,9 @@ class Alias(nn.Module):
 def test_a_parameter_of_any_kind_is_uncorrected_under_all_of_its_names(tmp_path: Path) -> None:
     model = Model.sequential(nn.Sequential(Alias(), Alias(), nn.Linear(4, 2)), nn.MSELoss())
     batch = {"input": torch.randn(6, 3, 4), "target": torch.randn(6, 3, 2)}
-    pipe = Pipeline(model, partition=[1, 1, 1], schedule="2bw", microbatches=3, **EXTRAPOLATE,
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False))
+    pipe = Pipeline(model,
+                    **parts(partition=[1, 1, 1], schedule="2bw", microbatches=3, **EXTRAPOLATE,
+                            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False)))
     list(pipe.train([batch] * 3))
     plain, state = pipe.state_dict(corrected=False), pipe.state_dict()
     assert {name for name in state if torch.equal(plain[name], state[name])} == {"0.empty", "1.empty"}
@@ -329,11 +332,9 @@ def test_a_checkpoint_that_does_not_state_its_factors_says_so(tmp_path: Path, th
 def test_what_does_not_fit_is_refused() -> None:
     def refused(match: str, **arguments: Any) -> None:
         with pytest.raises(UserError, match=match):
-            Pipeline(rich_model(), partition=[3, 3, 2], optimizer=AdamW(), **arguments)
+            Pipeline(rich_model(), **parts(partition=[3, 3, 2], optimizer=AdamW(), **arguments))
 
-    refused("delay_correction is 'extrapolate', but '1f1b' has a flush", schedule="1f1b", **EXTRAPOLATE)
+    refused("delay_correction is 1, but '1f1b' has a flush", schedule="1f1b", **EXTRAPOLATE)
     refused("delay_correction is 'predict'", schedule="pipedream", delay_correction="predict")
-    refused("delay_correction_strength is 0", schedule="pipedream", **EXTRAPOLATE, delay_correction_strength=0)
-    refused("delay_correction_strength is inf", schedule="pipedream", **EXTRAPOLATE, delay_correction_strength=math.inf)
-    refused("delay_correction_strength is 0.5, but nothing is corrected", schedule="pipedream",
-            delay_correction_strength=0.5)
+    refused("delay_correction is -1", schedule="pipedream", delay_correction=-1)
+    refused("delay_correction is inf", schedule="pipedream", delay_correction=math.inf)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models import rich_batches, rich_model
 from world import World
 
-from vpipe import Model, Pipeline
+from vpipe import Cut, Execution, Model, Pipeline
 from vpipe.runtime.microbatches import Batch
 from vpipe.verify.reference import evaluate_oracle
 
@@ -46,8 +46,9 @@ def test_batches_of_any_sizes(sizes: list[int], microbatches: int, placement: li
                               executor: Any) -> None:
     microbatches = max(microbatches, *map(len, placement))  # each replica has one in training
     model, batches = rich_model(), [rich_batches(1, samples, seed=i)[0] for i, samples in enumerate(sizes)]
-    pipe = Pipeline(model, placement=placement, stages=len(placement), schedule=schedule, microbatches=microbatches,
-                    executor=executor, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), seed=2)
+    pipe = Pipeline(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+                    stages=Cut(len(placement), ranks=placement), schedule=schedule, microbatches=microbatches,
+                    execution=Execution(executor=executor), seed=2)
     found, state = pipe.evaluate(batches), pipe.state_dict()
     state["head.decoder.weight"] = state["embed.word.weight"]
     assert found == evaluate_oracle(model, state, batches, microbatches), "the same cut, the same bits"

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from models import checkpointed_model, rich_batches, rich_model, thrice_tied_model
+from pipelines import parts
 from test_exact import AdamW, Momentum, assert_same_state, decay
 
-from vpipe import Pipeline
+from vpipe import Asynchronous, Cut, Pipeline, Update
 from vpipe.errors import UserError
 from vpipe.runtime.transport.transport import InProcessTransport, TransferKey
 from vpipe.schedules.action import Action, Op, input_half, weight_half
@@ -64,8 +65,8 @@ def streamed(name: str, stages: int, every: int, batches: int, warmup: tuple[int
 def test_with_a_flush_equals_plain_pytorch(name: str, recompute: float | list[float]) -> None:
     model, batches, partition = rich_model(tied=False), rich_batches(2, MICROBATCHES), cut(name)
     ratios = recompute if isinstance(recompute, float) else (recompute * len(partition))[:len(partition)]
-    pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=ratios,
-                    optimizer=AdamW(), seed=7, learning_rate_factor=decay, grad_clip=0.5)
+    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
+                    stages=Cut(partition, recompute=ratios), schedule=name, microbatches=MICROBATCHES, seed=7)
     steps, expected = list(pipe.train(batches)), plain()
     assert list(pipe.train([])) == []  # and changes nothing: the state is looked at after it
     assert [step.loss for step in steps] == expected.losses
@@ -77,8 +78,8 @@ def test_with_a_flush_equals_plain_pytorch(name: str, recompute: float | list[fl
 @pytest.mark.parametrize("name", FLUSH)
 def test_tied_weights_with_a_flush(name: str, ranks: int) -> None:
     model, batches, partition = rich_model(), rich_batches(2, MICROBATCHES), cut(name, ranks)
-    pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=0.5,
-                    optimizer=Momentum(), seed=1, grad_clip=0.3)
+    pipe = Pipeline(model, Update(Momentum(), grad_clip=0.3), stages=Cut(partition, recompute=0.5), schedule=name,
+                    microbatches=MICROBATCHES, seed=1)
     steps, expected = list(pipe.train(batches)), plain_with_ties(tuple(partition))
     assert [step.loss for step in steps] == expected.losses
     assert [step.gradient_norm for step in steps] == expected.gradient_norms
@@ -93,8 +94,9 @@ def test_tied_weights_with_a_flush(name: str, ranks: int) -> None:
 def test_without_a_flush_equals_its_oracle(name: str, stages: int, every: int, recompute: float) -> None:
     recipe, count = recipe_named(name), 3 if every == MICROBATCHES else 2  # 2bw uses an update two later
     model, batches, partition = rich_model(), rich_batches(count, MICROBATCHES), cut(name, stages)
-    pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=recompute,
-                    optimizer=AdamW(), seed=2, learning_rate_factor=decay, grad_clip=0.5, update_every=every)
+    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
+                    stages=Cut(partition, recompute=recompute), schedule=Asynchronous(name, update_every=every),
+                    microbatches=MICROBATCHES, seed=2)
     losses, expected = [step.loss for step in pipe.train(batches)], streamed(name, stages, every, count)
     assert list(pipe.train([])) == []
     assert losses == expected.losses
@@ -115,8 +117,9 @@ def test_more_forwards_ahead_equal_their_oracle(name: str, warmup: tuple[int, ..
     if every < recipe.update_every(warmup[0] + 1):
         return
     model, first, second = rich_model(), rich_batches(2, MICROBATCHES), rich_batches(3, MICROBATCHES, seed=9)
-    pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=cut(name, len(warmup)), recompute=0.6,
-                    optimizer=AdamW(), seed=2, update_every=every, warmup_depth=warmup)
+    pipe = Pipeline(model, AdamW(), stages=Cut(cut(name, len(warmup)), recompute=0.6),
+                    schedule=Asynchronous(name, update_every=every, warmup_depth=warmup), microbatches=MICROBATCHES,
+                    seed=2)
     losses = [step.loss for step in pipe.train(first)]
     for stage, usage in enumerate(pipe.engine.collectives.usage()):
         assert usage.versions <= recipe.versions(stage, size)
@@ -138,8 +141,8 @@ def test_a_weight_tied_several_times(partition: list[int], schedule: str, recomp
     With half of the last stage recomputed, one span has two uses and the other one: a sum of three in another order.
     """
     model, batches = thrice_tied_model(), rich_batches(3, 8)
-    pipe = Pipeline(model, partition=partition, schedule=schedule, microbatches=4, recompute=recompute,
-                    optimizer=Momentum(), seed=1)
+    pipe = Pipeline(model, Momentum(), stages=Cut(partition, recompute=recompute), schedule=schedule, microbatches=4,
+                    seed=1)
     losses = [step.loss for step in pipe.train(batches)]
     expected = flush_oracle(model, batches, TrainingRecipe(Momentum().from_named, 4, 1), partition=partition)
     if recompute == 0.5:
@@ -166,8 +169,8 @@ def test_receives_are_posted_as_sends_are_sent(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(InProcessTransport, "send", sending)
     monkeypatch.setattr(InProcessTransport, "post", posting)
     stages = 4 * recipe_named(name).chunks
-    pipe = Pipeline(rich_model(), schedule=name, microbatches=8, partition=[8 // stages] * stages, optimizer=AdamW(),
-                    grad_clip=0.5)
+    pipe = Pipeline(rich_model(), Update(AdamW(), grad_clip=0.5), stages=[8 // stages] * stages, schedule=name,
+                    microbatches=8)
     batches = rich_batches(3, 8, lengths=(6, 9))
     list(pipe.train(batches))
     pipe.evaluate(batches)
@@ -179,7 +182,7 @@ def test_microbatches_in_an_order_of_each_stage_s_own(tmp_path: Path) -> None:
     file = tmp_path / "turned.csv"
     file.write_text("1F0,1B0,1F1,1B1\n0F1,0F0,0B0,0B1\n")
     model, batches = rich_model(tied=False), rich_batches(3, 4)
-    pipe = Pipeline(model, partition=[3, 5], schedule=str(file), microbatches=2, optimizer=AdamW(), seed=7)
+    pipe = Pipeline(model, AdamW(), stages=[3, 5], schedule=str(file), microbatches=2, seed=7)
     expected = flush_oracle(model, batches, TrainingRecipe(AdamW().from_named, 2, 7))
     assert [step.loss for step in pipe.train(batches)] == expected.losses
 
@@ -205,7 +208,8 @@ def test_a_stream_whose_weight_halves_come_late(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("vpipe.schedules.registry._RECIPES", {
         **_RECIPES, "late": replace(recipe_named("pipedream"), name="late", program=late)})
     model, batches = rich_model(), rich_batches(3, 4)
-    pipe = Pipeline(model, partition=[3, 5], schedule="late", microbatches=4, optimizer=AdamW(), seed=7, update_every=2)
+    pipe = Pipeline(model, AdamW(), stages=[3, 5], schedule=Asynchronous("late", update_every=2), microbatches=4,
+                    seed=7)
     losses = [step.loss for step in pipe.train(batches)]
     expected = asynchronous_oracle(model, batches, TrainingRecipe(AdamW().from_named, 4, 7), [3, 5], 2)
     assert losses == expected.losses
@@ -218,7 +222,7 @@ def test_evaluation_within_a_batch_of_an_asynchronous_file_comes_at_its_end(tmp_
     model, batches = rich_model(), rich_batches(2, 4)
 
     def run(evaluate: bool) -> list[float]:
-        pipe = Pipeline(model, partition=[3, 5], schedule=str(file), microbatches=4, optimizer=AdamW(), seed=7)
+        pipe = Pipeline(model, AdamW(), stages=[3, 5], schedule=str(file), microbatches=4, seed=7)
         losses = []
         for step in pipe.train(batches):
             losses.append(step.loss)
@@ -234,8 +238,8 @@ def test_evaluation_within_a_batch_of_an_asynchronous_file_comes_at_its_end(tmp_
 def test_a_stream_that_pauses_equals_its_oracle(name: str) -> None:
     model, partition = rich_model(), cut(name)
     first, second = rich_batches(2, MICROBATCHES), rich_batches(3, MICROBATCHES, seed=9)
-    pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, optimizer=AdamW(), seed=2,
-                    update_every=4)
+    pipe = Pipeline(model, AdamW(), stages=partition, schedule=Asynchronous(name, update_every=4),
+                    microbatches=MICROBATCHES, seed=2)
     losses = [step.loss for step in pipe.train(first)]
     pipe.evaluate(first)
     losses += [step.loss for step in pipe.train(second)]
@@ -249,7 +253,7 @@ def test_a_stream_that_pauses_equals_its_oracle(name: str) -> None:
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_layer_that_checkpoints_itself_recomputes_with_the_version_of_its_forward(name: str) -> None:
     model, batches, partition = checkpointed_model(), rich_batches(2, MICROBATCHES), [2, 1, 2]
-    pipe = Pipeline(model, schedule=name, microbatches=MICROBATCHES, partition=partition, optimizer=AdamW(), seed=2)
+    pipe = Pipeline(model, AdamW(), stages=partition, schedule=name, microbatches=MICROBATCHES, seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     expected = asynchronous_oracle(model, batches, TrainingRecipe(AdamW().from_named, MICROBATCHES, 2), partition,
                                    pipe.update_every, version_of=version_rule(name))
@@ -261,8 +265,8 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0F1,,,,,0B0,0B1\n,1F0,1F1,1I0,1I1,1W0,1W1,\n")
     model, batches = rich_model(tied=False), rich_batches(3, 4)
-    pipe = Pipeline(model, partition=[3, 5], schedule=str(file), microbatches=2, optimizer=AdamW(), seed=7,
-                    recompute=0.5, grad_clip=0.5)
+    pipe = Pipeline(model, Update(AdamW(), grad_clip=0.5), stages=Cut([3, 5], recompute=0.5), schedule=str(file),
+                    microbatches=2, seed=7)
     losses = [step.loss for step in pipe.train(batches)]
     expected = flush_oracle(model, batches, TrainingRecipe(AdamW().from_named, 2, 7, clip=0.5))
     assert losses == expected.losses
@@ -273,7 +277,7 @@ def test_an_asynchronous_schedule_from_a_file_ends_with_its_batch(tmp_path: Path
     file = tmp_path / "stream.csv"
     file.write_text(write_csv(build("pipedream", default_placement(2), 4)))
     model, batches = rich_model(), rich_batches(3, 4)
-    pipe = Pipeline(model, partition=[3, 5], schedule=str(file), microbatches=4, optimizer=AdamW(), seed=7)
+    pipe = Pipeline(model, AdamW(), stages=[3, 5], schedule=str(file), microbatches=4, seed=7)
     losses = [step.loss for step in pipe.engine.train(batches, updates=6)]
     expected = asynchronous_oracle(model, batches[:2], TrainingRecipe(AdamW().from_named, 4, 7), [3, 5], drained_at=[4])
     assert losses == expected.losses
@@ -288,14 +292,14 @@ def test_a_file_that_does_not_fit(tmp_path: Path, arguments: dict[str, Any], tex
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     with pytest.raises(UserError, match=re.escape(text)):
-        Pipeline(rich_model(), **{"stages": 2, "microbatches": 2, "schedule": str(file), "optimizer": AdamW(),
-                                  **arguments})
+        Pipeline(rich_model(),
+                 **parts(**{"stages": 2, "microbatches": 2, "schedule": str(file), "optimizer": AdamW(), **arguments}))
 
 
 @pytest.mark.parametrize("name", sorted(set(schedule_names()) - {"gpipe"}))
 def test_evaluation_is_the_same_on_any_layout(name: str) -> None:
     batches = rich_batches(2, MICROBATCHES)
-    losses = [Pipeline(rich_model(), schedule=schedule, microbatches=MICROBATCHES, partition=cut(schedule),
-                       optimizer=AdamW(), seed=4).evaluate(batches) for schedule in ("gpipe", name)]
+    losses = [Pipeline(rich_model(), AdamW(), stages=cut(schedule), schedule=schedule, microbatches=MICROBATCHES,
+                       seed=4).evaluate(batches) for schedule in ("gpipe", name)]
     assert losses[0] == losses[1]
     assert not torch.isnan(torch.tensor(losses)).any()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models import plain_sequential, rich_batches, rich_model, sequential_batches
 from torch import Tensor, nn
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Asynchronous, Cut, Layer, Model, Pipeline, Update
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch
 from vpipe.verify.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle
@@ -63,8 +63,8 @@ def streamed(partition: tuple[int, ...], update_every: int) -> ReferenceRun:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_flush_equals_plain_pytorch(schedule: str, partition: list[int], recompute: float | list[float]) -> None:
     model, batches = rich_model(tied=False), rich_batches(4, 8)
-    pipe = Pipeline(model, schedule=schedule, microbatches=4, partition=partition, recompute=recompute,
-                    optimizer=AdamW(), seed=7, learning_rate_factor=decay, grad_clip=0.5)
+    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
+                    stages=Cut(partition, recompute=recompute), schedule=schedule, microbatches=4, seed=7)
     steps, plain = list(pipe.train(batches)), plain_run()
     assert [step.loss for step in steps] == plain.losses
     assert [step.gradient_norm for step in steps] == plain.gradient_norms
@@ -81,8 +81,8 @@ def test_any_layers_may_be_recomputed(data: st.DataObject) -> None:
     recompute = [[i for i in dropped if start <= i < end] for start, end in zip([0, *cuts], [*cuts, 8], strict=True)]
     schedule = data.draw(st.sampled_from(["1f1b", "zb_h1", "pipedream"]))
     model, batches = rich_model(tied=schedule == "pipedream"), rich_batches(2, 8)
-    pipe = Pipeline(model, schedule=schedule, microbatches=4, partition=partition, recompute=recompute,
-                    optimizer=AdamW(), seed=7, learning_rate_factor=decay, grad_clip=0.5)
+    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
+                    stages=Cut(partition, recompute=recompute), schedule=schedule, microbatches=4, seed=7)
     losses = [step.loss for step in pipe.train(batches)]
     recipe = TrainingRecipe(AdamW().from_named, 4, 7, decay, 0.5)
     plain = (asynchronous_oracle(model, batches, recipe, partition) if schedule == "pipedream" else
@@ -96,8 +96,8 @@ def test_any_layers_may_be_recomputed(data: st.DataObject) -> None:
 @pytest.mark.parametrize("partition", [[3, 3, 2], [8], [2, 2, 2, 2]])
 def test_flush_with_tied_weights_equals_plain_pytorch_summed_per_side(partition: list[int]) -> None:
     model, batches = rich_model(), rich_batches(5, 6)
-    pipe = Pipeline(model, schedule="1f1b", microbatches=3, partition=partition, recompute=0.5, optimizer=Momentum(),
-                    seed=1, grad_clip=0.3)
+    pipe = Pipeline(model, Update(Momentum(), grad_clip=0.3), stages=Cut(partition, recompute=0.5), schedule="1f1b",
+                    microbatches=3, seed=1)
     steps = list(pipe.train(batches))
     recipe = TrainingRecipe(Momentum().from_named, 3, 1, clip=0.3)
     apart = flush_oracle(model, batches, recipe, partition=partition)
@@ -114,8 +114,9 @@ def test_flush_with_tied_weights_equals_plain_pytorch_summed_per_side(partition:
 @pytest.mark.parametrize("partition", [[3, 3, 2], [2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1, 1]])
 def test_pipedream_equals_its_oracle(partition: list[int], recompute: float, update_every: int) -> None:
     model, batches = rich_model(), rich_batches(4, 8)
-    pipe = Pipeline(model, schedule="pipedream", microbatches=4, partition=partition, recompute=recompute,
-                    optimizer=AdamW(), seed=2, learning_rate_factor=decay, grad_clip=0.5, update_every=update_every)
+    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
+                    stages=Cut(partition, recompute=recompute),
+                    schedule=Asynchronous("pipedream", update_every=update_every), microbatches=4, seed=2)
     losses, oracle = [step.loss for step in pipe.train(batches)], streamed(tuple(partition), update_every)
     assert losses == oracle.losses
     assert len(losses) == 16 // update_every
@@ -128,7 +129,7 @@ def test_pipedream_equals_its_oracle(partition: list[int], recompute: float, upd
 
 def test_pipedream_with_momentum_over_forty_updates_holds_four_three_two_one_versions() -> None:
     model, batches = rich_model(), rich_batches(40, 4)
-    pipe = Pipeline(model, stages=4, schedule="pipedream", microbatches=1, optimizer=Momentum(), seed=2)
+    pipe = Pipeline(model, Momentum(), stages=4, schedule="pipedream", microbatches=1, seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     oracle = asynchronous_oracle(model, batches, TrainingRecipe(Momentum().from_named, 1, 2), pipe.partition)
     assert losses == oracle.losses
@@ -137,7 +138,7 @@ def test_pipedream_with_momentum_over_forty_updates_holds_four_three_two_one_ver
 
 
 def test_a_flush_schedule_holds_one_version_and_copies_nothing() -> None:
-    pipe = Pipeline(rich_model(), stages=3, schedule="1f1b", microbatches=4, optimizer=AdamW())
+    pipe = Pipeline(rich_model(), AdamW(), stages=3, schedule="1f1b", microbatches=4)
     stages = [stage for worker in pipe.engine.workers.values() for stage in worker.stages.values()]
     memory = [[value.data_ptr() for value in stage.weights.values(stage.weights.names)] for stage in stages]
     assert len(list(pipe.train(rich_batches(3, 8)))) == 3
@@ -149,8 +150,8 @@ def test_a_flush_schedule_holds_one_version_and_copies_nothing() -> None:
 def test_any_partition_and_schedule_with_a_flush_gives_the_same_run(schedule: str) -> None:
     runs = []
     for stages, recompute in ((1, 0.0), (2, 1.0), (6, 0.0)):
-        pipe = Pipeline(plain_sequential(), stages=stages, schedule=schedule, microbatches=2, recompute=recompute,
-                        optimizer=lambda params: torch.optim.Adam(params, lr=1e-2), seed=3)
+        pipe = Pipeline(plain_sequential(), lambda params: torch.optim.Adam(params, lr=1e-2),
+                        stages=Cut(stages, recompute=recompute), schedule=schedule, microbatches=2, seed=3)
         runs.append([step.loss for step in pipe.train(sequential_batches(4, 8))])
     assert runs[0] == runs[1] == runs[2]
 
@@ -159,7 +160,7 @@ def test_evaluation_between_steps_with_a_flush_changes_nothing() -> None:
     model, batches = rich_model(), rich_batches(4, 8)
 
     def losses(evaluate: bool) -> list[float]:
-        pipe = Pipeline(model, stages=3, schedule="1f1b", microbatches=4, recompute=1.0, optimizer=AdamW(), seed=2)
+        pipe = Pipeline(model, AdamW(), stages=Cut(3, recompute=1.0), schedule="1f1b", microbatches=4, seed=2)
         result = []
         for step in pipe.train(batches):
             result.append(step.loss)
@@ -172,7 +173,7 @@ def test_evaluation_between_steps_with_a_flush_changes_nothing() -> None:
 
 def test_evaluation_equals_plain_evaluation() -> None:
     model, held_out = rich_model(), rich_batches(5, 8, seed=9)
-    pipe = Pipeline(model, stages=3, schedule="gpipe", microbatches=2, recompute=0.5, optimizer=AdamW(), seed=2)
+    pipe = Pipeline(model, AdamW(), stages=Cut(3, recompute=0.5), schedule="gpipe", microbatches=2, seed=2)
     list(pipe.train(rich_batches(2, 8)))
     state = pipe.state_dict()
     state["head.decoder.weight"] = state["embed.word.weight"]
@@ -183,8 +184,8 @@ def test_evaluation_equals_plain_evaluation() -> None:
 def test_evaluation_drains_an_asynchronous_pipeline_and_training_goes_on_as_its_oracle_says(
         warmup: tuple[int, ...] | None, drained_at: tuple[int, int]) -> None:
     model, batches = rich_model(), rich_batches(30, 4)
-    pipe = Pipeline(model, partition=[2, 2, 2, 2], schedule="pipedream", microbatches=2, optimizer=AdamW(), seed=2,
-                    warmup_depth=warmup)
+    pipe = Pipeline(model, AdamW(), stages=[2, 2, 2, 2], schedule=Asynchronous("pipedream", warmup_depth=warmup),
+                    microbatches=2, seed=2)
     losses, evaluations = [], []
     for step in pipe.train(batches):
         losses.append(step.loss)
@@ -203,7 +204,7 @@ def test_what_was_iterated_over_is_let_go(schedule: str) -> None:
     def batches() -> Iterator[Batch]:
         yield from rich_batches(3, 4)
 
-    pipe = Pipeline(rich_model(), stages=3, schedule=schedule, microbatches=2, optimizer=AdamW())
+    pipe = Pipeline(rich_model(), AdamW(), stages=3, schedule=schedule, microbatches=2)
     iterator = batches()
     alive = weakref.ref(iterator)
     list(pipe.train(iterator))
@@ -213,7 +214,7 @@ def test_what_was_iterated_over_is_let_go(schedule: str) -> None:
 
 def test_leaving_the_loop_early_keeps_what_was_in_flight() -> None:
     model, batches = rich_model(), rich_batches(20, 4)
-    pipe = Pipeline(model, partition=[3, 3, 2], schedule="pipedream", microbatches=1, optimizer=AdamW(), seed=2)
+    pipe = Pipeline(model, AdamW(), stages=[3, 3, 2], schedule="pipedream", microbatches=1, seed=2)
     for step in pipe.train(batches):
         if step.index == 4:
             break
@@ -226,13 +227,13 @@ def test_leaving_the_loop_early_keeps_what_was_in_flight() -> None:
 
 def test_shapes_may_change_from_batch_to_batch() -> None:
     model, batches = rich_model(tied=False), rich_batches(6, 8, lengths=(6, 9, 3))
-    pipe = Pipeline(model, stages=3, schedule="1f1b", microbatches=4, optimizer=AdamW(), seed=2)
+    pipe = Pipeline(model, AdamW(), stages=3, schedule="1f1b", microbatches=4, seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     assert losses == flush_oracle(model, batches, TrainingRecipe(AdamW().from_named, 4, 2)).losses
 
 
 def test_the_random_state_of_the_caller_is_left_alone() -> None:
-    pipe = Pipeline(rich_model(), stages=3, schedule="1f1b", microbatches=2, recompute=1.0, optimizer=AdamW())
+    pipe = Pipeline(rich_model(), AdamW(), stages=Cut(3, recompute=1.0), schedule="1f1b", microbatches=2)
     torch.manual_seed(11)
     expected = torch.rand(4)
     torch.manual_seed(11)
@@ -243,7 +244,7 @@ def test_the_random_state_of_the_caller_is_left_alone() -> None:
 
 def test_two_loops_over_one_asynchronous_pipeline_take_turns() -> None:
     model = rich_model()
-    pipe = Pipeline(model, partition=[3, 3, 2], schedule="pipedream", microbatches=1, optimizer=AdamW(), seed=2)
+    pipe = Pipeline(model, AdamW(), stages=[3, 3, 2], schedule="pipedream", microbatches=1, seed=2)
     first, second = pipe.train(rich_batches(9, 4)), pipe.train(rich_batches(9, 4, seed=8))
     indices = [step.index for pair in zip(first, second, strict=True) for step in pair]
     assert sorted(indices) == list(range(18))
@@ -254,7 +255,7 @@ def test_a_pipeline_that_failed_in_an_update_gives_no_torn_model() -> None:
         def step(self, closure: object = None) -> None:
             raise ArithmeticError("no step")
 
-    pipe = Pipeline(rich_model(), partition=[3, 3, 2], schedule="pipedream", microbatches=2, optimizer=Fails)
+    pipe = Pipeline(rich_model(), Fails, stages=[3, 3, 2], schedule="pipedream", microbatches=2)
     with pytest.raises(RunError, match="no step"):
         list(pipe.train(rich_batches(4, 4)))
     with pytest.raises(RunError, match="different versions"):
@@ -262,7 +263,7 @@ def test_a_pipeline_that_failed_in_an_update_gives_no_torn_model() -> None:
 
 
 def test_a_bad_evaluation_batch_leaves_the_pipeline_usable() -> None:
-    pipe = Pipeline(rich_model(), partition=[3, 3, 2], schedule="1f1b", microbatches=2, optimizer=AdamW())
+    pipe = Pipeline(rich_model(), AdamW(), stages=[3, 3, 2], schedule="1f1b", microbatches=2)
     with pytest.raises(UserError, match="but not \\['labels'\\]"):
         pipe.evaluate([*rich_batches(1, 4), {"ids": rich_batches(1, 4)[0]["ids"]}])
     assert len(list(pipe.train(rich_batches(2, 4)))) == 2
@@ -272,7 +273,7 @@ def test_a_tie_to_a_parameter_that_does_not_exist_is_refused() -> None:
     layers = list(rich_model(tied=False).layers)
     layers[-1] = replace(layers[-1], ties={"decoder.weight": "embed.word.wieght"})
     with pytest.raises(UserError, match=r"'embed.word.wieght' is tied .* but is no trainable parameter"):
-        Pipeline(Model(layers, batch=("ids", "labels")), stages=2, schedule="1f1b", optimizer=AdamW())
+        Pipeline(Model(layers, batch=("ids", "labels")), AdamW(), stages=2, schedule="1f1b")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -285,7 +286,7 @@ def test_a_loss_of_one_element_is_a_number(schedule: str) -> None:
 
     model, batches = Model.sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss=Mean()), [
         {"input": torch.ones(4, 4), "target": torch.zeros(4, 4)}]
-    pipe = Pipeline(model, stages=2, schedule=schedule, microbatches=2, optimizer=AdamW())
+    pipe = Pipeline(model, AdamW(), stages=2, schedule=schedule, microbatches=2)
     assert all(step.loss > 0 for step in pipe.train(batches))
     assert pipe.evaluate(batches) > 0
 
@@ -318,7 +319,7 @@ def test_gradients_of_a_skip_add_up_in_the_order_of_one_graph(partition: list[in
     skipping = Model([Layer("fork", Forked, ("x",), ("h", "skip")), Layer("one", Reads, ("h", "skip"), ("h",)),
                       Layer("two", Reads, ("h", "skip"), ("h",)), Layer("end", Ends, ("h", "skip"), ("loss",))], ("x",))
     batches = [{"x": torch.randn(4, 64, generator=torch.Generator().manual_seed(1))}]
-    pipe = Pipeline(skipping, partition=partition, recompute=recompute, optimizer=lambda own: torch.optim.SGD(own, 1.0))
+    pipe = Pipeline(skipping, lambda own: torch.optim.SGD(own, 1.0), stages=Cut(partition, recompute=recompute))
     list(pipe.train(batches))
     plain = flush_oracle(skipping, batches, TrainingRecipe(lambda named: torch.optim.SGD(named.values(), 1.0), 1))
     assert_same_state(pipe.state_dict(), plain.state)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import Embed, Head, Mixed, RawMatmul, rich_batches, rich_model, thrice_tied_model
+from pipelines import parts
 from test_every_schedule import FLUSH, STREAMS, cut
 from test_exact import AdamW, decay
 from torch import Tensor, nn
@@ -34,9 +35,9 @@ REDUCED = ["bf16", "bf16_pure", "fp16"]
 
 
 def pipeline(model: Model, precision: str, **arguments: Any) -> Pipeline:
-    return Pipeline(model, precision=precision, **{
-        "microbatches": MICROBATCHES, "optimizer": AdamW(), "seed": 2, "learning_rate_factor": decay, "grad_clip": 0.5,
-        **arguments})
+    return Pipeline(model,
+                    **parts(precision=precision, **{ "microbatches": MICROBATCHES, "optimizer": AdamW(), "seed": 2,
+                                                    "learning_rate_factor": decay, "grad_clip": 0.5, **arguments}))
 
 
 def recipe(precision: str, scale: float | None = None, **changes: Any) -> TrainingRecipe:

@@ -15,15 +15,16 @@ import pytest
 import torch
 from jobs import AdamW, pipeline
 from models import WIDTH, norm_model, rich_batches, rich_model
+from pipelines import parts
 from torch import Tensor, nn
 from world import World
 
 from vpipe import Layer, Model, Pipeline
+from vpipe.description.execution import EXECUTORS
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.executors import async_threaded as threaded
 from vpipe.runtime.executors.async_threaded import CudaStreams, ThreadedWorker, _Done
-from vpipe.runtime.executors.registry import EXECUTORS
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.action import Action, Op
 
@@ -255,7 +256,7 @@ def test_the_turned_program_is_what_runs() -> None:
 def test_what_an_executor_cannot_do_is_refused() -> None:
     def refused(**arguments: Any) -> tuple[str, str]:
         with pytest.raises(UserError) as caught:
-            Pipeline(rich_model(), stages=2, microbatches=4, optimizer=AdamW(), **arguments)
+            Pipeline(rich_model(), **parts(stages=2, microbatches=4, optimizer=AdamW(), **arguments))
         [problem] = caught.value.problems
         return problem.what, problem.hint
 

@@ -11,7 +11,7 @@ from models import WIDTH, Head, Words, rich_batches
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Asynchronous, Cut, Execution, Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle
 from vpipe.verify.reference_optimizer import version_rule
@@ -157,8 +157,8 @@ def assert_same(pipe: Pipeline, losses: list[float], calls: Calls, expected: tup
 def test_hooks_on_parameters_equal_plain_pytorch(schedule: str, partition: list[int], executor: str,
                                                  recompute: float) -> None:
     calls, called, batches = Calls(), Calls(), rich_batches(2, 8)
-    pipe = Pipeline(hooked_model(calls), partition=partition, schedule=schedule, microbatches=4, optimizer=momentum,
-                    seed=2, recompute=recompute, executor=executor)
+    pipe = Pipeline(hooked_model(calls), momentum, stages=Cut(partition, recompute=recompute), schedule=schedule,
+                    microbatches=4, execution=Execution(executor=executor), seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     assert_same(pipe, losses, calls, plain(hooked_model(called), batches, 4), called)
     assert len(called.of["hooked1 before"]) == 8
@@ -170,8 +170,8 @@ def test_hooks_on_parameters_equal_weight_stashing_by_hand(schedule: str, recomp
     if schedule == "2bw":
         every *= 4  # at least as many microbatches as stages
     calls, called, batches = Calls(), Calls(), rich_batches(2, 8)
-    pipe = Pipeline(hooked_model(calls, hooked=2), partition=[1] * 4, schedule=schedule, microbatches=8,
-                    optimizer=momentum, seed=2, recompute=recompute, update_every=every)
+    pipe = Pipeline(hooked_model(calls, hooked=2), momentum, stages=Cut([1] * 4, recompute=recompute),
+                    schedule=Asynchronous(schedule, update_every=every), microbatches=8, seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     assert_same(pipe, losses, calls, stashed(hooked_model(called, hooked=2), batches, 8, schedule, 4, every), called)
 
@@ -194,8 +194,8 @@ def test_the_oracle_of_an_asynchronous_run_has_hooks_too() -> None:
 def test_hooks_on_a_parameter_that_layers_of_a_stage_share(schedule: str, recompute: list[int]) -> None:
     """In several spans, each with a backward of its own, the hooks see the sum of all."""
     calls, called, batches = Calls(), Calls(), rich_batches(2, 8)
-    pipe = Pipeline(hooked_model(calls, tied=True), partition=[1, 4, 1], schedule=schedule, microbatches=4,
-                    optimizer=momentum, seed=2, recompute=[[], recompute, []])
+    pipe = Pipeline(hooked_model(calls, tied=True), momentum, stages=Cut([1, 4, 1], recompute=[[], recompute, []]),
+                    schedule=schedule, microbatches=4, seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     assert_same(pipe, losses, calls, plain(hooked_model(called, tied=True), batches, 4), called)
     assert len(calls.of["hooked0 bias"]) == 8
@@ -217,7 +217,7 @@ def test_hooks_on_parametrised_modules(schedule: str, build: Callable[[], nn.Mod
     model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("a", hooked), Layer("b", hooked),
                    Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
     batches = rich_batches(2, 8)
-    pipe = Pipeline(model, partition=[1] * 4, schedule=schedule, microbatches=4, optimizer=momentum, seed=2)
+    pipe = Pipeline(model, momentum, stages=[1] * 4, schedule=schedule, microbatches=4, seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     expected = (stashed(model, batches, 4, schedule, 4, 1) if schedule == "pipedream" else plain(model, batches, 4))
     assert losses == expected[0]
@@ -236,7 +236,7 @@ def test_a_hook_that_is_removed_runs_no_more(schedule: str) -> None:
 
     model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("once", Once),
                    Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
-    pipe = Pipeline(model, partition=[1, 1, 1], schedule=schedule, microbatches=2, optimizer=momentum)
+    pipe = Pipeline(model, momentum, stages=[1, 1, 1], schedule=schedule, microbatches=2)
     list(pipe.train(rich_batches(3, 4)))
     assert len(seen) == 6
     handles[0].remove()
@@ -261,7 +261,7 @@ def test_hooks_of_a_layer_and_of_an_optimizer_factory_on_one_parameter_can_be_re
 
     model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("once", Once),
                    Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
-    pipe = Pipeline(model, partition=[1, 1, 1], schedule=schedule, microbatches=2, optimizer=hooking)
+    pipe = Pipeline(model, hooking, stages=[1, 1, 1], schedule=schedule, microbatches=2)
     list(pipe.train(rich_batches(1, 4)))
     assert seen == ["layer", "factory"] * 2
     handles[1].remove()
@@ -281,7 +281,7 @@ def test_hooks_that_an_optimizer_factory_registers_run(schedule: str) -> None:
         return torch.optim.SGD(parameters, lr=1.0)
 
     calls = Calls()
-    pipe = Pipeline(hooked_model(calls), stages=3, schedule=schedule, microbatches=2, optimizer=hooking)
+    pipe = Pipeline(hooked_model(calls), hooking, stages=3, schedule=schedule, microbatches=2)
     before = pipe.state_dict()
     list(pipe.train(rich_batches(3, 4)))
     after = pipe.state_dict()
@@ -302,7 +302,7 @@ def test_hooks_survive_the_copy_of_a_sequential() -> None:
 
     net = nn.Sequential(Kept(), nn.Linear(4, 4))
     net[1].weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    pipe = Pipeline(Model.sequential(net, nn.MSELoss()), stages=2, optimizer=momentum)
+    pipe = Pipeline(Model.sequential(net, nn.MSELoss()), momentum, stages=2)
     list(pipe.train([{"input": torch.ones(2, 4), "target": torch.zeros(2, 4)}]))
     state = pipe.state_dict()
     assert [name for name, value in net.state_dict().items() if torch.equal(state[name], value)] == [
@@ -344,8 +344,8 @@ def test_hooks_on_modules_equal_plain_pytorch(schedule: str, recompute: float, l
                       Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
 
     calls, called, batches = Calls(), Calls(), rich_batches(2, 8)
-    pipe = Pipeline(model(calls), partition=[1] * 4, schedule=schedule, microbatches=4, optimizer=momentum, seed=2,
-                    recompute=recompute)
+    pipe = Pipeline(model(calls), momentum, stages=Cut([1] * 4, recompute=recompute), schedule=schedule, microbatches=4,
+                    seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     expected = (stashed(model(called), batches, 4, schedule, 4, 1) if schedule == "pipedream"
                 else plain(model(called), batches, 4))
@@ -377,7 +377,7 @@ def test_hooks_on_a_parameter_tied_across_stages_are_refused(schedule: str, wher
                    Layer("head", head, ("h", "labels"), ("loss",), ties={"decoder.weight": "words.word.weight"})],
                   batch=("ids", "labels"))
     with pytest.raises(UserError) as error:
-        Pipeline(model, stages=2, schedule=schedule, optimizer=momentum)
+        Pipeline(model, momentum, stages=2, schedule=schedule)
     assert str(error.value) == (
         "error: 'words.word.weight' is tied across two stages and has hooks (register_hook, "
         "register_post_accumulate_grad_hook), which are given the whole gradient of a microbatch: neither stage has "
@@ -394,7 +394,7 @@ def test_hooks_on_a_parameter_whose_place_another_takes_are_refused() -> None:
                    Layer("head", head, ("h", "labels"), ("loss",), ties={"decoder.weight": "words.word.weight"})],
                   batch=("ids", "labels"))
     with pytest.raises(UserError) as error:
-        Pipeline(model, stages=1, optimizer=momentum)
+        Pipeline(model, momentum, stages=1)
     assert str(error.value) == ("error: 'head.decoder.weight' has hooks, but 'words.word.weight' takes its place: they "
                                 "are tied\nhint: register the hooks on 'words.word.weight'")
 
@@ -409,7 +409,7 @@ def test_a_hook_that_a_forward_registers_on_a_tied_parameter_is_refused_at_its_u
     model = Model([Layer("words", Late, ("ids",), ("h",)),
                    Layer("head", Head, ("h", "labels"), ("loss",), ties={"decoder.weight": "words.word.weight"})],
                   batch=("ids", "labels"))
-    pipe = Pipeline(model, stages=2, schedule=schedule, optimizer=momentum)
+    pipe = Pipeline(model, momentum, stages=2, schedule=schedule)
     with pytest.raises(UserError, match="tied across two stages and has hooks"):
         list(pipe.train(rich_batches(3, 4)))
 
@@ -418,8 +418,7 @@ def test_hooks_after_accumulation_are_refused_where_replicas_share_it_and_hooks_
     calls = Calls()
     placement = [[0], [1, 2], [3]]
     with pytest.raises(UserError) as error:
-        Pipeline(hooked_model(calls), partition=[1, 4, 1], schedule="1f1b", microbatches=4, optimizer=momentum,
-                 placement=placement)
+        Pipeline(hooked_model(calls), momentum, stages=Cut([1, 4, 1], ranks=placement), schedule="1f1b", microbatches=4)
     assert str(error.value) == (
         "error: 'hooked0.a.weight' has hooks that run after its gradient is added to those before "
         "(register_post_accumulate_grad_hook), but the 2 replicas of stage 1 each add up a part of them\n"
@@ -434,8 +433,7 @@ def test_hooks_after_accumulation_are_refused_where_replicas_share_it_and_hooks_
         return Model([Layer("words", Words, ("ids",), ("h",)), Layer("a", hooked),
                       Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
 
-    pipe = Pipeline(model(), partition=[1, 1, 1], schedule="1f1b", microbatches=4, optimizer=momentum, seed=2,
-                    placement=placement)
+    pipe = Pipeline(model(), momentum, stages=Cut([1, 1, 1], ranks=placement), schedule="1f1b", microbatches=4, seed=2)
     list(pipe.train(rich_batches(1, 8)))
     _, expected = plain(model(), rich_batches(1, 8), 4)
     assert torch.equal(pipe.state_dict()["a.weight"], expected["a.weight"])

@@ -12,6 +12,7 @@ import torch
 from interrupted import BATCHES, Interrupted, Interrupter
 from jobs import fingerprint
 from models import norm_model, rich_model
+from pipelines import parts
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
@@ -56,7 +57,7 @@ def test_an_interrupt_at_any_instruction_leaves_the_oracles_losses(model: Any, a
 
 
 def test_a_checkpoint_that_takes_the_place_of_another_leaves_nothing_in_the_way(tmp_path: Path) -> None:
-    pipe = Pipeline(small(), stages=2, optimizer=torch.optim.SGD)
+    pipe = Pipeline(small(), torch.optim.SGD, stages=2)
     module = "checkpoint/directory.py"
 
     def save(*at: int) -> int:
@@ -103,8 +104,9 @@ def pipeline(keyboard: Keyboard, **arguments: Any) -> Pipeline:
 
     layers = list(untied().layers)
     layers.insert(4, Layer("watched", lambda: Watched(keyboard)))
-    return Pipeline(Model(layers, untied().batch), stages=3, microbatches=4, seed=2,
-                    optimizer=lambda parameters: Watching(parameters, lr=0.1), **arguments)
+    return Pipeline(Model(layers, untied().batch),
+                    **parts(stages=3, microbatches=4, seed=2,
+                            optimizer=lambda parameters: Watching(parameters, lr=0.1), **arguments))
 
 
 def train(pipe: Pipeline, batches: Iterator[Batch] | list[Batch]) -> list[float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import parts
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
@@ -79,8 +80,9 @@ def model(*middle: Callable[[], nn.Module]) -> Model:
 
 
 def pipeline(of: Model, executor: str = "overlapped", schedule: str = "1f1b", **more: Any) -> Pipeline:
-    return Pipeline(of, stages=2, schedule=schedule, executor=executor, **{"microbatches": MICROBATCHES, **more},
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    return Pipeline(of,
+                    **parts(stages=2, schedule=schedule, executor=executor, **{"microbatches": MICROBATCHES, **more},
+                            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)))
 
 
 def error_of(pipe: Pipeline) -> RunError:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import parts
 from torch import nn
 
 from vpipe import Model, Pipeline
@@ -74,8 +75,9 @@ def trained(schedule: str, stages: int, recompute: float) -> list[float]:
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(stages)))
     model = Model.sequential(layers, loss=nn.MSELoss())
     options = {} if recipe_named(schedule).flush else {"update_every": recipe_named(schedule).update_every(stages)}
-    pipe = Pipeline(model, stages=stages, schedule=schedule, microbatches=8, recompute=recompute, seed=0,
-                    optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1), **options)
+    pipe = Pipeline(model,
+                    **parts(stages=stages, schedule=schedule, microbatches=8, recompute=recompute, seed=0,
+                            optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1), **options))
     batch = {"input": torch.arange(64.0).reshape(16, 4) / 64, "target": torch.ones(16, 4)}
     losses = [step.loss for step in pipe.train([batch] * 3)]
     return [*losses, *(float(value.double().sum()) for value in pipe.state_dict().values())]

@@ -9,15 +9,16 @@ import pytest
 import test_weight_grad_store as halves
 import torch
 from models import rich_batches, rich_model
+from pipelines import parts
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Layer, Model, Pipeline
+from vpipe.description.precision import Precision
 from vpipe.errors import UserError
 from vpipe.model.split import split
 from vpipe.runtime import loss_scaler as scaling
 from vpipe.runtime.optimizer_step import OptimizerSteps
-from vpipe.runtime.precision import Precision
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.state_dict import Position
 
@@ -66,8 +67,8 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def pipeline(precision: str, built: Model | None = None, **arguments: Any) -> Pipeline:
-    return Pipeline(built or model(), precision=precision, **{"optimizer": sgd, "seed": 5, "microbatches": 4,
-                                                              **arguments})
+    return Pipeline(built or model(),
+                    **parts(precision=precision, **{"optimizer": sgd, "seed": 5, "microbatches": 4, **arguments}))
 
 
 class ByHand:

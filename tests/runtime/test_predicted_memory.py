@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from models import rich_batches, rich_model
 
-from vpipe import Pipeline
+from vpipe import Asynchronous, Pipeline
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.profiling.fingerprint import identify
@@ -36,9 +36,9 @@ def test_a_pipeline_holds_what_was_predicted(precision: str, name: str) -> None:
         plan = Plan(cut, recompute_layers=dropped, schedule=schedule, microbatches=8)
         prediction = predict(replace(made, extrapolates=corrects), plan, update_every=4 if schedule == "2bw" else None
                              ).prediction
-        pipe = Pipeline(model, plan=plan, microbatches=8, optimizer=optimizer, precision=precision,
-                        update_every=4 if schedule == "2bw" else None,
-                        delay_correction="extrapolate" if corrects else "none")
+        pipe = Pipeline(model, optimizer, plan.cut, Asynchronous(
+            schedule, update_every=4 if schedule == "2bw" else None, delay_correction=float(corrects)), 8,
+                        precision=precision)
         recorders = pipe.engine.record(limit=10_000)
         for _ in pipe.train(batches):
             pass

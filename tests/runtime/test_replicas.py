@@ -22,11 +22,12 @@ from models import (
     rich_model,
     thrice_tied_model,
 )
+from pipelines import parts
 from test_exact import AdamW, Momentum, assert_same_state, decay
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Cut, Layer, Model, Pipeline, Update
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.action import Op
@@ -60,9 +61,10 @@ def cut(layers: int, stages: int) -> list[int]:
 
 
 def pipeline(model: Model, widths: Sequence[int], schedule: str, microbatches: int, **arguments: Any) -> Pipeline:
-    return Pipeline(model, **{"schedule": schedule, "microbatches": microbatches, "placement": placed(widths),
-                              "partition": cut(len(model), len(widths)), "optimizer": AdamW(), "seed": 7,
-                              "learning_rate_factor": decay, **arguments})
+    return Pipeline(model, **parts(**{
+        "schedule": schedule, "microbatches": microbatches, "placement": placed(widths),
+        "partition": cut(len(model), len(widths)), "optimizer": AdamW(), "seed": 7, "learning_rate_factor": decay,
+        **arguments}))
 
 
 def recipe(microbatches: int, clip: float | None = None, optimizer: Any = AdamW) -> TrainingRecipe:
@@ -99,9 +101,10 @@ def test_several_stages_on_each_rank(name: str) -> None:
     folded = recipe_named(name)
     stages = 2 * folded.chunks
     model, batches = rich_model(), rich_batches(2, 8)
-    pipe = Pipeline(model, schedule=name, microbatches=8, partition=cut(8, stages), recompute=0.5, seed=7,
-                    placement=[(2 * rank, 2 * rank + 1) for rank, in folded.layout.placement(2, folded.chunks)],
-                    optimizer=AdamW(), learning_rate_factor=decay, grad_clip=0.5)
+    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
+                    stages=Cut(cut(8, stages), recompute=0.5,
+                               ranks=[(2 * rank, 2 * rank + 1) for rank, in folded.layout.placement(2, folded.chunks)]),
+                    schedule=name, microbatches=8, seed=7)
     steps = list(pipe.train(batches))
     assert_same(pipe, steps, flush_oracle(model, batches, recipe(8, 0.5), pipe.partition, [2] * stages))
     state = pipe.state_dict()
@@ -113,8 +116,7 @@ def test_ranks_may_stand_in_any_order() -> None:
     model, batches = rich_model(), rich_batches(2, 6)
     runs = []
     for placement in ([[0, 1], [2], [3, 4, 5]], [[5, 2], [0], [1, 4, 3]]):
-        pipe = Pipeline(model, schedule="1f1b", microbatches=6, partition=[3, 3, 2], placement=placement, seed=7,
-                        optimizer=AdamW())
+        pipe = Pipeline(model, AdamW(), stages=Cut([3, 3, 2], ranks=placement), schedule="1f1b", microbatches=6, seed=7)
         runs.append([step.loss for step in pipe.train(batches)])
     assert runs[0] == runs[1]
 

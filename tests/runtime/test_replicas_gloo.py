@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from world import World
 
-from vpipe import Model, Pipeline
+from vpipe import Cut, Model, Pipeline
 from vpipe.errors import RunError, UserError
 
 TWO_ONE_ONE, ONE_THREE, TWO_TWO, FOUR = [[0, 1], [2], [3]], [[2], [0, 3, 1]], [[0, 1], [2, 3]], [[3, 2, 1, 0]]
@@ -89,8 +89,8 @@ def unseeded() -> tuple[list[str], list[float]]:
 
     def pipeline() -> Pipeline:
         net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-        return Pipeline(Model.sequential(net, nn.CrossEntropyLoss()), stages=2, replicas=2, microbatches=2,
-                        optimizer=jobs.AdamW())
+        return Pipeline(Model.sequential(net, nn.CrossEntropyLoss()), jobs.AdamW(), stages=Cut(2, ranks=2),
+                        microbatches=2)
 
     torch.manual_seed(0)
     seeded = pipeline()

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import norm_model, rich_batches, rich_model, thrice_tied_model
+from pipelines import parts
 from test_exact import AdamW, decay
 from torch import Tensor, nn
 
@@ -39,8 +40,9 @@ def every(count: int) -> Callable[[int], int]:
 
 
 def pipeline(model: Model, **arguments: Any) -> Pipeline:
-    return Pipeline(model, **{"microbatches": MICROBATCHES, "optimizer": AdamW(), "seed": 2, "grad_clip": 0.5,
-                              "partition": [2, 2, 2, 2], "learning_rate_factor": decay, **arguments})
+    return Pipeline(model,
+                    **parts(**{"microbatches": MICROBATCHES, "optimizer": AdamW(), "seed": 2, "grad_clip": 0.5,
+                               "partition": [2, 2, 2, 2], "learning_rate_factor": decay, **arguments}))
 
 
 def saved(pipe: Pipeline) -> Saved:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Cut, Execution, Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.side_effects import WATCHED
 from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
@@ -38,8 +38,8 @@ def assert_exact(model: Model, schedule: str = "1f1b", partition: Sequence[int] 
                  recompute: float | list[Any] = 0.0, batches: int = 2, executor: str = "overlapped") -> Pipeline:
     """Train with four microbatches per batch, in flight together, and by plain PyTorch or the oracle: the same."""
     data = rich_batches(batches, 8)
-    pipe = Pipeline(model, schedule=schedule, partition=list(partition), microbatches=4, recompute=recompute,
-                    optimizer=Momentum(), seed=2, executor=executor)
+    pipe = Pipeline(model, Momentum(), stages=Cut(list(partition), recompute=recompute), schedule=schedule,
+                    microbatches=4, execution=Execution(executor=executor), seed=2)
     losses = [step.loss for step in pipe.train(data)]
     recipe = TrainingRecipe(Momentum().from_named, 4, 2)
     plain = (asynchronous_oracle(model, data, recipe, partition) if schedule == "pipedream"
@@ -240,8 +240,8 @@ def test_a_recompute_draws_the_same_random_numbers_and_takes_none_away(source: s
     for recompute in (0.0, 1.0):
         random.seed(3)
         np.random.seed(3)
-        pipe = Pipeline(model_of(lambda: Skipped(source), lambda: Skipped(source)), partition=[1, 2, 1],
-                        microbatches=4, recompute=recompute, optimizer=Momentum(), seed=2)
+        pipe = Pipeline(model_of(lambda: Skipped(source), lambda: Skipped(source)), Momentum(),
+                        stages=Cut([1, 2, 1], recompute=recompute), microbatches=4, seed=2)
         runs.append([*(step.loss for step in pipe.train(rich_batches(2, 8))), random.random(), np.random.rand(),
                      *(float(value.sum()) for value in pipe.state_dict().values())])
     assert runs[0] == runs[1]
@@ -359,7 +359,7 @@ def test_a_table_that_grows_with_longer_samples_is_exact_where_it_is_recomputed(
             return torch.tanh(self.linear(h) + self.table[:h.shape[1]] / len(self.table))
 
     model, batches = model_of(Grows, Grows), [*rich_batches(2, 8), *rich_batches(2, 8, lengths=(9, 7))]
-    pipe = Pipeline(model, partition=[1, 2, 1], microbatches=4, recompute=1.0, optimizer=Momentum(), seed=2)
+    pipe = Pipeline(model, Momentum(), stages=Cut([1, 2, 1], recompute=1.0), microbatches=4, seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     plain = flush_oracle(model, batches, TrainingRecipe(Momentum().from_named, 4, 2))
     assert losses == plain.losses
@@ -449,8 +449,8 @@ def test_a_skip_is_read_changed_as_in_plain_pytorch_and_recomputed_from_what_it_
 
 def test_an_input_whose_memory_another_stage_has_saved_is_copied() -> None:
     """Plain PyTorch refuses this one: tanh needs its result. Between processes nobody shares memory; nor here."""
-    pipe = Pipeline(model_of(nn.Tanh, lambda: InPlace(F.relu_)), schedule="1f1b", partition=[2, 2], microbatches=4,
-                    optimizer=Momentum(), seed=2)
+    pipe = Pipeline(model_of(nn.Tanh, lambda: InPlace(F.relu_)), Momentum(), stages=[2, 2], schedule="1f1b",
+                    microbatches=4, seed=2)
     losses = [step.loss for step in pipe.train(rich_batches(3, 8))]
     plain = flush_oracle(model_of(nn.Tanh, lambda: InPlace(F.relu)), rich_batches(3, 8),
                          TrainingRecipe(Momentum().from_named, 4, 2))
@@ -474,8 +474,7 @@ def test_statistics_advance_once_though_the_first_forward_of_a_changing_layer_ma
             self.n.add_(1)
             return super().forward(h)
 
-    pipe = Pipeline(model_of(nn.Tanh, Counts), schedule="1f1b", partition=[2, 2], microbatches=4,
-                    optimizer=Momentum(), seed=2)
+    pipe = Pipeline(model_of(nn.Tanh, Counts), Momentum(), stages=[2, 2], schedule="1f1b", microbatches=4, seed=2)
     list(pipe.train(rich_batches(2, 8)))
     assert pipe.state_dict()["layer1.n"] == 8
 
@@ -493,7 +492,7 @@ def test_a_layer_that_changes_nothing_gets_its_input_as_it_came_and_one_that_doe
             return super().forward(h)
 
     pipe = Pipeline(model_of(lambda: Looks("still", lambda h: h), RawMatmul, lambda: Looks("changes", F.relu_)),
-                    partition=[1, 1, 1, 1, 1], schedule="1f1b", microbatches=4, optimizer=Momentum(), seed=2)
+                    Momentum(), stages=[1, 1, 1, 1, 1], schedule="1f1b", microbatches=4, seed=2)
     taken = []
     for stage in pipe.engine.local_stages:
         forward = stage.forward
@@ -574,7 +573,7 @@ CHANGED = ("error: 'words.word.weight' was changed in place by a forward, which 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 def test_an_embedding_with_a_greatest_norm_is_refused_without_a_flush(schedule: str) -> None:
-    pipe = Pipeline(renorming_model(), schedule=schedule, partition=[1, 1, 1], microbatches=4, optimizer=Momentum())
+    pipe = Pipeline(renorming_model(), Momentum(), stages=[1, 1, 1], schedule=schedule, microbatches=4)
     with pytest.raises(UserError) as error:
         list(pipe.train(rich_batches(1, 8)))
     assert str(error.value) == CHANGED
@@ -620,8 +619,7 @@ class Backward(Words):
 def test_what_a_forward_may_not_do_to_parameters(build: Build, schedule: str, recompute: float, text: str) -> None:
     model = Model([Layer("words", build, ("ids",), ("h",)), Layer("raw", RawMatmul),
                    Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
-    pipe = Pipeline(model, schedule=schedule, partition=[1, 1, 1], microbatches=4, optimizer=Momentum(),
-                    recompute=recompute)
+    pipe = Pipeline(model, Momentum(), stages=Cut([1, 1, 1], recompute=recompute), schedule=schedule, microbatches=4)
     with pytest.raises(UserError) as error:
         list(pipe.train(rich_batches(1, 8)))
     assert str(error.value) == text
@@ -668,9 +666,9 @@ def test_recurrent_layers_may_flatten_their_parameters_in_forward(schedule: str,
         return Flattens(WIDTH, WIDTH, batch_first=True)
 
     model, plain = model_of(build), model_of(lambda: Rolls(WIDTH, WIDTH, batch_first=True))
-    pipe = Pipeline(model, schedule=schedule, partition=[1, 1, 1], microbatches=4, recompute=recompute,
-                    optimizer=Momentum(), seed=2)
-    same = Pipeline(plain, schedule=schedule, partition=[1, 1, 1], microbatches=4, optimizer=Momentum(), seed=2)
+    pipe = Pipeline(model, Momentum(), stages=Cut([1, 1, 1], recompute=recompute), schedule=schedule, microbatches=4,
+                    seed=2)
+    same = Pipeline(plain, Momentum(), stages=[1, 1, 1], schedule=schedule, microbatches=4, seed=2)
     batches = rich_batches(2, 8)
     assert [step.loss for step in pipe.train(batches)] == [step.loss for step in same.train(batches)]
     ours, theirs = pipe.state_dict(), same.state_dict()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import parts
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
@@ -66,8 +67,9 @@ def batches(x: Mapping[int, float] = {}, flag: Mapping[int, float] = {}, spoiled
 
 
 def pipeline(schedule: str, skip: bool = True, **how: Any) -> Pipeline:
-    return Pipeline(model(), schedule=schedule, microbatches=MICROBATCHES, optimizer=Adam(), seed=3,
-                    skip_not_finite=skip, **how)
+    return Pipeline(model(),
+                    **parts(schedule=schedule, microbatches=MICROBATCHES, optimizer=Adam(), seed=3,
+                            skip_not_finite=skip, **how))
 
 
 def recipe(clip: float | None = None) -> TrainingRecipe:

@@ -14,10 +14,10 @@ import torch
 from models import Head, RawMatmul, Words, norm_model, rich_batches, rich_model
 from torch import Tensor, nn
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Cut, Layer, Model, Pipeline
+from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import UserError
 from vpipe.model.split import split
-from vpipe.plan.recompute import recomputed_layers
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_layers import generators_of
 from vpipe.verify.reference import TrainingRecipe, flush_oracle
@@ -144,8 +144,8 @@ def test_statistics_equal_plain_pytorch_when_microbatches_overlap() -> None:
     def sgd(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(named.values(), lr=0.1)
 
-    pipe = Pipeline(model, schedule="1f1b", partition=[2, 2, 2], microbatches=4, recompute=1.0, seed=2,
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    pipe = Pipeline(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), stages=Cut([2, 2, 2], recompute=1.0),
+                    schedule="1f1b", microbatches=4, seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     plain = flush_oracle(model, batches, TrainingRecipe(sgd, 4, 2))
     state = pipe.state_dict()
@@ -401,8 +401,8 @@ def test_activations_live_from_forward_to_backward_and_dropped_ones_not_even_tha
 def test_a_pipeline_holds_no_more_activations_than_its_schedule_says(schedule: str, peaks: list[int]) -> None:
     tokens = Tokens()
     model = between(*(tokens.layer(name) for name in "abc"))
-    pipe = Pipeline(model, schedule=schedule, partition=[2, 1, 2], microbatches=6,
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    pipe = Pipeline(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), stages=[2, 1, 2], schedule=schedule,
+                    microbatches=6)
     list(pipe.train(rich_batches(2, 12)))
     assert [tokens.peak[name] for name in "abc"] == peaks
     assert sorted(tokens.alive.elements()) == []
@@ -412,7 +412,7 @@ def test_a_pipeline_holds_no_more_activations_than_its_schedule_says(schedule: s
 @pytest.mark.usefixtures("no_gc")
 def test_evaluation_holds_no_activations() -> None:
     tokens = Tokens()
-    pipe = Pipeline(between(tokens.layer("a")), schedule="1f1b", partition=[1, 1, 1], microbatches=2,
-                    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    pipe = Pipeline(between(tokens.layer("a")), lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+                    stages=[1, 1, 1], schedule="1f1b", microbatches=2)
     pipe.evaluate(rich_batches(4, 4))
     assert (tokens.peak["a"], tokens.alive["a"]) == (1, 0)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from jobs import MuonAndAdamW
 from models import rich_batches, rich_model
+from pipelines import parts
 from test_exact import assert_same_state, decay
 from test_exact_in_every_precision import assert_same, oracle, recipe
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.optim import SGD, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, OneCycleLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Layer, Model, Pipeline, Update
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.runtime.stage_optimizer import StageOptimizer
@@ -38,8 +39,9 @@ def both(parameters: list[nn.Parameter]) -> list[Optimizer | None]:
 
 
 def pipeline(model: Model | None = None, **arguments: Any) -> Pipeline:
-    return Pipeline(model or rich_model(), **{"microbatches": 4, "seed": 2, "learning_rate_factor": decay,
-                                              "grad_clip": 0.5, "optimizer": MuonAndAdamW(), **arguments})
+    return Pipeline(model or rich_model(),
+                    **parts(**{"microbatches": 4, "seed": 2, "learning_rate_factor": decay, "grad_clip": 0.5,
+                               "optimizer": MuonAndAdamW(), **arguments}))
 
 
 # -- a list of optimizers ------------------------------------------------------------------------------
@@ -74,7 +76,7 @@ def small_batches(count: int) -> list[dict[str, Tensor]]:
 
 def small_pipeline(**arguments: Any) -> Pipeline:
     return Pipeline(Model.sequential(nn.Sequential(*small()), nn.CrossEntropyLoss()),
-                    **{"partition": [2, 3], "microbatches": 2, **arguments})
+                    **parts(**{"partition": [2, 3], "microbatches": 2, **arguments}))
 
 
 def plain_run(batches: Sequence[Mapping[str, Tensor]], make: Callable[[list[nn.Parameter]], list[Optimizer]],
@@ -281,12 +283,11 @@ def test_attributes_of_parameters_reach_the_factory(precision: str) -> None:
         seen.extend(vars(parameter) for parameter in parameters)
         return SGD(parameters, lr=0.1)
 
-    Pipeline(Model.sequential(nn.Sequential(*modules), nn.CrossEntropyLoss()), stages=2, optimizer=make,
-             precision=precision)
+    Pipeline(Model.sequential(nn.Sequential(*modules), nn.CrossEntropyLoss()), make, stages=2, precision=precision)
     assert seen == [{}, {"no_decay": True}, {}, {}, {}, {}, {"scale": 3}, {}]
     seen.clear()
-    Pipeline(Model([Layer("marked", Marked, ("x",)), Layer("mean", Mean, ("h",), ("loss",))], ("x",)), stages=1,
-             optimizer=make, precision=precision)
+    Pipeline(Model([Layer("marked", Marked, ("x",)), Layer("mean", Mean, ("h",), ("loss",))], ("x",)), make, stages=1,
+             precision=precision)
     assert seen == [{}, {"no_decay": True}]
 
 
@@ -335,8 +336,10 @@ def test_a_gradient_of_no_optimizer_that_is_not_finite_leaves_nothing_out() -> N
     model = Model([Layer("front", lambda: nn.Linear(3, 3), ("x",)), Layer("root", Root),
                    Layer("loss", Mean, ("h",), ("loss",))], ("x",))
     for all_of_them in (True, False):
-        pipe = Pipeline(model, partition=[1, 2], skip_not_finite=True, optimizer=lambda own, every=all_of_them:
-                        SGD(own, 0.1) if every or own[0].dim() > 1 else None)
+        pipe = Pipeline(model,
+                        Update(lambda own, every=all_of_them: SGD(own, 0.1) if every or own[0].dim() > 1 else None,
+                               skip_not_finite=True),
+                        stages=[1, 2])
         assert [step.skipped for step in pipe.train([{"x": torch.ones(2, 3)}])] == [all_of_them]
 
 
@@ -458,7 +461,7 @@ def test_rates_that_no_group_can_have_together_are_refused(tmp_path: Path) -> No
 def test_without_a_flush_rates_change_while_the_pipeline_is_empty() -> None:
     """Between two calls of train every stage has made the same updates: the oracle, drained there, at other rates."""
     kept = Kept()
-    pipe = Pipeline(rich_model(), partition=[2, 2, 2, 2], schedule="pipedream", microbatches=4, optimizer=kept, seed=2)
+    pipe = Pipeline(rich_model(), kept, stages=[2, 2, 2, 2], schedule="pipedream", microbatches=4, seed=2)
     batches = rich_batches(4, 8)
     steps = list(pipe.train(batches[:2]))
     kept.put(0.02)
@@ -473,7 +476,7 @@ def test_without_a_flush_rates_change_while_the_pipeline_is_empty() -> None:
 
 def test_without_a_flush_a_change_while_it_is_full_is_refused_and_counts_when_it_is_empty() -> None:
     kept = Kept()
-    pipe = Pipeline(rich_model(), partition=[2, 2, 2, 2], schedule="pipedream", microbatches=4, optimizer=kept, seed=2)
+    pipe = Pipeline(rich_model(), kept, stages=[2, 2, 2, 2], schedule="pipedream", microbatches=4, seed=2)
     batches = rich_batches(6, 8)
     running = pipe.train(batches)
     steps = [next(running) for _ in range(5)]

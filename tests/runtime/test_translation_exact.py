@@ -14,7 +14,7 @@ from test_exact import AdamW, assert_same_state, decay
 from torch import Tensor
 from world import World
 
-from vpipe import Model, Pipeline
+from vpipe import Cut, Execution, Model, Pipeline, Update
 from vpipe.model.layer import NO_LABEL
 from vpipe.model.registry import ModelSettings
 from vpipe.model.translation import TranslationOptions, translation_from_settings
@@ -77,8 +77,8 @@ def test_with_a_flush_it_equals_plain_pytorch(name: str) -> None:
     """Untied without a partition: exactly plain PyTorch. All three weights tied: a gradient per copy, then the sum."""
     for tied, recompute in ((False, 0.0), (True, 0.5)):
         partition = tuple(cut(name))
-        pipe = Pipeline(model(tied), schedule=name, microbatches=MICROBATCHES, partition=partition, recompute=recompute,
-                        optimizer=AdamW(), seed=7, learning_rate_factor=decay, grad_clip=0.5)
+        pipe = Pipeline(model(tied), Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
+                        stages=Cut(partition, recompute=recompute), schedule=name, microbatches=MICROBATCHES, seed=7)
         losses, expected = [step.loss for step in pipe.train(batches())], plain(tied, partition if tied else None)
         assert losses == expected.losses
         assert_same_state(pipe.state_dict(), expected.state)
@@ -87,8 +87,8 @@ def test_with_a_flush_it_equals_plain_pytorch(name: str) -> None:
 @pytest.mark.parametrize("recompute", [0.0, 1.0])
 @pytest.mark.parametrize("name", STREAMS)
 def test_without_a_flush_it_equals_its_oracle(name: str, recompute: float) -> None:
-    pipe = Pipeline(model(), schedule=name, microbatches=MICROBATCHES, partition=[3, 4, 4], recompute=recompute,
-                    optimizer=AdamW(), seed=7, learning_rate_factor=decay, grad_clip=0.5)
+    pipe = Pipeline(model(), Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
+                    stages=Cut([3, 4, 4], recompute=recompute), schedule=name, microbatches=MICROBATCHES, seed=7)
     losses = [step.loss for step in pipe.train(batches())]
     expected = asynchronous_oracle(model(), batches(), recipe(), [3, 4, 4], pipe.update_every,
                                    version_of=version_rule(name))
@@ -98,16 +98,17 @@ def test_without_a_flush_it_equals_its_oracle(name: str, recompute: float) -> No
 
 @pytest.mark.parametrize("executor", ["naive", "async_threaded"])
 def test_any_executor(executor: Any) -> None:
-    pipe = Pipeline(model(), schedule="gpipe", microbatches=MICROBATCHES, partition=[3, 4, 4], executor=executor,
-                    optimizer=AdamW(), seed=7, learning_rate_factor=decay, grad_clip=0.5)
+    pipe = Pipeline(model(), Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5), stages=[3, 4, 4],
+                    schedule="gpipe", microbatches=MICROBATCHES, execution=Execution(executor=executor), seed=7)
     assert [step.loss for step in pipe.train(batches())] == plain(True, (3, 4, 4)).losses
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_replicas(schedule: str) -> None:
     placement, partition = [[0, 1], [2], [3, 4]], [3, 4, 4]
-    pipe = Pipeline(model(), schedule=schedule, microbatches=MICROBATCHES, partition=partition, placement=placement,
-                    stages=3, optimizer=AdamW(), seed=7, learning_rate_factor=decay, recompute=0.5)
+    pipe = Pipeline(model(), Update(AdamW(), learning_rate_factor=decay),
+                    stages=Cut(partition, ranks=placement, recompute=0.5),
+                    schedule=schedule, microbatches=MICROBATCHES, seed=7)
     losses, own = [step.loss for step in pipe.train(batches())], TrainingRecipe(
         AdamW().from_named, MICROBATCHES, 7, decay)
     expected = flush_oracle(model(), batches(), own, partition, [2, 1, 2]) if schedule == "1f1b" else \
@@ -136,7 +137,7 @@ def test_over_gloo(world: World, schedule: str, arguments: dict[str, Any]) -> No
 
 
 def test_an_evaluation_is_the_mean_over_tokens_without_smoothing() -> None:
-    found = Pipeline(model(), partition=[3, 4, 4], microbatches=MICROBATCHES, optimizer=AdamW(), seed=7)
+    found = Pipeline(model(), AdamW(), stages=[3, 4, 4], microbatches=MICROBATCHES, seed=7)
     held_out = [batch for samples, lengths in ((4, LENGTHS[:1]), (7, LENGTHS[1:2]), (1, LENGTHS[2:]))
                 for batch in batches(samples, lengths)]
     loss, state = found.evaluate(held_out), found.state_dict()

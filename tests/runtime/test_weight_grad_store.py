@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vpipe import Layer, Model
+from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import RunError
 from vpipe.model.split import split
-from vpipe.plan.recompute import recomputed_layers
 from vpipe.runtime.activations import Record
 from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage import Stage

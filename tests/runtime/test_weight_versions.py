@@ -11,7 +11,7 @@ from models import Head, RawMatmul, Words, frozen_front, recurrent_model, rich_b
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
@@ -262,8 +262,8 @@ def lstm_by_hand(batches: Sequence[Mapping[str, Tensor]], stages: int) -> tuple[
 @pytest.mark.parametrize("recompute", [0.0, 1.0])
 def test_recurrent_layers_under_pipedream_equal_plain_pytorch_and_the_oracle(recompute: float) -> None:
     batches = rich_batches(12, 2)
-    pipe = Pipeline(recurrent_model(), schedule="pipedream", partition=[1] * 5, recompute=recompute,
-                    optimizer=Momentum(), seed=2)
+    pipe = Pipeline(recurrent_model(), Momentum(), stages=Cut([1] * 5, recompute=recompute), schedule="pipedream",
+                    seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     by_hand, weights = lstm_by_hand(batches, 5)
     assert losses == by_hand
@@ -277,8 +277,7 @@ def test_recurrent_layers_under_pipedream_equal_plain_pytorch_and_the_oracle(rec
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_frozen_parameters_stay_as_they_are_and_the_rest_trains(schedule: str) -> None:
     model, batches = frozen_front(), rich_batches(3, 4)
-    pipe = Pipeline(model, schedule=schedule, partition=[1, 1, 2], microbatches=2, optimizer=Momentum(), seed=2,
-                    recompute=0.5)
+    pipe = Pipeline(model, Momentum(), stages=Cut([1, 1, 2], recompute=0.5), schedule=schedule, microbatches=2, seed=2)
     before = pipe.state_dict()
     losses = [step.loss for step in pipe.train(batches)]
     after = pipe.state_dict()
@@ -358,8 +357,7 @@ def raw_model(build: type[nn.Module]) -> Model:
                                              (FromForwardBefore, ASTRAY)])
 def test_a_reference_of_a_layers_own_is_refused_where_weights_have_versions(build: type[nn.Module], text: str,
                                                                             schedule: str) -> None:
-    pipe = Pipeline(raw_model(build), partition=[1] * 4, schedule=schedule, microbatches=4, optimizer=Momentum(),
-                    seed=2)
+    pipe = Pipeline(raw_model(build), Momentum(), stages=[1] * 4, schedule=schedule, microbatches=4, seed=2)
     with pytest.raises(UserError) as error:
         list(pipe.train(rich_batches(6, 4)))
     assert str(error.value) == text
@@ -369,7 +367,7 @@ def test_a_reference_of_a_layers_own_is_refused_where_weights_have_versions(buil
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_it_is_exact_where_they_have_one(build: type[nn.Module], schedule: str) -> None:
     model, batches = raw_model(build), rich_batches(3, 4)
-    pipe = Pipeline(model, partition=[1] * 4, schedule=schedule, microbatches=2, optimizer=Momentum(), seed=2)
+    pipe = Pipeline(model, Momentum(), stages=[1] * 4, schedule=schedule, microbatches=2, seed=2)
     losses = [step.loss for step in pipe.train(batches)]
     oracle = flush_oracle(model, batches, TrainingRecipe(Momentum().from_named, 2, 2))
     assert losses == oracle.losses
@@ -391,7 +389,7 @@ def test_a_reference_to_a_parameter_that_a_tie_replaces_is_refused(schedule: str
     model = Model([Layer("words", Words, ("ids",), ("h",)),
                    Layer("head", Keeps, ("h", "labels"), ("loss",), ties={"decoder.weight": "words.word.weight"})],
                   batch=("ids", "labels"))
-    pipe = Pipeline(model, partition=partition, schedule=schedule, optimizer=Momentum())
+    pipe = Pipeline(model, Momentum(), stages=partition, schedule=schedule)
     with pytest.raises(UserError, match=r"'(head.decoder|words.word).weight' is used through a reference"):
         list(pipe.train(rich_batches(1, 4)))
 
@@ -410,7 +408,7 @@ def test_shapes_of_a_replaced_parameter_may_still_be_read() -> None:
             assert "Parameter" in repr(part)
             return super().forward(hidden)
 
-    pipe = Pipeline(raw_model(Sized), partition=[1] * 4, schedule="pipedream", optimizer=Momentum())
+    pipe = Pipeline(raw_model(Sized), Momentum(), stages=[1] * 4, schedule="pipedream")
     assert len(list(pipe.train(rich_batches(6, 4)))) == 6
 
 
@@ -425,7 +423,7 @@ def test_a_last_child_that_keeps_a_list_of_its_parameters_trains_with_the_versio
     torch.manual_seed(3)
     model = Model.sequential(nn.Sequential(nn.Linear(4, 4), Rereads(4, 3)), nn.CrossEntropyLoss())
     batches = [{"input": torch.randn(4, 4), "target": torch.randint(3, (4,))} for _ in range(6)]
-    pipe = Pipeline(model, stages=2, schedule="pipedream", microbatches=2, optimizer=Momentum())
+    pipe = Pipeline(model, Momentum(), stages=2, schedule="pipedream", microbatches=2)
     losses = [step.loss for step in pipe.train(batches)]
     assert losses == asynchronous_oracle(model, batches, TrainingRecipe(Momentum().from_named, 2, 0), [1, 1]).losses
 
@@ -445,7 +443,7 @@ def test_leaves_keep_the_kind_and_the_attributes_of_their_parameter() -> None:
             return super().forward(hidden * self.w.scale)
 
     model, batches = raw_model(Scaled), rich_batches(6, 4)
-    pipe = Pipeline(model, partition=[1] * 4, schedule="pipedream", optimizer=Momentum(), seed=2)
+    pipe = Pipeline(model, Momentum(), stages=[1] * 4, schedule="pipedream", seed=2)
     assert len(list(pipe.train(batches))) == 6
 
 
@@ -466,8 +464,7 @@ class Assigning(torch.optim.Optimizer):
 def test_an_optimizer_that_assigns_data_trains_the_same(schedule: str) -> None:
     runs = []
     for optimizer in (Assigning, lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False)):
-        pipe = Pipeline(raw_model(RawMatmul), partition=[1] * 4, schedule=schedule, microbatches=4,
-                        optimizer=optimizer, seed=2)
+        pipe = Pipeline(raw_model(RawMatmul), optimizer, stages=[1] * 4, schedule=schedule, microbatches=4, seed=2)
         losses = [step.loss for step in pipe.train(rich_batches(3, 4))]
         runs.append([*losses, *(float(value.sum()) for value in pipe.state_dict().values())])
     assert runs[0] == runs[1]
@@ -486,11 +483,11 @@ def test_a_parameter_on_two_stages_without_a_tie_is_refused(shares: str, schedul
     model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("a", lambda: one), Layer("b", lambda: second),
                    Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
     with pytest.raises(UserError) as error:
-        Pipeline(model, partition=[2, 2], schedule=schedule, optimizer=Momentum())
+        Pipeline(model, Momentum(), stages=[2, 2], schedule=schedule)
     assert str(error.value) == ("error: 'b.w' and 'a.w' are one parameter, but on different stages or ranks, where "
                                 "each is trained by itself\nhint: let every build function make a module of its own, "
                                 "and tie them: Layer(..., ties={...})")
-    assert len(list(Pipeline(model, partition=[1, 3], schedule="1f1b", optimizer=Momentum()).train(
+    assert len(list(Pipeline(model, Momentum(), stages=[1, 3], schedule="1f1b").train(
         rich_batches(1, 4)))) == 1, "within a stage it is one"
 
 
@@ -499,12 +496,12 @@ def test_replicas_that_are_one_module_are_refused() -> None:
     model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("a", lambda: one),
                    Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
     with pytest.raises(UserError, match=r"'a\.w' and 'a\.w' are one parameter, but on different stages or ranks"):
-        Pipeline(model, partition=[1, 1, 1], placement=[[0], [1, 2], [3]], microbatches=2, optimizer=Momentum())
+        Pipeline(model, Momentum(), stages=Cut([1, 1, 1], ranks=[[0], [1, 2], [3]]), microbatches=2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_parameter_that_is_freed_later_is_refused(schedule: str) -> None:
-    pipe = Pipeline(frozen_front(), schedule=schedule, partition=[1, 1, 2], microbatches=2, optimizer=Momentum())
+    pipe = Pipeline(frozen_front(), Momentum(), stages=[1, 1, 2], schedule=schedule, microbatches=2)
     list(pipe.train(rich_batches(1, 4)))
     pipe.engine.local_stages[0].modules[0].requires_grad_()
     with pytest.raises(UserError) as error:

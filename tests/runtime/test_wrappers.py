@@ -33,7 +33,7 @@ def model(wrap: Callable[[nn.Module], nn.Module]) -> Model:
 
 def refusal(wrap: Callable[[nn.Module], nn.Module]) -> str:
     with pytest.raises(UserError) as error:
-        Pipeline(model(wrap), stages=2, optimizer=AdamW())
+        Pipeline(model(wrap), AdamW(), stages=2)
     return str(error.value)
 
 
@@ -67,7 +67,7 @@ def test_a_sharded_layer_and_one_of_dtensors() -> None:
         "error: 'raw1.w' is a DTensor (S(0) over 1 ranks), but stages compute with plain tensors\nhint: build layer "
         "'raw1' without parallelize_module, distribute_module, distribute_tensor and fully_shard; more stages leave "
         "less of the model on each rank")
-    pipe = Pipeline(model(lambda module: module), stages=2, microbatches=2, optimizer=AdamW())
+    pipe = Pipeline(model(lambda module: module), AdamW(), stages=2, microbatches=2)
     steps = pipe.train(rich_batches(2, 4))
     next(steps)
     fully_shard(pipe.engine.local_stages[0].modules[3], mesh=mesh)
@@ -83,7 +83,7 @@ def test_a_layer_that_is_wrapped_later(schedule: str, tmp_path: Path) -> None:
         later.append(nn.Sequential(module, nn.Identity()))
         return later[-1]
 
-    pipe = Pipeline(model(keep), stages=2, microbatches=2, optimizer=AdamW(), schedule=schedule)
+    pipe = Pipeline(model(keep), AdamW(), stages=2, schedule=schedule, microbatches=2)
     steps = pipe.train(rich_batches(3, 4))
     next(steps)
     later[-1][1] = WithoutGroup(nn.Identity())

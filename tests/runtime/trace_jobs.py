@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from models import rich_batches, rich_model
 
-from vpipe import Pipeline
+from vpipe import Cut, Pipeline
 from vpipe.runtime.collectives import clock_offset
 from vpipe.schedules.action_record import RecordedAction
 
 
 def recorded() -> dict[str, Any]:
     """A pipeline with a tie and recomputation; the offset of a clock that is as many hours ahead as the rank says."""
-    pipe = Pipeline(rich_model(), schedule="pipedream", partition=[2, 2, 2, 2], microbatches=2,
-                    recompute=[0.0, 0.5, 0.0, 1.0], optimizer=lambda own: torch.optim.AdamW(own, lr=1e-2))
+    pipe = Pipeline(rich_model(), lambda own: torch.optim.AdamW(own, lr=1e-2),
+                    stages=Cut([2, 2, 2, 2], recompute=[0.0, 0.5, 0.0, 1.0]), schedule="pipedream", microbatches=2)
     recorders = pipe.engine.record()
     losses = [step.loss for step in pipe.train(rich_batches(2, 4))]
     notes = {rank: recorder.pop_records() for rank, recorder in recorders.items()}

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vpipe.description.cut import Cut
+from vpipe.description.order import Order
 from vpipe.errors import UserError
 from vpipe.schedules.action import Op
 from vpipe.schedules.build import build, build_evaluation, reverse_backwards
@@ -57,8 +59,8 @@ def test_a_recomputation_stays_before_its_backward() -> None:
 @pytest.mark.parametrize("placement", [((0,),), ((0,), (1,), (2,)), ((0, 1), (2,)), ((0,), (1, 2), (3,))])
 def test_reversed_backwards_are_proved_as_any(placement: tuple[tuple[int, ...], ...]) -> None:
     last = len(placement) - 1
-    wanted = ScheduleSpec("gpipe", len(placement), 5, placement=placement, ties={0: (last,)} if last else {},
-                          recompute=[last], norm=True, last_first=True)
+    cut = Cut([1] * (last + 1), [[]] * last + [[last]], placement)
+    wanted = ScheduleSpec(Order("gpipe"), cut, 5, ties={0: (last,)} if last else {}, norm=True, last_first=True)
     own = [action.microbatch for action in wanted.prepare().programs[placement[0][0]] if action.op is Op.BACKWARD]
     assert own == sorted(own, reverse=True)
     assert len(own) == -(-5 // len(placement[0]))
@@ -66,4 +68,4 @@ def test_reversed_backwards_are_proved_as_any(placement: tuple[tuple[int, ...], 
 
 def test_no_other_schedule_can_be_reversed() -> None:
     with pytest.raises(UserError, match="'1f1b' cannot run its backwards from the last microbatch to the first"):
-        ScheduleSpec("1f1b", 2, 4, last_first=True).prepare()
+        ScheduleSpec(Order("1f1b"), Cut(2), 4, last_first=True).prepare()

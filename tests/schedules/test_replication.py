@@ -11,6 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from vpipe.description.cut import Cut
+from vpipe.description.order import Asynchronous
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import Assignment
@@ -213,4 +215,5 @@ def test_rounds() -> None:
 def test_streams_with_ties_as_long_as_a_run_proves_them(widths: list[int], every: int) -> None:
     """Here replicas get far ahead of one another, and tied gradients of their owner."""
     placement = tuple(tuple(range(sum(widths[:stage]), sum(widths[:stage + 1]))) for stage in range(len(widths)))
-    ScheduleSpec("pipedream", len(widths), every, every, placement, ties={0: (len(widths) - 1,)}).prepare()
+    ScheduleSpec(Asynchronous("pipedream", update_every=every), Cut(ranks=placement), every,
+                 ties={0: (len(widths) - 1,)}).prepare()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vpipe.description.cut import Cut
+from vpipe.description.order import Asynchronous, Order
 from vpipe.errors import UserError
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, backward, forward, step
@@ -59,7 +60,7 @@ def test_a_stream_that_takes_no_warm_up_is_called_as_before() -> None:
     assert [mean_delay(schedule, stage) for stage in range(3)] == [4 / 6, 2 / 6, 0]
     assert version_rule("eager")(20, 0, (1, 1, 1), 6) == 2
     with pytest.raises(UserError, match=r"warmup_depth is \[4, 2, 0\], but 'eager' has an order of its own"):
-        ScheduleSpec("eager", 3, 48, 6, warmup=(4, 2, 0)).prepare()
+        ScheduleSpec(Asynchronous("eager", update_every=6, warmup_depth=(4, 2, 0)), Cut(3), 48).prepare()
 
 
 def test_a_name_of_the_library_is_taken_before_the_library_is_loaded() -> None:
@@ -104,16 +105,14 @@ def test_a_wrong_generator(program: Callable[..., Any], what: str, hint: str) ->
 
 
 @pytest.mark.parametrize(("wanted", "what"), [
-    (ScheduleSpec("zb_v", 6, 8, chunks=3), "chunks is 3, but 'zb_v' holds 2 stages on each rank"),
-    (ScheduleSpec("pipedream", 8, 8, chunks=2), "chunks is 2, but 'pipedream' holds 1 stage on each rank"),
-    (ScheduleSpec("interleaved", 8, 8, chunks=0), "chunks is 0"),
-    (ScheduleSpec("interleaved", 8, 8, chunks=4, placement=((0,), (1,), (2,), (3,)) * 2),
+    (ScheduleSpec(Order("zb_v", chunks=3), Cut(6), 8), "chunks is 3, but 'zb_v' holds 2 stages on each rank"),
+    (ScheduleSpec(Order("pipedream", chunks=2), Cut(8), 8), "chunks is 2, but 'pipedream' holds 1 stage on each rank"),
+    (ScheduleSpec(Order("interleaved", chunks=4), Cut(ranks=((0,), (1,), (2,), (3,)) * 2), 8),
      "chunks is 4, but the placement puts 2 stages on rank 0"),
-    (ScheduleSpec("zb_v", 7, 8), "'zb_v' holds 2 stages on each rank, which do not divide 7 stages"),
-    (ScheduleSpec("zb_v", 8, 8, ranks=1), "1 process for 8 stages, of which 'zb_v' holds 2 on each rank"),
-    (ScheduleSpec(5, 8, 8), "the schedule is 5, which is no name"),  # type: ignore[arg-type]
-    (ScheduleSpec(Path("a.csv"), 8, 8), "the schedule is PosixPath('a.csv'), which is no name"),  # type: ignore[arg-type]
-    (ScheduleSpec("1F1B", 4, 8), "no schedule is called '1F1B'"),
+    (ScheduleSpec(Order("zb_v"), Cut(7), 8), "'zb_v' holds 2 stages on each rank, which do not divide 7 stages"),
+    (ScheduleSpec(Order("zb_v"), Cut(8), 8, processes=1),
+     "1 process for 8 stages, of which 'zb_v' holds 2 on each rank"),
+    (ScheduleSpec(Order("1F1B"), Cut(4), 8), "no schedule is called '1F1B'"),
 ])
 def test_numbers_that_do_not_fit(wanted: ScheduleSpec, what: str) -> None:
     with pytest.raises(UserError) as caught:

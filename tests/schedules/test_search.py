@@ -17,7 +17,6 @@ from vpipe.schedules.check import check, prove
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import rank_peaks
-from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import recipe_named, register_schedule, schedule_names
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search, search_placements
@@ -171,8 +170,9 @@ def test_by_name_on_any_placement() -> None:
         assert schedule.ties == {0: (len(placement) - 1,)}
         assert any(action.op is Op.RECOMPUTE for program in schedule.programs for action in program)
     size = Size(4, 8, 1, 8)
-    wanted = ScheduleSpec("auto", 4, 8, costs=Costs.uniform(size, 3, 2, 1), limits=4)
-    assert max(timeline(wanted.prepare(), Costs.uniform(size, 3, 2, 1)).peak_bytes) <= 4
+    made = lower(build("auto", default_placement(4), 8, costs=Costs.uniform(size, 3, 2, 1), limits=4))
+    check(made)
+    assert max(timeline(made, Costs.uniform(size, 3, 2, 1)).peak_bytes) <= 4
     programs = [list(recipe_named("auto").program(rank, 4, 8, chunks=2)) for rank in range(4)]
     assert programs == [list(program) for program in build("auto", Layout.LOOP.placement(4, 2), 8).programs]
 

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vpipe.description.cut import Cut
+from vpipe.description.order import Asynchronous
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.build import build
@@ -160,7 +162,7 @@ def test_warm_ups_that_do_not_fit(name: str, warmup: tuple[int, ...], what: str,
     assert what in str(error.value)
     assert hint in str(error.value)
     with pytest.raises(UserError):
-        ScheduleSpec(name, 4, 8, warmup=warmup).prepare()
+        ScheduleSpec(Asynchronous(name, warmup_depth=warmup), Cut(4), 8).prepare()
 
 
 def test_numbers_that_no_stream_can_have() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from vpipe import Model, Pipeline
+from vpipe import Model, Pipeline, Transfers
 from vpipe.errors import VpipeError
 
 
@@ -22,8 +22,8 @@ def main(timeout_s: float) -> None:
     torch.set_num_threads(1)
     model = Model.sequential(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), loss=nn.MSELoss())
     try:
-        pipe = Pipeline(model, stages=4, schedule="1f1b", microbatches=4, timeout_s=timeout_s,
-                        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+        pipe = Pipeline(model, lambda parameters: torch.optim.SGD(parameters, lr=0.01), stages=4, schedule="1f1b",
+                        microbatches=4, transfers=Transfers(timeout_s=timeout_s))
         for step in pipe.train(batches()):
             print(f"step {step.index}", flush=True)
             time.sleep(0.02)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import parts
 from torch import nn
 
 from vpipe import Model, Pipeline
@@ -20,8 +21,9 @@ def test_inductor_is_near() -> None:
     def losses(**settings: Any) -> list[float]:
         model = Model.sequential(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))),
                                  loss=nn.MSELoss())
-        pipe = Pipeline(model, stages=2, schedule="pipedream", microbatches=4, **settings,
-                        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+        pipe = Pipeline(model,
+                        **parts(stages=2, schedule="pipedream", microbatches=4, **settings,
+                                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2)))
         generator = torch.Generator().manual_seed(0)
         return [step.loss for step in pipe.train([{"input": torch.randn(8, 8, generator=generator),
                                                    "target": torch.randn(8, 8, generator=generator)}] * 3)]

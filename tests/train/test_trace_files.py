@@ -83,7 +83,7 @@ class Mean(nn.Module):
 
 def pipeline() -> Pipeline:
     model = Model([Layer("first", Failing, ("x",), ("h",)), Layer("last", Mean, outputs=("loss",))], batch=("x",))
-    return Pipeline(model, stages=2, schedule="1f1b", microbatches=2, optimizer=lambda own: torch.optim.SGD(own, 0.1))
+    return Pipeline(model, lambda own: torch.optim.SGD(own, 0.1), stages=2, schedule="1f1b", microbatches=2)
 
 
 def test_a_run_that_fails_leaves_what_was_done_until_then(tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_a_record_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_staleness_is_what_the_run_counted(tmp_path: Path, schedule: str) -> None:
     """Also behind an evaluation, before which the pipeline empties."""
     layers = [Layer(f"layer{i}", Failing, ("x",) if i == 0 else ("h",), ("h",)) for i in range(3)]
-    pipe = Pipeline(Model([*layers, Layer("last", Mean, outputs=("loss",))], batch=("x",)), stages=3,
-                    schedule=schedule, microbatches=4, optimizer=lambda own: torch.optim.SGD(own, 0.1))
+    pipe = Pipeline(Model([*layers, Layer("last", Mean, outputs=("loss",))], batch=("x",)),
+                    lambda own: torch.optim.SGD(own, 0.1), stages=3, schedule=schedule, microbatches=4)
     data = [{"x": torch.ones(4, 2)}] * 6
     with TraceWriter(tmp_path, pipe, 4) as trace:
         for part in range(2):

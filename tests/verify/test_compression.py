@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from vpipe import Layer, Model
 from vpipe.config.config import load_config
 from vpipe.config.parallel import Codec, ParallelSection
+from vpipe.description.transfers import CODECS
 from vpipe.errors import UserError
-from vpipe.runtime.transport.compression import CODECS, ROUNDINGS, Compression, Int8
+from vpipe.runtime.transport.compression import Compression, Int8
 from vpipe.runtime.transport.transport import TensorSpec
 from vpipe.verify.compression import CutCompression
 from vpipe.verify.differences import compare, references, run_in_process
@@ -64,16 +65,16 @@ def test_what_is_refused(changes: dict[str, Any], what: str, key: str, tmp_path:
 
 
 def test_names_are_those_of_the_codecs() -> None:
-    assert get_args(Codec) == CODECS
-    assert get_args(ParallelSection.model_fields["compress_rounding"].annotation) == ROUNDINGS
+    assert {*get_args(Codec), "int8_stochastic"} == set(CODECS)
+    section = ParallelSection(model_parallel_size=3, compress=("int8", "bf16"), compress_rounding="stochastic")
+    assert section.transfers.codecs(3) == ("int8_stochastic", "bf16")
 
 
 def test_one_cut() -> None:
     """Gradients come back coded; a tensor that nobody used comes back as zeros."""
     model = Model([Layer("first", nn.Identity, ("x",), ("h", "skip")), Layer("second", nn.Identity),
                    Layer("last", nn.Identity, ("h", "skip"), ("loss",))], batch=("x",))
-    compression = Compression.parse(["int8", "none"], "nearest", 3, 0)
-    assert compression is not None
+    compression = Compression(("int8", "none"), 0)
     compress_cut, codec = CutCompression(model, [1, 1, 1], ((0,), (1,), (1,)), compression), Int8(False)
     for number in range(2):
         values = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(number))

@@ -13,11 +13,11 @@ from pathlib import Path
 from vpipe.compare.systems import HINT, ComparisonRequest
 from vpipe.config.config import Config, load_config
 from vpipe.config.shipped import ENDINGS, shipped_configs
+from vpipe.description.execution import THREADED
 from vpipe.distributed.network import free_port
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.launch.local import run_ranks
 from vpipe.launch.rank_env import check_alone, check_gpus, hosts_of, ranks_here, ranks_of
-from vpipe.runtime.executors.registry import THREADED
 from vpipe.train.csv_rows import check_output
 from vpipe.train.run_folder import CONFIG, make_run_folder
 

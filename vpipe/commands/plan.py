@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from vpipe.config.config import Config, load_config
 from vpipe.config.parallel import AUTO
+from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import UserError, counted
 from vpipe.launch.rank_env import check_alone, ranks_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
-from vpipe.plan.recompute import recomputed_layers
 from vpipe.plan.solver import Alternative, PlanRequest, Solution, solve, without_recompute
 from vpipe.schedules.prepare import is_file
 from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, DEFAULT_SCHEDULE, planned_schedules

@@ -47,7 +47,7 @@ def run_verify(options: argparse.Namespace) -> None:
     batches, ranks = batches_for_steps(job, options.steps), job.schedule.ranks
     steps = steps_in_batches(job, batches)
     print(f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages on {ranks} ranks, schedule "
-          f"{job.config.parallel.standing_in.order}, {steps} steps" +
+          f"{job.config.parallel.standing_in.order_text}, {steps} steps" +
           (", on this host without its container" if job.config.container else ""), flush=True)
     if to_plan := job.config.parallel.to_plan:
         print(f"a run plans {', '.join(to_plan)} when it starts; here stages balanced by their parameters stand in: "

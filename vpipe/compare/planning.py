@@ -11,11 +11,11 @@ from typing import Any
 
 from vpipe.compare.systems import SYSTEMS, ComparisonRequest, microbatch_counts, plan_system
 from vpipe.config.parallel import AUTO
+from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import Problem, UserError, counted
 from vpipe.model.split import balanced, parameter_counts
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
-from vpipe.plan.recompute import recomputed_layers
 from vpipe.plan.solver import solve
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.schedules.registry import recipe_named

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.config.yaml_tree import Keys, Tree, describe, read_json_tree
+from vpipe.description.recompute import Recompute, recomputed_layers
 from vpipe.errors import Problem, UserError
 from vpipe.plan.plan import MOST_BYTES, MOST_VALUES, Plan
-from vpipe.plan.recompute import Recompute, recomputed_layers
 from vpipe.schedules.registry import recipe_if_any
 
 PLAN = ("parallel", "plan")

@@ -33,10 +33,12 @@ from vpipe.config.validation import (
 )
 from vpipe.config.vpipe_flat import FLAT_KEYS, REPLACED_SECTIONS, to_native
 from vpipe.config.yaml_tree import Place, Tree, describe, parse, read_yaml, write
+from vpipe.description.execution import THREADED
+from vpipe.description.order import Order, order_of
+from vpipe.description.precision import Precision, PrecisionName
 from vpipe.errors import UserError
 from vpipe.model import LARGEST_SIZE, MOST_BLOCKS
-from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED
-from vpipe.runtime.precision import Precision, PrecisionName
+from vpipe.runtime.executors.registry import NO_TIMELINE
 from vpipe.schedules.prepare import is_file, microbatches_of
 from vpipe.schedules.registry import recipe_if_any
 from vpipe.schedules.size import MOST_MICROBATCHES
@@ -318,6 +320,13 @@ class Config(Section):
     def saving(self) -> CheckpointSection:
         """The checkpoint section; its defaults if the config has none."""
         return self.checkpoint or CheckpointSection.model_validate({})
+
+    @property
+    def order(self) -> Order:
+        """The schedule; a stand-in where it is planned."""
+        parallel = self.parallel.standing_in
+        return order_of(parallel.schedule, parallel.chunks, update_every=parallel.update_every,
+                        warmup_depth=parallel.depths, delay_correction=self.training.extrapolation or 0.0)
 
     @property
     def microbatches(self) -> int:

@@ -21,9 +21,12 @@ from vpipe.config.validation import (
     is_share,
 )
 from vpipe.config.yaml_tree import describe
+from vpipe.description.cut import Cut
+from vpipe.description.execution import THREADED, Executor
+from vpipe.description.recompute import MOST_LAYERS, ranges
+from vpipe.description.transfers import Transfers
 from vpipe.errors import UserError, nearest_registered
-from vpipe.plan.recompute import MOST_LAYERS, ranges
-from vpipe.runtime.executors.registry import THREADED, Executor, threads_refused
+from vpipe.runtime.executors.registry import threads_refused
 from vpipe.schedules.build import check_warmup
 from vpipe.schedules.prepare import has_flush, is_file
 from vpipe.schedules.registry import (
@@ -266,7 +269,22 @@ class ParallelSection(Section):
         return None if ranks is None else tuple(ranks[str(stage)] for stage in range(len(ranks)))
 
     @property
-    def order(self) -> str:
+    def cut(self) -> Cut:
+        """How the model is cut; a partition to be planned is the number of stages."""
+        assert not isinstance(self.recompute, str), "see standing_in"
+        return Cut(self.model_parallel_size if isinstance(self.partition, str) else self.partition, self.recompute,
+                   self.placement or self.data_parallel_size)
+
+    @property
+    def transfers(self) -> Transfers:
+        """The transfers between stages. The ranks are joined already, whatever the backend."""
+        codecs = [f"{name}_stochastic" if name == "int8" and self.compress_rounding == "stochastic" else name
+                  for name in used_codecs(self.compress)]
+        return Transfers(None, self.timeout_s, self.shared_memory,
+                         codecs if isinstance(self.compress, tuple) else codecs[0])
+
+    @property
+    def order_text(self) -> str:
         """Name the schedule, and the executor if it is not the default one."""
         return self.schedule + ("" if self.executor == "overlapped" else f", executor {self.executor}")
 

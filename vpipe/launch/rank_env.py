@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -25,11 +25,8 @@ from vpipe.schedules.prepare import ScheduleSpec
 
 def ranks_of(config: Config) -> int:
     """Return the number of ranks of the schedule. Raises UserError if there is no such schedule."""
-    parallel = config.parallel.standing_in
-    return ScheduleSpec(parallel.schedule, parallel.model_parallel_size, config.microbatches,
-                        parallel.update_every, parallel.placement, parallel.chunks,
-                        replicas=1 if parallel.placement else parallel.data_parallel_size,
-                        warmup=parallel.depths).prepare(proved=True).ranks
+    cut = replace(config.parallel.standing_in.cut, recompute=0.0)  # it changes no rank
+    return ScheduleSpec(config.order, cut, config.microbatches).prepare(proved=True).ranks
 
 
 def hosts_of(config: Config) -> Hosts | None:

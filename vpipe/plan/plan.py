@@ -12,10 +12,12 @@ from types import NoneType
 from typing import Any
 
 from vpipe.arguments import check_path, shown
+from vpipe.description.cut import Cut
+from vpipe.description.order import Order, order_of
+from vpipe.description.recompute import MOST_LAYERS, layers_outside, ranges, recomputed_layers
 from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.files import number_of, read_json
 from vpipe.plan.profile import parse_record
-from vpipe.plan.recompute import MOST_LAYERS, layers_outside, ranges, recomputed_layers
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.size import MOST_MICROBATCHES
 
@@ -144,6 +146,16 @@ class Plan:
                 values["recompute_layers"], values["partition"], strict=True))
         for key, value in values.items():
             object.__setattr__(self, key, value)
+
+    @property
+    def cut(self) -> Cut:
+        """The stages, what they recompute, and their ranks."""
+        return Cut(self.partition, self.recompute_layers or self.recompute_ratio or 0.0, self.stage_to_rank_map or 1)
+
+    def order(self, schedule: str) -> Order:
+        """Return the schedule of the plan, or where it says none, this one, with what the plan says of it."""
+        return order_of(self.schedule or schedule, update_every=self.update_every,
+                        warmup_depth=self.warmup_depth or None)
 
     @property
     def recomputed(self) -> tuple[frozenset[int], ...]:

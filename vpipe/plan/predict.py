@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from vpipe.description.order import order_of
+from vpipe.description.recompute import ranges
 from vpipe.errors import UserError, counted
 from vpipe.metric_formulas import bubble
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
-from vpipe.plan.recompute import ranges
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory
 from vpipe.schedules.action import Action
 from vpipe.schedules.build import build
@@ -55,11 +56,9 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
     if sum(partition) != layers:
         raise UserError(f"the plan is for {sum(partition)} layers, but the profile is of a model of {layers}",
                         hint="make another plan, or profile the model that the plan is for")
-    spec = ScheduleSpec(name, len(partition), microbatches, plan.update_every or update_every,
-                        plan.stage_to_rank_map or None, ties=ties_of(profile, partition),
-                        recompute=[stage for stage, dropped in enumerate(recomputed) if dropped],
-                        warmup=plan.warmup_depth or None)
-    built = spec.prepare() if is_file(name) else _build(profile, spec, partition, recomputed)
+    order = order_of(name, update_every=plan.update_every or update_every, warmup_depth=plan.warmup_depth or None)
+    spec = ScheduleSpec(order, plan.cut, microbatches, ties=ties_of(profile, partition))
+    built = spec.prepare() if is_file(name) else _build(profile, spec)
     split = bool(built.split_backwards)
     assignment = built.assignment
     shares = [-(-assignment.per_update(stage) // len(ranks)) for stage, ranks in enumerate(built.placement)]
@@ -88,16 +87,15 @@ def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, 
     return {owner: tuple(sorted(borrowers)) for owner, borrowers in sorted(ties.items())}
 
 
-def _build(profile: Profile, spec: ScheduleSpec, partition: Sequence[int],
-           recomputed: Sequence[Collection[int]]) -> Schedule:
+def _build(profile: Profile, spec: ScheduleSpec) -> Schedule:
     """Build a schedule that is simulated only, so without proof; a stream with a steady state in its middle."""
-    recipe, placement = recipe_named(spec.schedule), spec.placement
+    recipe, cut, placement = recipe_named(spec.schedule), spec.cut, spec.cut.placement
     if placement is None:
-        if spec.stages % recipe.chunks:
+        if cut.count % recipe.chunks:
             raise UserError(f"'{spec.schedule}' holds {recipe.chunks} stages on each rank, which do not divide "
-                            f"{counted(spec.stages, 'stage')}", hint="use a multiple, or say where the stages live")
-        placement = recipe.layout.placement(spec.stages // recipe.chunks, recipe.chunks)
-    costs = None if recipe.search is None else pipeline_costs(profile, partition, recomputed, placement)
+                            f"{counted(cut.count, 'stage')}", hint="use a multiple, or say where the stages live")
+        placement = recipe.layout.placement(cut.count // recipe.chunks, recipe.chunks)
+    costs = None if recipe.search is None else pipeline_costs(profile, cut.partition, cut.recomputed, placement)
     one = build(spec.schedule, placement, spec.microbatches, spec.update_every, spec.ties, spec.recompute, costs,
                 warmup=spec.warmup)
     return one if one.flush else _long(one, spec.recompute)

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vpipe.description.recompute import ranges
 from vpipe.plan.profile import LinkProfile, Profile
-from vpipe.plan.recompute import ranges
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.size import Placement
 

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from vpipe.description.precision import FP32, Precision
 from vpipe.model.layer import LOSS, Model
 from vpipe.model.split import StageSpec, alive
 from vpipe.plan.profile import TensorBytes
 from vpipe.profiling.fingerprint import tied_owners
 from vpipe.runtime.activations import ActivationCounter, Record
-from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
 

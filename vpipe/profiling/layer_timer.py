@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vpipe.description.precision import Precision
 from vpipe.model.layer import Layer, Model
 from vpipe.model.split import StageSpec
 from vpipe.plan.profile import Seconds
@@ -19,7 +20,6 @@ from vpipe.profiling.device import Clock
 from vpipe.profiling.layer_runner import LayerInputs, LayerRunner, zero_rate_optimizer
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime.activations import Record
-from vpipe.runtime.precision import Precision
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer
 

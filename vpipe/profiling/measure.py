@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vpipe.description.precision import FP32, Precision
 from vpipe.errors import RunError, VpipeError, counted
 from vpipe.model.layer import Model
 from vpipe.plan.profile import Identity, LayerProfile, Profile, Seconds
@@ -35,7 +36,6 @@ from vpipe.profiling.layer_runner import (
 from vpipe.profiling.layer_timer import LayerTimer, Samples, measure_overhead, run_rounds, summary
 from vpipe.profiling.links import measure_links
 from vpipe.profiling.rank_group import RankGroup
-from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.stage_layers import Rounding
 from vpipe.runtime.stage_optimizer import MakeOptimizer
 
@@ -139,7 +139,7 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
     """
     precision, = {identity.precision for identity in identities}
     return list(_Measurement(model, make_optimizer, torch.device(device), seed, timeout_s, budget_s, tell,
-                             Precision.parse(precision), shared_memory).profiles(microbatches, identities))
+                             Precision(precision), shared_memory).profiles(microbatches, identities))
 
 
 class _Measurement:

@@ -5,36 +5,37 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
 from operator import gt
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from vpipe.description.description import Description
+from vpipe.description.execution import THREADED, Executor
+from vpipe.distributed.device import DeviceMap
 from vpipe.errors import RunError, UserError, counted
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, ties_between
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
 from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.collectives import Collectives
-from vpipe.runtime.compiled import check_compiled, compile_layers
+from vpipe.runtime.compiled import check_compiled, compile_backend, compile_layers
 from vpipe.runtime.delay_correction import Extrapolation, describe_other_factors
 from vpipe.runtime.executors.async_threaded import ThreadedWorker
 from vpipe.runtime.executors.naive import NaiveWorker
-from vpipe.runtime.executors.registry import NO_TIMELINE, THREADED, Executor
+from vpipe.runtime.executors.registry import NO_TIMELINE
 from vpipe.runtime.interpreter import Interpreter, RankPrograms, RunningSegment
 from vpipe.runtime.interrupts import Interrupts
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.optimizer_step import OptimizerSteps
-from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.reducer import count_buckets
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_layers import check_not_shared
-from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer, check_rescheduled
+from vpipe.runtime.stage_optimizer import StageOptimizer, check_rescheduled
 from vpipe.runtime.state_dict import LastChanges, Position, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.tied_weights import TiedWeights
@@ -55,48 +56,6 @@ CHANGES_HINT = ("give learning rates as learning_rate_factor=lambda step: ..., c
                 "or choose a schedule with a flush")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of an engine besides the model and the schedule.
-
-    Attributes:
-        microbatches: per batch.
-        recompute: per stage the numbers, in the model, of the layers that are recomputed.
-        factor: learning rate of an update relative to the optimizer's own.
-        clip: greatest gradient norm; of all stages with a flush, of each stage without.
-        seed: of initialisation and dropout.
-        device: where this process computes.
-        timeout_s: how long a transfer may take.
-        compression: codecs of tensors between stages; None: there are none.
-        skip: whether an update from a loss or a gradient that is not finite is skipped.
-        precision: of the layers' computation.
-        executor: of the actions.
-        compile: backend of torch.compile for the layers; None: they are not compiled.
-        shared_memory: whether ranks of one host that compute on processors may pass tensors through it.
-        extrapolation: strength of the correction of late gradients; None: they are not corrected.
-    """
-
-    microbatches: int
-    recompute: Sequence[frozenset[int]]
-    factor: Callable[[int], float]
-    clip: float | None
-    seed: int
-    device: torch.device
-    timeout_s: float
-    compression: Compression | None
-    skip: bool = False
-    precision: Precision = FP32
-    executor: Executor = "overlapped"
-    compile: str | None = None
-    extrapolation: float | None = None
-    shared_memory: bool = True
-
-    @property
-    def needs_norms(self) -> bool:
-        """Return whether an update depends on the norms of gradients: with a flush on those of all stages."""
-        return self.clip is not None or self.skip or self.precision.scaled
-
-
 class Engine:
     """Run a lowered schedule over the stages of this process.
 
@@ -110,23 +69,25 @@ class Engine:
         position: of training; microbatches in flight are not counted.
     """
 
-    def __init__(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, make_optimizer: MakeOptimizer,
-                 settings: Settings, distributed: bool) -> None:
-        self._schedule, self._settings, self._fields, self._labels = schedule, settings, model.batch, model.labels
+    def __init__(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, description: Description,
+                 world: DeviceMap) -> None:
+        self._schedule, self._description, self._fields, self._labels = schedule, description, model.batch, model.labels
+        self._device, distributed, timeout_s = world.own, world.ranks > 1, description.transfers.timeout_s
         self._placement: Placement = schedule.placement
         self.workers: dict[int, Worker] = {}
-        self.collectives = Collectives(self.workers, specs, self._placement, distributed, settings.timeout_s)
-        if distributed and is_ordered(settings.device):  # refuses while another pipeline has transfers under way
-            tensor_groups(settings.device, timedelta(seconds=settings.timeout_s))
+        self.collectives = Collectives(self.workers, specs, self._placement, distributed, timeout_s)
+        if distributed and is_ordered(self._device):  # refuses while another pipeline has transfers under way
+            tensor_groups(self._device, timedelta(seconds=timeout_s))
         foreign = ", ".join(sorted(kind.meaning for kind in schedule.kinds if not is_own(kind))) or "none"
         with self.collectives.problems_of_all(foreign):
             check_runnable(schedule.kinds)
-            stages = build_stages(model, specs, schedule, settings, distributed)
-        self.workers.update(build_workers(stages, model, specs, schedule, make_optimizer, settings, distributed))
-        self._programs = RankPrograms(schedule, [stage for stage, layers in enumerate(settings.recompute) if layers],
-                                  any(worker.transport.ordered for worker in self.workers.values()))
+            stages = build_stages(model, specs, schedule, description, world)
+        self.workers.update(build_workers(stages, model, specs, schedule, description, world))
+        recompute = [stage for stage, layers in enumerate(description.cut.recomputed) if layers]
+        self._programs = RankPrograms(schedule, recompute, any(
+            worker.transport.ordered for worker in self.workers.values()))
         self.collectives.check_ties()
-        if settings.needs_norms and schedule.flush:
+        if description.needs_norms and schedule.flush:
             self.collectives.agree_on_norms()
         self.position = Position(0, 0, 0)
         self._begun = 0  # microbatches that a resumed run has done of its first batch
@@ -173,7 +134,7 @@ class Engine:
             return self.position
         first, done = stream.segment.first, stream.done * self._schedule.assignment.per_step
         return self.position.after(stream.done, done, stream.segment.loader.samples(first, first + done),
-                                   (first + done) % self._settings.microbatches)
+                                   (first + done) % self._description.microbatches)
 
     def _train_whole(self, loader: MicrobatchLoader) -> Iterator[Step]:
         """Train batch after batch, each with all of the schedule's programs and an empty pipeline at its end."""
@@ -185,7 +146,7 @@ class Engine:
             except KeyboardInterrupt as interrupt:
                 interrupt.add_note(self._whereabouts())
                 raise
-            first += self._settings.microbatches
+            first += self._description.microbatches
             while self._made:
                 yield from self._yield_unchanged(self._made.popleft(), lambda: bool(self._made))
         self._end_batches(loader)
@@ -199,7 +160,7 @@ class Engine:
             if not last_forwards:
                 steps = list(steps)  # losses are exchanged when the batch is done
             self._made = deque(self._results.collect(segment, step) for step in steps)
-            self._close(segment, first + self._settings.microbatches, len(self._made))
+            self._close(segment, first + self._description.microbatches, len(self._made))
         except KeyboardInterrupt:
             self._interpreter.fail()
             raise
@@ -274,7 +235,7 @@ class Engine:
         loader.close()
         if loader.error is not None:
             raise loader.error
-        device = self._settings.device
+        device = self._device
         if device.type == "cuda" and any(worker.transport.ordered for worker in self.workers.values()):
             torch.cuda.current_stream(device).synchronize()  # the process may end now, before its sends have
 
@@ -339,7 +300,7 @@ class Engine:
     def _close(self, segment: Segment, end: int, steps: int) -> None:
         """Count the steps and microbatches of a finished segment; ``end``: the loader's next microbatch."""
         self.position = self.position.after(steps, end - segment.first, segment.loader.samples(segment.first, end),
-                                            end % self._settings.microbatches)
+                                            end % self._description.microbatches)
         self._interpreter.finish()
 
     def record(self, limit: int = MOST_ACTIONS) -> Mapping[int, Recorder]:
@@ -348,7 +309,7 @@ class Engine:
         Raises:
             UserError: forwards run in threads, so that actions have no times of their own.
         """
-        if self._settings.executor == THREADED:
+        if self._description.execution.executor == THREADED:
             raise UserError(NO_TIMELINE[0], hint=NO_TIMELINE[1])
         assert self._stream is None, "microbatches in flight were not recorded"
         self._interpreter.recorders = {rank: Recorder(worker, limit) for rank, worker in self.workers.items()}
@@ -367,8 +328,8 @@ class Engine:
         samples: list[int] = []
         # Only as many batches at a time as keep every stage busy: in one process nothing else bounds how far the first
         # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
-        most = (-(-4 * len(self._placement) // self._settings.microbatches) * len(self._placement[-1])
-                * self._settings.microbatches)
+        most = (-(-4 * len(self._placement) // self._description.microbatches) * len(self._placement[-1])
+                * self._description.microbatches)
         loader, first = self._loader(batches, None, most, copied=True, equal=False), 0
         with self.interrupts, ExitStack() as stack:
             for worker in self.workers.values():
@@ -427,8 +388,8 @@ class Engine:
 
         used = {name for stage in self.local_stages for name in stage.spec.fields}
         comparison = next((worker.comparison for worker in self.workers.values()), None)
-        return MicrobatchLoader(iter(batches), self._settings.microbatches, self._fields, uses, limit, used,
-                                self._settings.device if copied else None, comparison, equal=equal)
+        return MicrobatchLoader(iter(batches), self._description.microbatches, self._fields, uses, limit, used,
+                                self._device if copied else None, comparison, equal=equal)
 
     @property
     def local_stages(self) -> list[Stage]:
@@ -489,7 +450,7 @@ class Engine:
                 part.load({name: tensor for name, tensor in tensors.items() if part.wants(name)})
             self._interpreter.exchange_tied_weights()
             self._replicas_compared = False
-            self._begun = position.within(self._settings.microbatches)
+            self._begun = position.within(self._description.microbatches)
             self.position = replace(position, begun=self._begun)
         [changes] = [part for part in self.parts if isinstance(part, LastChanges)]
         other_factors = self.collectives.exchange.united(changes.other_factors)
@@ -504,70 +465,69 @@ class Engine:
         if self.position.microbatches or self._stream is not None:
             raise UserError(f"training has begun: {counted(self.position.steps, 'step')} done",
                             hint="load a checkpoint into a new pipeline, before its first step")
-        begun = position.within(self._settings.microbatches)
+        begun = position.within(self._description.microbatches)
         if begun and not self._schedule.stream:
-            raise UserError(f"the checkpoint was made after {begun} of the {self._settings.microbatches} microbatches "
-                            f"of a batch, but '{self._schedule.name}' takes whole ones",
+            raise UserError(f"the checkpoint was made after {begun} of the {self._description.microbatches} "
+                            f"microbatches of a batch, but '{self._schedule.name}' takes whole ones",
                             hint="go on with the schedule that made it, or from a checkpoint at the end of a batch")
 
 
-def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, settings: Settings,
-                 distributed: bool) -> dict[int, dict[int, Stage]]:
-    """Build the stages of this process; return them by rank and stage.
-
-    Args:
-        distributed: whether there are other processes; then this one has one rank, else all of them take turns.
+def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, description: Description,
+                 world: DeviceMap) -> dict[int, dict[int, Stage]]:
+    """Build the stages of this process, of its rank or, where it is alone, of all; return them by rank and stage.
 
     Raises:
         UserError: a layer cannot work, or two stages share one.
     """
-    ranks = [dist.get_rank()] if distributed else list(range(len(schedule.programs)))
-    built = {rank: {spec.index: Stage(model, spec, seed=settings.seed, device=settings.device,
-                                      recomputed=settings.recompute[spec.index], precision=settings.precision)
+    ranks = [world.rank] if world.ranks > 1 else list(range(len(schedule.programs)))
+    built = {rank: {spec.index: Stage(model, spec, seed=description.seed, device=world.own,
+                                      recomputed=description.cut.recomputed[spec.index],
+                                      precision=description.precision)
                     for spec in specs if rank in schedule.placement[spec.index]} for rank in ranks}
     check_not_shared(stage for stages in built.values() for stage in stages.values())
     return built
 
 
 def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs: Sequence[StageSpec],
-                  schedule: Schedule, make_optimizer: MakeOptimizer, settings: Settings,
-                  distributed: bool) -> dict[int, Worker]:
+                  schedule: Schedule, description: Description, world: DeviceMap) -> dict[int, Worker]:
     """Build the workers of this process for its stages; return them by rank.
 
     Raises:
         UserError: a layer cannot work in this precision under this schedule, or not compiled.
     """
-    placement, ties = schedule.placement, ties_between(specs)
+    placement, ties, distributed = schedule.placement, ties_between(specs), world.ranks > 1
+    update, execution, precision = description.update, description.execution, description.precision
     worker_of: dict[Executor, Callable[..., Worker]] = {
         "overlapped": Worker, "naive": NaiveWorker, "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
-    if settings.compile is not None:
-        check_compiled(settings.compile, schedule, settings.device)
+    if execution.compile:
+        check_compiled(backend := compile_backend(execution.compile), schedule, world.own)
         compile_layers([layer for stages in built.values() for stage in stages.values()
-                        for layer in stage.modules.values()], settings.compile)
+                        for layer in stage.modules.values()], backend)
     mailbox: Mailbox = {}
     workers: dict[int, Worker] = {}
     for rank, stages in built.items():
         for stage in stages.values():
             stage.renew_leaves(versions=not schedule.flush)
-        optimizers = {s: StageOptimizer.build(make_optimizer, stage.weights.masters, s) for s, stage in stages.items()}
+        optimizers = {s: StageOptimizer.build(update.make_optimizer, stage.weights.masters, s)
+                      for s, stage in stages.items()}
         for stage in stages.values():
             stage.weights.adopt_hooks()
         replicated = [stage for s, stage in stages.items() if len(placement[s]) > 1]
         transport: Transport = (
-            DistributedTransport(settings.device, settings.timeout_s, max(schedule.peak_activations),
+            DistributedTransport(world.own, description.transfers.timeout_s, max(schedule.peak_activations),
                                  partial(describe_rank, placement), count_buckets(replicated) if replicated else 0,
-                                 settings.shared_memory)
+                                 description.transfers.shared_memory)
             if distributed else InProcessTransport(rank, mailbox))
-        scaler = LossScaler.build(settings.precision, stages, schedule) if settings.precision.scaled else None
+        scaler = LossScaler.build(precision, stages, schedule) if precision.scaled else None
         tied = TiedWeights(ties, placement, stages, transport,
                            scaler if scaler is not None and scaler.per_stage else None)
-        factors = {} if settings.extrapolation is None else {
-            s: settings.extrapolation * mean_delay(schedule, s) for s in stages}
-        steps = OptimizerSteps(placement, stages, optimizers, tied, transport, settings.factor, settings.clip,
-                               settings.skip, scaler, {s: Extrapolation(stages[s].weights, optimizers[s], factor)
-                                                       for s, factor in factors.items() if factor})
-        workers[rank] = worker_of[settings.executor](
+        factors = {s: description.delay_correction * mean_delay(schedule, s) for s in stages
+                   if description.delay_correction}
+        steps = OptimizerSteps(placement, stages, optimizers, tied, transport, update, scaler,
+                               {s: Extrapolation(stages[s].weights, optimizers[s], factor)
+                                for s, factor in factors.items() if factor})
+        workers[rank] = worker_of[execution.executor](
             rank, placement, stages, steps, tied, transport,
             BatchComparison(transport, placement, model.batch) if distributed else None, schedule.offloaded_stages,
-            settings.compression)
+            Compression.described(description.transfers, len(specs), description.seed))
     return workers

@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor
 
+from vpipe.description.precision import Precision
 from vpipe.errors import UserError
-from vpipe.runtime.precision import Precision
 from vpipe.runtime.stage import Stage
 from vpipe.schedules.schedule import Schedule
 

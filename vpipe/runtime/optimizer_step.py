@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vpipe.description.update import Update
 from vpipe.distributed.watchdog import activity
 from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.loss_scaler import LossScaler
@@ -46,9 +47,8 @@ class OptimizerSteps:
         optimizers: per stage of this rank.
         tied: weights of this rank that other stages share.
         transport: of this rank.
-        factor: ``step -> learning rate``, relative to the optimizer's own.
-        clip: greatest norm of the gradients, or None.
-        skip: whether an update with a norm that is not finite is skipped; with a scaler it always is.
+        update: what limits a gradient, and the learning rate. With a scaler an update with a norm that is not finite
+            is always skipped.
         scaler: of the losses; None: they are not scaled.
         extrapolations: of the stages whose late gradients are corrected.
 
@@ -59,13 +59,11 @@ class OptimizerSteps:
     """
 
     def __init__(self, placement: Placement, stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer],
-                 tied: TiedWeights, transport: Transport, factor: Callable[[int], float], clip: float | None = None,
-                 skip: bool = False, scaler: LossScaler | None = None,
-                 extrapolations: Mapping[int, Extrapolation] | None = None) -> None:
-        self.optimizers, self.skip, self.scaler = optimizers, skip, scaler
-        self.extrapolations = extrapolations or {}
+                 tied: TiedWeights, transport: Transport, update: Update, scaler: LossScaler | None,
+                 extrapolations: Mapping[int, Extrapolation]) -> None:
+        self.optimizers, self.skip, self.scaler = optimizers, update.skip_not_finite, scaler
+        self.extrapolations, self._update = extrapolations, update
         self._stages, self._tied, self._transport = stages, tied, transport
-        self._factor, self._clip = factor, clip
         self.reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, self.stage_scaler)
                          for s, stage in stages.items() if len(placement[s]) > 1}
         self.skipped: set[int] = set()
@@ -199,10 +197,10 @@ class OptimizerSteps:
 
         A skipped update makes a version that equals the one before; so does the state of the optimizers.
         """
-        if self.global_norms or self._clip is not None or self.skip or self.scaler is not None:
+        if self.global_norms or self._update.grad_clip is not None or self.skip or self.scaler is not None:
             norms = self._norms_of_all(number) if self.global_norms else _gradient_norms(weights)
-            if self._clip is not None:
-                self._clip_gradients(weights, norms, self._clip)
+            if self._update.grad_clip is not None:
+                self._clip_gradients(weights, norms, self._update.grad_clip)
             if (self.scaler is not None and stage in self.scaler.overflowed) or (
                     (self.skip or self.scaler is not None) and not norms.isfinite().all()):
                 weights.pop_gradients()
@@ -224,7 +222,7 @@ class OptimizerSteps:
 
     def _rate(self, stage: int, step: int) -> float:
         """Return the learning rate of a step at a stage, relative to the optimizer's own."""
-        return self._factor(self._segment.steps_before + step) * self._rates[stage]
+        return self._update.factor(self._segment.steps_before + step) * self._rates[stage]
 
     def learning_rate(self, stage: int, step: int) -> float | None:
         """Return the learning rate of the stage's first parameter group; None where nothing is trained."""

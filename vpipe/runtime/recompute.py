@@ -1,6 +1,6 @@
 """Recompute activations (activation checkpointing): drop them in the forward, make them again for the backward.
 
-:mod:`vpipe.plan.recompute` says which layers do; a span of them is dropped and recomputed as one. The backward
+:mod:`vpipe.description.recompute` says which layers do; a span of them is dropped and recomputed as one. The backward
 recomputes, or an action of the schedule ahead of it (``R``).
 """
 

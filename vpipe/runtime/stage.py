@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+from vpipe.description.precision import FP32, Precision
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.model.layer import Layer, Model, seed_of
 from vpipe.model.split import StageSpec, alive
@@ -29,7 +30,6 @@ from vpipe.runtime.layer_errors import (
     hint_of,
     may_repeat,
 )
-from vpipe.runtime.precision import FP32, Precision
 from vpipe.runtime.recompute import forward_without_activations, recompute_span
 from vpipe.runtime.side_effects import SideEffects
 from vpipe.runtime.split_backward import SplitBackwardMode

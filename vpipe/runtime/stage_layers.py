@@ -11,12 +11,12 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from vpipe.description.precision import Precision
 from vpipe.errors import UserError
 from vpipe.model.layer import LOSS, Model, check_alike, kind_of, parameter_of, set_parameter, share_modules
 from vpipe.model.sequential import rounded_module
 from vpipe.model.split import StageSpec
 from vpipe.model.wrappers import find_wrapper
-from vpipe.runtime.precision import Precision
 from vpipe.runtime.weight_versions import Slot, WeightVersions, has_hooks, replace_parameter
 
 

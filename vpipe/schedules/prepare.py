@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from vpipe.description.cut import Cut
+from vpipe.description.order import Asynchronous, Order
 from vpipe.errors import UserError, counted
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.build import build, check_chunks, check_warmup, replica_views, reverse_backwards, with_recompute
@@ -17,7 +19,7 @@ from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.csv_format import CsvFile, read_csv_file
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import recomputations
-from vpipe.schedules.registry import Limits, Recipe, recipe_if_any, recipe_named
+from vpipe.schedules.registry import Recipe, recipe_if_any, recipe_named
 from vpipe.schedules.schedule import Schedule, stages_of_rank
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import (
@@ -76,39 +78,43 @@ class ScheduleSpec:
     """Specify a schedule.
 
     Attributes:
-        schedule: a registered name, or the path of a CSV file.
-        stages: of the whole model.
+        order: the schedule.
+        cut: the stages of the whole model.
         microbatches: per batch.
-        update_every: microbatches per update, and replica, without a flush; the fewest possible when None.
-        placement: ranks per stage; the schedule's own when None.
-        chunks: stages per rank; from the schedule and ``ranks`` when None.
-        ranks: how many there are; as many as the schedule needs when None.
-        replicas: of the whole pipeline; 1 with a placement, which contains them.
+        processes: how many there are; as many as the schedule has ranks when None.
         ties: borrowing stages by owning stage.
-        recompute: stages that recompute activations.
         norm: clip gradients by the norm over all stages.
-        costs: the costs that a searched schedule is made for; equal ones when None.
-        limits: the activations that each rank of a searched schedule may hold.
         last_first: run the backwards from the last microbatch to the first, see
             :func:`~vpipe.schedules.build.reverse_backwards`.
-        warmup: forwards of every stage before its first backward, without a flush; those of 1F1B when None.
     """
 
-    schedule: str
-    stages: int
+    order: Order
+    cut: Cut
     microbatches: int
-    update_every: int | None = None
-    placement: Placement | None = None
-    chunks: int | None = None
-    ranks: int | None = None
-    replicas: int = 1
+    processes: int | None = None
     ties: Mapping[int, tuple[int, ...]] | None = None
-    recompute: Collection[int] = ()
     norm: bool = False
-    costs: Costs | None = None
-    limits: Limits = None
     last_first: bool = False
-    warmup: Sequence[int] | None = None
+
+    @property
+    def schedule(self) -> str:
+        """Its name, or the path of a file."""
+        return self.order.schedule
+
+    @property
+    def update_every(self) -> int | None:
+        """Microbatches per update, and replica, without a flush; the fewest possible when None."""
+        return self.order.update_every if isinstance(self.order, Asynchronous) else None
+
+    @property
+    def warmup(self) -> Sequence[int] | None:
+        """Forwards of every stage before its first backward, without a flush; those of 1F1B when None."""
+        return self.order.warmup_depth if isinstance(self.order, Asynchronous) else None
+
+    @property
+    def recompute(self) -> list[int]:
+        """The stages that recompute activations."""
+        return [stage for stage, layers in enumerate(self.cut.recomputed) if layers]
 
     def prepare(self, *, proved: bool = False) -> Schedule:
         """Return the schedule, lowered and proved, before any process is started.
@@ -119,28 +125,24 @@ class ScheduleSpec:
         Raises:
             UserError: the numbers do not fit; :class:`~vpipe.errors.CheckError` when a rule is broken.
         """
-        for name, value, most in (("stages", self.stages, MOST_STAGES), ("chunks", self.chunks, MOST_STAGES),
-                                  ("replicas", self.replicas, MOST_RANKS),
+        for name, value, most in (("stages", self.cut.count, MOST_STAGES), ("chunks", self.order.chunks, MOST_STAGES),
+                                  ("ranks", self.cut.ranks, MOST_RANKS),
                                   ("microbatches", self.microbatches, MOST_MICROBATCHES),
                                   ("update_every", self.update_every, MOST_MICROBATCHES)):
             if isinstance(value, int) and value > most:  # before any list is made of them
                 raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
         if self.warmup is not None and max(self.warmup, default=0) > MOST_MICROBATCHES:
             raise UserError(f"warmup_depth is {list(self.warmup)}", hint=f"give {MOST_MICROBATCHES:,} at most")
-        built = self._from_file() if is_file(self.schedule) else self._by_name(recipe_named(self.schedule))
+        built = self._from_file() if is_file(self.schedule) else self._by_name(
+            recipe_named(self.schedule))
         schedule = lower(built, self.norm and built.flush)
         if not proved:
             check(schedule)
         return schedule
 
     def _by_name(self, recipe: Recipe) -> Schedule:
-        check_chunks(recipe, self.chunks)
-        if type(self.replicas) is not int or self.replicas < 1:
-            raise UserError(f"replicas is {self.replicas!r}", hint="give a whole number, 1 or more")
-        if self.replicas > 1 and self.placement:
-            raise UserError(f"{self.replicas} replicas beside the placement {[list(r) for r in self.placement]}",
-                            hint="leave the replicas out: the placement contains them")
-        placement = self.placement or self._placement(recipe)
+        check_chunks(recipe, self.order.chunks)
+        placement = self.cut.placement or self._placement(recipe)
         self._check_ranks(placement)
         if self.warmup is not None:
             check_warmup(recipe, list(map(len, placement)), self.warmup)
@@ -153,29 +155,28 @@ class ScheduleSpec:
         positions = set(placement)
         check_work(sum(map(len, positions)), to_prove, len(placement) // len(positions),
                    replicated=max(map(len, positions)) > 1,
-                   why="" if every is None else f", which prove a stream of '{self.schedule}',")
-        schedule = build(self.schedule, placement, to_prove, every, self.ties, self.recompute, self.costs, self.limits,
-                         warmup)
+                   why="" if every is None else f", which prove a stream of '{recipe.name}',")
+        schedule = build(self.schedule, placement, to_prove, every, self.ties, self.recompute, warmup=warmup)
         return reverse_backwards(schedule) if self.last_first else schedule
 
     def _placement(self, recipe: Recipe) -> Placement:
-        chunks = self.chunks
-        if self.ranks is not None and self.ranks % self.replicas:
-            raise UserError(f"{counted(self.ranks, 'process')} for {counted(self.replicas, 'replica')} of the pipeline",
-                            hint=f"start a multiple of {counted(self.replicas, 'process')}")
+        stages, chunks, replicas, processes = self.cut.count, self.order.chunks, self.cut.replicas, self.processes
+        if processes is not None and processes % replicas:
+            raise UserError(f"{counted(processes, 'process')} for {counted(replicas, 'replica')} of the pipeline",
+                            hint=f"start a multiple of {counted(replicas, 'process')}")
         if chunks is None:
-            fitting = recipe.any_chunks and self.ranks is not None and self.stages % (self.ranks // self.replicas) == 0
-            chunks = self.stages // (self.ranks // self.replicas) if fitting and self.ranks else recipe.chunks
-        ranks, left = divmod(self.stages, chunks)
+            fitting = recipe.any_chunks and processes is not None and stages % (processes // replicas) == 0
+            chunks = stages // (processes // replicas) if fitting and processes else recipe.chunks
+        ranks, left = divmod(stages, chunks)
         if left:
             low, high = ranks * chunks, (ranks + 1) * chunks
-            raise UserError(f"'{self.schedule}' holds {chunks} stages on each rank, which do not divide "
-                            f"{counted(self.stages, 'stage')}",
+            raise UserError(f"'{recipe.name}' holds {chunks} stages on each rank, which do not divide "
+                            f"{counted(stages, 'stage')}",
                             hint=f"use {f'{low} or ' if low else ''}{high} stages")
-        if ranks * self.replicas > MOST_RANKS:
-            raise UserError(f"{self.replicas} replicas of {counted(ranks, 'rank')} are {ranks * self.replicas:,} ranks",
+        if ranks * replicas > MOST_RANKS:
+            raise UserError(f"{replicas} replicas of {counted(ranks, 'rank')} are {ranks * replicas:,} ranks",
                             hint=f"use {MOST_RANKS:,} ranks at most")
-        return widened(recipe.layout.placement(ranks, chunks), self.replicas)
+        return widened(recipe.layout.placement(ranks, chunks), replicas)
 
     def _check_ranks(self, placement: Placement) -> None:
         used = sorted({rank for ranks in placement for rank in ranks})
@@ -183,33 +184,33 @@ class ScheduleSpec:
         if empty := [stage for stage, ranks in enumerate(placement) if not ranks]:
             raise UserError(f"the placement {given} gives stage {empty[0]} no rank",
                             hint="list the ranks of every stage, at least one")
-        if len(placement) != self.stages:
+        if len(placement) != self.cut.count:
             raise UserError(f"the placement {given} is one of {counted(len(placement), 'stage')}, but there are "
-                            f"{self.stages}", hint="list the ranks of every stage")
+                            f"{self.cut.count}", hint="list the ranks of every stage")
         if used[0] < 0:
             raise UserError(f"the placement {given} names rank {used[0]}", hint="number the ranks from 0 without a gap")
         if (missing := first_missing(used)) < used[-1]:
             raise UserError(f"the placement {given} names ranks up to {used[-1]}, but never rank {missing}",
                             hint="number the ranks from 0 without a gap")
-        for rank in used if self.chunks is not None else ():
-            if self.chunks != (count := len(stages_of_rank(placement, rank))):
-                raise UserError(f"chunks is {self.chunks}, but the placement puts {counted(count, 'stage')} on rank "
-                                f"{rank}", hint="leave chunks out: it follows from the placement")
-        if self.ranks in (None, len(used)):
+        for rank in used if self.order.chunks is not None else ():
+            if self.order.chunks != (count := len(stages_of_rank(placement, rank))):
+                raise UserError(f"chunks is {self.order.chunks}, but the placement puts {counted(count, 'stage')} on "
+                                f"rank {rank}", hint="leave chunks out: it follows from the placement")
+        if self.processes in (None, len(used)):
             return
-        processes, start = counted(self.ranks or 0, "process"), f"start {counted(len(used), 'process')}"
+        processes, start = counted(self.processes or 0, "process"), f"start {counted(len(used), 'process')}"
         widths = [len(ranks) for ranks in placement]
         if max(widths) > 1:
             raise UserError(f"{processes} for {counted(len(used), 'rank')}: the stages have "
                             f"{', '.join(map(str, widths))} replicas", hint=f"{start}, or change the replicas")
-        per_rank = self.stages // len(used)
-        raise UserError(f"{processes} for {counted(self.stages, 'stage')}, of which '{self.schedule}' holds {per_rank} "
-                        "on each rank",
-                        hint=f"{start}, or cut the model into {counted((self.ranks or 0) * per_rank, 'stage')}")
+        per_rank = self.cut.count // len(used)
+        raise UserError(f"{processes} for {counted(self.cut.count, 'stage')}, of which '{self.schedule}' holds "
+                        f"{per_rank} on each rank",
+                        hint=f"{start}, or cut the model into {counted((self.processes or 0) * per_rank, 'stage')}")
 
     def _from_file(self) -> Schedule:
         schedule = _read(self.schedule).schedule
-        for word, asked, there in (("stages", self.stages, schedule.stages),
+        for word, asked, there in (("stages", self.cut.count, schedule.stages),
                                    ("microbatches", self.microbatches, schedule.microbatches),
                                    ("microbatches per update", self.update_every or schedule.update_every,
                                     schedule.update_every)):
@@ -219,12 +220,12 @@ class ScheduleSpec:
         if self.warmup is not None:
             raise UserError(f"warmup_depth is {list(self.warmup)}, but '{self.schedule}' says the order of its actions",
                             hint="leave warmup_depth out, or take a schedule by its name")
-        if self.replicas > 1:
-            raise UserError(f"{self.replicas} replicas of the pipeline, but '{self.schedule}' says which ranks there "
-                            "are", hint="leave the replicas out, or take a schedule by its name")
-        if self.placement not in (None, schedule.placement):
+        if self.cut.replicas > 1:
+            raise UserError(f"{self.cut.replicas} replicas of the pipeline, but '{self.schedule}' says which ranks "
+                            "there are", hint="leave the replicas out, or take a schedule by its name")
+        if self.cut.placement not in (None, schedule.placement):
             raise UserError(f"'{self.schedule}' places the stages as {[list(r) for r in schedule.placement]}, not as "
-                            f"{[list(r) for r in self.placement or ()]}", hint="leave the placement out")
+                            f"{[list(r) for r in self.cut.placement or ()]}", hint="leave the placement out")
         self._check_ranks(schedule.placement)
         if schedule.microbatches % schedule.assignment.per_step:
             raise UserError(f"'{self.schedule}' has {schedule.microbatches} microbatches, but its stages make whole "

@@ -18,7 +18,7 @@ def headline(job: Job) -> str:
     to_plan, parallel = job.config.parallel.to_plan, job.config.parallel.standing_in
     return (f"{job.config.model.name}: {counted(len(job.model), 'layer')} in {counted(len(job.placement), 'stage')}"
             + ("" if "partition" in to_plan else f" {list(job.partition)}")
-            + ("" if "schedule" in to_plan else f", schedule {parallel.order}")
+            + ("" if "schedule" in to_plan else f", schedule {parallel.order_text}")
             + ("" if (precision := job.config.training.precision) == "fp32" else f", {precision}") + ", "
             + (f"{', '.join(to_plan)} to be planned, " if to_plan else "")
             + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else _processes(job)))

@@ -22,6 +22,10 @@ from vpipe.data.epoch import HeldOutText, TokenDataset
 from vpipe.data.length_buckets import SOURCE_IDS, PairDataset
 from vpipe.data.registry import dataset_named
 from vpipe.data.tokenizers import load_wordpiece
+from vpipe.description.cut import Cut
+from vpipe.description.description import Description
+from vpipe.description.execution import THREADED, Execution
+from vpipe.description.update import Update
 from vpipe.distributed.device import DeviceMap, Visible, choose_device, device_name, make_current
 from vpipe.distributed.init import join_world
 from vpipe.errors import UserError
@@ -30,11 +34,9 @@ from vpipe.model.registry import model_named
 from vpipe.model.split import balanced, parameter_counts, split, ties_between
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
-from vpipe.plan.recompute import recomputed_layers
 from vpipe.profiling.cache import load_by_digest, to_stderr
 from vpipe.profiling.fingerprint import digest, structure
 from vpipe.runtime.compiled import check_compiled, compile_backend
-from vpipe.runtime.executors.registry import THREADED
 from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.prepare import ScheduleSpec, has_flush
 from vpipe.schedules.schedule import Schedule, describe_rank
@@ -66,8 +68,7 @@ class Job:
     config: Config  # resolved: with the values of the data and the plan file; keys to be planned are still "auto"
     dataset: Dataset
     model: Model  # its layers are not materialized
-    partition: tuple[int, ...]  # layers per stage
-    recomputed: tuple[frozenset[int], ...]  # recomputed layers of each stage
+    cut: Cut  # with the layers of every stage
     schedule: Schedule  # lowered and proved; for a stream, the finite part that was proved
     updates: int | None  # steps that the run makes at most; None when only a time limit ends it
     plan: Plan | None  # that the job follows
@@ -156,27 +157,20 @@ class Job:
                  proved: bool = False) -> Job:
         """Cut the model and prepare the schedule."""
         to_plan, parallel, training = config.parallel.to_plan, config.parallel.standing_in, config.training
-        partition = parallel.partition
-        if isinstance(partition, str):
-            partition = tuple(balanced(parameter_counts(model), parallel.model_parallel_size))
-        specs = split(model, partition)
-        assert not isinstance(parallel.recompute, str), "nothing stands in for it"
-        recomputed = recomputed_layers(parallel.recompute, partition) if parallel.recompute else \
-            (frozenset[int](),) * len(partition)
-        schedule = ScheduleSpec(
-            parallel.schedule, len(partition), config.microbatches, parallel.update_every, parallel.placement,
-            parallel.chunks, None, 1 if parallel.placement else parallel.data_parallel_size,
-            {owner: tuple(borrowers) for owner, borrowers in ties_between(specs).items()},
-            [stage for stage, layers in enumerate(recomputed) if layers], training.needs_norms,
-            last_first=parallel.executor == THREADED, warmup=parallel.depths).prepare(proved=proved)
+        cut = parallel.cut
+        if isinstance(cut.stages, int):
+            cut = replace(cut, stages=balanced(parameter_counts(model), cut.stages))
+        ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(split(model, cut.partition)).items()}
+        schedule = ScheduleSpec(config.order, cut, config.microbatches, None, ties, training.needs_norms,
+                                last_first=parallel.executor == THREADED).prepare(proved=proved)
         if training.compile:
             check_compiled(compile_backend(training.compile), schedule)
         config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
         if "partition" not in to_plan:
-            config = config.with_parallel(partition=partition)
+            config = config.with_parallel(partition=cut.partition)
         if config.parallel.warmup_depth == AUTO and "warmup_depth" not in to_plan:  # one stage
             config = config.with_parallel(warmup_depth=None)
-        return cls(config, dataset, model, partition, recomputed, schedule,
+        return cls(config, dataset, model, cut, schedule,
                    _updates(config, _epochs(config, dataset), schedule), plan)
 
     def with_plan(self, plan: Plan, *, proved: bool = False) -> Job:
@@ -227,6 +221,24 @@ class Job:
     def with_correction(self, profile: Profile) -> Profile:
         """Return a profile that says whether this job extrapolates its steps, which is not measured."""
         return replace(profile, extrapolates=self.config.training.extrapolation is not None)
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return self.cut.partition
+
+    @property
+    def recomputed(self) -> tuple[frozenset[int], ...]:
+        """Recomputed layers of each stage, by their numbers in the model."""
+        return self.cut.recomputed
+
+    @property
+    def description(self) -> Description:
+        """The whole description of the pipeline."""
+        config, training, parallel = self.config, self.config.training, self.config.parallel
+        update = Update(self.optimizer(), self.lr_policy(), training.grad_clip, training.on_nan == "skip")
+        return Description(self.cut, config.order, config.microbatches, update, training.computed, parallel.transfers,
+                           Execution(device_of(config), parallel.executor, training.compile or False), training.seed)
 
     @property
     def placement(self) -> Placement:

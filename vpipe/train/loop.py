@@ -20,6 +20,7 @@ from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.config.config import config_row
 from vpipe.data.prefetch import Prefetcher
+from vpipe.description.execution import THREADED
 from vpipe.distributed.init import exchange, join_world
 from vpipe.distributed.signals import Stopped, graceful_stop
 from vpipe.distributed.watchdog import activity, forget_stop, note_to, stop_asked
@@ -28,17 +29,14 @@ from vpipe.metric_formulas import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
 from vpipe.progress import message_if_slow
 from vpipe.runtime.collectives import LocalUsage
-from vpipe.runtime.compiled import compile_backend
-from vpipe.runtime.engine import Settings
-from vpipe.runtime.executors.registry import NO_GAIN, THREADED
+from vpipe.runtime.executors.registry import NO_GAIN
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.step_results import Step
-from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.prepare import few_microbatches, note_of
 from vpipe.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.train.csv_rows import csv_text
 from vpipe.train.headline import delay_line, delay_warning, size_lines
-from vpipe.train.job import Job, device_of, join
+from vpipe.train.job import Job, join
 from vpipe.train.load_balance import MEASURED, BalanceCheck
 from vpipe.train.load_balance import WARM_UP as BALANCE_WARM_UP
 from vpipe.train.metrics import Efficiency, EventWriter, Metrics, PastMetrics, ProgressBar, StepSize
@@ -356,17 +354,9 @@ class _TrainingRun:
 
 def build_pipeline(job: Job) -> Pipeline:
     """Create the pipeline of a job on this rank's device; the ranks of the run have been joined."""
-    config, parallel, training = job.config, job.config.parallel, job.config.training
-    world = join_world(None, parallel.timeout_s, device_of(config))
-    settings = Settings(config.microbatches, job.recomputed, job.lr_policy(), training.grad_clip, training.seed,
-                        world.own, parallel.timeout_s,
-                        None if parallel.compress == "none" else Compression.parse(
-                            parallel.compress, parallel.compress_rounding, len(job.partition), training.seed),
-                        training.on_nan == "skip", training.computed, parallel.executor,
-                        compile_backend(training.compile) if training.compile else None, training.extrapolation,
-                        parallel.shared_memory)
-    return Pipeline.from_schedule(job.model, job.partition, parallel.standing_in.schedule, job.schedule, settings,
-                                  job.optimizer().from_named, world)
+    description = job.description
+    world = join_world(None, description.transfers.timeout_s, description.execution.device)
+    return Pipeline.prepared(job.model, description, job.schedule, world)
 
 
 @contextmanager

@@ -30,9 +30,9 @@ from vpipe.config.parallel import AUTO
 from vpipe.config.validation import validated
 from vpipe.config.yaml_tree import Tree, describe, parse
 from vpipe.data.dataset import Tokenized
+from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import Problem, UserError, counted
 from vpipe.plan.plan import Plan
-from vpipe.plan.recompute import recomputed_layers
 from vpipe.schedules.prepare import is_file
 from vpipe.train.run_folder import (
     CONFIG,

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from vpipe.config.config import TrainingSection
+from vpipe.description.execution import THREADED
 from vpipe.errors import RunError, UserError
 from vpipe.model.split import split, ties_between
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.compiled import compile_backend, compiled_model
-from vpipe.runtime.executors.registry import THREADED
 from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.build import build
 from vpipe.schedules.graph import Graph
@@ -113,7 +113,7 @@ def references(job: Job, batches: int) -> Iterator[Reference]:
     rounding = _rounding(precision, job.config.microbatches, training.optimizer) * steps_in_batches(job, batches)
     # async_threaded reverses the backwards of gpipe, but keeps gradients apart and adds them in order.
     bound = 0.0 if _in_order(schedule) or parallel.executor == THREADED else rounding
-    compression = Compression.parse(parallel.compress, parallel.compress_rounding, len(partition), training.seed)
+    compression = Compression.described(parallel.transfers, len(partition), training.seed)
     if compression is not None and bound:
         raise UserError(f"'{parallel.schedule}' completes microbatches out of order, and with parallel.compress there "
                         "is no bound to compare within", hint="verify it with parallel.compress=none")

@@ -15,16 +15,16 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from vpipe.description.precision import Precision
 from vpipe.model.layer import LOSS, Model, set_parameter, split_target
 from vpipe.model.sequential import rounded_module
 from vpipe.model.split import split
-from vpipe.runtime.precision import Precision
 from vpipe.schedules.assignment import Assignment
 
 
 @dataclass(frozen=True)
 class ReferencePrecision(Precision):
-    """The precision that a reference computes in; see :class:`~vpipe.runtime.precision.Precision`."""
+    """The precision that a reference computes in; see :class:`~vpipe.description.precision.Precision`."""
 
     name: str = "fp32"
 

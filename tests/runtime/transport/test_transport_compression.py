@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import rich_batches, rich_model
+from pipelines import parts
 from test_exact import AdamW, assert_same_state, decay
 from torch import Tensor
 from world import World
 
-from vpipe import Pipeline
+from vpipe import Pipeline, Transfers
 from vpipe.errors import UserError
 from vpipe.runtime.transport.compression import LEAST_SCALE, Bf16, Codec, CompressedTransport, Compression, Int8, _parts
 from vpipe.runtime.transport.transport import InProcessTransport, TensorSpec, TransferKey
@@ -33,8 +34,8 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def compression(codecs: str | list[str] = "int8", rounding: str = "nearest", stages: int = 4) -> Compression:
-    made = Compression.parse(codecs, rounding, stages, seed=2)
+def compression(codecs: str | list[str] = "int8", stages: int = 4) -> Compression:
+    made = Compression.described(Transfers(compress=codecs), stages, seed=2)
     assert made is not None
     return made
 
@@ -146,7 +147,7 @@ def test_stochastic_rounding_is_right_on_average_and_follows_its_seed() -> None:
 
 def test_every_tensor_is_rounded_by_a_chance_of_its_own() -> None:
     def coded(key: TransferKey, number: int, seed: int = 2) -> bytes:
-        return Compression(("int8",) * 3, "stochastic", seed).encode(key, [randn(2, 64)] * 2)[number].numpy().tobytes()
+        return Compression(("int8_stochastic",) * 3, seed).encode(key, [randn(2, 64)] * 2)[number].numpy().tobytes()
 
     cases = [(TransferKey(*key), tensor) for key, tensor in (
         (("F", 2, 5), 0), (("F", 2, 6), 0), (("F", 1, 5), 0), (("B", 1, 5), 0), (("F", 2, 5), 1))]
@@ -165,15 +166,14 @@ def test_what_is_sent_is_left_alone() -> None:
 # -- runs ----------------------------------------------------------------------------------------------
 
 
-def run(schedule: str, partition: list[int], codecs: str | list[str], rounding: str = "nearest",
-        **arguments: Any) -> Pipeline:
+def run(schedule: str, partition: list[int], codecs: str | list[str], **arguments: Any) -> Pipeline:
     """A run whose losses, gradient norms and weights are those of its oracle."""
     model, batches = rich_model(), rich_batches(3, 8, lengths=(6, 9))
-    pipe = Pipeline(model, schedule=schedule, microbatches=4, partition=partition, optimizer=AdamW(), seed=2,
-                    learning_rate_factor=decay, grad_clip=0.5, compress=codecs, compress_rounding=rounding,
-                    **arguments)
+    pipe = Pipeline(model,
+                    **parts(schedule=schedule, microbatches=4, partition=partition, optimizer=AdamW(), seed=2,
+                            learning_rate_factor=decay, grad_clip=0.5, compress=codecs, **arguments))
     steps = list(pipe.train(batches))
-    crossing = CutCompression(model, partition, pipe.placement, compression(codecs, rounding, len(partition)))
+    crossing = CutCompression(model, partition, pipe.placement, compression(codecs, len(partition)))
     recipe = TrainingRecipe(AdamW().from_named, 4, 2, decay, 0.5, compress=crossing)
     widths = [len(ranks) for ranks in pipe.placement]
     if schedule == "pipedream":
@@ -186,12 +186,10 @@ def run(schedule: str, partition: list[int], codecs: str | list[str], rounding: 
     return pipe
 
 
-@pytest.mark.parametrize(("codecs", "rounding"), [
-    ("int8", "nearest"), ("int8", "stochastic"), ("bf16", "nearest"), (["int8", "none", "bf16"], "stochastic")])
+@pytest.mark.parametrize("codecs", ["int8", "int8_stochastic", "bf16", ["int8_stochastic", "none", "bf16"]])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream"])
-def test_a_run_equals_its_oracle_with_the_same_codec_at_the_cuts(schedule: str, codecs: str | list[str],
-                                                                 rounding: str) -> None:
-    run(schedule, [2, 3, 1, 2], codecs, rounding, recompute=[0.0, 1.0, 1.0, 0.5])
+def test_a_run_equals_its_oracle_with_the_same_codec_at_the_cuts(schedule: str, codecs: str | list[str]) -> None:
+    run(schedule, [2, 3, 1, 2], codecs, recompute=[0.0, 1.0, 1.0, 0.5])
 
 
 @pytest.mark.parametrize(("schedule", "partition"), [("zb_v", [2, 2, 2, 2]), ("interleaved", [2, 2, 2, 2]),
@@ -212,8 +210,8 @@ def test_every_replica_codes_what_it_sends(schedule: str, placement: list[list[i
 def test_the_codec_is_seen_in_the_numbers_and_in_the_bytes() -> None:
     sent, losses = {}, {}
     for codecs in ("none", "bf16", "int8"):
-        pipe = Pipeline(rich_model(tied=False), schedule="1f1b", microbatches=2, partition=[3, 5], optimizer=AdamW(),
-                        seed=2, compress=codecs)
+        pipe = Pipeline(rich_model(tied=False), AdamW(), stages=[3, 5], schedule="1f1b", microbatches=2,
+                        transfers=Transfers(compress=codecs), seed=2)
         losses[codecs] = [step.loss for step in pipe.train(rich_batches(2, 4))]
         workers = pipe.engine.workers.values()
         sent[codecs] = sum(worker.transport.bytes_sent for worker in workers)
@@ -224,8 +222,8 @@ def test_the_codec_is_seen_in_the_numbers_and_in_the_bytes() -> None:
 
 def test_evaluation_disturbs_nothing() -> None:
     def train(evaluate: bool) -> list[float]:
-        pipe = Pipeline(rich_model(), schedule="1f1b", microbatches=2, partition=[3, 5], optimizer=AdamW(), seed=2,
-                        compress="int8", compress_rounding="stochastic")
+        pipe = Pipeline(rich_model(), AdamW(), stages=[3, 5], schedule="1f1b", microbatches=2,
+                        transfers=Transfers(compress="int8_stochastic"), seed=2)
         losses = []
         for step in pipe.train(rich_batches(3, 4)):
             losses.append(step.loss)
@@ -251,14 +249,13 @@ def test_gloo_equals_one_process(world: World, arguments: dict[str, Any]) -> Non
 # -- what is refused -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("codecs", "rounding", "text"), [
-    ("int4", "nearest", "compress is 'int4'\nhint: did you mean 'int8'?"),
-    (["int8", "zip", "none"], "nearest", "compress is 'zip'\nhint: known names: bf16, int8, none"),
-    (["int8"], "nearest", "compress has 1 entries for the 3 cuts between 4 stages\nhint: give one word for all cuts"),
-    ("int8", "up", "compress_rounding is 'up'\nhint: known names: nearest, stochastic")])
-def test_names_and_cuts(codecs: str | list[str], rounding: str, text: str) -> None:
+@pytest.mark.parametrize(("codecs", "text"), [
+    ("int4", "compress is 'int4'\nhint: did you mean 'int8'?"),
+    (["int8", "zip", "none"], "compress is 'zip'\nhint: known names: bf16, int8, int8_stochastic, none"),
+    (["int8"], "compress has 1 entries for the 3 cuts between 4 stages\nhint: give one word for all cuts")])
+def test_names_and_cuts(codecs: str | list[str], text: str) -> None:
     with pytest.raises(UserError) as caught:
-        Compression.parse(codecs, rounding, 4, 0)
+        Compression.described(Transfers(compress=codecs), 4, 0)
     assert text in str(caught.value)
 
 

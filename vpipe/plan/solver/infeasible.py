@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from vpipe.description.recompute import ranges
 from vpipe.errors import UserError, counted
-from vpipe.plan.recompute import ranges
 from vpipe.plan.solver.candidate_trials import Trials
 from vpipe.plan.solver.choice import Choice, equal_widths
 from vpipe.plan.solver.cost_model import CostModel

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vpipe.description.recompute import Recompute
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
-from vpipe.plan.recompute import Recompute
 from vpipe.schedules.registry import planned_schedules
 from vpipe.schedules.size import Placement
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import counted
-from vpipe.plan.recompute import recomputed_layers
 from vpipe.plan.solver.choice import Candidate, Choice, Stages, equal_widths, traits_of
 from vpipe.plan.solver.chunked_partition import chunked_candidate
 from vpipe.plan.solver.cost_model import CostModel

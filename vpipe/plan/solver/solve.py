@@ -8,11 +8,11 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+from vpipe.description.recompute import ranges
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile, Seconds
-from vpipe.plan.recompute import ranges
 from vpipe.plan.solver.candidate_trials import MOST_ACTIONS, Trials, seconds
 from vpipe.plan.solver.choice import Candidate, Choice
 from vpipe.plan.solver.infeasible import infeasible

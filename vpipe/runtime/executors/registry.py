@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
-from vpipe.errors import UserError, nearest
+from vpipe.description.execution import THREADED, Execution
+from vpipe.errors import UserError
 from vpipe.schedules.registry import recipe_if_any, reversible_schedules
-
-Executor = Literal["overlapped", "naive", "async_threaded"]
-"""``overlapped``: transfers run beside the compute. ``naive``: an action, with its transfers, ends before the next
-begins. ``async_threaded``: the forwards of a batch run in a thread each, on a GPU in a stream each, then the backwards
-from the last to the first. The numbers are the same to the bit."""
-
-EXECUTORS: tuple[Executor, ...] = get_args(Executor)
-THREADED: Executor = "async_threaded"
 
 NO_GAIN = ("executor async_threaded: on a CPU it brings no gain over overlapped, which takes less memory; it is for "
            "GPUs, where each microbatch gets a stream")
@@ -36,15 +27,7 @@ def threads_refused(schedule: str) -> tuple[str, str] | None:
             f"use the schedule {possible}, or the executor overlapped, which runs any")
 
 
-def check_executor(executor: str, schedule: str) -> Executor:
-    """Return the executor of this name.
-
-    Raises:
-        UserError: there is none, or it cannot run the schedule.
-    """
-    known = next((each for each in EXECUTORS if each == executor), None)
-    if known is None:
-        raise UserError(f"no executor is called {executor!r}", hint=nearest(str(executor), EXECUTORS))
-    if known == THREADED and (refused := threads_refused(schedule)):
+def check_executor(execution: Execution, schedule: str) -> None:
+    """Refuse an executor that cannot run the schedule. Raises UserError."""
+    if execution.executor == THREADED and (refused := threads_refused(schedule)):
         raise UserError(f"the executor is {refused[0]}", hint=refused[1])
-    return known

@@ -14,14 +14,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from vpipe.arguments import shown
-from vpipe.errors import Problem, UserError, nearest
+from vpipe.description.transfers import Transfers
+from vpipe.errors import UserError
 from vpipe.model.layer import seed_of
 from vpipe.runtime.transport.distributed import MOST_TENSORS
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
-
-CODECS = ("none", "bf16", "int8")
-ROUNDINGS = ("nearest", "stochastic")
 
 SCALE_BYTES = 4
 LARGEST = 127
@@ -126,44 +123,30 @@ class Compression:
     """The codec of every cut, the same on every rank.
 
     Attributes:
-        codecs: a name of :data:`CODECS` per cut; cut c lies between the stages c and c + 1.
-        rounding: one of :data:`ROUNDINGS`, for ``int8``.
+        codecs: a name of :data:`~vpipe.description.transfers.CODECS` per cut; cut c lies between the stages c and
+            c + 1.
         seed: the run's seed.
     """
 
     codecs: tuple[str, ...]
-    rounding: str
     seed: int
 
     @classmethod
-    def parse(cls, codecs: str | Sequence[str], rounding: str, stages: int, seed: int) -> Compression | None:
-        """Build it from one name for all cuts or one per cut; None when all are ``none``.
+    def described(cls, transfers: Transfers, stages: int, seed: int) -> Compression | None:
+        """Return the compression of the cuts between so many stages; None when all are ``none``.
 
         Raises:
-            UserError: an unknown name, or another number of names than cuts.
+            UserError: there are codecs for another number of cuts.
         """
-        if not isinstance(codecs, (str, list, tuple)) or not all(isinstance(name, str) for name in codecs):
-            raise UserError(f"compress is {shown(codecs)}", hint=f"write one of {', '.join(CODECS)}, or a list of them")
-        if not isinstance(rounding, str):
-            raise UserError(f"compress_rounding is {shown(rounding)}", hint=f"write one of {', '.join(ROUNDINGS)}")
-        named = (codecs,) * (stages - 1) if isinstance(codecs, str) else tuple(codecs)
-        problems = [Problem(f"compress is '{name}'", nearest(name, CODECS))
-                    for name in dict.fromkeys((codecs,) if isinstance(codecs, str) else named) if name not in CODECS]
-        if rounding not in ROUNDINGS:
-            problems.append(Problem(f"compress_rounding is '{rounding}'", nearest(rounding, ROUNDINGS)))
-        if len(named) != stages - 1:
-            problems.append(Problem(f"compress has {len(named)} entries for the {stages - 1} cuts between {stages} "
-                                    "stages", "give one word for all cuts, or one entry per cut"))
-        if problems:
-            raise UserError.all_of(problems)
-        return cls(named, rounding, seed) if set(named) - {"none"} else None
+        codecs = transfers.codecs(stages)
+        return cls(codecs, seed) if set(codecs) - {"none"} else None
 
     def codec(self, key: TransferKey) -> Codec | None:
         """Return the codec of a transfer; None for one that is sent unchanged."""
         if key.kind not in "FB":
             return None
         name = self.codecs[cut_of(key)]
-        return None if name == "none" else Bf16() if name == "bf16" else Int8(self.rounding == "stochastic")
+        return None if name == "none" else Bf16() if name == "bf16" else Int8(name == "int8_stochastic")
 
     def encode(self, key: TransferKey, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of a transfer as they are sent."""

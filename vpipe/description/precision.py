@@ -30,29 +30,34 @@ _DTYPES = {"bf16": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision of a pipeline; ``loss_scale``: factor of the loss in ``fp16``; None: found while training."""
+    """The precision of a pipeline.
+
+    Attributes:
+        name: of the layers: ``fp32``; ``bf16`` or ``fp16``, each layer under torch.autocast; ``bf16_pure``, weights and
+            gradients in bf16 too, with fp32 masters. In the last three a tensor between layers is rounded, wherever the
+            model is cut. ``fp16`` skips an update that overflows.
+        loss_scale: by which ``fp16`` multiplies losses; found while training when None.
+
+    Raises:
+        UserError: no such precision, or a loss scale that is no positive number or not used.
+    """
 
     name: str
     loss_scale: float | None = None
 
-    @classmethod
-    def parse(cls, name: str, loss_scale: float | None = None) -> Precision:
-        """Check the user's values and build a precision.
-
-        Raises:
-            UserError: no such precision, or a loss scale that is no positive number or not used.
-        """
-        if name not in PRECISIONS:
-            raise UserError(f"precision is {shown(name)}", hint=nearest(name, PRECISIONS))
-        if loss_scale is not None:
-            if name != "fp16":
-                raise UserError(f"loss_scale is {shown(loss_scale)}, but the precision is {name}",
-                                hint="only fp16 scales its loss: leave it out")
-            if type(loss_scale) not in (int, float) or not isfinite(loss_scale) or loss_scale <= 0:
-                raise UserError(f"loss_scale is {shown(loss_scale)}",
-                                hint="give a number above 0, such as 1024, or leave it out: training finds it")
-            return cls(name, float(loss_scale))
-        return cls(name)
+    def __post_init__(self) -> None:
+        if self.name not in PRECISIONS:
+            raise UserError(f"precision is {shown(self.name)}", hint=nearest(shown(self.name), PRECISIONS))
+        if self.loss_scale is None:
+            return
+        if not self.scaled:
+            raise UserError(f"loss_scale is {shown(self.loss_scale)}, but the precision is {self.name}",
+                            hint="only fp16 scales its loss: leave it out")
+        scale = self.loss_scale
+        if type(scale) not in (int, float) or not isfinite(scale) or scale <= 0:
+            raise UserError(f"loss_scale is {shown(scale)}",
+                            hint="give a number above 0, such as 1024, or leave it out: training finds it")
+        object.__setattr__(self, "loss_scale", float(scale))
 
     @cached_property
     def dtype(self) -> torch.dtype | None:

@@ -1,0 +1,50 @@
+"""Describe how a rank executes its actions: on which device, by which executor, with compiled layers or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from vpipe.arguments import Arguments, shown
+from vpipe.errors import nearest
+
+if TYPE_CHECKING:
+    import torch
+
+Executor = Literal["overlapped", "naive", "async_threaded"]
+"""``overlapped``: transfers run beside the compute. ``naive``: an action, with its transfers, ends before the next
+begins. ``async_threaded``: the forwards of a batch run in a thread each, on a GPU in a stream each, then the backwards
+from the last to the first. The numbers are the same to the bit."""
+
+EXECUTORS: tuple[Executor, ...] = get_args(Executor)
+THREADED: Executor = "async_threaded"
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a rank executes its actions.
+
+    Attributes:
+        device: of this process: ``cpu``, ``cuda`` or ``cuda:1``. When None, a GPU where there is one: that of
+            ``LOCAL_RANK`` (ranks that outnumber GPUs share them), or the one that ``torch.cuda.set_device`` chose; else
+            the processor. ``cuda`` means the same GPU. It becomes the current one of this process.
+        executor: ``overlapped``, ``naive`` (each action has ended when the next begins) or, with the schedule
+            ``gpipe``, ``async_threaded``. The numbers are the same; see docs/executors.md.
+        compile: compile every layer with torch.compile: True for its default backend, or the name of another one.
+            Schedules that split the backward are refused.
+
+    Raises:
+        UserError: a value is of another kind.
+    """
+
+    device: torch.device | str | None = None
+    executor: Executor = "overlapped"
+    compile: bool | str = False
+
+    def __post_init__(self) -> None:
+        given = Arguments()
+        if self.executor not in EXECUTORS:
+            given.refuse(f"no executor is called {shown(self.executor)}", nearest(str(self.executor), EXECUTORS))
+        if not isinstance(self.compile, bool | None):
+            given.name("compile", self.compile, "aot_eager")
+        given.check()

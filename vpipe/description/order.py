@@ -1,0 +1,75 @@
+"""Describe the order of a pipeline's work: a schedule, with what only it takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+from vpipe.arguments import Arguments, as_number
+
+
+@dataclass(frozen=True)
+class Order:
+    """A schedule, and its stages per rank.
+
+    Attributes:
+        schedule: a name that ``vpipe schedule`` lists, or the path of a schedule as a CSV file.
+        chunks: stages per rank, for schedules that may have any number of them; when None, the number that follows from
+            the processes of ``torchrun``, or the schedule's own.
+
+    Raises:
+        UserError: a value is of another kind.
+    """
+
+    schedule: str
+    _: KW_ONLY
+    chunks: int | None = None
+
+    def __post_init__(self) -> None:
+        given = Arguments()
+        self._check(given)
+        given.check()
+
+    def _check(self, given: Arguments) -> None:
+        if isinstance(self.schedule, os.PathLike):
+            object.__setattr__(self, "schedule", os.fspath(self.schedule))
+        given.name("schedule", self.schedule, "1f1b")
+        object.__setattr__(self, "chunks", given.integer("chunks", self.chunks, least=1, or_none=True))
+
+
+@dataclass(frozen=True)
+class Asynchronous(Order):
+    """A schedule without a flush: the pipeline stays full, and gradients are late.
+
+    Attributes:
+        update_every: microbatches per update, and replica (must divide the microbatches of a batch); as few as the
+            schedule can have when None.
+        warmup_depth: forwards of every stage before its first backward, under ``pipedream``,
+            ``pipedream_vertical_sync`` and ``2bw``; those of 1F1B when None. See docs/schedules.md.
+        delay_correction: every step of an optimizer is extrapolated over this share of the mean delay of its stage, in
+            updates: 1.0 is all of it, 0.0 nothing. See docs/optimizers.md.
+    """
+
+    update_every: int | None = None
+    warmup_depth: Sequence[int] | None = None
+    delay_correction: float = 0.0
+
+    def _check(self, given: Arguments) -> None:
+        super()._check(given)
+        depths = given.integers("warmup_depth", self.warmup_depth, "[3, 2, 1, 0]")
+        values = {"update_every": given.integer("update_every", self.update_every, or_none=True),
+                  "warmup_depth": None if depths is None else tuple(depths),
+                  "delay_correction": 0.0 if as_number(self.delay_correction) == 0 else given.number(
+                      "delay_correction", self.delay_correction, 1.0, most=1e9)}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+def order_of(schedule: str, chunks: int | None = None, *, update_every: int | None = None,
+             warmup_depth: Sequence[int] | None = None, delay_correction: float = 0.0) -> Order:
+    """Return the part for values from a file: an :class:`Asynchronous` where one is given that only it has."""
+    if update_every is None and warmup_depth is None and not delay_correction:
+        return Order(schedule, chunks=chunks)
+    return Asynchronous(schedule, chunks=chunks, update_every=update_every, warmup_depth=warmup_depth,
+                        delay_correction=delay_correction)
