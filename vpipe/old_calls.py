@@ -11,19 +11,20 @@ from vpipe.arguments import shown
 from vpipe.errors import UserError
 
 OLD = {
+    "model": ("model", "model"), "optimizer": ("optimizer", "optimizer"),
+    "learning_rate_factor": ("optimizer", "learning_rate_factor"),
+    "grad_clip": ("optimizer", "grad_clip"), "skip_not_finite": ("optimizer", "skip_not_finite"),
     "stages": ("stages", "stages"), "partition": ("stages", "stages"), "plan": ("stages", "stages"),
     "recompute": ("stages", "recompute"), "placement": ("stages", "ranks"), "replicas": ("stages", "ranks"),
     "schedule": ("schedule", "schedule"), "chunks": ("schedule", "chunks"),
     "update_every": ("schedule", "update_every"), "warmup_depth": ("schedule", "warmup_depth"),
     "delay_correction": ("schedule", "delay_correction"), "delay_correction_strength": ("schedule", "delay_correction"),
-    "optimizer": ("optimizer", "optimizer"), "learning_rate_factor": ("optimizer", "learning_rate_factor"),
-    "grad_clip": ("optimizer", "grad_clip"), "skip_not_finite": ("optimizer", "skip_not_finite"),
-    "backend": ("transfers", "backend"), "timeout_s": ("transfers", "timeout_s"),
-    "shared_memory": ("transfers", "shared_memory"), "compress": ("transfers", "compress"),
-    "compress_rounding": ("transfers", "compress"), "device": ("execution", "device"),
-    "executor": ("execution", "executor"), "compile": ("execution", "compile"), "precision": ("precision", "name"),
-    "loss_scale": ("precision", "loss_scale"), "model": ("model", "model"),
-    "microbatches": ("microbatches", "microbatches"), "seed": ("seed", "seed"),
+    "microbatches": ("microbatches", "microbatches"), "precision": ("precision", "name"),
+    "loss_scale": ("precision", "loss_scale"), "backend": ("transfers", "backend"),
+    "timeout_s": ("transfers", "timeout_s"), "shared_memory": ("transfers", "shared_memory"),
+    "compress": ("transfers", "compress"), "compress_rounding": ("transfers", "compress"),
+    "device": ("execution", "device"), "executor": ("execution", "executor"), "compile": ("execution", "compile"),
+    "seed": ("seed", "seed"),
 }
 """What an older vpipe called a value: the argument that has it now, and the field there."""
 
@@ -61,16 +62,18 @@ def shows_new_call(init: Method) -> Method:
 def new_call(old: Mapping[str, object]) -> str:
     """Return the call of ``Pipeline`` that means what an old one meant."""
     fields: dict[str, dict[str, str]] = {}
-    for name, value in {"model": None, "optimizer": None, **old}.items():
+    for name in OLD:
+        value = old.get(name)
+        if (value is None and name not in ("model", "optimizer")) or value == "none":
+            continue
         argument, field = OLD[name]
         said = _said(name, value)
         if name == "delay_correction":
-            said = "0.0" if value == "none" else "1.0"
-        elif name == "compress_rounding":
-            if value != "stochastic" or "compress" not in old:
-                continue
-            said = _said("compress", old["compress"]).replace("'int8'", "'int8_stochastic'")
-        fields.setdefault(argument, {})[field] = said
+            said = _said(name, old.get("delay_correction_strength", 1.0))
+        elif name == "compress" and old.get("compress_rounding") == "stochastic":
+            said = said.replace("'int8'", "'int8_stochastic'")
+        if name not in ("compress_rounding", "delay_correction_strength"):
+            fields.setdefault(argument, {})[field] = said
     words = []
     for argument, values in fields.items():
         first = OLD_FIRST.get(argument, argument)
