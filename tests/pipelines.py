@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import vpipe
-from vpipe.old_calls import ASYNCHRONOUS, OLD, OLD_FIRST, PARTS
+from vpipe.old_calls import OLD, OLD_FIRST, PARTS, part_of
 
 NEW = {"ranks": ("stages", "ranks"), "transfers": ("transfers", ""), "execution": ("execution", "")}
 
@@ -31,6 +30,4 @@ def _part(argument: str, values: dict[str, Any]) -> Any:
     first = OLD_FIRST.get(argument, argument)
     if set(values) == {first}:
         return values[first]
-    if argument == "schedule":
-        values = {"schedule": "1f1b", **values}
-    return getattr(vpipe, "Asynchronous" if set(values) & set(ASYNCHRONOUS) else PARTS[argument])(**values)
+    return part_of(argument, values)(**values)

@@ -12,7 +12,7 @@ import torch
 from pipelines import parts
 from torch import Tensor, nn
 
-from vpipe import Asynchronous, Layer, Model, Pipeline, Plan, Update
+from vpipe import Asynchronous, Cut, Layer, Model, Order, Pipeline, Plan, Update
 from vpipe.arguments import as_integer, as_number, shown
 from vpipe.errors import UserError
 
@@ -63,14 +63,14 @@ MODEL = "hint: give a Model: Model([Layer('embed', lambda: Embed(), ...), ...], 
     ({"stages": [2.0, 2.0]}, f"error: stages is [2.0, 2.0]\n{STAGES}"),
     ({"stages": {}}, f"error: stages is {{}}\n{STAGES}"),
     ({"stages": "plan.json"}, "error: stages is 'plan.json'\nhint: give a whole number"),
-    ({"stages": Plan((2, 2), schedule="gpipe", microbatches=4), "schedule": "1f1b", "microbatches": 2},
-     "error: schedule is '1f1b' beside a plan with 'gpipe'\n"
-     "hint: leave it out, or take the plan without: dataclasses.replace(plan, schedule=None)\n"
+    ({"stages": Plan(Cut((2, 2)), Order("gpipe"), microbatches=4), "schedule": "1f1b", "microbatches": 2},
      "error: microbatches is 2 beside a plan with 4\n"
-     "hint: leave it out, or take the plan without: dataclasses.replace(plan, microbatches=None)"),
-    ({"stages": Plan((2, 2), update_every=2), "schedule": Asynchronous("pipedream", update_every=1)},
+     "hint: leave it out, or take the plan without: dataclasses.replace(plan, microbatches=None)\n"
+     "error: schedule is '1f1b' beside a plan with 'gpipe'\n"
+     "hint: leave it out, or take the plan without: dataclasses.replace(plan, order=Order())"),
+    ({"stages": Plan(Cut((2, 2)), Asynchronous(update_every=2)), "schedule": Asynchronous("pipedream", update_every=1)},
      "error: update_every is 1 beside a plan with 2\n"
-     "hint: leave it out, or take the plan without: dataclasses.replace(plan, update_every=None)"),
+     "hint: leave it out, or take the plan without: dataclasses.replace(plan, order=Order())"),
     ({"recompute": None}, "error: recompute is None\nhint: give a number from 0 to 1, or a list with one per stage"),
     ({"recompute": [True, 0]}, "error: True of stage 0 is neither a share nor a list of layers\n"
      "hint: give a number from 0 to 1, or a list such as [3, 4]: layers of the model, counted from 0"),
@@ -271,28 +271,30 @@ def test_paths_of_checkpoints_and_plans(tmp_path: Path) -> None:
         assert refusal(lambda use=use: use("a\0b")) == (
             "error: the folder is 'a\\x00b'\nhint: give a path, such as 'checkpoint'")
     assert refusal(lambda: Plan.load(3)) == "error: the path of a plan is 3\nhint: give a path, such as 'plan.json'"
-    assert refusal(lambda: Plan((1,)).save(tmp_path / "none" / "plan.json")) == (
+    assert refusal(lambda: Plan(Cut((1,))).save(tmp_path / "none" / "plan.json")) == (
         f"error: cannot write the plan: No such file or directory ({tmp_path / 'none' / 'plan.json'})\n"
         "hint: give the path of a file in a folder that can be written")
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    ({"partition": (2.0, 2)},
-     "error: partition is [2.0, 2]\nhint: write a list of positive integers: layers per stage"),
-    ({"partition": 4}, "error: partition is 4\nhint: write a list of positive integers: layers per stage"),
-    ({"partition": (2, 2), "recompute_layers": ((0,),)},
-     "error: recompute_layers has 1 entries for 2 stages\n"
-     "hint: give one list per stage, [] where nothing is recomputed"),
-    ({"partition": (2, 2), "schedule": 3, "microbatches": "4"},
-     "error: schedule is 3\nhint: give its name, such as 1f1b\n"
+@pytest.mark.parametrize(("plan", "text"), [
+    (lambda: Plan((2, 2)), "error: cut is (2, 2)\nhint: write cut=Cut(...)"),  # type: ignore[arg-type]
+    (lambda: Plan(Cut(4)), "error: the cut of a plan is Cut(stages=4, recompute=0.0, ranks=1)\n"
+     "hint: list the layers of every stage, and the ranks of every stage or none: Cut([2, 2], ranks=[[0, 1], [2, 3]])"),
+    (lambda: Plan(Cut((2, 0))),
+     "error: partition is [2, 0]\nhint: write a list of positive integers: layers per stage"),
+    (lambda: Plan(Cut((2, 2), recompute=((0,),))),
+     "error: 1 recompute ratio for 2 stages\nhint: give one number, or one per stage"),
+    (lambda: Plan(Cut((2, 2)), Order("interleaved", chunks=2)),
+     "error: the order of a plan is Order(schedule='interleaved', chunks=2)\n"
+     "hint: leave chunks and delay_correction out: the ranks say the one, and the other is no part of a plan"),
+    (lambda: Plan(Cut((2, 2)), microbatches="4"),  # type: ignore[arg-type]
      "error: microbatches is '4'\nhint: give a whole number, 1 to 65,536")])
-def test_a_plan_is_checked_where_it_is_made(arguments: dict[str, Any], text: str) -> None:
-    assert refusal(lambda: Plan(**arguments)) == text
+def test_a_plan_is_checked_where_it_is_made(plan: Callable[[], Plan], text: str) -> None:
+    assert refusal(plan) == text
 
 
 def test_a_plan_may_be_written_with_lists() -> None:
-    plan = Plan([2, 2], recompute_ratio=[0.5, 0], stage_to_rank_map=[[1], [0]])
-    assert plan == Plan((2, 2), (0.5, 0), ((1,), (0,)))
+    assert Plan(Cut([2, 2], [0.5, 0], [[1], [0]])) == Plan(Cut((2, 2), (0.5, 0), ((1,), (0,))))
 
 
 # -- the parts -----------------------------------------------------------------------------------------

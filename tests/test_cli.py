@@ -18,6 +18,7 @@ import pytest
 import torch
 from small_run import write_config
 
+from vpipe import Cut, Order
 from vpipe.cli import main
 from vpipe.data.bert_hdf5 import write_shard
 from vpipe.data.bert_samples import STORAGE
@@ -535,7 +536,8 @@ peak activations per rank: 2 2 1; versions per stage: 1 1; staleness: 0 0
 
 
 def test_what_torch_does_itself_is_said_beside_its_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Plan((2, 2, 1, 1), (0.0, 1.0, 0.0, 0.0), ((0,), (1,), (1,), (0,)), "v_half", microbatches=2).save("plan.json")
+    Plan(Cut((2, 2, 1, 1), recompute=(0.0, 1.0, 0.0, 0.0), ranks=((0,), (1,), (1,), (0,))), Order("v_half"),
+         microbatches=2).save("plan.json")
     assert main(["schedule", "plan.json", "--format", "torch"]) == 0
     out, err = capsys.readouterr()
     rows = [row.split(",") for row in out.splitlines()]

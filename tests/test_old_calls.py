@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import vpipe
-from vpipe import Model, Pipeline, Plan
+from vpipe import Cut, Model, Pipeline, Plan
 from vpipe.errors import UserError
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
@@ -29,7 +29,7 @@ def warmup(step: int) -> float:
 def values() -> dict[str, object]:
     layers = [nn.Linear(2, 2) for _ in range(9)]
     return {**NAMES, "model": Model.sequential(nn.Sequential(*layers), nn.MSELoss()), "optimizer": optimizer,
-            "warmup": warmup, "plan": Plan((5, 4), (0.0, 0.0))}
+            "warmup": warmup, "plan": Plan(Cut((5, 4), recompute=(0.0, 0.0)))}
 
 
 def new_text(call: str) -> str:

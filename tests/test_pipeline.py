@@ -18,7 +18,7 @@ from pipelines import parts
 from torch import Tensor, nn
 
 import vpipe
-from vpipe import Cut, Layer, Model, Pipeline, Plan, Update
+from vpipe import Cut, Layer, Model, Order, Pipeline, Plan, Update
 from vpipe.errors import PerformanceWarning, RunError, UserError
 from vpipe.runtime.state_dict import Position
 from vpipe.schedules.registry import schedule_names
@@ -65,7 +65,7 @@ def test_the_public_names_are_a_pipeline_and_its_parts() -> None:
         vpipe.Pipelin  # noqa: B018
 
 
-@pytest.mark.parametrize("use", ["import vpipe", "from vpipe import Plan; Plan((1,))", "import vpipe.errors",
+@pytest.mark.parametrize("use", ["import vpipe", "from vpipe import Cut, Plan; Plan(Cut((1,)))", "import vpipe.errors",
                                  "from vpipe.schedules.build import build; build('1f1b', ((0,), (1,)), 2)"])
 def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
     script = f"{use}\nimport sys\nassert 'torch' not in sys.modules, 'torch was loaded'"
@@ -146,7 +146,7 @@ OWN = "our own are added by importing their file (--import FILE.py) or by a pack
     ({"stages": 4, "schedule": "interleaved", "microbatches": 4, "placement": [[0], [1], [1], [0]]},
      "error: 'interleaved' holds stage 2 where stage 0 is, on rank 0, but it is placed on rank 1\n"
      "hint: place the stages as [[0], [1], [0], [1]]"),
-    ({"plan": Plan((3, 3), schedule="gpip")},
+    ({"plan": Plan(Cut((3, 3)), Order("gpip"))},
      f"error: no schedule is called 'gpip'\nhint: did you mean 'gpipe'? Y{OWN}")])
 def test_an_argument_that_does_not_fit_is_named_with_its_remedy(arguments: dict[str, Any], text: str) -> None:
     assert message(**arguments) == text
@@ -234,7 +234,7 @@ def test_stages_may_live_on_any_rank(schedule: str, placement: list[list[int]]) 
 
 
 def test_a_plan_says_what_the_arguments_would() -> None:
-    plan = Plan((1, 4, 1), (0.0, 0.5, 1.0), ((2,), (0,), (1,)), "gpipe")
+    plan = Plan(Cut((1, 4, 1), recompute=(0.0, 0.5, 1.0), ranks=((2,), (0,), (1,))), Order("gpipe"))
     by_plan = pipeline(plan=plan, microbatches=2)
     by_hand = pipeline(partition=[1, 4, 1], recompute=[0.0, 0.5, 1.0], placement=[[2], [0], [1]], schedule="gpipe",
                        microbatches=2)
@@ -250,7 +250,7 @@ def test_layers_to_recompute_may_be_named() -> None:
 
 
 def test_arguments_fill_what_a_plan_leaves_open() -> None:
-    pipe = pipeline(plan=Plan((3, 3), (0.5, 0.5)), schedule="pipedream")
+    pipe = pipeline(plan=Plan(Cut((3, 3), recompute=(0.5, 0.5))), schedule="pipedream")
     assert (pipe.partition, pipe.recomputed, pipe.placement, pipe.schedule) == (
         (3, 3), ({2}, {5}), ((0,), (1,)), "pipedream")
 

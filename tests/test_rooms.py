@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import fields
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from vpipe import Asynchronous, Cut, Execution, Order, Pipeline, Plan, Precision, Transfers, Update
+from vpipe.description.description import Description
 
 ROOT = Path(__file__).parent.parent / "vpipe"
 
@@ -22,14 +28,14 @@ MAY_IMPORT = {
     "plugins": {"errors"},
     "progress": set(),
     "description": {"errors", "arguments", "description"},
-    "old_calls": {"errors", "arguments"},
+    "old_calls": {"errors", "arguments", "description"},
     "schedules": {"errors", "files", "plugins", "description", "schedules"},
     "model": {"errors", "arguments", "plugins", "units", "model"},
     "data": {"errors", "files", "plugins", "progress", "data"},
     "plan": {"errors", "description", "arguments", "files", "units", "metric_formulas", "schedules", "plan"},
     "visualize": {"errors", "units", "schedules", "plan", "visualize"},
     "draw": {"visualize"},
-    "report": {"errors", "units", "metric_formulas", "schedules", "plan", "visualize", "report"},
+    "report": {"errors", "description", "units", "metric_formulas", "schedules", "plan", "visualize", "report"},
     "distributed": {"errors", "distributed"},
     "checkpoint": {"errors", "plugins", "files", "units", "model", "distributed", "checkpoint"},
     "runtime": {"errors", "description", "arguments", "schedules", "model", "checkpoint", "distributed", "runtime"},
@@ -193,3 +199,22 @@ def test_only_the_public_class_knows_its_engine() -> None:
     used = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.Attribute) and node.attr == "engine"}
     assert used == {"pipeline.py"}
+
+
+PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Transfers, Update}
+
+
+def test_a_pipeline_is_described_by_few_parts_of_few_fields() -> None:
+    assert len(inspect.signature(Pipeline).parameters) == 9
+    assert all(kind.kind is not inspect.Parameter.VAR_KEYWORD for kind in
+               inspect.signature(Pipeline).parameters.values())
+    assert all(len(fields(part)) <= 8 for part in PARTS)
+    names = Counter(field.name for part in PARTS - {Description, Order, Plan} for field in fields(part))
+    assert set(names.values()) == {1}, "a value is set in one place"
+
+
+def test_few_files_know_a_field_of_a_part() -> None:
+    """The others pass the part: that of the schedule, the config's section, the plan."""
+    knowing = {file.relative_to(ROOT).as_posix() for file in FILES if "warmup_depth" in file.read_text()}
+    assert knowing == {"description/order.py", "config/parallel.py", "config/vpipe_flat.py", "plan/plan.py",
+                       "schedules/build.py", "visualize/summary.py"}

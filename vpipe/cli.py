@@ -316,8 +316,8 @@ def _parser() -> argparse.ArgumentParser:
                           "number is for all positions")
     schedule.add_argument("--update-every", type=int, metavar="K", help="microbatches per update and replica, of a "
                           "schedule without a flush")
-    schedule.add_argument("--warmup-depth", metavar="D,D,...", help="forwards of each stage before its first backward, "
-                          "of a schedule without a flush, such as 5,3,1,0")
+    schedule.add_argument("--warmup-depth", dest="warmup", metavar="D,D,...", help="forwards of each "
+                          "stage before its first backward, of a schedule without a flush, such as 5,3,1,0")
     schedule.add_argument("--memory", type=int, metavar="N", help="memory limit of a rank for the schedule auto, in "
                           "microbatches of all its stages")
     schedule.add_argument("--format", choices=("text", "csv", "torch", "svg", "json"), default="text",

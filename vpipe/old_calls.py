@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar
 
 from vpipe.arguments import shown
+from vpipe.description.cut import Cut
+from vpipe.description.execution import Execution
+from vpipe.description.order import Asynchronous, Order
+from vpipe.description.precision import Precision
+from vpipe.description.transfers import Transfers
+from vpipe.description.update import Update
 from vpipe.errors import UserError
 
+PARTS: dict[str, type] = {"optimizer": Update, "stages": Cut, "schedule": Asynchronous, "precision": Precision,
+                          "transfers": Transfers, "execution": Execution}
+"""The part of each argument that has one."""
+
 OLD = {
-    "model": ("model", "model"), "optimizer": ("optimizer", "optimizer"),
-    "learning_rate_factor": ("optimizer", "learning_rate_factor"),
-    "grad_clip": ("optimizer", "grad_clip"), "skip_not_finite": ("optimizer", "skip_not_finite"),
-    "stages": ("stages", "stages"), "partition": ("stages", "stages"), "plan": ("stages", "stages"),
-    "recompute": ("stages", "recompute"), "placement": ("stages", "ranks"), "replicas": ("stages", "ranks"),
-    "schedule": ("schedule", "schedule"), "chunks": ("schedule", "chunks"),
-    "update_every": ("schedule", "update_every"), "warmup_depth": ("schedule", "warmup_depth"),
-    "delay_correction": ("schedule", "delay_correction"), "delay_correction_strength": ("schedule", "delay_correction"),
-    "microbatches": ("microbatches", "microbatches"), "precision": ("precision", "name"),
-    "loss_scale": ("precision", "loss_scale"), "backend": ("transfers", "backend"),
-    "timeout_s": ("transfers", "timeout_s"), "shared_memory": ("transfers", "shared_memory"),
-    "compress": ("transfers", "compress"), "compress_rounding": ("transfers", "compress"),
-    "device": ("execution", "device"), "executor": ("execution", "executor"), "compile": ("execution", "compile"),
-    "seed": ("seed", "seed"),
-}
+    "model": ("model", "model"),
+    **{field.name: (argument, field.name) for argument, part in PARTS.items() for field in fields(part)},
+    "partition": ("stages", "stages"), "plan": ("stages", "stages"),
+    "placement": ("stages", "ranks"), "replicas": ("stages", "ranks"),
+    "delay_correction_strength": ("schedule", "delay_correction"), "compress_rounding": ("transfers", "compress"),
+    "precision": ("precision", "name"), "microbatches": ("microbatches", "microbatches"), "seed": ("seed", "seed")}
 """What an older vpipe called a value: the argument that has it now, and the field there."""
-
-PARTS = {"optimizer": "Update", "stages": "Cut", "schedule": "Order", "transfers": "Transfers",
-         "execution": "Execution", "precision": "Precision"}
-"""The class of each argument that has fields, of which the first may stand alone."""
-
-ASYNCHRONOUS = ("update_every", "warmup_depth", "delay_correction")
 
 Method = TypeVar("Method", bound=Callable[..., None])
 
@@ -61,7 +57,7 @@ def shows_new_call(init: Method) -> Method:
 
 def new_call(old: Mapping[str, object]) -> str:
     """Return the call of ``Pipeline`` that means what an old one meant."""
-    fields: dict[str, dict[str, str]] = {}
+    parts: dict[str, dict[str, str]] = {}
     for name in OLD:
         value = old.get(name)
         if (value is None and name not in ("model", "optimizer")) or value == "none":
@@ -73,13 +69,19 @@ def new_call(old: Mapping[str, object]) -> str:
         elif name == "compress" and old.get("compress_rounding") == "stochastic":
             said = said.replace("'int8'", "'int8_stochastic'")
         if name not in ("compress_rounding", "delay_correction_strength"):
-            fields.setdefault(argument, {})[field] = said
+            parts.setdefault(argument, {})[field] = said
     words = []
-    for argument, values in fields.items():
+    for argument, values in parts.items():
         first = OLD_FIRST.get(argument, argument)
         said = values[first] if set(values) == {first} else _part(argument, first, values)
         words.append(said if argument in ("model", "optimizer") else f"{argument}={said}")
     return f"Pipeline({', '.join(words)})"
+
+
+def part_of(argument: str, names: Iterable[str]) -> type:
+    """Return the part with these fields for an argument."""
+    part = PARTS[argument]
+    return Order if part is Asynchronous and set(names) <= {field.name for field in fields(Order)} else part
 
 
 OLD_FIRST = {"precision": "name", "transfers": "", "execution": ""}
@@ -87,9 +89,7 @@ OLD_FIRST = {"precision": "name", "transfers": "", "execution": ""}
 
 
 def _part(argument: str, first: str, values: Mapping[str, str]) -> str:
-    kind = "Asynchronous" if set(values) & set(ASYNCHRONOUS) else PARTS[argument]
-    if argument == "schedule" and first not in values:
-        values = {first: "'pipedream'" if kind == "Asynchronous" else "'1f1b'", **values}
+    kind = part_of(argument, values).__name__
     ordered = sorted(values, key=lambda field: field != first)
     return f"{kind}({', '.join(values[field] if field == first else f'{field}={values[field]}' for field in ordered)})"
 

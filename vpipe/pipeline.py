@@ -95,11 +95,12 @@ class Pipeline:
         if stages is None:
             given.refuse("stages is None", "say how many, stages=4, or the layers of each, stages=[3, 2, 2, 2]")
         cut = given.part(Cut, stages) if plan is None else plan.cut
+        order = Order() if schedule is None else given.part(Order, schedule) or Order()
         if plan is not None:
-            _check_once(given, plan, schedule, microbatches)
-            schedule = schedule if isinstance(schedule, Order) else plan.order(os.fspath(schedule or DEFAULT_SCHEDULE))
+            _check_once(given, plan, order, microbatches)
+            order = order.over(plan.order)
             microbatches = plan.microbatches if microbatches is None else microbatches
-        order = given.part(Order, DEFAULT_SCHEDULE if schedule is None else schedule)
+        order = order.over(Order(DEFAULT_SCHEDULE))
         microbatches = given.integer("microbatches", 1 if microbatches is None else microbatches)
         computed = given.part(Precision, precision)
         given.instance("transfers", transfers, Transfers)
@@ -362,15 +363,15 @@ def _check_model(given: Arguments, model: object) -> None:
     given.refuse(f"the model is {shown(model)}, not a Model", hint)
 
 
-def _check_once(given: Arguments, plan: Plan, schedule: object, microbatches: object) -> None:
+def _check_once(given: Arguments, plan: Plan, order: Order, microbatches: object) -> None:
     """Refuse what a plan says, too."""
-    said = {"schedule": schedule, "microbatches": microbatches}
-    if isinstance(schedule, Order):
-        said = {**vars(schedule), "microbatches": microbatches}
-    for name, value in said.items():
-        if value is not None and getattr(plan, name, None):
-            given.refuse(f"{name} is {shown(value)} beside a plan with {shown(getattr(plan, name))}",
-                         f"leave it out, or take the plan without: dataclasses.replace(plan, {name}=None)")
+    if microbatches is not None and plan.microbatches is not None:
+        given.refuse(f"microbatches is {shown(microbatches)} beside a plan with {plan.microbatches}",
+                     "leave it out, or take the plan without: dataclasses.replace(plan, microbatches=None)")
+    for name, value in vars(order).items():
+        if value and (planned := vars(plan.order).get(name)):
+            given.refuse(f"{name} is {shown(value)} beside a plan with {shown(planned)}",
+                         "leave it out, or take the plan without: dataclasses.replace(plan, order=Order())")
 
 
 def _check_batches(batches: object) -> None:

@@ -15,7 +15,7 @@ import torch
 from findings import Part
 from models import published_jobs
 
-from vpipe import Execution, Pipeline, Plan
+from vpipe import Cut, Execution, Order, Pipeline, Plan
 from vpipe.plan.predict import predict
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
@@ -36,7 +36,8 @@ def compare(part: Part, name: str, job: Job) -> None:
     part.add(f"{name}: profile", f"{len(profile.layers)} layers in {perf_counter() - started:.0f} s")
     batch = next(job.training_batches(job.model.batch))
     for recompute in (0.0, 0.5, 1.0):
-        plan = Plan((len(job.model),), (recompute,), schedule="1f1b", microbatches=training.num_microbatches)
+        plan = Plan(Cut((len(job.model),), recompute=(recompute,)), Order("1f1b"),
+                    microbatches=training.num_microbatches)
         predicted = predict(profile, plan).prediction
         before = torch.cuda.memory_allocated() if part.device.type == "cuda" else 0
         pipe = Pipeline(job.model, factory, stages=plan, precision=training.precision,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from world import run_world
 
-from vpipe import Execution, Layer, Model, Pipeline, Plan
+from vpipe import Cut, Execution, Layer, Model, Order, Pipeline, Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.solver import PlanRequest, solve
 from vpipe.profiling.fingerprint import identify
@@ -97,7 +97,7 @@ def work(rounds: int, batches: int, out: Path) -> None:
             print(f"  round {number + 1} of {rounds}: {len(every)} partitions", flush=True)
     dist.barrier()
     if rank == 0:
-        expected = {cut: predict(profile, Plan(cut, schedule="1f1b", microbatches=MICROBATCHES)).prediction.step_s
+        expected = {cut: predict(profile, Plan(Cut(cut), Order("1f1b"), microbatches=MICROBATCHES)).prediction.step_s
                     for cut in every}
         out.write_text(json.dumps([{"planned": planned.partition, "partitions": [
             [cut, expected[cut], median(seconds[cut])] for cut in every]}]))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from cases import CASES, SETTINGS, Case, Setting, adamw, busy_s
 
-from vpipe import Asynchronous, Execution, Pipeline, Plan
+from vpipe import Asynchronous, Cut, Execution, Pipeline, Plan
 from vpipe.errors import VpipeError
 from vpipe.model.layer import Model
 from vpipe.model.split import balanced
@@ -80,8 +80,8 @@ def measured(model: Model, case: Case, name: str, ranks: int) -> Profile:
 def done(setting: Setting, model: Model, case: Case, cut: Sequence[int], profile: Profile,
          batches: int) -> dict[str, Any]:
     """What was predicted of a setting, and what it did."""
-    plan = Plan(tuple(cut), (setting.recompute,) * len(cut), schedule=setting.schedule, microbatches=MICROBATCHES,
-                update_every=setting.update_every)
+    plan = Plan(Cut(tuple(cut), recompute=(setting.recompute,) * len(cut)),
+                Asynchronous(setting.schedule, update_every=setting.update_every), microbatches=MICROBATCHES)
     predicted = predict(profile, plan)
     pipe = Pipeline(model, adamw, stages=plan, schedule=Asynchronous("1f1b", update_every=setting.update_every),
                     microbatches=MICROBATCHES, execution=Execution(device="cpu"))

@@ -117,7 +117,7 @@ def _options(settings: Mapping[str, str]) -> Namespace:
 
     return Namespace(name=settings["schedule"], stages=whole("ranks"), microbatches=whole("microbatches"),
                      chunks=whole("chunks"), update_every=whole("update_every"), memory=whole("limit"), widths=None,
-                     warmup_depth=settings.get("warmup", "").strip() or None)
+                     warmup=settings.get("warmup", "").strip() or None)
 
 
 def _check_search(recipe: Recipe, options: Namespace, most: int, hint: str) -> None:

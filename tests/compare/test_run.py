@@ -13,6 +13,7 @@ import pytest
 import torch
 from small_run import job_of, oracle
 
+from vpipe import Cut
 from vpipe.compare.planning import Contender, plan_contenders
 from vpipe.compare.run import ContenderRun, compare
 from vpipe.compare.systems import ComparisonRequest
@@ -122,7 +123,7 @@ def test_one_that_does_not_fit_the_config_is_named_and_the_others_go_on(tmp_path
 
 def test_nobody_can_take_part(tmp_path: Path) -> None:
     job = job_of(tmp_path)
-    contenders = [Contender("vpipe", "", plan=Plan((3, 3))),
+    contenders = [Contender("vpipe", "", plan=Plan(Cut((3, 3)))),
                   Contender("gpipe", "", problem=Problem("stage 0 needs 9 GiB", "buy more"))]
     with pytest.raises(UserError) as refused:
         compare({"": job}, tmp_path, lambda world: contenders)
@@ -134,7 +135,7 @@ def test_replicas_run_as_the_config_has_them(tmp_path: Path) -> None:
     job = job_of(tmp_path, parallel__data_parallel_size=2)
     *others, interleaved = of_schedules(job, "1f1b", "pipedream", "interleaved")
     plans = [one.plan for one in others if one.plan]
-    assert [plan.stage_to_rank_map for plan in plans] == [((0, 1), (2, 3))] * 2
+    assert [plan.groups for plan in plans] == [((0, 1), (2, 3))] * 2
     assert [job.with_plan(plan).samples_per_update for plan in plans] == [8, 8]
     assert interleaved.problem is not None
     assert interleaved.problem.what == "'interleaved' holds 2 stages on a rank, but the config has replicas of stages"

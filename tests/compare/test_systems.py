@@ -99,7 +99,7 @@ def test_an_update_has_as_many_samples_in_every_system() -> None:
         assert found.plan.microbatches == BATCH // found.microbatch_size
         if name != "gpipe":
             assert found.plan.update_every == found.plan.microbatches
-        assert found.plan.stage_to_rank_map in ((), ((0,), (1,)))
+        assert found.plan.groups == ((0,), (1,))
 
 
 def test_each_recomputes_what_its_users_did() -> None:

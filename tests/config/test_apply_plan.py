@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_run import job_of, write_config
 
+from vpipe import Cut, Order
 from vpipe.config.config import Config, load_config
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
@@ -18,7 +19,8 @@ from vpipe.train.job import Job
 PREDICTION = Prediction(0.03, 8, 0.0, tuple(
     StagePrediction(first, layers, (rank,), 0.002, 0.004, 0.001, 0.0, 0.0, 0.0, StageMemory(0, 0, 0, 0, 0, 0))
     for rank, (first, layers) in enumerate([(0, 2), (2, 3)])))
-PLAN = Plan((2, 3), (), ((1,), (0,)), "gpipe", ((0,), (2, 4)), 2, None, PREDICTION, "0123456789ab")
+PLAN = Plan(Cut((2, 3), recompute=((0,), (2, 4)), ranks=((1,), (0,))), Order("gpipe"), microbatches=2,
+            predictions=PREDICTION, profile="0123456789ab")
 
 
 @pytest.fixture(autouse=True)
@@ -140,14 +142,15 @@ def test_a_job_follows_a_plan(tmp_path: Path) -> None:
     assert (job.placement, job.schedule.microbatches, job.plan) == (((1,), (0,)), 2, PLAN)
     (tmp_path / "again.yaml").write_text(job.config.resolved_yaml())
     assert load_config(tmp_path / "again.yaml") == job.config
-    wide = job_of(tmp_path, parallel__data_parallel_size=2).with_plan(Plan((2, 3), (), ((0, 1), (2,)), "1f1b"))
+    wide = job_of(tmp_path,
+                  parallel__data_parallel_size=2).with_plan(Plan(Cut((2, 3), ranks=((0, 1), (2,))), Order("1f1b")))
     assert (wide.placement, wide.config.parallel.data_parallel_size) == (((0, 1), (2,)), 1)
     assert wide.config.parallel.recompute == 0.0
 
 
 def test_a_plan_whose_microbatches_do_not_divide_the_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cuts a batch into 3 microbatches, which do not divide its 8 samples"):
-        job_of(tmp_path).with_plan(Plan((2, 3), microbatches=3))
+        job_of(tmp_path).with_plan(Plan(Cut((2, 3)), microbatches=3))
 
 
 # -- the flat form -------------------------------------------------------------------------------------

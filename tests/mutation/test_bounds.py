@@ -135,7 +135,8 @@ def test_what_takes_too_long_to_prove(wanted: ScheduleSpec, what: str) -> None:
 
 
 def test_a_plan_made_in_python() -> None:
-    assert "partition has 1,000,000,000 layers in all" in str(refusal(lambda: Plan((10**9,), (1.0,)).recomputed))
+    assert "partition has 1,000,000,000 layers in all" in str(refusal(lambda: Plan(Cut((10**9,),
+                                                                                       recompute=(1.0,))).recomputed))
 
 
 def test_a_model_of_very_many_layers_is_balanced_at_once() -> None:

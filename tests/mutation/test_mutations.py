@@ -59,8 +59,8 @@ PARTITION = {"partition": [12, 13, 13, 11], "recompute_ratio": [0.3, 0, 0, 0]}
 RANKS = {"module_to_stage_map": [0, 1, 2, 3, 3], "stage_to_rank_map": {"0": [0], "1": [1], "2": [2], "3": [3]},
          "stage_to_depth_map": {"0": 3, "1": 2, "2": 1, "3": 0}}
 PROFILE = made_profile(6, 4, 2)
-PLAN = Plan((3, 3), schedule="1f1b", microbatches=4, recompute_layers=((1,), ()), stage_to_rank_map=((0,), (1,)),
-            profile="abc", predictions=predict(PROFILE, Plan((3, 3), schedule="1f1b", microbatches=4)).prediction)
+PLAN = Plan(Cut((3, 3), recompute=((1,), ()), ranks=((0,), (1,))), Order("1f1b"), 4,
+            predict(PROFILE, Plan(Cut((3, 3)), Order("1f1b"), 4)).prediction, "abc")
 
 
 def plain_copy(value: Any) -> Any:
@@ -130,7 +130,7 @@ def test_profiles(tmp_path: Path) -> None:
 
     def load() -> None:
         profile = Profile.load(path)
-        predict(profile, Plan((1, len(profile.layers) - 1), schedule="pipedream", microbatches=4))
+        predict(profile, Plan(Cut((1, len(profile.layers) - 1)), Order("pipedream"), microbatches=4))
 
     for _ in range(50):
         path.write_bytes(written(dice, PROFILE.as_json(), json.dumps))

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from vpipe import Plan
+from vpipe import Asynchronous, Cut, Order, Plan
 from vpipe.errors import UserError
 from vpipe.plan.plan import Prediction, StagePrediction, ratio_of
 from vpipe.plan.stage_costs import StageMemory
 
-FULL = Plan((3, 2, 2), (0.5, 0.0, 1.0), ((2,), (0,), (1,)), "1f1b")
+FULL = Plan(Cut((3, 2, 2), recompute=(0.5, 0.0, 1.0), ranks=((2,), (0,), (1,))), Order("1f1b"))
 MEMORY = StageMemory(1, 2, 3, 4, 5, 6)
 PREDICTION = Prediction(0.5, 32, 0.25, tuple(
     StagePrediction(first, layers, (rank,), 0.1, 0.2, 0.0, 0.01, 0.001, 0.2, MEMORY)
     for first, layers, rank in ((0, 3, 2), (3, 2, 0), (5, 2, 1))))
-WHOLE = Plan((3, 2, 2), (), ((2,), (0,), (1,)), "pipedream", ((0, 2), (), (5, 6)), 8, 2, PREDICTION, "0123456789ab")
+WHOLE = Plan(Cut((3, 2, 2), recompute=((0, 2), (), (5, 6)), ranks=((2,), (0,), (1,))),
+             Asynchronous("pipedream", update_every=2), microbatches=8, predictions=PREDICTION, profile="0123456789ab")
 
 
 def written(tmp_path: Path, content: object) -> Path:
@@ -32,8 +33,8 @@ def problems(path: Path) -> list[str]:
     return [str(problem) for problem in error.value.problems]
 
 
-@pytest.mark.parametrize("plan", [FULL, WHOLE, Plan((4,)), Plan((1, 1), schedule="pipedream"),
-                                  Plan((1, 1), (0.0, 0.3))])
+@pytest.mark.parametrize("plan", [FULL, WHOLE, Plan(Cut((4,))), Plan(Cut((1, 1)), Order("pipedream")),
+                                  Plan(Cut((1, 1), recompute=(0.0, 0.3)))])
 def test_what_is_saved_is_loaded(tmp_path: Path, plan: Plan) -> None:
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
@@ -54,7 +55,7 @@ def test_layers_that_are_recomputed_come_with_their_share_for_readers_that_know_
         == [2, 0, 2]
     assert WHOLE.recomputed == ({0, 2}, frozenset(), {5, 6})
     assert FULL.recomputed == ({2}, frozenset(), {5, 6})
-    assert Plan((2, 2)).recomputed == (frozenset(), frozenset())
+    assert Plan(Cut((2, 2))).recomputed == (frozenset(), frozenset())
 
 
 def test_a_share_means_as_many_layers_as_it_was_made_for() -> None:
@@ -75,27 +76,27 @@ def test_a_plan_for_another_model_or_other_ranks_is_refused_with_both_numbers() 
         "hint: vpipe plan CONFIG makes a plan for the model of a config\n"
         "error: the plan is for 3 ranks, but there are 4 (plan.json)\n"
         "hint: vpipe plan CONFIG --ranks 4 makes a plan for as many")
-    assert (Plan((1, 1), stage_to_rank_map=((0, 1), (2, 3))).ranks, Plan((1, 1)).ranks) == (4, 2)
+    assert (Plan(Cut((1, 1), ranks=((0, 1), (2, 3)))).ranks, Plan(Cut((1, 1))).ranks) == (4, 2)
 
 
 def test_saving_replaces_the_file_at_once_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     FULL.save(path)
     with pytest.raises(TypeError):
-        Plan((1,), profiled={"model": object()}).save(path)
+        Plan(Cut((1,)), profiled={"model": object()}).save(path)
     assert Plan.load(path) == FULL
 
 
 def test_a_file_of_vpipe_is_a_plan(tmp_path: Path) -> None:
     path = written(tmp_path, {"partition": [12, 13, 13, 11], "recompute_ratio": [0.3, 0, 0, 0]})
-    assert Plan.load(path) == Plan((12, 13, 13, 11), (0.3, 0.0, 0.0, 0.0))
-    assert all(type(ratio) is float for ratio in Plan.load(path).recompute_ratio)
+    assert Plan.load(path) == Plan(Cut((12, 13, 13, 11), recompute=(0.3, 0.0, 0.0, 0.0)))
+    assert all(type(ratio) is float for ratio in Plan.load(path).cut.recompute)
 
 
 def test_ranks_come_in_the_order_of_stages(tmp_path: Path) -> None:
     ranks = {str(s): [s] for s in reversed(range(12))}
     plan = Plan.load(written(tmp_path, {"partition": [1] * 12, "stage_to_rank_map": ranks}))
-    assert plan.stage_to_rank_map == tuple((s,) for s in range(12))
+    assert plan.groups == tuple((s,) for s in range(12))
 
 
 @pytest.mark.parametrize(("content", "text"), [

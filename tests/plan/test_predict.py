@@ -11,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import KIB, any_profile, layer, profile, transformer
 
+from vpipe import Asynchronous, Cut, Order
+from vpipe.description.order import order_of
+from vpipe.description.recompute import Recompute
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.predict import predict
@@ -31,14 +34,15 @@ def equal(layers: int = 4, *, step_s: float = 0.0, cores: int | None = None) -> 
     return profile(made, bytes_per_s=1e30, cores=cores)
 
 
-def taken(made: Profile, name: str, **options: object) -> Prediction:
+def taken(made: Profile, name: str, recompute: Recompute = 0.0, update_every: int | None = None) -> Prediction:
     """One layer per stage, 8 microbatches."""
-    return predict(made, Plan((1,) * len(made.layers), schedule=name, microbatches=8, **options)).prediction  # type: ignore[arg-type]
+    order = order_of(name, update_every=update_every)
+    return predict(made, Plan(Cut((1,) * len(made.layers), recompute), order, microbatches=8)).prediction
 
 
 @pytest.mark.parametrize(("name", "options", "step_s"), [
     ("1f1b", {}, (8 + 3) * 3 + 0.5), ("gpipe", {}, (8 + 3) * 3 + 0.5),
-    ("1f1b", {"recompute_ratio": (1.0,) * 4}, 8 * 4 + 3 * 3 + 0.5),  # recomputed while the gradient is on its way
+    ("1f1b", {"recompute": (1.0,) * 4}, 8 * 4 + 3 * 3 + 0.5),  # recomputed while the gradient is on its way
     ("zb_h1", {}, 8 * 3.1 + 3 * (1 + 1.1 - 1.0) + 0.5),  # its closed form, at the halves' times
     ("pipedream", {}, 3 + 0.5), ("pipedream", {"update_every": 4}, 4 * 3 + 0.5), ("2bw", {"update_every": 4}, 12.5)])
 def test_closed_forms(name: str, options: dict[str, object], step_s: float) -> None:
@@ -52,7 +56,7 @@ def test_closed_forms(name: str, options: dict[str, object], step_s: float) -> N
 def test_a_batch_begins_while_others_finish_the_one_before() -> None:
     made = equal()
     late = replace(made, layers=(*made.layers[:3], replace(made.layers[3], step=Seconds(50.0))))
-    predicted = predict(late, Plan((1,) * 4, schedule="1f1b", microbatches=8))
+    predicted = predict(late, Plan(Cut((1,) * 4), Order("1f1b"), microbatches=8))
     assert predicted.timeline.makespan_s == pytest.approx(3 + 8 * 3 + 50)  # alone, it waits for the pipeline to fill
     assert predicted.prediction.step_s == pytest.approx(8 * 3 + 50)
     assert predicted.prediction.bottleneck == 3
@@ -86,8 +90,8 @@ def test_the_slowest_stage_is_the_bottleneck() -> None:
 def test_a_step_of_a_stream_is_one_of_very_many(seed: int, name: str, stages: int, cores: int | None,
                                                 slow: bool) -> None:
     made = any_profile(seed, 2 * stages, bytes_per_s=1e5 if slow else 1e9, latency_s=1e-3, cores=cores)
-    predicted = predict(made, Plan((2,) * stages, (0.5,) * stages, schedule=name, microbatches=2 * stages,
-                                   update_every=stages if name == "2bw" else 1))
+    order = Asynchronous(name, update_every=stages if name == "2bw" else 1)
+    predicted = predict(made, Plan(Cut((2,) * stages, recompute=(0.5,) * stages), order, microbatches=2 * stages))
     schedule, many = predicted.timeline.schedule, 40
     long = build(name, schedule.placement, many * schedule.assignment.per_step, schedule.update_every, schedule.ties,
                  range(stages))
@@ -103,7 +107,7 @@ def test_a_step_with_a_flush_lies_between_the_work_and_a_batch_by_itself(seed: i
                                                                          cores: int | None) -> None:
     made = any_profile(seed, 2 * stages, latency_s=1e-3, cores=cores)
     made = replace(made, layers=tuple(replace(one, tied={}) for one in made.layers))  # a batch alone sends no version
-    predicted = predict(made, Plan((2,) * stages, schedule=name, microbatches=2 * stages))
+    predicted = predict(made, Plan(Cut((2,) * stages), Order(name), microbatches=2 * stages))
     timeline = predicted.timeline
     work = max(sum(float(event.end_s - event.start_s) for event in events)
                for events in simulate(timeline.schedule, replace(timeline.costs, cores=None)).events)
@@ -114,7 +118,7 @@ def test_a_step_with_a_flush_lies_between_the_work_and_a_batch_by_itself(seed: i
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "pipedream", "zb_h1"])
 def test_memory_is_that_of_the_schedule(name: str) -> None:
     made = transformer(6)
-    plan = Plan((3, 3, 3, 4), recompute_layers=((0, 1), (), (7,), ()), schedule=name, microbatches=8)
+    plan = Plan(Cut((3, 3, 3, 4), recompute=((0, 1), (), (7,), ())), Order(name), microbatches=8)
     predicted = predict(made, plan)
     schedule = predicted.timeline.schedule
     for stage, (facts, versions) in enumerate(zip(rank_peaks(schedule), stage_peaks(schedule), strict=True)):
@@ -128,7 +132,7 @@ def test_memory_is_that_of_the_schedule(name: str) -> None:
 
 
 def test_a_rank_with_two_stages_holds_both_at_one_moment() -> None:
-    plan = Plan((3, 3, 3, 4), (1.0, 0.0, 0.0, 0.0), schedule="zb_v", microbatches=4)
+    plan = Plan(Cut((3, 3, 3, 4), recompute=(1.0, 0.0, 0.0, 0.0)), Order("zb_v"), microbatches=4)
     predicted = predict(transformer(6), plan)
     stages, timeline = predicted.prediction.stages, predicted.timeline
     assert [stage.ranks for stage in stages] == [(0,), (1,), (1,), (0,)]
@@ -140,7 +144,7 @@ def test_a_rank_with_two_stages_holds_both_at_one_moment() -> None:
 
 
 def test_replicas_halve_the_work_and_step_together() -> None:
-    wide = Plan((2, 2), stage_to_rank_map=((0, 1), (2,)), schedule="pipedream", microbatches=8)
+    wide = Plan(Cut((2, 2), ranks=((0, 1), (2,))), Order("pipedream"), microbatches=8)
     prediction = predict(equal(), wide).prediction
     assert prediction.step_s == pytest.approx(2 * 6)  # both microbatches of the first stage's update, on the last
     assert prediction.samples_per_step == 8
@@ -148,29 +152,29 @@ def test_replicas_halve_the_work_and_step_together() -> None:
 
 
 @pytest.mark.parametrize(("plan", "text"), [
-    (Plan((2, 3), schedule="1f1b", microbatches=4), "the plan is for 5 layers, but the profile is of a model of 4"),
-    (Plan((2, 2), microbatches=4), "does not say the schedule"),
-    (Plan((2, 2), schedule="1f1b"), "does not say how many microbatches"),
-    (Plan((1, 1, 2), schedule="zb_v", microbatches=4), "which do not divide 3 stages"),
-    (Plan((2, 2), schedule="2f2b", microbatches=4), "no schedule is called '2f2b'")])
+    (Plan(Cut((2, 3)), Order("1f1b"), microbatches=4), "the plan is for 5 layers, but the profile is of a model of 4"),
+    (Plan(Cut((2, 2)), microbatches=4), "does not say the schedule"),
+    (Plan(Cut((2, 2)), Order("1f1b")), "does not say how many microbatches"),
+    (Plan(Cut((1, 1, 2)), Order("zb_v"), microbatches=4), "which do not divide 3 stages"),
+    (Plan(Cut((2, 2)), Order("2f2b"), microbatches=4), "no schedule is called '2f2b'")])
 def test_plans_that_cannot_be(plan: Plan, text: str) -> None:
     with pytest.raises(UserError, match=text):
         predict(equal(), plan)
 
 
 def test_what_the_plan_leaves_open_the_caller_says() -> None:
-    said = predict(equal(), Plan((2, 2)), schedule="pipedream", microbatches=4, update_every=2)
-    assert said == predict(equal(), Plan((2, 2), schedule="pipedream", microbatches=4, update_every=2))
+    said = predict(equal(), Plan(Cut((2, 2))), schedule="pipedream", microbatches=4, update_every=2)
+    assert said == predict(equal(), Plan(Cut((2, 2)), Asynchronous("pipedream", update_every=2), microbatches=4))
 
 
 def test_a_prediction_survives_a_file() -> None:
-    prediction = taken(equal(), "1f1b", recompute_ratio=(1.0, 0.0, 0.0, 0.0))
+    prediction = taken(equal(), "1f1b", recompute=(1.0, 0.0, 0.0, 0.0))
     assert Prediction.of_json(json.loads(json.dumps(prediction.as_json()))) == prediction
 
 
 def test_costs_are_of_halves_where_a_schedule_halves() -> None:
     made, placement = equal(), recipe_named("zb_h1").layout.placement(4, 1)
-    predicted = predict(made, Plan((1,) * 4, schedule="zb_h1", microbatches=8))
+    predicted = predict(made, Plan(Cut((1,) * 4), Order("zb_h1"), microbatches=8))
     split = pipeline_costs(made, (1,) * 4, [()] * 4, placement, split=True)
     assert predicted.timeline.costs.stages[1].input_s == split.stages[1].input_s == pytest.approx(1.1)
     assert made.layers[0].saved_bytes == 8 * KIB
@@ -178,10 +182,10 @@ def test_costs_are_of_halves_where_a_schedule_halves() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "pipedream"])
 def test_a_schedule_from_a_file_takes_what_it_takes_by_name(name: str, tmp_path: Path) -> None:
-    made, plan = equal(), Plan((1,) * 4, (1.0, 0.0, 0.0, 0.0), schedule=name, microbatches=8)
+    made, plan = equal(), Plan(Cut((1,) * 4, recompute=(1.0, 0.0, 0.0, 0.0)), Order(name), microbatches=8)
     path = tmp_path / f"{name}.csv"
     path.write_text(write_csv(build(name, default_placement(4), 8)))
-    by_name, by_file = (predict(made, one).prediction for one in (plan, replace(plan, schedule=str(path))))
+    by_name, by_file = (predict(made, one).prediction for one in (plan, replace(plan, order=Order(str(path)))))
     assert by_file.samples_per_step == by_name.samples_per_step
     if name == "pipedream":  # a file ends with its batch: the pipeline is filled and emptied every time
         assert by_name.step_s < by_file.step_s <= by_name.step_s + 3 * 3 / 8
@@ -191,7 +195,7 @@ def test_a_schedule_from_a_file_takes_what_it_takes_by_name(name: str, tmp_path:
 
 @pytest.mark.parametrize("microbatches", [3, 5])
 def test_replicas_with_tied_weights_and_a_microbatch_left_over(microbatches: int) -> None:
-    plan = Plan((10, 3), stage_to_rank_map=((0, 1), (2, 3)), schedule="1f1b", microbatches=microbatches)
+    plan = Plan(Cut((10, 3), ranks=((0, 1), (2, 3))), Order("1f1b"), microbatches=microbatches)
     found = predict(transformer(6), plan).prediction
     even = predict(transformer(6), replace(plan, microbatches=microbatches + 1)).prediction
     assert even.step_s <= found.step_s * 1.2

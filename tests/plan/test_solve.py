@@ -198,7 +198,7 @@ def test_a_plan_keeps_its_limit_when_simulated(schedules: tuple[str, ...]) -> No
     predicted = predict(made, solution.plan).prediction
     assert solution.plan.predictions == predicted
     assert predicted.fullest_rank[1] <= limit
-    assert {rank for group in solution.plan.stage_to_rank_map for rank in group} == {0, 1, 2, 3}
+    assert {rank for group in solution.plan.groups for rank in group} == {0, 1, 2, 3}
     assert all(other.seconds_per_sample is None or not other.simulated
                or other.seconds_per_sample >= predicted.seconds_per_sample * 0.999
                for other in solution.alternatives)
@@ -208,11 +208,11 @@ def test_more_memory_is_never_slower_and_removes_recomputing() -> None:
     made = transformer(4)
     request = PlanRequest({8: made}, 4, 400 * KIB, ("1f1b",), placement=equal_widths("1f1b", 4, 1))
     tight = solve(request)
-    assert any(tight.plan.recompute_layers)
+    assert any(tight.plan.recomputed)
     found = without_recompute(request, tight)
     assert found is not None
     wide = solve(replace(request, memory_bytes=found[0]))
-    assert not any(wide.plan.recompute_layers)
+    assert not any(wide.plan.recomputed)
     assert without_recompute(request, wide) is None
     assert seconds(wide) <= seconds(tight)
 
@@ -245,11 +245,11 @@ def test_what_is_told_stays() -> None:
     made = transformer(3)
     told = PlanRequest({4: made}, 2, None, ("1f1b",), placement=((0,), (1,)), partition=(2, 5), recompute=[[1], 0.4])
     plan = solve(told).plan
-    assert (plan.partition, plan.recompute_layers, plan.stage_to_rank_map) == ((2, 5), ((1,), (5, 6)), ((0,), (1,)))
+    assert (plan.partition, plan.recomputed, plan.groups) == ((2, 5), ({1}, {5, 6}), ((0,), (1,)))
     everything = solve(PlanRequest({4: made}, 2, None, ("gpipe",), recompute=1.0)).plan
-    assert sum(map(len, everything.recompute_layers)) == 7
+    assert sum(map(len, everything.recomputed)) == 7
     shares = solve(PlanRequest({4: made}, 2, None, ("gpipe",), placement=((0,), (1,)), recompute=[1.0, 0.0])).plan
-    assert [len(layers) for layers in shares.recompute_layers] == [shares.partition[0], 0]
+    assert [len(layers) for layers in shares.recomputed] == [shares.partition[0], 0]
 
 
 def test_what_does_not_fit_is_said_with_what_would() -> None:
@@ -389,13 +389,13 @@ def heavy_first(memory_bytes: int | None = None, stages: int | None = None, rank
 
 def test_a_number_of_stages_that_is_asked_for_stays() -> None:
     free = solve(heavy_first()).plan
-    assert max(map(len, free.stage_to_rank_map)) > 1, "replicas are faster here"
+    assert max(map(len, free.groups)) > 1, "replicas are faster here"
     assert len(free.partition) != 4
     for stages, widths in ((1, 4), (2, 2), (4, 1), (8, 1)):
         solution = solve(heavy_first(stages=stages))
         for plan in (solution.plan, *(other.plan for other in solution.alternatives)):
             assert plan is None or len(plan.partition) == stages
-            assert plan is None or {len(ranks) for ranks in plan.stage_to_rank_map} in ({widths}, set())
+            assert plan is None or {len(ranks) for ranks in plan.groups} == {widths}
         assert stages < 8 or solution.plan.schedule == "interleaved"
     why = {other.what: other.why for other in solve(heavy_first(stages=2)).alternatives}
     assert why["no replicas"] == "cannot have 2 stages"

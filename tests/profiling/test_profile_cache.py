@@ -13,6 +13,7 @@ from made_profile import made_profile
 from small_run import job_of, write_config
 from torch import Tensor, nn
 
+from vpipe import Cut, Order
 from vpipe.cli import main
 from vpipe.commands.profile import described, profiles_of
 from vpipe.errors import UserError
@@ -149,7 +150,7 @@ def test_a_plan_made_for_another_precision_is_followed_with_a_warning(tmp_path: 
     job, said = job_of(tmp_path, training__precision="bf16"), list[str]()
     made_for = asdict(identity_of(job, job.config.microbatch_size, 1))
     for precision in ("bf16", "fp32"):
-        plan = Plan(job.partition, schedule="1f1b", profiled=made_for | {"precision": precision})
+        plan = Plan(Cut(job.partition), Order("1f1b"), profiled=made_for | {"precision": precision})
         check_plan(replace(job, plan=plan), said.append)
     assert said == ["warning: the plan was made for precision fp32, not bf16: its predictions do not hold here"]
 

@@ -10,6 +10,7 @@ import pytest
 from made_run import TIMES, make_run, write_metrics
 from profile_by_hand import made_profile
 
+from vpipe import Asynchronous, Cut, Order
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
@@ -138,7 +139,7 @@ def test_a_run_without_noise_is_replayed_as_it_was(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize(("name", "stages"), [("1f1b", 4), ("zb_v", 8), ("pipedream", 4)])
 def test_batches_in_a_row_take_what_was_predicted(tmp_path: Path, name: str, stages: int) -> None:
-    plan = Plan((3,) * stages, schedule=name, microbatches=8, update_every=None if name != "pipedream" else 1)
+    plan = Plan(Cut((3,) * stages), Asynchronous(name, update_every=None if name != "pipedream" else 1), microbatches=8)
     predicted = predict(made_profile(3 * stages), plan)
     timeline = predicted.timeline if name == "pipedream" else repeat_batches(predicted.timeline, 6)
     run = as_recording(timeline, made(tmp_path, name))
@@ -149,8 +150,8 @@ def test_batches_in_a_row_take_what_was_predicted(tmp_path: Path, name: str, sta
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
 def test_replicas_that_are_simulated_wait_for_known_causes(tmp_path: Path, name: str) -> None:
     placement = ((0, 1), (2,))
-    plan = Plan((3, 3), stage_to_rank_map=placement, schedule=name, microbatches=6,
-                update_every=1 if name == "pipedream" else None)
+    plan = Plan(Cut((3, 3), ranks=placement), Asynchronous(name, update_every=1 if name == "pipedream" else None),
+                microbatches=6)
     timeline = predict(made_profile(6), plan).timeline
     run = as_recording(timeline if name == "pipedream" else repeat_batches(timeline, 6), made(tmp_path, name))
     figures = Figures.from_recording(run, Producers.from_recording(run))
@@ -180,7 +181,7 @@ def test_a_profile_of_another_model_does_not_serve_and_it_is_said(tmp_path: Path
 def test_a_plan_for_other_ranks_is_left_aside_and_it_is_said(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", updates=4)
     made_profile(12).save(folder / "profile.json")
-    Plan((6, 6), schedule="1f1b", microbatches=8).save(folder / "plan.json")
+    Plan(Cut((6, 6)), Order("1f1b"), microbatches=8).save(folder / "plan.json")
     evidence = load_report_data(folder, {})
     assert evidence.expected is not None
     assert evidence.expected.recording.placement == evidence.recording.placement

@@ -37,8 +37,8 @@ def test_all_ranks_get_the_same_plan_and_the_first_compares_them(world: World, t
     found = world.run(planning_jobs.plan_and_compare, config=str(config), profile=profile(tmp_path, 2e-3), steps=14)
     plan = Plan.load(tmp_path / "plan.json")
     if ahead:
-        assert plan.warmup_depth > (3, 2, 1, 0)
-        assert load_config(tmp_path / "config.yaml").parallel.warmup_depth == plan.warmup_depth
+        assert plan.warmup > (3, 2, 1, 0)
+        assert load_config(tmp_path / "config.yaml").parallel.warmup_depth == plan.warmup
     assert plan.partition[0] <= 3
     assert [rank["partition"] for rank in found] == [list(plan.partition)] * 4
     assert [rank["lines"] for rank in found] == [["out of balance: ran"], [], [], []]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from models import rich_batches, rich_model
 
-from vpipe import Asynchronous, Pipeline
+from vpipe import Asynchronous, Cut, Order, Pipeline
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.profiling.fingerprint import identify
@@ -33,7 +33,7 @@ def test_a_pipeline_holds_what_was_predicted(precision: str, name: str) -> None:
              ("pipedream", ((0, 1), (), (4,))), ("2bw", ((), (2,), ()))]
     for schedule, dropped in plans if precision == "fp32" else plans[-2:]:
         corrects = schedule == "2bw" or (schedule, precision) == ("pipedream", "bf16")
-        plan = Plan(cut, recompute_layers=dropped, schedule=schedule, microbatches=8)
+        plan = Plan(Cut(cut, recompute=dropped), Order(schedule), microbatches=8)
         prediction = predict(replace(made, extrapolates=corrects), plan, update_every=4 if schedule == "2bw" else None
                              ).prediction
         pipe = Pipeline(model, optimizer, plan.cut, Asynchronous(

@@ -13,6 +13,7 @@ from made_profile import made_profile
 from small_run import job_of, put_in
 from torch import Tensor, nn
 
+from vpipe import Cut
 from vpipe.model.layer import Layer, Model
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
@@ -105,7 +106,7 @@ def test_a_single_rank_has_nobody_to_be_compared_with(tmp_path: Path, monkeypatc
 PREDICTION = Prediction(0.03, 8, 0.0, tuple(
     StagePrediction(first, layers, (rank,), 0.002, 0.004, 0.001, 0.0, 0.0, 0.0, StageMemory(0, 0, 0, 0, 0, 0))
     for rank, (first, layers) in enumerate([(0, 3), (3, 2)])))
-PLAN = Plan((3, 2), predictions=PREDICTION)
+PLAN = Plan(Cut((3, 2)), predictions=PREDICTION)
 
 
 def of_five(weights: int = 0, saved: int = 0) -> Profile:
@@ -140,12 +141,12 @@ def test_a_run_that_is_as_uneven_as_its_plan_says_nothing(tmp_path: Path) -> Non
     job, compared = job_of(tmp_path), RankWork((0.084, 0.028), (0.02, 0.007))
     assert warning(compared, job, lambda: None, replace(PLAN, predictions=uneven)) is None
     assert warning(compared, job, lambda: None, PLAN) is not None
-    assert warning(compared, job, lambda: None, replace(PLAN, partition=(2, 3), predictions=uneven)) is not None
+    assert warning(compared, job, lambda: None, replace(PLAN, cut=Cut((2, 3)), predictions=uneven)) is not None
 
 
 def test_the_plan_that_the_launcher_left_is_the_run_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = sleeping_job(tmp_path, monkeypatch, (0, 0, 0, 0.01))
-    Plan((3, 3), predictions=replace(PREDICTION, stages=(PREDICTION.stages[0], PREDICTION.stages[0]))).save(
+    Plan(Cut((3, 3)), predictions=replace(PREDICTION, stages=(PREDICTION.stages[0], PREDICTION.stages[0]))).save(
         tmp_path / "plan.json")
     [line] = lines_of(job, tmp_path, 5)
     assert "planned were 7.0)" in line

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_run import check_updates, job_of, losses, oracle
 
+from vpipe import Cut
 from vpipe.config.config import load_config
 from vpipe.errors import PlanningError, RunError, UserError
 from vpipe.launch.failure_report import first_failure, write_report
@@ -120,7 +121,7 @@ def test_the_profile_of_a_plan_from_a_file_comes_with_it_from_the_cache(tmp_path
     own = replace(of_another, identity=identity_of(job, 2, 2))
     for profile in (of_another, own):
         store(profile, tmp_path / "cache")
-        job.with_plan(Plan((2, 3), profile=profile.identity.digest)).keep_plan(tmp_path)
+        job.with_plan(Plan(Cut((2, 3)), profile=profile.identity.digest)).keep_plan(tmp_path)
         assert (tmp_path / "profile.json").exists() == (profile is own)
     assert Profile.load(tmp_path / "profile.json") == own
 
@@ -128,7 +129,7 @@ def test_the_profile_of_a_plan_from_a_file_comes_with_it_from_the_cache(tmp_path
 def test_a_plan_for_another_model_is_refused_and_one_for_another_microbatch_remarked(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job, path = job_of(tmp_path), tmp_path / "plan.json"
-    Plan((2, 3), profiled=asdict(identity_of(job, 2, 2))).save(path)
+    Plan(Cut((2, 3)), profiled=asdict(identity_of(job, 2, 2))).save(path)
     following: dict[str, Any] = {"parallel__partition": "auto", "parallel__plan": str(path)}
     assert job_of(tmp_path, **following).plan == Plan.load(path)
     assert capsys.readouterr().err == ""

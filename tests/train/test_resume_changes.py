@@ -12,6 +12,7 @@ import pytest
 from attempts import begin
 from small_run import metrics, write_config
 
+from vpipe import Cut
 from vpipe.checkpoint import integrity
 from vpipe.checkpoint.manifest import Manifest, TensorEntry
 from vpipe.commands.train import _check_intact
@@ -159,7 +160,7 @@ def test_a_run_that_is_still_going_is_left_alone(one: Path) -> None:
 
 def test_what_was_planned_is_followed_again(tmp_path: Path, one: Path) -> None:
     run = shutil.copytree(one, tmp_path / "run")
-    Plan((1, 4)).save(run / "plan.json")
+    Plan(Cut((1, 4))).save(run / "plan.json")
     start = find_resume_point(run)
     config = write_config(tmp_path, parallel__partition="auto", training__max_steps=2)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from made_profile import MIB, made_profile
 
+from vpipe import Asynchronous, Cut, Order
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import TensorBytes
 from vpipe.plan.solver.request import Alternative
@@ -28,7 +29,7 @@ def planned(idle_ms: Sequence[float] = (60, 62, 40, 2), step_ms: float = 152, sc
             StageMemory(20 * MIB * layers, 0, 20 * MIB * layers, 40 * MIB * layers, (60 - 10 * stage) * MIB, 12 * MIB)))
         first += layers
     bubble = sum(idle_ms) / len(idle_ms) / step_ms
-    return Plan(cut, stage_to_rank_map=tuple(ranks), schedule=schedule, recompute_layers=again, microbatches=4,
+    return Plan(Cut(cut, recompute=again, ranks=tuple(ranks)), Order(schedule), microbatches=4,
                 predictions=Prediction(step_ms / 1e3, 16, bubble, tuple(stages)))
 
 
@@ -46,12 +47,13 @@ def sentence(word: str, explanation: PlanExplanation) -> str:
 
 
 def test_the_delay_of_gradients_without_a_flush() -> None:
-    plan = replace(planned(schedule="pipedream"), update_every=4)
+    plan = replace(planned(), order=Asynchronous("pipedream", update_every=4))
     assert sentence("delay of gradients in updates, by stage", explained(plan)).endswith(
         ": mean 0.75 0.5 0.25 0, greatest 1 1 1 0")
-    deeper = sentence("delay of gradients in updates, by stage", explained(replace(plan, warmup_depth=(6, 3, 1, 0))))
+    deep = replace(plan.with_warmup((6, 3, 1, 0)), predictions=plan.predictions)
+    deeper = sentence("delay of gradients in updates, by stage", explained(deep))
     assert ": mean 1.5 0.75 0.25 0, greatest 2 1 1 0; less with training.num_microbatches 8 and " in deeper
-    assert sentence("warning", explained(replace(plan, update_every=1))).startswith(
+    assert sentence("warning", explained(replace(plan, order=Asynchronous("pipedream", update_every=1)))).startswith(
         "warning: the gradients of stage 0 are 3 updates late on average, so each update lowers the loss less; better "
         "are: parallel.update_every 4 (0.75 updates late; an update is then ")
     assert "delay" not in explained(planned()).text(80)
@@ -79,7 +81,7 @@ def other(what: str, plan: Plan | None, seconds: float | None = None, simulated:
 def test_all_of_it_on_80_columns() -> None:
     text = explained(planned(), solver="exact for the measured costs; 31 choices in 0.3 s", others=[
         other("the config's own", planned(step_ms=156, dropped=0)),
-        other("schedule gpipe", replace(planned(), schedule="gpipe", predictions=None), 0.011, simulated=False),
+        other("schedule gpipe", replace(planned(), order=Order("gpipe"), predictions=None), 0.011, simulated=False),
         other("no recompute", None, why="stage 0 needs 1.1 GiB")],
         limit_without_recompute=(1100 * MIB + 1, planned(step_ms=120, dropped=0))).text(80)
     assert text == """\
@@ -167,8 +169,7 @@ def test_without_recomputation_nothing_is_said_of_a_larger_limit() -> None:
 
 def test_many_stages_are_summed_up_in_the_comparison() -> None:
     many = planned()
-    deep = replace(many, partition=(3,) * 60, recompute_layers=(), recompute_ratio=(),
-                   stage_to_rank_map=tuple((stage,) for stage in range(60)))
+    deep = replace(many, cut=Cut((3,) * 60, ranks=tuple((stage,) for stage in range(60))))
     assert "60 stages of 3" in alternatives_table(many, [other("deep", deep)], 120)[2]
 
 

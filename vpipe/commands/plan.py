@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vpipe.config.apply_plan import TARGETS
 from vpipe.config.config import Config, load_config
-from vpipe.config.parallel import AUTO
-from vpipe.description.recompute import recomputed_layers
+from vpipe.description.order import order_of
 from vpipe.errors import UserError, counted
 from vpipe.launch.rank_env import check_alone, ranks_of
 from vpipe.plan.plan import Plan
@@ -29,9 +29,8 @@ from vpipe.visualize.table import PIPE_COLUMNS, terminal_columns
 if TYPE_CHECKING:
     from vpipe.train.job import Job
 
-PLANNED = frozenset({"training.num_microbatches"} | {f"parallel.{key}" for key in (
-    "partition", "recompute", "schedule", "update_every", "warmup_depth", "stage_to_rank_map", "model_parallel_size",
-    "data_parallel_size", "chunks", "memory", "plan")})
+PLANNED = frozenset(".".join(map(str, keys)) for keys in TARGETS.values()) | frozenset(
+    f"parallel.{key}" for key in ("model_parallel_size", "data_parallel_size", "chunks", "memory", "plan"))
 """Keys that a plan sets, or that only planning reads. The command that runs the plan leaves them out."""
 
 SLOW_SEARCH = 300
@@ -72,7 +71,7 @@ def run_plan(options: argparse.Namespace) -> None:
         options.stages in (None, len(own.plan.partition))) else ()
     request = PlanRequest(by_count, ranks, limit_bytes, planned_schedules(flush=not job.config.parallel.asynchronous),
                           updates_every(job.config, by_count), stages=options.stages, known=known,
-                          warmup_depth="auto" if job.config.parallel.asynchronous else None, solver=options.solver)
+                          warmup="auto" if job.config.parallel.asynchronous else None, solver=options.solver)
     if len(job.model) * ranks >= SLOW_SEARCH:
         print(f"searching: {len(job.model)} layers on {ranks} ranks", file=sys.stderr, flush=True)
     solution = solve(request)
@@ -97,10 +96,9 @@ def _check_stages(stages: int, ranks: int, layers: int) -> None:
 def with_ranks(config: Config, ranks: int) -> Config:
     """Return a config of so many ranks, a stage on each, with a schedule of the same kind, to be measured."""
     return config.model_copy(update={"machines": None}).with_parallel(
-        model_parallel_size=ranks, partition=AUTO,
+        config.parallel.cut_anew(ranks),
         schedule=DEFAULT_ASYNCHRONOUS if config.parallel.asynchronous else DEFAULT_SCHEDULE,
-        recompute=0.0, stage_to_rank_map=None, data_parallel_size=1, chunks=None, compress="none",
-        compress_rounding="nearest", warmup_depth=None, plan=None)
+        recompute=0.0, chunks=None, compress="none", compress_rounding="nearest")
 
 
 def microbatch_choices(config: Config) -> list[int]:
@@ -139,10 +137,9 @@ def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | No
     parallel, name = job.config.parallel, "the config's own"
     if parallel.to_plan or is_file(parallel.schedule) or isinstance(parallel.recompute, str):
         return None
-    layers = tuple(tuple(sorted(own)) for own in recomputed_layers(parallel.recompute, job.partition))
     count = job.config.microbatches
-    plan = Plan(job.partition, stage_to_rank_map=job.placement, schedule=parallel.schedule, recompute_layers=layers,
-                microbatches=count, update_every=parallel.update_every, warmup_depth=parallel.depths or ())
+    plan = Plan(replace(job.cut, ranks=job.placement), order_of(
+        parallel.schedule, update_every=parallel.update_every, warmup=parallel.depths), count)
     plan = replace(plan, predictions=predict(profiles[count], plan).prediction)
     peak, seconds = peak_bytes(plan), plan.predicted.seconds_per_sample
     if limit_bytes is not None and peak > limit_bytes:

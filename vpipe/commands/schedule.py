@@ -24,7 +24,7 @@ from vpipe.schedules.registry import Recipe, recipe_named, schedule_names
 from vpipe.schedules.repeating import find
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search_placements
-from vpipe.schedules.size import MOST_ACTIONS, MOST_MICROBATCHES, Placement, check_work, default_placement
+from vpipe.schedules.size import MOST_ACTIONS, MOST_MICROBATCHES, Placement, check_work
 from vpipe.visualize.summary import RankCosts, Summary, compare
 from vpipe.visualize.svg import draw_svg
 from vpipe.visualize.table import PIPE_COLUMNS, listed, number, replicas, sizes, terminal_columns
@@ -119,7 +119,7 @@ def named_schedule(options: argparse.Namespace, costs: RankCosts, listing: str =
                                    ("--microbatches", options.microbatches, schedule.microbatches),
                                    ("--update-every", options.update_every, schedule.update_every),
                                    ("--chunks", options.chunks, None), ("--memory", options.memory, None),
-                                   ("--widths", options.widths, None), ("--warmup-depth", options.warmup_depth, None)):
+                                   ("--widths", options.widths, None), ("--warmup-depth", options.warmup, None)):
             if given not in (None, has):
                 raise UserError(f"{option} does not go with a file" if has is None else
                                 f"{option} is {given}, but '{name}' has {has}",
@@ -127,7 +127,7 @@ def named_schedule(options: argparse.Namespace, costs: RankCosts, listing: str =
         return schedule
     recipe, widths, microbatches = _asked(options, why=listing)
     return _built(recipe, widths, microbatches, options.chunks, options.update_every, costs, options.memory,
-                  _depths(options.warmup_depth))
+                  _depths(options.warmup))
 
 
 def _asked(options: argparse.Namespace, *, listed: bool = True, why: str = "") -> tuple[Recipe, tuple[int, ...], int]:
@@ -157,7 +157,7 @@ def _too_long_to_list(options: argparse.Namespace, costs: RankCosts) -> Summary 
     ranks, chunks, several = sum(widths), options.chunks or 1, max(widths) > 1
     if recipe.search is not None or 2 * ranks * microbatches * chunks <= MOST_ACTIONS:
         return None
-    warmup = _depths(options.warmup_depth)
+    warmup = _depths(options.warmup)
     if warmup is not None:
         check_warmup(recipe, widths, warmup)
     placement = _placed(recipe, widths, options.chunks)
@@ -182,11 +182,10 @@ def _planned(path: str, options: argparse.Namespace) -> Schedule:
                         hint='add one, such as "schedule": "1f1b"; vpipe plan CONFIG -o plan.json writes whole plans')
     if microbatches is None:
         raise UserError("the plan has no number of microbatches", where=path, hint="give --microbatches")
-    placement = plan.stage_to_rank_map or default_placement(len(plan.partition))
-    check_work(sum(map(len, placement)), microbatches, replicated=max(map(len, placement)) > 1)
-    return build(plan.schedule, placement, microbatches, plan.update_every,
+    check_work(sum(map(len, plan.groups)), microbatches, replicated=max(map(len, plan.groups)) > 1)
+    return build(plan.schedule, plan.groups, microbatches, plan.update_every,
                  recompute=[stage for stage, layers in enumerate(plan.recomputed) if layers],
-                 warmup=plan.warmup_depth or None)
+                 warmup=plan.warmup)
 
 
 def _sizes(options: argparse.Namespace, *, listed: bool = True, why: str = "") -> tuple[tuple[int, ...], int]:
@@ -280,7 +279,7 @@ def compared_schedule(recipe: Recipe, options: argparse.Namespace, costs: RankCo
     return _built(recipe, widths, microbatches, options.chunks if recipe.any_chunks else None,
                   None if recipe.flush else options.update_every, costs,
                   None if recipe.search is None else options.memory,
-                  _depths(options.warmup_depth) if recipe.any_warmup else None)
+                  _depths(options.warmup) if recipe.any_warmup else None)
 
 
 def _compare(options: argparse.Namespace, costs: RankCosts) -> None:

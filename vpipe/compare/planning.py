@@ -11,7 +11,8 @@ from typing import Any
 
 from vpipe.compare.systems import SYSTEMS, ComparisonRequest, microbatch_counts, plan_system
 from vpipe.config.parallel import AUTO
-from vpipe.description.recompute import recomputed_layers
+from vpipe.description.cut import Cut
+from vpipe.description.order import order_of
 from vpipe.errors import Problem, UserError, counted
 from vpipe.model.split import balanced, parameter_counts
 from vpipe.plan.plan import Plan
@@ -144,7 +145,7 @@ def _schedule_contender(label: str, model: str, name: str, job: Job, profiles: M
         profiles: for the solver, where the schedule or a key of the config is ``auto``.
     """
     if name == AUTO or (not name and job.config.parallel.to_plan):
-        changes = {"memory": memory_bytes} | ({"schedule": AUTO, "update_every": None} if name else {})
+        changes: dict[str, Any] = {"memory": memory_bytes} | ({"schedule": AUTO, "update_every": None} if name else {})
         plan = solve(request_of(replace(job, config=job.config.with_parallel(**changes)), profiles)).plan
         return Contender(label, model, "planned for the measured layers", plan, memory_bytes=memory_bytes)
     if not name:
@@ -165,8 +166,8 @@ def _schedule_contender(label: str, model: str, name: str, job: Job, profiles: M
         partition = tuple(balanced(parameter_counts(job.model), ranks * chunks))
         placement = recipe.layout.placement(ranks, chunks)
         share = parallel.recompute if not isinstance(parallel.recompute, str) else 0.0
-        recomputed = recomputed_layers(share, partition)
-    plan = Plan(partition, (), placement, name, tuple(tuple(sorted(own)) for own in recomputed), microbatches, every)
+        recomputed = Cut(partition, share).recomputed
+    plan = Plan(Cut(partition, recomputed, placement), order_of(name, update_every=every), microbatches)
     job.with_plan(plan)  # refuses one that does not fit the config
     return Contender(label, model, description, plan)
 

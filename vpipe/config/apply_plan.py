@@ -7,24 +7,24 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from vpipe.config.parallel import OF_SCHEDULE, OF_STAGES, ParallelSection
 from vpipe.config.yaml_tree import Keys, Tree, describe, read_json_tree
 from vpipe.description.recompute import Recompute, recomputed_layers
 from vpipe.errors import Problem, UserError
-from vpipe.plan.plan import MOST_BYTES, MOST_VALUES, Plan
+from vpipe.plan.plan import KEYS, MOST_BYTES, MOST_VALUES, Plan
 from vpipe.schedules.registry import recipe_if_any
 
 PLAN = ("parallel", "plan")
 
-_TARGETS: dict[str, Keys] = {
-    "partition": ("parallel", "partition"), "recompute_ratio": ("parallel", "recompute"),
-    "recompute_layers": ("parallel", "recompute"), "stage_to_rank_map": ("parallel", "stage_to_rank_map"),
-    "schedule": ("parallel", "schedule"), "update_every": ("parallel", "update_every"),
-    "warmup_depth": ("parallel", "warmup_depth"),
+_RENAMED: dict[str, Keys] = {
+    "recompute_ratio": ("parallel", "recompute"), "recompute_layers": ("parallel", "recompute"),
     "microbatches": ("training", "num_microbatches")}
+TARGETS: dict[str, Keys] = {key: _RENAMED.get(key, ("parallel", key)) for key in KEYS
+                            if key in _RENAMED or key in ParallelSection.model_fields}
 """Key of a plan -> key of a config. Layers take precedence over ratios, which are there for other readers."""
 
 _IMPLIES: dict[str, tuple[Keys, ...]] = {
-    "partition": (("parallel", "model_parallel_size"), ("parallel", "warmup_depth")),
+    "partition": tuple(("parallel", key) for key in OF_STAGES if key not in ("partition", "stage_to_rank_map")),
     "stage_to_rank_map": (("parallel", "data_parallel_size"), ("parallel", "chunks"))}
 """Key of a plan -> keys of a config that it implies."""
 
@@ -65,29 +65,28 @@ def apply_plan(tree: Tree, path: str, settings: Iterable[str] = ()) -> None:
 def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
     """Drop the keys of a run's config, which has every key, that derive from keys in ``settings``.
 
-    With another number of stages, partition and ranks are dropped; with another schedule, ``update_every`` and
-    ``warmup_depth``. Between schedules without a flush an update that takes the whole batch does so still.
+    With another number of stages, partition and ranks are dropped; with another schedule, what only it takes.
+    Between schedules without a flush an update that takes the whole batch does so still.
     """
     given = {tuple(key.split(".")): value for key, value in settings.items()}
     parallel = {name: ("parallel", name) for name in (
-        "model_parallel_size", "partition", "stage_to_rank_map", "recompute", "compress", "warmup_depth", "schedule",
-        "update_every", "chunks", "data_parallel_size")}
+        *OF_STAGES, *OF_SCHEDULE, "recompute", "compress", "schedule", "data_parallel_size")}
     counts = [value if isinstance(value, int) else len(value)
               for name in ("model_parallel_size", "partition", "stage_to_rank_map")
               if isinstance(value := given.get(parallel[name]), (int, list, dict))]
     dropped = set()
     if counts and counts[0] != tree.get(parallel["model_parallel_size"]):
-        dropped |= {"model_parallel_size", "partition", "stage_to_rank_map", "warmup_depth"}
+        dropped |= {*OF_STAGES}
         dropped |= {name for name in ("recompute", "compress") if isinstance(tree.get(parallel[name]), list)}
     elif parallel["partition"] in given and isinstance(old := tree.get(parallel["recompute"]), list):
         dropped |= {"recompute"} if any(isinstance(layers, list) for layers in old) else set()
     if parallel["schedule"] in given:
-        dropped |= {"update_every", "chunks", "warmup_depth"}
+        dropped |= {*OF_SCHEDULE}
         recipes = [recipe_if_any(str(name)) for name in (tree.get(parallel["schedule"]), given[parallel["schedule"]])]
         if not any(recipe is None or recipe.flush for recipe in recipes) and _updates_take_a_batch(tree):
             dropped -= {"update_every"}
     if parallel["stage_to_rank_map"] in given:
-        dropped |= {"warmup_depth"}
+        dropped |= {*OF_STAGES} & {*OF_SCHEDULE}  # depends on the replicas of every stage, too
     if parallel["data_parallel_size"] in given:
         dropped |= {"stage_to_rank_map"}
     for name in dropped:
@@ -105,7 +104,7 @@ def _updates_take_a_batch(tree: Tree) -> bool:
 
 def _planned_keys(found: Tree) -> Iterator[tuple[str, Keys]]:
     """Yield the keys of a plan that have a key of a config, and that key."""
-    for key, keys in _TARGETS.items():
+    for key, keys in TARGETS.items():
         if found.value.get(key) and (key != "recompute_ratio" or not found.value.get("recompute_layers")):
             yield key, keys
 

@@ -326,7 +326,7 @@ class Config(Section):
         """The schedule; a stand-in where it is planned."""
         parallel = self.parallel.standing_in
         return order_of(parallel.schedule, parallel.chunks, update_every=parallel.update_every,
-                        warmup_depth=parallel.depths, delay_correction=self.training.extrapolation or 0.0)
+                        warmup=parallel.depths, delay_correction=self.training.extrapolation or 0.0)
 
     @property
     def microbatches(self) -> int:
@@ -406,9 +406,9 @@ class Config(Section):
         if self.trace and self.parallel.executor == THREADED:
             yield Mistake(("trace",), f"is true, but {NO_TIMELINE[0]}", NO_TIMELINE[1])
 
-    def with_parallel(self, **changes: object) -> Config:
-        """Return this config with other values of ``parallel``, which are not validated."""
-        return self.model_copy(update={"parallel": self.parallel.model_copy(update=changes)})
+    def with_parallel(self, parallel: ParallelSection | None = None, **changes: object) -> Config:
+        """Return this config with another section ``parallel``, or other values of it, which are not validated."""
+        return self.model_copy(update={"parallel": (parallel or self.parallel).model_copy(update=changes)})
 
     def resolved_yaml(self) -> str:
         """Return this config as native YAML with every key; loading it gives an equal config."""

@@ -26,6 +26,7 @@ from vpipe.description.execution import THREADED, Executor
 from vpipe.description.recompute import MOST_LAYERS, ranges
 from vpipe.description.transfers import Transfers
 from vpipe.errors import UserError, nearest_registered
+from vpipe.plan.plan import Plan
 from vpipe.runtime.executors.registry import threads_refused
 from vpipe.schedules.build import check_warmup
 from vpipe.schedules.prepare import has_flush, is_file
@@ -128,6 +129,11 @@ Bytes = Annotated[int | None, BeforeValidator(_size)]
 DeviceName = Annotated[str | None, BeforeValidator(_device)]
 
 
+OF_STAGES = ("model_parallel_size", "partition", "stage_to_rank_map", "warmup_depth")
+OF_SCHEDULE = ("update_every", "chunks", "warmup_depth")
+"""Keys that hold for a number of stages, and for a schedule: with another one they say nothing."""
+
+
 class ParallelSection(Section):
     """The stages, their ranks, their schedule, and the devices."""
 
@@ -212,6 +218,38 @@ class ParallelSection(Section):
         return self.model_copy(update={"schedule": DEFAULT_SCHEDULE if self.schedule == AUTO else self.schedule,
                                        "recompute": 0.0 if self.recompute == AUTO else self.recompute,
                                        "warmup_depth": self.depths})
+
+    @property
+    def settled(self) -> ParallelSection:
+        """Return this section without an auto for which there is nothing to choose: the forwards ahead of one stage."""
+        return self if "warmup_depth" in self.to_plan else self.model_copy(update={"warmup_depth": self.depths})
+
+    def following(self, plan: Plan, placement: Placement) -> ParallelSection:
+        """Return this section with the cut and the schedule of a plan; ``placement`` is today's."""
+        changes: dict[str, Any] = {
+            "partition": plan.partition, "model_parallel_size": len(plan.partition), "plan": None,
+            "recompute": tuple(tuple(sorted(own)) for own in plan.recomputed) if any(plan.recomputed) else 0.0,
+            "schedule": plan.schedule or self.standing_in.schedule, "update_every": plan.update_every,
+            "warmup_depth": plan.warmup}
+        if plan.groups != placement:
+            changes |= {"stage_to_rank_map": {str(stage): ranks for stage, ranks in enumerate(plan.groups)},
+                        "data_parallel_size": 1, "chunks": None}
+        return self.model_copy(update=changes)
+
+    def cut_anew(self, stages: int, replicas: int = 1, *, ahead: bool = False) -> ParallelSection:
+        """Return this section for other stages, whose layers are to be planned.
+
+        Args:
+            ahead: forwards before the first backward that are listed become auto; 1F1B's are taken else.
+        """
+        return self.model_copy(update={
+            "model_parallel_size": stages, "data_parallel_size": replicas, "partition": AUTO, "plan": None,
+            "stage_to_rank_map": None, "warmup_depth": AUTO if ahead and self.depths else None})
+
+    @property
+    def warmup(self) -> tuple[int, ...] | Literal["auto"] | None:
+        """Return the forwards of each stage before its first backward, auto where they are planned."""
+        return "auto" if self.warmup_depth == AUTO else self.depths
 
     @property
     def depths(self) -> tuple[int, ...] | None:
@@ -337,7 +375,7 @@ class ParallelSection(Section):
         yield from self._warmup()
 
     def _warmup(self) -> Iterator[Mistake]:
-        depths = self.warmup_depth if self.warmup_depth == AUTO else self.depths
+        depths = self.warmup
         if depths is None or (len(depths) != self.model_parallel_size and depths != AUTO):
             return
         shown = depths if isinstance(depths, str) else list(depths)

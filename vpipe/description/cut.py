@@ -47,6 +47,10 @@ class Cut:
             raise UserError("the partition is empty", hint="give the layers of at least one stage, such as [3, 2]")
         object.__setattr__(self, "stages", stages)
         object.__setattr__(self, "ranks", ranks)
+        if isinstance(self.recompute, Sequence) and not isinstance(self.recompute, str):
+            object.__setattr__(self, "recompute", tuple(
+                tuple(sorted(entry)) if isinstance(entry, (list, tuple, frozenset)) and all(
+                    type(layer) is int for layer in entry) else entry for entry in self.recompute))
 
     @property
     def count(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vpipe.description.cut import Cut
 from vpipe.description.execution import Execution
-from vpipe.description.order import Asynchronous, Order
+from vpipe.description.order import Order
 from vpipe.description.precision import Precision
 from vpipe.description.transfers import Transfers
 from vpipe.description.update import Update
@@ -38,4 +38,4 @@ class Description:
     @property
     def delay_correction(self) -> float:
         """The share of its delay over which a step is extrapolated."""
-        return self.order.delay_correction if isinstance(self.order, Asynchronous) else 0.0
+        return self.order.late.delay_correction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 
 from vpipe.arguments import Arguments, as_number
 
@@ -14,7 +14,8 @@ class Order:
     """A schedule, and its stages per rank.
 
     Attributes:
-        schedule: a name that ``vpipe schedule`` lists, or the path of a schedule as a CSV file.
+        schedule: a name that ``vpipe schedule`` lists, or the path of a schedule as a CSV file; what another part says,
+            or the default one, when empty.
         chunks: stages per rank, for schedules that may have any number of them; when None, the number that follows from
             the processes of ``torchrun``, or the schedule's own.
 
@@ -22,7 +23,7 @@ class Order:
         UserError: a value is of another kind.
     """
 
-    schedule: str
+    schedule: str = ""
     _: KW_ONLY
     chunks: int | None = None
 
@@ -31,10 +32,28 @@ class Order:
         self._check(given)
         given.check()
 
+    @property
+    def late(self) -> Asynchronous:
+        """This order with what only one without a flush takes: its defaults, where this is another."""
+        return self if isinstance(self, Asynchronous) else Asynchronous(self.schedule, chunks=self.chunks)
+
+    @property
+    def warmup(self) -> tuple[int, ...] | None:
+        """Forwards of every stage before its first backward; those of 1F1B, or of a schedule with a flush, if None."""
+        depths = self.late.warmup_depth
+        return None if depths is None else tuple(depths)
+
+    def over(self, other: Order) -> Order:
+        """Return this order, with what the other one says where this one says nothing."""
+        kind = Asynchronous if isinstance(self, Asynchronous) else type(other)
+        said = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
+        return kind(**vars(other) | said)
+
     def _check(self, given: Arguments) -> None:
         if isinstance(self.schedule, os.PathLike):
             object.__setattr__(self, "schedule", os.fspath(self.schedule))
-        given.name("schedule", self.schedule, "1f1b")
+        if self.schedule != "":
+            given.name("schedule", self.schedule, "1f1b")
         object.__setattr__(self, "chunks", given.integer("chunks", self.chunks, least=1, or_none=True))
 
 
@@ -67,9 +86,9 @@ class Asynchronous(Order):
 
 
 def order_of(schedule: str, chunks: int | None = None, *, update_every: int | None = None,
-             warmup_depth: Sequence[int] | None = None, delay_correction: float = 0.0) -> Order:
+             warmup: Sequence[int] | None = None, delay_correction: float = 0.0) -> Order:
     """Return the part for values from a file: an :class:`Asynchronous` where one is given that only it has."""
-    if update_every is None and warmup_depth is None and not delay_correction:
+    if update_every is None and warmup is None and not delay_correction:
         return Order(schedule, chunks=chunks)
-    return Asynchronous(schedule, chunks=chunks, update_every=update_every, warmup_depth=warmup_depth,
+    return Asynchronous(schedule, chunks=chunks, update_every=update_every, warmup_depth=warmup,
                         delay_correction=delay_correction)

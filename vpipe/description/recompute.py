@@ -11,7 +11,7 @@ from vpipe.errors import Problem, UserError, counted
 MOST_LAYERS = 100_000
 """The most layers of a model, in a partition, from which sets of layers are made."""
 
-Recompute = float | Sequence[float | Sequence[int]]
+Recompute = float | Sequence[float | Collection[int]]
 """One share for all stages, or per stage a share or the numbers, in the model, of the layers to recompute.
 
 A share counts from the stage's end: the last ``int(share * layers)``.
@@ -26,7 +26,7 @@ def recomputed_layers(recompute: Recompute, partition: Sequence[int]) -> tuple[f
     """
     stages = len(partition)
     if (number := as_number(recompute)) is not None:
-        entries: Sequence[float | Sequence[int]] = [number] * stages
+        entries: Sequence[float | Collection[int]] = [number] * stages
     elif isinstance(recompute, Sequence) and not isinstance(recompute, (str, bytes)):
         entries = recompute
     else:

@@ -318,9 +318,8 @@ def fitted(config: Config, ranks: int) -> Config:
         if same.denominator == 1 and config.microbatches % same.numerator == 0:
             every = same.numerator
     fit = config.with_parallel(
-        model_parallel_size=per_rank * (ranks // replicas), data_parallel_size=replicas, stage_to_rank_map=None,
-        partition=AUTO, recompute=AUTO if isinstance(parallel.recompute, tuple) else parallel.recompute,
-        warmup_depth=AUTO if parallel.depths else None, compress=compress, plan=None, update_every=every)
+        parallel.cut_anew(per_rank * (ranks // replicas), replicas, ahead=True), compress=compress, update_every=every,
+        recompute=AUTO if isinstance(parallel.recompute, tuple) else parallel.recompute)
     there = ranks_of(fit)  # proves that there is such a schedule
     assert there == ranks, f"{there} ranks instead of {ranks}"
     if (note := other_updates(config, fit)) is not None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from vpipe.arguments import check_path, shown
-from vpipe.description.cut import Cut
+from vpipe.arguments import Arguments, check_path
+from vpipe.description.cut import Cut, Placement
 from vpipe.description.order import Order, order_of
-from vpipe.description.recompute import MOST_LAYERS, layers_outside, ranges, recomputed_layers
+from vpipe.description.recompute import MOST_LAYERS, layers_outside, ranges
 from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.files import number_of, read_json
 from vpipe.plan.profile import parse_record
@@ -98,69 +98,76 @@ def _finite(value: Any) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """A partition with recomputation, placement and schedule.
+    """A cut with placement and schedule, and what was predicted of it.
 
     Attributes:
-        partition: layers per stage.
-        recompute_ratio: per stage, share of its layers, counted from its end, that are recomputed. With
-            ``recompute_layers``, from which it is filled in when empty, ``int(ratio * layers)`` is their number.
-        stage_to_rank_map: ranks per stage; stage s on rank s when empty.
-        schedule: name of the schedule; the caller's choice when None.
-        recompute_layers: per stage the numbers, in the model, of the layers that are recomputed; the ratios count
-            where it is empty.
+        cut: the layers of every stage, recomputation, and the ranks of every stage; stage s on rank s where they are
+            not listed.
+        order: the schedule; the caller's choice of what it leaves open.
         microbatches: parts of a batch; the caller's choice when None.
-        update_every: of a schedule without a flush, microbatches per update and replica; the caller's choice when None.
-        warmup_depth: of a schedule without a flush, forwards per stage before its first backward; those of 1F1B when
-            empty.
         predictions: of time and memory.
         profile: the digest of the profile that it was made from (:class:`~vpipe.plan.profile.Identity`).
         profiled: the fields of that Identity.
+
+    Raises:
+        UserError: a value is of another kind, or has no place in a plan's file.
     """
 
-    partition: tuple[int, ...]
-    recompute_ratio: tuple[float, ...] = ()
-    stage_to_rank_map: tuple[tuple[int, ...], ...] = ()
-    schedule: str | None = None
-    recompute_layers: tuple[tuple[int, ...], ...] = ()
+    cut: Cut
+    order: Order = Order()  # noqa: RUF009  frozen
     microbatches: int | None = None
-    update_every: int | None = None
     predictions: Prediction | None = None
     profile: str | None = None
     profiled: Mapping[str, Any] | None = None
-    warmup_depth: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        content = {key: _as_lists(getattr(self, key)) for key in _KEYS if key != "predictions"}
-        if isinstance(content["stage_to_rank_map"], list):
-            content["stage_to_rank_map"] = {str(stage): own for stage, own in enumerate(content["stage_to_rank_map"])}
-        problems = _problems(content, None)
-        if not isinstance(self.predictions, (Prediction, NoneType)):
-            problems.append(Problem(f"predictions is {shown(self.predictions)}", "leave it out: vpipe plan makes it"))
-        if problems:
+        given = Arguments()
+        given.instance("cut", self.cut, Cut)
+        given.instance("order", self.order, Order)
+        given.check()
+        if not isinstance(self.cut.stages, tuple) or self.cut.replicas > 1:
+            given.refuse(f"the cut of a plan is {self.cut}", "list the layers of every stage, and the ranks of every "
+                         "stage or none: Cut([2, 2], ranks=[[0, 1], [2, 3]])")
+        if self.order.chunks is not None or self.order.late.delay_correction:
+            given.refuse(f"the order of a plan is {self.order}", "leave chunks and delay_correction out: the ranks say "
+                         "the one, and the other is no part of a plan")
+        given.check()
+        if problems := _problems(self._choices(), None):
             raise UserError.all_of(problems)
-        values = {key: _as_tuples(getattr(self, key)) for key in ("partition", "stage_to_rank_map", "recompute_layers",
-                                                                     "warmup_depth")}
-        values["recompute_ratio"] = tuple(map(float, self.recompute_ratio))
-        if values["recompute_layers"] and not self.recompute_ratio:
-            values["recompute_ratio"] = tuple(ratio_of(len(layers), size) for layers, size in zip(
-                values["recompute_layers"], values["partition"], strict=True))
-        for key, value in values.items():
-            object.__setattr__(self, key, value)
 
     @property
-    def cut(self) -> Cut:
-        """The stages, what they recompute, and their ranks."""
-        return Cut(self.partition, self.recompute_layers or self.recompute_ratio or 0.0, self.stage_to_rank_map or 1)
-
-    def order(self, schedule: str) -> Order:
-        """Return the schedule of the plan, or where it says none, this one, with what the plan says of it."""
-        return order_of(self.schedule or schedule, update_every=self.update_every,
-                        warmup_depth=self.warmup_depth or None)
+    def partition(self) -> tuple[int, ...]:
+        """The layers of every stage."""
+        return self.cut.partition
 
     @property
     def recomputed(self) -> tuple[frozenset[int], ...]:
-        """Per stage the layers that are recomputed, from their numbers or from the ratios."""
-        return recomputed_layers(self.recompute_layers or self.recompute_ratio or 0.0, self.partition)
+        """Per stage the layers that are recomputed, by their numbers in the model."""
+        return self.cut.recomputed
+
+    @property
+    def schedule(self) -> str | None:
+        """Its name; None where the plan leaves it open."""
+        return self.order.schedule or None
+
+    @property
+    def update_every(self) -> int | None:
+        """Of a schedule without a flush, microbatches per update and replica; None where the plan leaves it open."""
+        return self.order.late.update_every
+
+    @property
+    def warmup(self) -> tuple[int, ...] | None:
+        """Of a schedule without a flush, forwards per stage before its first backward; those of 1F1B when None."""
+        return self.order.warmup
+
+    def with_warmup(self, warmup: Sequence[int]) -> Plan:
+        """Return the plan with other forwards per stage before its first backward, and without predictions."""
+        return replace(self, order=replace(self.order.late, warmup_depth=warmup), predictions=None)
+
+    @property
+    def groups(self) -> Placement:
+        """The ranks of every stage; stage s on rank s where the plan does not list them."""
+        return self.cut.placement or tuple((rank,) for rank in range(self.cut.count))
 
     @property
     def predicted(self) -> Prediction:
@@ -171,7 +178,7 @@ class Plan:
     @property
     def ranks(self) -> int:
         """The number of ranks of all stages."""
-        return len({rank for own in self.stage_to_rank_map for rank in own}) or len(self.partition)
+        return len({rank for own in self.groups for rank in own})
 
     def check_fits(self, layers: int, ranks: int | None = None, where: str | None = None) -> None:
         """Refuse to be used for another model, or for another number of ranks.
@@ -213,28 +220,35 @@ class Plan:
         """
         if problems := _problems(content, where):
             raise UserError.all_of(problems)
-        values = {key: value for key, value in content.items() if value is not None}
-        ranks = values.pop("stage_to_rank_map", {})
-        if "predictions" in values:
-            values["predictions"] = Prediction.of_json(values["predictions"])
-        return cls(**values | {"stage_to_rank_map": [ranks[str(stage)] for stage in range(len(ranks))],
-                               "recompute_layers": [sorted(own) for own in values.get("recompute_layers", ())]})
+        said = {key: value for key, value in content.items() if value}
+        ranks = said.get("stage_to_rank_map", {})
+        recompute = said.get("recompute_layers") or tuple(map(float, said.get("recompute_ratio", ())))
+        predictions = said.get("predictions")
+        return cls(Cut(said["partition"], recompute or 0.0, [ranks[str(stage)] for stage in range(len(ranks))] or 1),
+                   order_of(said.get("schedule", ""), update_every=said.get("update_every"),
+                            warmup=said.get("warmup_depth")),
+                   said.get("microbatches"), None if predictions is None else Prediction.of_json(predictions),
+                   said.get("profile"), said.get("profiled"))
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values under VPipe's names, without what is None or empty."""
-        content: dict[str, Any] = {"partition": list(self.partition), "recompute_ratio": list(self.recompute_ratio)}
-        if any(self.recompute_layers):
-            content["recompute_layers"] = [list(own) for own in self.recompute_layers]
-        if self.stage_to_rank_map:
-            content["stage_to_rank_map"] = {str(s): list(ranks) for s, ranks in enumerate(self.stage_to_rank_map)}
-        if self.warmup_depth:
-            content["warmup_depth"] = list(self.warmup_depth)
-        for key in ("schedule", "microbatches", "update_every", "profile", "profiled"):
-            if getattr(self, key) is not None:
-                content[key] = getattr(self, key)
-        if self.predictions is not None:
-            content["predictions"] = self.predictions.as_json()
-        return content
+        return self._choices() | ({} if self.predictions is None else {"predictions": self.predictions.as_json()})
+
+    def _choices(self) -> dict[str, Any]:
+        cut, recompute = self.cut, self.cut.recompute
+        ratios = [recompute] * cut.count if recompute and isinstance(recompute, float) else recompute or []
+        layers = None
+        if not isinstance(ratios, Sequence) or not all(isinstance(entry, (int, float)) for entry in ratios):
+            layers = [sorted(own) for own in self.recomputed]
+            ratios = [ratio_of(len(own), size) for own, size in zip(layers, cut.partition, strict=True)]
+        content = {
+            "partition": list(cut.partition), "recompute_ratio": list(ratios),
+            "recompute_layers": layers if layers and any(layers) else None,
+            "stage_to_rank_map": {str(stage): list(own) for stage, own in enumerate(cut.placement or ())} or None,
+            "warmup_depth": self.warmup and list(self.warmup), "schedule": self.schedule,
+            "microbatches": self.microbatches, "update_every": self.update_every, "profile": self.profile,
+            "profiled": self.profiled}
+        return {key: value for key, value in content.items() if value is not None}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, at once or not at all.
@@ -252,15 +266,6 @@ class Plan:
                             hint="give the path of a file in a folder that can be written") from None
 
 
-def _as_lists(value: Any) -> Any:
-    """Return a value as JSON would give it."""
-    return [_as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
-
-
 def ratio_of(recomputed: int, layers: int) -> float:
     """Return a share of few digits that means so many layers: ``int(share * layers) == recomputed``."""
     for digits in count(2):
@@ -276,15 +281,15 @@ MOST_BYTES, MOST_VALUES = 4 << 20, 250_000
 """Of a plan's file: one for 1,024 stages, with what they are expected to take, has one."""
 
 _LOOKS = 'a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}'
-_KEYS = ("partition", "recompute_ratio", "recompute_layers", "stage_to_rank_map", "schedule", "microbatches",
+KEYS = ("partition", "recompute_ratio", "recompute_layers", "stage_to_rank_map", "schedule", "microbatches",
          "update_every", "warmup_depth", "predictions", "profile", "profiled")
 
 
 def _problems(content: Any, where: str | None) -> list[Problem]:
     if not isinstance(content, dict) or "partition" not in content:
         return [Problem("the plan has no partition", 'write {"partition": [3, 3, 3]}: layers per stage', where)]
-    problems = [Problem(f"unknown key '{key}' in the plan", nearest(key, _KEYS), where)
-                for key in content if key not in _KEYS]
+    problems = [Problem(f"unknown key '{key}' in the plan", nearest(key, KEYS), where)
+                for key in content if key not in KEYS]
 
     def refuse(what: str, remedy: str) -> None:
         problems.append(Problem(what, remedy, where))

@@ -56,7 +56,7 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
     if sum(partition) != layers:
         raise UserError(f"the plan is for {sum(partition)} layers, but the profile is of a model of {layers}",
                         hint="make another plan, or profile the model that the plan is for")
-    order = order_of(name, update_every=plan.update_every or update_every, warmup_depth=plan.warmup_depth or None)
+    order = plan.order.over(order_of(name, update_every=update_every))
     spec = ScheduleSpec(order, plan.cut, microbatches, ties=ties_of(profile, partition))
     built = spec.prepare() if is_file(name) else _build(profile, spec)
     split = bool(built.split_backwards)
@@ -97,7 +97,7 @@ def _build(profile: Profile, spec: ScheduleSpec) -> Schedule:
         placement = recipe.layout.placement(cut.count // recipe.chunks, recipe.chunks)
     costs = None if recipe.search is None else pipeline_costs(profile, cut.partition, cut.recomputed, placement)
     one = build(spec.schedule, placement, spec.microbatches, spec.update_every, spec.ties, spec.recompute, costs,
-                warmup=spec.warmup)
+                warmup=spec.order.warmup)
     return one if one.flush else _long(one, spec.recompute)
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vpipe.description.cut import Cut
+from vpipe.description.order import Order
 from vpipe.errors import CheckError, UserError, counted
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.predict import predict
@@ -216,8 +218,7 @@ def _of_profile(recording: Recording, profile: Profile, plan: Plan | None) -> Ex
     basis = "As planned: plan.json, simulated at the costs in profile.json."
     if plan is None:
         basis = "As planned: the run's partition and schedule, simulated at the costs in profile.json."
-        plan = Plan(recording.partition, stage_to_rank_map=recording.placement, schedule=recording.schedule,
-                    recompute_layers=recording.recomputed)
+        plan = Plan(Cut(recording.partition, recording.recomputed, recording.placement), Order(recording.schedule))
     predicted = predict(profile, plan, schedule=recording.schedule, microbatches=recording.microbatches,
                         update_every=None if recording.flush else recording.update_every)
     return _made(recording, predicted.timeline, predicted.prediction, basis)

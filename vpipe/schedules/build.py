@@ -24,7 +24,10 @@ from vpipe.schedules.registry import (
     reversible_schedules,
 )
 from vpipe.schedules.schedule import Schedule, stages_of_rank
-from vpipe.schedules.size import Placement, Size, default_warmup
+from vpipe.schedules.size import MOST_MICROBATCHES, Placement, Size, default_warmup
+
+SHALLOWER = "a lower warmup_depth"
+"""What a message advises where more microbatches are in flight than 1F1B has."""
 
 
 def build(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
@@ -233,6 +236,8 @@ def check_warmup(recipe: Recipe, widths: Sequence[int], warmup: Sequence[int] | 
                         hint="give the forwards of every stage before its first backward, or leave it out")
     if given == list(least):
         return
+    if not isinstance(given, str) and max(given) > MOST_MICROBATCHES:
+        raise UserError(f"warmup_depth is {given}", hint=f"give {MOST_MICROBATCHES:,} at most")
     if not recipe.any_warmup:
         others = ", ".join(other.name for other in recipes() if other.any_warmup)
         why = "has a flush" if recipe.flush else "has an order of its own"
@@ -255,6 +260,13 @@ def check_warmup(recipe: Recipe, widths: Sequence[int], warmup: Sequence[int] | 
         else:
             what += f", {depth - low} more than it needs, but a stage behind it does more in addition"
         raise UserError(f"warmup_depth is {given}: {what}", hint=f"use {fitting}, the nearest depths that fit")
+
+
+def check_no_warmup(file: str, warmup: Sequence[int] | None) -> None:
+    """Refuse forwards before the first backward for a schedule that is read from a file."""
+    if warmup is not None:
+        raise UserError(f"warmup_depth is {list(warmup)}, but '{file}' says the order of its actions",
+                        hint="leave warmup_depth out, or take a schedule by its name")
 
 
 def check_chunks(recipe: Recipe, chunks: int | None, key: str = "chunks") -> None:
@@ -319,7 +331,7 @@ def _update_every(recipe: Recipe, depth: int, microbatches: int, update_every: i
     if not fitting:
         raise UserError(f"'{recipe.name}' {where} updates every {least} microbatches or more, "
                         f"but there are only {microbatches}", hint=f"use {least} microbatches or more, or "
-                        + ("fewer ranks" if default else "a lower warmup_depth"))
+                        + ("fewer ranks" if default else SHALLOWER))
     every = fitting[0] if update_every is None else update_every
     if every not in fitting:
         why = (f"is less than the {least} that '{recipe.name}' needs {where}" if 0 < every < least

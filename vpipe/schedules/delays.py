@@ -15,6 +15,7 @@ from math import lcm
 from operator import gt
 
 from vpipe.errors import counted
+from vpipe.schedules.build import SHALLOWER
 from vpipe.schedules.graph import Graph
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule
@@ -85,7 +86,7 @@ def warn_of_delay(schedule: Schedule, remedies: list[str]) -> str | None:
     if max(means) <= LATE:
         return None
     ahead = schedule.stream and any(map(gt, schedule.warmup, default_warmup(list(map(len, schedule.placement)))))
-    remedies = [*remedies, *["a lower warmup_depth"] * ahead, "fewer stages",
+    remedies = [*remedies, *[SHALLOWER] * ahead, "fewer stages",
                 "a schedule with a flush, which has no delay"]
     return (f"the gradients of stage {means.index(max(means))} are {max(means):.3g} updates late on average, "
             f"so each update lowers the loss less; better are: {'; '.join(remedies)}")

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from vpipe.description.cut import Cut
-from vpipe.description.order import Asynchronous, Order
+from vpipe.description.order import Order
 from vpipe.errors import UserError, counted
 from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.build import build, check_chunks, check_warmup, replica_views, reverse_backwards, with_recompute
+from vpipe.schedules.build import (
+    build,
+    check_chunks,
+    check_no_warmup,
+    check_warmup,
+    replica_views,
+    reverse_backwards,
+    with_recompute,
+)
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.csv_format import CsvFile, read_csv_file
@@ -104,12 +112,7 @@ class ScheduleSpec:
     @property
     def update_every(self) -> int | None:
         """Microbatches per update, and replica, without a flush; the fewest possible when None."""
-        return self.order.update_every if isinstance(self.order, Asynchronous) else None
-
-    @property
-    def warmup(self) -> Sequence[int] | None:
-        """Forwards of every stage before its first backward, without a flush; those of 1F1B when None."""
-        return self.order.warmup_depth if isinstance(self.order, Asynchronous) else None
+        return self.order.late.update_every
 
     @property
     def recompute(self) -> list[int]:
@@ -131,8 +134,6 @@ class ScheduleSpec:
                                   ("update_every", self.update_every, MOST_MICROBATCHES)):
             if isinstance(value, int) and value > most:  # before any list is made of them
                 raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
-        if self.warmup is not None and max(self.warmup, default=0) > MOST_MICROBATCHES:
-            raise UserError(f"warmup_depth is {list(self.warmup)}", hint=f"give {MOST_MICROBATCHES:,} at most")
         built = self._from_file() if is_file(self.schedule) else self._by_name(
             recipe_named(self.schedule))
         schedule = lower(built, self.norm and built.flush)
@@ -144,9 +145,9 @@ class ScheduleSpec:
         check_chunks(recipe, self.order.chunks)
         placement = self.cut.placement or self._placement(recipe)
         self._check_ranks(placement)
-        if self.warmup is not None:
-            check_warmup(recipe, list(map(len, placement)), self.warmup)
-        warmup = self.warmup if recipe.any_warmup else None
+        if self.order.warmup is not None:
+            check_warmup(recipe, list(map(len, placement)), self.order.warmup)
+        warmup = self.order.warmup if recipe.any_warmup else None
         views = replica_views(recipe, placement, self.microbatches, self.update_every, warmup)
         size = views[placement[0][0]].size
         every = None if recipe.flush else size.update_every
@@ -217,9 +218,7 @@ class ScheduleSpec:
             if asked != there:
                 raise UserError(f"'{self.schedule}' is a schedule of {there} {word}, not {asked}",
                                 hint=f"use {there} {word}, or another schedule")
-        if self.warmup is not None:
-            raise UserError(f"warmup_depth is {list(self.warmup)}, but '{self.schedule}' says the order of its actions",
-                            hint="leave warmup_depth out, or take a schedule by its name")
+        check_no_warmup(self.schedule, self.order.warmup)
         if self.cut.replicas > 1:
             raise UserError(f"{self.cut.replicas} replicas of the pipeline, but '{self.schedule}' says which ranks "
                             "there are", hint="leave the replicas out, or take a schedule by its name")

@@ -9,14 +9,12 @@ from functools import cached_property, partial
 from inspect import signature
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vpipe.config.config import Config
 from vpipe.config.options import all_options
-from vpipe.config.parallel import AUTO
 from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized, VaryingBatches
 from vpipe.data.epoch import HeldOutText, TokenDataset
 from vpipe.data.length_buckets import SOURCE_IDS, PairDataset
@@ -168,8 +166,7 @@ class Job:
         config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
         if "partition" not in to_plan:
             config = config.with_parallel(partition=cut.partition)
-        if config.parallel.warmup_depth == AUTO and "warmup_depth" not in to_plan:  # one stage
-            config = config.with_parallel(warmup_depth=None)
+        config = config.with_parallel(config.parallel.settled)
         return cls(config, dataset, model, cut, schedule,
                    _updates(config, _epochs(config, dataset), schedule), plan)
 
@@ -181,22 +178,14 @@ class Job:
         """
         plan.check_fits(len(self.model))
         parallel, training = self.config.parallel, self.config.training
-        placement = plan.stage_to_rank_map or tuple((rank,) for rank in range(len(plan.partition)))
-        changes: dict[str, Any] = {
-            "partition": plan.partition, "model_parallel_size": len(plan.partition), "plan": None,
-            "recompute": tuple(tuple(sorted(own)) for own in plan.recomputed) if any(plan.recomputed) else 0.0,
-            "schedule": (schedule := plan.schedule or parallel.standing_in.schedule),
-            "update_every": plan.update_every, "warmup_depth": plan.warmup_depth or None}
-        if placement != self.placement:
-            changes |= {"stage_to_rank_map": {str(stage): ranks for stage, ranks in enumerate(placement)},
-                        "data_parallel_size": 1, "chunks": None}
+        followed = parallel.following(plan, self.placement)
         microbatches = plan.microbatches or self.config.microbatches
         if self.config.dataset.batch_size % microbatches:
             raise UserError(f"the plan cuts a batch into {microbatches} microbatches, which do not divide its "
                             f"{self.config.dataset.batch_size} samples",
                             hint="change dataset.batch_size, or plan again")
-        late = {"delay_correction": "none", "delay_correction_strength": 1.0} if has_flush(schedule) else {}
-        config = self.config.with_parallel(**changes).model_copy(update={
+        late = {"delay_correction": "none", "delay_correction_strength": 1.0} if has_flush(followed.schedule) else {}
+        config = self.config.with_parallel(followed).model_copy(update={
             "training": training.model_copy(update={"num_microbatches": microbatches, **late})})
         return self._prepare(config, self.dataset, self.model, plan, proved=proved).resumed(
             self.steps_done, self.samples_done)

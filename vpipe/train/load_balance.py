@@ -239,7 +239,7 @@ def _advice(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *,
     request = PlanRequest({microbatches: profile}, job.schedule.ranks, memory, (parallel.schedule,),
                           {microbatches: parallel.update_every}, job.placement,
                           recompute=None if replan or isinstance(parallel.recompute, str) else parallel.recompute,
-                          warmup_depth=parallel.depths)
+                          warmup=parallel.depths)
     plan, gain = better_partition(request, job.partition, job.recomputed, microbatch_s)
     if plan is not None and gain >= WORTH:
         return (f"the partition {list(plan.partition)} in place of {list(job.partition)} is expected to save "

@@ -106,7 +106,7 @@ def request_of(job: Job, profiles: Mapping[int, Profile]) -> PlanRequest:
         {microbatches: parallel.update_every}, job.placement,
         None if "partition" in parallel.to_plan else job.partition,
         None if isinstance(parallel.recompute, str) else parallel.recompute,
-        warmup_depth="auto" if parallel.warmup_depth == AUTO else parallel.depths)
+        warmup=parallel.warmup)
 
 
 def _plan_summary(job: Job, solution: Solution) -> str:
@@ -117,7 +117,7 @@ def _plan_summary(job: Job, solution: Solution) -> str:
     return (f"planned in {solution.seconds:.1f} s: stages of {list(plan.partition)} layers, "
             + (f"{recomputed} of {len(job.model)} layers recomputed" if recomputed else "nothing recomputed")
             + f", schedule {plan.schedule}"
-            + (f" with {list(plan.warmup_depth)} forwards before the first backward" if plan.warmup_depth else "")
+            + (f" with {list(plan.warmup)} forwards before the first backward" if plan.warmup else "")
             + f"; expected are {1e3 * plan.predictions.step_s:.0f} ms per {job.step_name}")
 
 

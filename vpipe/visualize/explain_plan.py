@@ -10,12 +10,11 @@ from vpipe.errors import counted
 from vpipe.plan.plan import Plan, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver.request import Alternative
-from vpipe.plan.solver.warmup_depth import TOLERANCE
+from vpipe.plan.solver.warmup import TOLERANCE
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.build import build
 from vpipe.schedules.delays import describe_delays, fewer_updates, mean_delay, warn_of_delay
 from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.size import default_placement
 from vpipe.units import size_text
 from vpipe.visualize.table import Column, columns, compact, filled, listed, ms_text
 
@@ -160,8 +159,7 @@ class PlanExplanation:
         name, microbatches = self.plan.schedule or "", self._microbatches
         if recipe_named(name).flush:
             return
-        placement = self.plan.stage_to_rank_map or default_placement(len(self.plan.partition))
-        schedule = build(name, placement, microbatches, self.plan.update_every, warmup=self.plan.warmup_depth or None)
+        schedule = build(name, self.plan.groups, microbatches, self.plan.update_every, warmup=self.plan.warmup)
         if (delays := describe_delays(schedule)) is None:
             return
         batch = (self.plan.microbatches or microbatches) * self.profile.identity.microbatch_size
@@ -192,7 +190,7 @@ class PlanExplanation:
         plan, shallow = self.plan, self.shallow
         if shallow is None:
             return []
-        if plan.warmup_depth == shallow.warmup_depth:
+        if plan.warmup == shallow.warmup:
             return [f"warm-up: {_depths(plan)} forwards before the first backward, as 1F1B; more would gain less than "
                     f"{100 * TOLERANCE:.0f} %, or do not fit"]
         rate, before = (1 / each.predicted.seconds_per_sample for each in (plan, shallow))
@@ -203,14 +201,13 @@ class PlanExplanation:
 
 
 def _depths(plan: Plan) -> str:
-    return " ".join(map(str, plan.warmup_depth))
+    return " ".join(map(str, plan.warmup or ()))
 
 
 def _delays(plan: Plan) -> str:
     """Return the mean delay of every stage, in updates."""
     assert plan.schedule is not None
-    placement = plan.stage_to_rank_map or default_placement(len(plan.partition))
-    schedule = build(plan.schedule, placement, plan.microbatches or 1, plan.update_every, warmup=plan.warmup_depth)
+    schedule = build(plan.schedule, plan.groups, plan.microbatches or 1, plan.update_every, warmup=plan.warmup)
     return " ".join(f"{mean_delay(schedule, stage):.3g}" for stage in range(schedule.stages))
 
 
@@ -295,7 +292,7 @@ def alternatives_table(best: Plan, others: Sequence[Alternative], width: int) ->
     rows += [(other.what, other.plan, 1 / other.seconds_per_sample, other.simulated) for other in others
              if other.plan is not None and other.seconds_per_sample is not None]
     plans = [plan for _, plan, _, _ in rows]
-    widths = [[len(ranks) for ranks in plan.stage_to_rank_map] or [1] for plan in plans]
+    widths = [[len(ranks) for ranks in plan.groups] for plan in plans]
     lines = columns([
         Column("", [what for what, _, _, _ in rows], left=True),
         Column("schedule", [plan.schedule or "" for plan in plans], left=True),

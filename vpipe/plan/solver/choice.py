@@ -14,6 +14,8 @@ from itertools import accumulate
 from math import lcm
 from typing import Literal
 
+from vpipe.description.cut import Cut
+from vpipe.description.order import order_of
 from vpipe.errors import CheckError, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
@@ -229,11 +231,9 @@ class Candidate:
     def plan(self, profile: Profile) -> Plan:
         """Return the plan without predictions."""
         choice = self.choice
-        return Plan(self.partition, stage_to_rank_map=choice.groups, schedule=choice.schedule,
-                    recompute_layers=tuple(tuple(sorted(layers)) for layers in self.recomputed),
-                    microbatches=choice.microbatches, update_every=None if choice.flush else choice.every,
-                    profile=profile.identity.digest, profiled=asdict(profile.identity),
-                    warmup_depth=choice.depths or ())
+        order = order_of(choice.schedule, update_every=None if choice.flush else choice.every, warmup=choice.depths)
+        return Plan(Cut(self.partition, self.recomputed, choice.groups), order, choice.microbatches,
+                    profile=profile.identity.digest, profiled=asdict(profile.identity))
 
     def with_stages(self, stages: Stages) -> Candidate:
         """Return the candidate with another partition."""

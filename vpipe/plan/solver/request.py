@@ -35,7 +35,7 @@ class PlanRequest:
     known: tuple[Plan, ...] = ()  # plans that the answer must not be slower than, such as the one a config says
     # forwards of every stage before its first backward, for a placement; auto: as few as hide the transfers. Those of
     # 1F1B when None
-    warmup_depth: tuple[int, ...] | Literal["auto"] | None = None
+    warmup: tuple[int, ...] | Literal["auto"] | None = None
     # exact, or vpipe: the heuristic of the VPipe paper, see vpipe.plan.solver.vpipe_heuristic
     solver: Literal["exact", "vpipe"] = "exact"
 

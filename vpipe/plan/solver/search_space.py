@@ -76,7 +76,7 @@ class SearchSpace:
     def _choices(self, schedule: str, microbatches: int) -> Iterator[Choice]:
         request, recipe = self.request, recipe_named(schedule)
         every = None if recipe.flush else request.update_every.get(microbatches)
-        warmup = request.warmup_depth if recipe.any_warmup else None
+        warmup = request.warmup if recipe.any_warmup else None
         if request.placement is not None:
             yield Choice(schedule, microbatches, every, request.ranks, request.placement, warmup)
             return

@@ -20,7 +20,7 @@ from vpipe.plan.solver.partition_search import TOLERANCE, evenly, slices_of
 from vpipe.plan.solver.recompute_sets import MOST_SETS
 from vpipe.plan.solver.request import Alternative, PlanRequest, Solution
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
-from vpipe.plan.solver.warmup_depth import deepened
+from vpipe.plan.solver.warmup import deepened
 from vpipe.plan.stage_costs import stage_costs
 from vpipe.units import parse_size, size_text
 
@@ -64,7 +64,7 @@ def solve(request: PlanRequest) -> Solution:
     alternatives = sorted((other for other, _ in others), key=lambda other: other.seconds_per_sample or math.inf)
     exact = (candidate.bound is not None and candidate.bound >= candidate.seconds_per_sample * (1 - 2 * TOLERANCE)
              and not _leaves_sets_out(request, candidate))
-    plan, shallow = _deepened(trials, candidates, plan) if request.warmup_depth == "auto" else (plan, None)
+    plan, shallow = _deepened(trials, candidates, plan) if request.warmup == "auto" else (plan, None)
     return Solution(plan, tuple(alternatives), exact, _note(request, space, candidates, candidate), space.considered,
                     perf_counter() - began, shallow)
 
@@ -146,8 +146,7 @@ def _deepened(trials: Trials, candidates: Sequence[Candidate], plan: Plan) -> tu
 def _of_plan(plan: Plan) -> Candidate:
     assert plan.schedule is not None
     assert plan.microbatches is not None
-    choice = Choice(plan.schedule, plan.microbatches, plan.update_every, plan.ranks, plan.stage_to_rank_map,
-                    plan.warmup_depth or None)
+    choice = Choice(plan.schedule, plan.microbatches, plan.update_every, plan.ranks, plan.groups, plan.warmup)
     return Candidate(choice, plan.partition, plan.recomputed, math.inf)
 
 
@@ -271,10 +270,9 @@ def better_partition(request: PlanRequest, partition: Sequence[int], recomputed:
     """
     [(microbatches, profile)], [schedule] = request.profiles.items(), request.schedules
     scaled = _scaled(profile, partition, recomputed, measured_stage_s)
-    now = Plan(tuple(partition), stage_to_rank_map=request.placement or (), schedule=schedule,
-               recompute_layers=tuple(tuple(sorted(own)) for own in recomputed), microbatches=microbatches,
-               update_every=request.update_every.get(microbatches),
-               warmup_depth=request.warmup_depth if isinstance(request.warmup_depth, tuple) else ())
+    choice = Choice(schedule, microbatches, request.update_every.get(microbatches), request.ranks, request.placement,
+                    None if request.warmup == "auto" else request.warmup)
+    now = Candidate(choice, tuple(partition), tuple(map(frozenset, recomputed)), math.inf).plan(scaled)
     try:
         found = solve(replace(request, profiles={microbatches: scaled}, partition=None)).plan
     except UserError:  # nothing fits, by the solver's count

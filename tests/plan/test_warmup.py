@@ -22,7 +22,7 @@ def profile(latency_s: float, layers: int = 8) -> Profile:
 
 def planned(latency_s: float, every: int = 1, memory: int | None = None, schedule: str = "pipedream") -> Solution:
     return solve(PlanRequest({8: profile(latency_s)}, 4, memory, (schedule,), {8: every}, ((0,), (1,), (2,), (3,)),
-                             warmup_depth="auto"))
+                             warmup="auto"))
 
 
 def step_ms(plan: Plan) -> float:
@@ -32,12 +32,12 @@ def step_ms(plan: Plan) -> float:
 @pytest.mark.parametrize(("latency_s", "depths"), [(0, (3, 2, 1, 0)), (1e-4, (3, 2, 1, 0)), (2e-3, (6, 4, 2, 0))])
 def test_more_forwards_where_transfers_take_long(latency_s: float, depths: tuple[int, ...]) -> None:
     solution = planned(latency_s)
-    assert solution.plan.warmup_depth == depths
+    assert solution.plan.warmup == depths
     assert step_ms(solution.plan) == pytest.approx(13, rel=0.01)
     assert solution.shallow is not None
-    assert solution.shallow.warmup_depth == (3, 2, 1, 0)
+    assert solution.shallow.warmup == (3, 2, 1, 0)
     assert step_ms(solution.shallow) == pytest.approx(13 if latency_s < 1e-3 else 15.4, rel=0.01)
-    assert Plan.of_json(solution.plan.as_json()).warmup_depth == depths
+    assert Plan.of_json(solution.plan.as_json()).warmup == depths
 
 
 def test_a_partition_that_long_transfers_made_uneven_is_even_again() -> None:
@@ -47,32 +47,32 @@ def test_a_partition_that_long_transfers_made_uneven_is_even_again() -> None:
 
 def test_as_few_as_are_nearly_as_fast_as_any() -> None:
     chosen = planned(1e-3).plan
-    tried = [replace(chosen, warmup_depth=(3 + a, 2 + b, 1 + c, 0))
+    tried = [chosen.with_warmup((3 + a, 2 + b, 1 + c, 0))
              for a, b, c in product(range(5), range(4), range(3)) if a >= b >= c]
     best = min(predict(profile(1e-3), plan).prediction.step_s for plan in tried)
     assert chosen.predicted.step_s <= 1.01 * best
-    assert sum(chosen.warmup_depth) <= 6 + 3 + 2 + 1
-    assert chosen.warmup_depth[0] > 3
+    assert sum(chosen.warmup) <= 6 + 3 + 2 + 1
+    assert chosen.warmup[0] > 3
 
 
 def test_memory_and_updates_limit_them() -> None:
     free = planned(2e-3, every=8, schedule="2bw").plan
-    assert free.warmup_depth == (6, 4, 2, 0)
-    assert planned(2e-3, every=4, schedule="2bw").plan.warmup_depth == (3, 2, 1, 0), "k is above the depth of stage 0"
+    assert free.warmup == (6, 4, 2, 0)
+    assert planned(2e-3, every=4, schedule="2bw").plan.warmup == (3, 2, 1, 0), "k is above the depth of stage 0"
     shallow = planned(2e-3, every=8, schedule="2bw").shallow
     assert shallow is not None
     limit = (shallow.predicted.fullest_rank[1] + free.predicted.fullest_rank[1]) // 2
     limited = planned(2e-3, every=8, schedule="2bw", memory=limit).plan
-    assert (3, 2, 1, 0) < limited.warmup_depth < free.warmup_depth
+    assert (3, 2, 1, 0) < limited.warmup < free.warmup
     assert limited.predicted.fullest_rank[1] <= limit
     assert shallow.predicted.step_s > limited.predicted.step_s > free.predicted.step_s
 
 
 def test_depths_that_are_given_stay_and_count() -> None:
     request = PlanRequest({8: profile(2e-3)}, 4, None, ("pipedream",), {8: 1}, ((0,), (1,), (2,), (3,)),
-                          warmup_depth=(7, 4, 2, 0))
+                          warmup=(7, 4, 2, 0))
     given = solve(request).plan
-    assert given.warmup_depth == (7, 4, 2, 0)
+    assert given.warmup == (7, 4, 2, 0)
     memory, shallow = given.predicted.stages[0].memory, planned(0).plan.predicted.stages[0].memory
     assert memory.stashed == 7 * 8 * MIB
     assert memory.activations * 4 == shallow.activations * 8

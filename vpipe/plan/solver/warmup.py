@@ -30,7 +30,7 @@ def deepened(request: PlanRequest, plan: Plan) -> tuple[Plan, Plan | None]:
     assert plan.schedule is not None
     if len(plan.partition) == 1 or not recipe_named(plan.schedule).any_warmup:
         return plan, None
-    search = _Search(request, plan, [len(ranks) for ranks in plan.stage_to_rank_map] or [1] * len(plan.partition))
+    search = _Search(request, plan, [len(ranks) for ranks in plan.groups])
     plain = search.tried(search.steps(0))
     if plain is None:  # only the plan's own depths are known to fit
         return plan, None
@@ -69,7 +69,7 @@ class _Search:
         return self._found[more]
 
     def _simulated(self, depths: tuple[int, ...]) -> Plan | None:
-        plan = replace(self.plan, warmup_depth=depths)
+        plan = self.plan.with_warmup(depths)
         profile = self.request.profiles[self.plan.microbatches or 0]
         try:
             plan = replace(plan, predictions=predict(profile, plan).prediction)
