@@ -52,6 +52,8 @@ def test_an_old_call(old: str, new: str) -> None:
 @pytest.mark.parametrize(("old", "new"), [
     ("Pipeline(model, 4, 'pipedream', 8, optimizer=optimizer)",
      "Pipeline(model, optimizer, stages=4, schedule='pipedream', microbatches=8)"),
+    ("Pipeline(model, optimizer, plan=plan, grad_clip=1.0)",
+     "Pipeline(model, Update(optimizer, grad_clip=1.0), stages=plan)"),
     ("Pipeline(model, stages=2, partition=[4, 5], schedule='1f1b', update_every=None, delay_correction='none', "
      "optimizer=optimizer)", "Pipeline(model, optimizer, stages=[4, 5], schedule='1f1b')"),
     ("Pipeline(model, stages=2, schedule='pipedream', delay_correction_strength=0.5, delay_correction='extrapolate', "

@@ -39,7 +39,9 @@ def shows_new_call(init: Method) -> Method:
 
     @wraps(init)
     def call(self: object, *arguments: Any, **keywords: Any) -> None:
-        old = dict(zip(("model", "stages", "schedule", "microbatches"), arguments, strict=False)) | keywords
+        given_late = len(arguments) < 2 or isinstance(arguments[1], int) or "optimizer" in keywords
+        names = ("model", "stages", "schedule", "microbatches") if given_late else tuple(signature.parameters)[1:]
+        old = dict(zip(names, arguments, strict=False)) | keywords
         try:
             signature.bind(self, *arguments, **keywords)
         except TypeError as error:

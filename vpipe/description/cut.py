@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from vpipe.arguments import Arguments, as_integer, shown
-from vpipe.description.recompute import Recompute, recomputed_layers
+from vpipe.description.recompute import MOST_LAYERS, Recompute, recomputed_layers
 from vpipe.errors import UserError
 
 Placement = tuple[tuple[int, ...], ...]
@@ -51,6 +51,8 @@ class Cut:
             object.__setattr__(self, "recompute", tuple(
                 tuple(sorted(entry)) if isinstance(entry, (list, tuple, frozenset)) and all(
                     type(layer) is int for layer in entry) else entry for entry in self.recompute))
+        if isinstance(stages, tuple):
+            _ = self.recomputed  # refuses what does not fit
 
     @property
     def count(self) -> int:
@@ -88,6 +90,8 @@ def _stages(given: Arguments, stages: Any) -> Any:
     if stages is None or as_integer(stages) is not None or isinstance(stages, (str, float, bool)):
         return given.integer("stages", stages, or_none=True)
     found = given.integers("stages", stages, "[3, 2, 2, 2]")
+    if found is not None and None not in found and sum(found) > MOST_LAYERS:
+        given.refuse(f"the partition has {sum(found):,} layers in all", f"use {MOST_LAYERS:,} at most")
     return None if found is None else tuple(found)
 
 
