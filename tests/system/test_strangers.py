@@ -35,7 +35,9 @@ class Attacked:
         self.strangers = [self.attack(host, "0", 15, addresses) for host in hosts[:2 if starter == "ssh" else 1]]
         with (folder / "out").open("wb") as out:
             self.process = hosts[0].popen(command, cwd=folder, stdout=out, stderr=out)
-        until(lambda: len(list(self.runs_of(hosts[0]).glob("*/metrics.jsonl"))) == 1, 90, "training")
+        until(lambda: len(list(self.runs_of(hosts[0]).glob("*/metrics.jsonl"))) == 1 or self.process.poll() is not None,
+              90, "training")
+        assert self.process.poll() is None, (folder / "out").read_text()
         self.run = only_run(self.runs_of(hosts[0]))
 
     def runs_of(self, host: Host) -> Path:
