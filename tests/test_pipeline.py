@@ -336,7 +336,7 @@ def test_what_goes_wrong_while_batches_are_read_reaches_the_caller() -> None:
     ({"device": "gpu"}, "device is 'gpu', which names no device"),
     ({"device": "cuda"}, "device is cuda, but this process sees no GPU"),
     ({"device": "cuda:9"}, "device is cuda:9, but this process sees no GPU"),
-    ({"device": "mps"}, "device is mps: layers are computed on processors and CUDA GPUs only"),
+    ({"device": "mps"}, "device is mps: this torch computes on cpu and cuda only"),
     ({"device": "cpu", "backend": "nccl"}, "device is cpu, but nccl carries tensors of GPUs only"),
     ({"backend": "nccl"}, "backend nccl, but this machine has no GPU"), ({"backend": "mpi"}, "backend is 'mpi'")])
 def test_a_device_that_is_not_there_is_refused(arguments: dict[str, str], what: str,
@@ -354,7 +354,7 @@ def test_left_out_a_pipeline_takes_a_gpu_where_there_is_one(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr("vpipe.distributed.device.gpu_uuid", str)
+    monkeypatch.setattr("vpipe.accelerator.uuid_of", str)
 
     def moved(module: nn.Module, device: torch.device) -> nn.Module:
         raise RunError(f"moved to {device}", hint="")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from vpipe import Asynchronous, Cut, Execution, Order, Pipeline, Plan, Precision, Transfers, Update
+from vpipe.accelerator import KINDS
 from vpipe.description.description import Description
 
 ROOT = Path(__file__).parent.parent / "vpipe"
@@ -22,42 +23,50 @@ ROOT = Path(__file__).parent.parent / "vpipe"
 MAY_IMPORT = {
     "errors": set(),
     "arguments": {"errors"},
+    "accelerator": set(),
     "units": {"errors"},
     "files": {"errors", "units"},
     "metric_formulas": set(),
     "plugins": {"errors"},
     "progress": set(),
-    "description": {"errors", "arguments", "description"},
+    "description": {"accelerator", "errors", "arguments", "description"},
     "old_calls": {"errors", "arguments", "description"},
     "schedules": {"errors", "files", "plugins", "description", "schedules"},
-    "model": {"errors", "arguments", "plugins", "units", "model"},
+    "model": {"accelerator", "errors", "arguments", "plugins", "units", "model"},
     "data": {"errors", "files", "plugins", "progress", "data"},
     "plan": {"errors", "description", "arguments", "files", "units", "metric_formulas", "schedules", "plan"},
     "visualize": {"errors", "units", "schedules", "plan", "visualize"},
     "draw": {"visualize"},
     "report": {"errors", "description", "units", "metric_formulas", "schedules", "plan", "visualize", "report"},
-    "distributed": {"errors", "distributed"},
-    "checkpoint": {"errors", "plugins", "files", "units", "model", "distributed", "checkpoint"},
-    "runtime": {"errors", "description", "arguments", "schedules", "model", "checkpoint", "distributed", "runtime"},
-    "profiling": {"errors", "description", "plugins", "model", "distributed", "runtime", "plan", "profiling"},
+    "distributed": {"accelerator", "errors", "distributed"},
+    "checkpoint": {"accelerator", "errors", "plugins", "files", "units", "model", "distributed", "checkpoint"},
+    "runtime": {"accelerator", "errors", "description", "arguments", "schedules", "model", "checkpoint", "distributed",
+                "runtime"},
+    "profiling": {"accelerator", "errors", "description", "plugins", "model", "distributed", "runtime", "plan",
+                  "profiling"},
     "pipeline": {"errors", "arguments", "description", "old_calls", "schedules", "model", "distributed", "plan",
                  "checkpoint", "runtime"},
-    "config": {"errors", "description", "files", "units", "schedules", "model", "distributed", "plan", "runtime",
+    "config": {"accelerator", "errors", "description", "files", "units", "schedules", "model", "distributed", "plan",
+               "runtime",
                "config"},
-    "train": {"errors", "description", "units", "metric_formulas", "progress", "schedules", "model", "data",
+    "train": {"accelerator", "errors", "description", "units", "metric_formulas", "progress", "schedules", "model",
+              "data",
               "distributed", "plan",
               "checkpoint", "visualize", "runtime", "profiling", "pipeline", "config", "train"},
-    "verify": {"errors", "description", "schedules", "model", "runtime", "pipeline", "config", "train", "verify"},
+    "verify": {"accelerator", "errors", "description", "schedules", "model", "runtime", "pipeline", "config", "train",
+               "verify"},
     "compare": {"errors", "description", "units", "metric_formulas", "schedules", "model", "plan", "visualize",
                 "report", "runtime",
                 "profiling", "config", "train", "compare"},
-    "launch": {"errors", "plugins", "progress", "schedules", "distributed", "checkpoint", "config", "train", "verify",
+    "launch": {"accelerator", "errors", "plugins", "progress", "schedules", "distributed", "checkpoint", "config",
+               "train", "verify",
                "compare", "launch"},
-    "commands": {"errors", "description", "arguments", "plugins", "files", "units", "metric_formulas", "progress",
+    "commands": {"accelerator", "errors", "description", "arguments", "plugins", "files", "units", "metric_formulas",
+                 "progress",
                  "schedules",
                  "model", "data", "distributed", "plan", "checkpoint", "visualize", "report", "runtime", "profiling",
                  "config", "train", "verify", "compare", "launch", "commands"},
-    "cli": {"errors", "plugins", "progress", "distributed", "checkpoint", "launch", "commands"},
+    "cli": {"accelerator", "errors", "plugins", "progress", "distributed", "checkpoint", "launch", "commands"},
     "__main__": {"cli"},
     "__init__": {"description", "model", "plan", "pipeline"},
 }
@@ -218,3 +227,15 @@ def test_few_files_know_a_field_of_a_part() -> None:
     knowing = {file.relative_to(ROOT).as_posix() for file in FILES if "warmup_depth" in file.read_text()}
     assert knowing == {"description/order.py", "config/parallel.py", "config/vpipe_flat.py", "plan/plan.py",
                        "schedules/build.py", "visualize/summary.py"}
+
+
+def test_one_file_names_kinds_of_devices() -> None:
+    """All others ask it; they know that the processor is another thing, cpu."""
+    for file in set(FILES) - {ROOT / "accelerator.py"}:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute):
+                assert not (node.attr in KINDS or node.attr in {f"is_{kind}" for kind in KINDS}) or \
+                    ast.unparse(node) in ("torch.version.cuda", "torch.backends.mkldnn"), f"{file}:{node.lineno}"
+            elif isinstance(node, ast.Constant):
+                assert node.value not in KINDS, f"{file}:{node.lineno}"
+

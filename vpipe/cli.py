@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vpipe.accelerator import KINDS
 from vpipe.distributed.descriptors import hint_if_none_left
 from vpipe.distributed.excepthook import report, user_frames, write_error_file
 from vpipe.errors import UserError, VpipeError, nearest
@@ -217,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(verify)
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="updates to compare (default: 3; a schedule "
                         "without a flush runs more if it needs them to use every weight version)")
-    verify.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="compute on the processors, where the "
+    verify.add_argument("--device", choices=("cpu", *KINDS), default="cpu", help="compute on the processors, where the "
                         "numbers are equal to the last bit (default), or on a GPU that all ranks share")
 
     compare = _add(commands, "compare", "compare.run_compare", "train models, systems or schedules in turns in the "

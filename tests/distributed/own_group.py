@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vpipe import Model, Pipeline, Transfers
+from vpipe import Model, Pipeline, Transfers, accelerator
 from vpipe.distributed import device
 from vpipe.distributed.init import join_world
 from vpipe.distributed.watchdog import current_watchdog
@@ -82,7 +82,7 @@ def gpus(rank: int, folder: Path, port: int) -> None:
         make("gloo", **settings)
 
     for module, name, value in ((torch.cuda, "device_count", lambda: 2), (torch.cuda, "set_device", made.append),
-                                (device, "gpu_uuid", lambda device: uuids[rank]),
+                                (accelerator, "uuid_of", lambda device: uuids[rank]),
                                 (device, "device_name", lambda device: "made up"),
                                 (dist, "is_nccl_available", lambda: True), (dist, "init_process_group", init)):
         setattr(module, name, value)

@@ -100,7 +100,7 @@ def test_a_config_is_trained_until_an_update_is_profiled(tmp_path: Path, monkeyp
         return tmp_path
 
     monkeypatch.setattr("vpipe.launch.launcher.run", run)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     out = tmp_path / "kernels.csv"
     assert main(["orion", "profile", "gpt_small_orion", "--set", "training.num_microbatches=2", "-o", str(out)]) == 0
     [config] = trained

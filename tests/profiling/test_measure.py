@@ -179,7 +179,7 @@ def test_ranks_that_are_bound_to_cores_of_their_own_have_all_of_them(monkeypatch
 @pytest.mark.parametrize(("gpus", "at_once"), [("xyz", None), ("xyx", 2), ("xxx", 1)])
 def test_ranks_that_share_gpus_can_compute_at_once_as_many_as_these(gpus: str, at_once: int | None,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.profiling.rank_group.gpu_uuid", lambda device: gpus[0])
+    monkeypatch.setattr("vpipe.accelerator.uuid_of", lambda device: gpus[0])
     world = world_of(monkeypatch, ["a", "a", "a"], *([gpu, [0], 1] for gpu in gpus[1:]))
     world._device = torch.device("cuda:0")
     assert world.cores() == at_once

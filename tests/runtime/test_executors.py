@@ -24,7 +24,7 @@ from vpipe.description.execution import EXECUTORS
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.executors import async_threaded as threaded
-from vpipe.runtime.executors.async_threaded import CudaStreams, ThreadedWorker, _Done
+from vpipe.runtime.executors.async_threaded import DeviceStreams, ThreadedWorker, _Done
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.action import Action, Op
 
@@ -331,7 +331,7 @@ def test_streams_are_ordered_where_a_buffer_may_be_written_and_only_there(persis
     monkeypatch.setattr(torch.cuda, "Stream", Clocks)
     monkeypatch.setattr(torch.cuda, "stream", within)
     monkeypatch.setattr(torch.cuda, "current_stream", current)
-    monkeypatch.setattr(threaded, "Streams", lambda: CudaStreams(torch.device("cpu")))
+    monkeypatch.setattr(threaded, "Streams", lambda: DeviceStreams(torch.device("cuda")))
     model = Model([Layer("kept", lambda: Kept(persistent, counts), ("x",), ("h",)), Layer("loss", Loss, ("h", "target"),
                                                                                   ("loss",))], batch=("x", "target"))
     pipe = out_of_turn(pipeline(model, stages=1, schedule="gpipe", microbatches=4, executor="async_threaded"))

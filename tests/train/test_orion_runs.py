@@ -15,7 +15,7 @@ from vpipe.cli import main
 from vpipe.distributed.orion import Inactive, Launch, OrionScheduler
 from vpipe.errors import UserError
 from vpipe.runtime.executors import async_threaded
-from vpipe.runtime.executors.async_threaded import CudaStreams
+from vpipe.runtime.executors.async_threaded import DeviceStreams
 from vpipe.train.loop import train
 from vpipe.train.orion import _first_inactive, orion_lines
 
@@ -103,9 +103,9 @@ def test_streams_of_descending_priority_are_bound(monkeypatch: pytest.MonkeyPatc
         made.append(priority)
         return SimpleNamespace(cuda_stream=100 + len(made), wait_stream=lambda other: None)
 
-    monkeypatch.setattr(async_threaded, "_stream", stream)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    library, streams = Library(), CudaStreams(torch.device("cuda"))
+    library, streams = Library(), DeviceStreams(torch.device("cuda"))
     streams.schedule(library)
     for microbatch in (0, 2, 4, 6, 8, 0):  # a replica's
         streams.begin(microbatch, [])

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vpipe import accelerator
 from vpipe.checkpoint.integrity import sha256_of
 from vpipe.checkpoint.manifest import ITEM_BYTES, FileEntry, TensorEntry
 from vpipe.errors import UserError
@@ -46,7 +47,7 @@ class HostBuffer:
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return contiguous copies of ``tensors``, complete on return; they overwrite the copies made before."""
-        gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        gpus = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
         if self._places.keys() != tensors.keys() or any(
                 place.shape != tensors[name].shape or place.dtype != tensors[name].dtype
                 for name, place in self._places.items()):
@@ -58,7 +59,7 @@ class HostBuffer:
         for name, tensor in tensors.items():
             self._places[name].copy_(tensor.detach(), non_blocking=True)
         for device in gpus:
-            torch.cuda.synchronize(device)
+            accelerator.synchronize(device)
         return self._places
 
     def _allocate(self, count: int, pinned: bool) -> None:

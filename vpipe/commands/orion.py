@@ -6,8 +6,7 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-import torch
-
+from vpipe import accelerator
 from vpipe.config.config import Config, load_config
 from vpipe.errors import UserError, counted
 from vpipe.profiling.kernels import Bound, kernel_csv, kernel_profiles
@@ -51,6 +50,6 @@ def _profiled_run(options: argparse.Namespace) -> Path:
 
 def _check_device(config: Config) -> None:
     """Raise UserError where all ranks would compute on processors."""
-    if config.machines is None and (config.parallel.device == "cpu" or not torch.cuda.is_available()):
+    if config.machines is None and (config.parallel.device == "cpu" or not accelerator.count()):
         raise UserError("kernels run on GPUs, but the ranks of this config compute on processors here",
                         hint="profile it on a machine with a GPU")

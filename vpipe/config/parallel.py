@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from vpipe import accelerator
 from vpipe.config.validation import (
     FilePath,
     Ints,
@@ -105,8 +106,11 @@ def _size(value: Any) -> Any:
         raise MistakesError(Mistake((), problem.what.lstrip(), problem.hint)) from None
 
 
+_DEVICES = rf"cpu|({'|'.join(accelerator.KINDS)})(:\d{{1,4}})?"
+
+
 def _device(value: Any) -> Any:
-    if value is None or (isinstance(value, str) and re.fullmatch(r"cpu|cuda(:\d{1,4})?", value, re.ASCII)):
+    if value is None or (isinstance(value, str) and re.fullmatch(_DEVICES, value, re.ASCII)):
         return value
     raise MistakesError(Mistake((), f"must be cpu, cuda or a GPU such as cuda:1, got {describe(value)}",
                                 "device: leave it out to compute on GPUs where there are any"))
@@ -178,7 +182,7 @@ class ParallelSection(Section):
     stage_to_rank_map: dict[str, Ints] | None = Field(None, description=(
         'ranks of each stage, such as {"0": [0, 1], "1": [2]}: with several, microbatch i goes to replica i mod their '
         "number; null takes the schedule's placement"))
-    backend: Literal["gloo", "nccl"] | None = Field(None, description=(
+    backend: Literal["gloo", "nccl", "xccl", "hccl"] | None = Field(None, description=(
         "communication between ranks; null takes nccl where every rank has a GPU of its own, else gloo"))
     device: DeviceName = Field(None, description=(
         "device of a rank: cpu; cuda, the GPU with the rank's number on its host, shared where ranks outnumber GPUs; "
@@ -260,12 +264,14 @@ class ParallelSection(Section):
     @property
     def asks_for_gpus(self) -> bool:
         """Return whether the config requires GPUs; otherwise they are used if there are any."""
-        return self.backend == "nccl" or (self.device or "").startswith("cuda")
+        return self.backend in accelerator.DIRECT or self.device not in (None, "cpu")
 
     @property
     def devices(self) -> str:
         """Describe device and backend as far as the config gives them."""
-        where = self.device or ("cuda" if self.backend == "nccl" else "GPUs where there are any, else cpu")
+        where = self.device or next(
+            (kind for kind, own in accelerator.COLLECTIVES.items() if own == self.backend),
+            "GPUs where there are any, else cpu")
         between = self.backend or ("gloo" if self.device == "cpu" else "nccl where each has a GPU, else gloo")
         return f"ranks compute on {where}; {between} between them"
 
@@ -354,9 +360,9 @@ class ParallelSection(Section):
                              ("warmup_depth", self.warmup_depth)):
             if isinstance(entries, tuple) and len(entries) != stages:
                 yield Mistake((key,), f"has {_count(entries)} for {stages} stages", "give one entry per stage")
-        if self.backend == "nccl" and self.device == "cpu":
-            yield Mistake(("device",), "is cpu, but nccl carries tensors of GPUs only", "write backend: gloo, or leave "
-                          "device out")
+        if self.backend in accelerator.DIRECT and self.device == "cpu":
+            yield Mistake(("device",), f"is cpu, but {self.backend} carries tensors of GPUs only", "write "
+                          "backend: gloo, or leave device out")
         yield from self._recomputed()
         yield from self._compression()
         if self.stage_to_rank_map is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vpipe.accelerator import DIRECT
 from vpipe.arguments import Arguments, shown
 from vpipe.errors import UserError, nearest
 
@@ -38,7 +39,7 @@ class Transfers:
     def __post_init__(self) -> None:
         given = Arguments()
         if self.backend is not None:
-            given.name("backend", self.backend, "gloo", "nccl")
+            given.name("backend", self.backend, "gloo", *DIRECT)
         object.__setattr__(self, "timeout_s", given.number("timeout_s", self.timeout_s, 60, most=1e9))
         given.flag("shared_memory", self.shared_memory)
         named = (self.compress,) if isinstance(self.compress, str) else self.compress

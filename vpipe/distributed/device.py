@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from vpipe import accelerator
 from vpipe.distributed.environment import local_rank, read_number
 from vpipe.errors import UserError, counted
 
@@ -34,16 +35,16 @@ class Visible:
 
     @classmethod
     def here(cls) -> Visible:
-        """Read this process and its environment; starts no CUDA context."""
+        """Read this process and its environment; starts no context on them."""
         bound = dist.group.WORLD.bound_device_id if dist.is_initialized() and dist.group.WORLD is not None else None
-        if bound is not None and bound.type == "cuda":
+        if bound is not None and bound.type == accelerator.kind():
             current: int | None = bound.index
         else:
-            current = (torch.cuda.current_device() or None) if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+            current = (accelerator.current_index() or None) if accelerator.is_started() else None
         if (number := local_rank()) is not None:
-            return cls(torch.cuda.device_count(), number, current)
+            return cls(accelerator.count(), number, current)
         rank = read_number(os.environ, "RANK", "the environment") if "RANK" in os.environ else 0
-        return cls(torch.cuda.device_count(), dist.get_rank() if dist.is_initialized() else rank, current, True)
+        return cls(accelerator.count(), dist.get_rank() if dist.is_initialized() else rank, current, True)
 
 
 def choose_device(wanted: torch.device | str | None, backend: str | None, there: Visible) -> torch.device:
@@ -60,13 +61,14 @@ def choose_device(wanted: torch.device | str | None, backend: str | None, there:
         UserError: there is no such device, or nccl is to carry what a processor computes.
     """
     device = _parsed(wanted)
-    if backend == "nccl" and (device is None or device.type == "cuda") and not there.gpus:
-        raise UserError("backend nccl, but this machine has no GPU" + _why_none(), hint="use backend: gloo")
+    direct = backend in accelerator.DIRECT
+    if direct and (device is None or device.type != "cpu") and not there.gpus:
+        raise UserError(f"backend {backend}, but this machine has no GPU" + _why_none(), hint="use backend: gloo")
     if device is None and not there.gpus:
         return torch.device("cpu")
     if device is not None and device.type == "cpu":
-        if backend == "nccl":
-            raise UserError("device is cpu, but nccl carries tensors of GPUs only",
+        if direct:
+            raise UserError(f"device is cpu, but {backend} carries tensors of GPUs only",
                             hint="use backend: gloo, or leave device out")
         return torch.device("cpu")
     if not there.gpus:
@@ -74,21 +76,23 @@ def choose_device(wanted: torch.device | str | None, backend: str | None, there:
                         hint="leave device out, or set it to cpu")
     index = there.current if device is None or device.index is None else device.index
     if index is None:
-        if backend == "nccl" and there.local_rank >= there.gpus > 1 and not there.is_rank:
-            raise UserError(f"backend nccl needs a GPU per rank: GPU {there.local_rank} is wanted, but this host has "
-                            f"{counted(there.gpus, 'GPU')}, counted from 0",
+        if direct and there.local_rank >= there.gpus > 1 and not there.is_rank:
+            raise UserError(f"backend {backend} needs a GPU per rank: GPU {there.local_rank} is wanted, but this "
+                            f"host has {counted(there.gpus, 'GPU')}, counted from 0",
                             hint="use backend: gloo, under which ranks may share a GPU, or start fewer ranks here")
         index = there.local_rank % there.gpus
     if index >= there.gpus:
-        names = "cuda:0" if there.gpus == 1 else f"cuda:0 to cuda:{there.gpus - 1}"
+        kind = accelerator.kind()
+        names = f"{kind}:0" if there.gpus == 1 else f"{kind}:0 to {kind}:{there.gpus - 1}"
         raise UserError(f"device is {wanted}, but this process sees {counted(there.gpus, 'GPU')}, {names}",
-                        hint="write one of these, or cuda, which takes the GPU of this rank; CUDA_VISIBLE_DEVICES "
+                        hint=f"write one of these, or {kind}, which takes the GPU of this rank; CUDA_VISIBLE_DEVICES "
                         "decides which a process sees")
-    return torch.device("cuda", index)
+    return torch.device(accelerator.kind(), index)
 
 
 def _parsed(wanted: torch.device | str | None) -> torch.device | None:
-    hint = "write cpu, cuda (the GPU of this rank) or a GPU by its number, such as cuda:1; or leave it out"
+    kind = accelerator.kind()
+    hint = f"write cpu, {kind} (the GPU of this rank) or a GPU by its number, such as {kind}:1; or leave it out"
     if wanted is None:
         return None
     if not isinstance(wanted, (str, torch.device)):
@@ -97,8 +101,8 @@ def _parsed(wanted: torch.device | str | None) -> torch.device | None:
         device = torch.device(wanted)
     except RuntimeError:
         raise UserError(f"device is '{wanted}', which names no device", hint=hint) from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"device is {wanted}: layers are computed on processors and CUDA GPUs only", hint=hint)
+    if device.type not in ("cpu", kind):
+        raise UserError(f"device is {wanted}: this torch computes on cpu and {kind} only", hint=hint)
     return device
 
 
@@ -110,10 +114,10 @@ def make_current(device: torch.device) -> None:
     """Make a GPU the current one of this process, which nccl and the kernels of libraries use. Raises UserError if it
     cannot be used.
     """
-    if device.type != "cuda":
+    if device.type == "cpu":
         return
     try:
-        torch.cuda.set_device(device)
+        accelerator.make_current(device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"{device} cannot be used: {str(error).splitlines()[0]}",
                         hint="nvidia-smi shows the GPUs, their driver and who uses them; device cpu computes on the "
@@ -127,19 +131,20 @@ class RankDevice:
     Attributes:
         host: its name.
         device: ``cpu`` or ``cuda:1``, as the rank itself calls it.
-        gpu: see :func:`gpu_uuid`; None of a processor.
-        nccl: whether the rank's torch has it.
+        gpu: see :func:`vpipe.accelerator.uuid_of`; None of a processor.
+        direct: whether the rank's torch has the backend that sends from device to device.
     """
 
     host: str
     device: str
     gpu: str | None = None
-    nccl: bool = True
+    direct: bool = True
 
     @classmethod
     def here(cls, host: str, device: torch.device) -> RankDevice:
         """Describe the device of this process."""
-        return cls(host, str(device), gpu_uuid(device) if device.type == "cuda" else None, dist.is_nccl_available())
+        return cls(host, str(device), accelerator.uuid_of(device) if device.type != "cpu" else None,
+                   accelerator.has_collectives())
 
 
 @dataclass(frozen=True)
@@ -182,12 +187,12 @@ class DeviceMap:
         gpus = len({one.gpu for one in self.devices} - {None})
         names = list(dict.fromkeys(one.device for one in self.devices))
         if not gpus:
-            where = "cpu" if torch.cuda.device_count() else "cpu (no GPU is visible)"
+            where = "cpu" if accelerator.count() else "cpu (no GPU is visible)"
         elif self.hosts > 1:
             where = f"{counted(gpus, 'GPU')} of {self.hosts} hosts" + (" and cpu" if "cpu" in names else "")
         else:
             where = ", ".join(names)
-        if self.own.type == "cuda":
+        if self.own.type != "cpu":
             where += f" ({device_name(self.own)})"
         if self.ranks == 1:
             return f"computing on {where}"
@@ -196,20 +201,20 @@ class DeviceMap:
 
 
 def choose_backend(wanted: str | None, devices: Sequence[RankDevice]) -> tuple[str, str]:
-    """Return the backend, nccl for ranks with a GPU each, and why it is gloo although there are GPUs.
+    """Return the backend, such as nccl for ranks with a GPU each, and why it is gloo although there are GPUs.
 
     Raises:
-        UserError: nccl was asked for, and a rank has no GPU of its own.
+        UserError: such a backend was asked for, and a rank has no GPU of its own.
     """
-    obstacle = no_gpu_each(devices)
-    if obstacle is None and (without := [rank for rank, one in enumerate(devices) if not one.nccl]):
-        obstacle = f"the torch of {_named(without)} has no nccl"
-    if wanted == "nccl" and obstacle is not None:
-        raise UserError(f"backend nccl needs a GPU per rank, but {obstacle}", hint=_REMEDY)
+    obstacle, own = no_gpu_each(devices), accelerator.collectives()
+    if obstacle is None and (without := [rank for rank, one in enumerate(devices) if not one.direct]):
+        obstacle = f"the torch of {_named(without)} has no {own}"
+    if wanted in accelerator.DIRECT and obstacle is not None:
+        raise UserError(f"backend {wanted} needs a GPU per rank, but {obstacle}", hint=_REMEDY)
     if wanted is not None:
         return wanted, ""
     if obstacle is None:
-        return "nccl", ""
+        return own, ""
     return "gloo", obstacle if any(one.gpu for one in devices) else ""
 
 
@@ -244,14 +249,13 @@ def check_backend(wanted: str | None, carriers: str, devices: Sequence[RankDevic
         UserError: it is another than the one named, or nccl, and a rank has no GPU of its own.
     """
     by_kind = dict(one.split(":", 1) for one in carriers.split(",") if ":" in one)
-    backend = by_kind.get("cuda" if any(one.gpu for one in devices) else "cpu", "gloo")
+    backend = by_kind.get(accelerator.kind() if any(one.gpu for one in devices) else "cpu", "gloo")
     if wanted is not None and wanted != backend:
         raise UserError(f"backend is {wanted}, but the process group, which is there already, carries these tensors by "
                         f"{backend} (its backends are {carriers})", hint="leave backend out, or make the group with "
-                        + ('init_process_group("cpu:gloo,cuda:nccl")' if wanted == "nccl" else
-                           f'init_process_group("{wanted}")'))
-    if backend == "nccl" and (obstacle := no_gpu_each(devices)) is not None:
-        raise UserError("the process group carries tensors of GPUs by nccl, which needs a GPU per rank, but "
+                        + f'init_process_group("{accelerator.carriers(wanted)}")')
+    if backend in accelerator.DIRECT and (obstacle := no_gpu_each(devices)) is not None:
+        raise UserError(f"the process group carries tensors of GPUs by {backend}, which needs a GPU per rank, but "
                         f"{obstacle}", hint="give each rank a GPU of its own (LOCAL_RANK, torch.cuda.set_device(...), "
                         "device=...), start fewer ranks, or make the group, or the first Pipeline, with gloo, under "
                         "which ranks may share a GPU")
@@ -260,16 +264,11 @@ def check_backend(wanted: str | None, carriers: str, devices: Sequence[RankDevic
 
 def device_name(device: torch.device) -> str:
     """Return the name of a GPU or of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return accelerator.name_of(device)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return (named or [platform.processor() or platform.machine()])[0]
-
-
-def gpu_uuid(device: torch.device) -> str:
-    """Return the identity of a GPU, in whatever order a process sees the GPUs."""
-    return str(torch.cuda.get_device_properties(device).uuid)

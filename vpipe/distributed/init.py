@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from vpipe import accelerator
 from vpipe.distributed.descriptors import named_if_none_left, reserve_for_joining
 from vpipe.distributed.device import (
     DeviceMap,
@@ -39,10 +40,6 @@ from vpipe.distributed.rendezvous import (
 from vpipe.distributed.sockets import break_off, closed_afterwards, connections, strangers
 from vpipe.distributed.watchdog import current_watchdog
 from vpipe.errors import RunError, UserError
-
-CARRIERS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
-"""The backends of the process group: under nccl, tensors in host memory still go by gloo."""
-
 
 WAITING = "waiting for all ranks"
 
@@ -80,7 +77,7 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
         RunError: a rank did not join in time, or failed meanwhile; it is named.
         UserError: the environment, the devices or the machine do not fit.
     """
-    if backend not in (None, *CARRIERS):
+    if backend not in (None, "gloo", *accelerator.DIRECT):
         raise UserError(f"backend is {backend!r}", hint="write nccl or gloo, or leave it out")
     if not dist.is_initialized() and "RANK" not in os.environ and \
             (environment := RankEnvironment.parse(os.environ)) is not None:
@@ -90,7 +87,7 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
     if dist.is_initialized():
         return _join_group(own, backend, timeout_s)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or _number("WORLD_SIZE") == 1:
-        return DeviceMap(0, (_here(own),), backend or ("gloo" if own.type == "cpu" else "nccl"))
+        return DeviceMap(0, (_here(own),), backend or ("gloo" if own.type == "cpu" else accelerator.collectives()))
     return _make_group(own, backend, timeout_s)
 
 
@@ -152,12 +149,13 @@ def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
     devices = replace(devices, backend=carrier)
     rank, watchdog = rendezvous.rank, rendezvous.watchdog
     if reason and rank == 0:
-        print(f"gloo carries tensors between ranks, not nccl: {reason}", file=sys.stderr, flush=True)
+        print(f"gloo carries tensors between ranks, not {accelerator.collectives()}: {reason}", file=sys.stderr,
+              flush=True)
     before, hook = connections(), sys.excepthook
     try:
         with closed_afterwards():
             # Without device_id: the communicators of nccl are made when they are first used, in the engine's order.
-            dist.init_process_group(CARRIERS[carrier], store=rendezvous.group_store(timeout_s), rank=rank,
+            dist.init_process_group(accelerator.carriers(carrier), store=rendezvous.group_store(timeout_s), rank=rank,
                                     world_size=rendezvous.ranks, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         fault = watchdog.explain(None, timeout_s if "imed out" in str(error) else None)
@@ -181,7 +179,7 @@ def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
     global _joined
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks == 1:
-        return DeviceMap(0, (_here(own),), backend or ("gloo" if own.type == "cpu" else "nccl"))
+        return DeviceMap(0, (_here(own),), backend or ("gloo" if own.type == "cpu" else accelerator.collectives()))
     if _joined is None or _joined.group is not dist.group.WORLD:
         if _joined is not None:  # the program has destroyed that group, and made another
             _joined.rendezvous.leave()

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vpipe import accelerator
 from vpipe.errors import UserError, counted
 
 LIBRARY = Path(__file__).resolve().parents[2] / "kernel_intercept" / "build" / "libgpu_scheduler.so"
@@ -123,16 +124,16 @@ class OrionScheduler:
         """Note the client of the calling thread, and bind torch's current stream to it: call it where that is the
         client's own. The default stream, which all threads share, is not bound."""
         self._library.orion_set_client_idx(client)
-        torch: Any = sys.modules.get("torch")
-        if client >= 0 and self.is_running() and torch is not None and torch.cuda.is_initialized():
-            self.bind_stream(client, torch.cuda.current_stream().cuda_stream)
+        if client >= 0 and self.is_running() and "torch" in sys.modules and accelerator.is_started():
+            device = accelerator.current()
+            self.bind_stream(client, accelerator.handle_of(device, accelerator.current_stream(device)))
 
     def get_client_idx(self) -> int:
         """Return the client of the calling thread; -1: none."""
         return int(self._library.orion_get_client_idx())
 
     def bind_stream(self, client: int, stream: int) -> int:
-        """Count the launches on a stream, such as ``torch.cuda.Stream().cuda_stream``, for a client."""
+        """Count the launches on a stream, by its handle, such as ``torch.cuda.Stream().cuda_stream``, for a client."""
         return int(self._library.orion_bind_stream(client, stream))
 
     def unbind_stream(self, stream: int) -> int:
@@ -228,7 +229,7 @@ class Launch:
 
 def start(launch: Launch) -> OrionScheduler | Inactive:
     """Start the scheduler of this process, or return why it cannot."""
-    if launch.device_type != "cuda":
+    if launch.device_type != accelerator.USUAL:
         return Inactive(f"ranks compute on {launch.device_type}, which launches no kernels",
                         "compute on GPUs: parallel.device: cuda")
     if launch.clients > MOST_CLIENTS:

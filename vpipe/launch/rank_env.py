@@ -12,6 +12,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from vpipe import accelerator
 from vpipe.config.config import Config
 from vpipe.config.machines import Hosts, host_of
 from vpipe.distributed.environment import HOST, MEETING, RUN, SECRET, RankEnvironment
@@ -61,11 +62,9 @@ def check_gpus(config: Config, numbers: Iterable[int], started_by_others: bool =
     named = config.machines is not None and config.parallel.device != "cpu" and not started_by_others
     if not config.parallel.asks_for_gpus and not named:
         return
-    import torch  # slow to import
-
     from vpipe.distributed.device import Visible, choose_device
 
-    gpus, numbers = torch.cuda.device_count(), list(numbers)
+    gpus, numbers = accelerator.count(), list(numbers)
     if named and (missing := sorted({number for number in numbers if number >= gpus > 0})):
         raise UserError(f"machines names GPU {missing[0]}, but this host has {counted(gpus, 'GPU')}, counted from 0",
                         hint=f"write host:0{f' to host:{gpus - 1}' * (gpus > 1)}: ranks may share a GPU, if not under "
@@ -74,11 +73,12 @@ def check_gpus(config: Config, numbers: Iterable[int], started_by_others: bool =
         return
     chosen = [choose_device(config.parallel.device, config.parallel.backend, Visible(gpus, number)).index
               for number in numbers]
-    if config.parallel.backend == "nccl" and len(set(chosen)) < len(chosen):
+    if config.parallel.backend in accelerator.DIRECT and len(set(chosen)) < len(chosen):
         what = f": {counted(len(chosen), 'rank')}, {counted(gpus, 'GPU')}" if gpus < len(chosen) else \
             f", but two ranks of a host are given the same: {chosen}"
-        raise UserError(f"backend nccl needs a GPU per rank{what}", hint="set parallel.backend to gloo (in VPipe's "
-                        "form, 'distributed_backend': 'gloo'), under which ranks may share a GPU, or leave it out")
+        raise UserError(f"backend {config.parallel.backend} needs a GPU per rank{what}", hint="set "
+                        "parallel.backend to gloo (in VPipe's form, 'distributed_backend': 'gloo'), under which ranks "
+                        "may share a GPU, or leave it out")
 
 
 def check_alone(command: str, environment: Mapping[str, str]) -> None:

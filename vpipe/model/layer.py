@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from vpipe import accelerator
 from vpipe.arguments import Arguments, shown
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.model.sequential import (
@@ -96,10 +97,7 @@ class Layer:
 
         So a layer starts from the same weights on whichever rank, and on a GPU too. The caller's random state stays.
         """
-        gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng(devices=gpus):
-            for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)):
-                generator.manual_seed(seed_of(seed, index))
+        with accelerator.seeded(seed_of(seed, index)):
             return self.make()
 
     def make(self) -> nn.Module:

@@ -11,6 +11,8 @@ from time import perf_counter, thread_time
 import torch
 from torch import Tensor
 
+from vpipe import accelerator
+
 Clock = Callable[[], float]
 """Returns seconds; the difference of two readings is the time between them."""
 
@@ -22,9 +24,9 @@ def clock_of(device: torch.device) -> Clock:
     had the core; torch carries out a backward on the processor in the thread that asks for it. With several threads it
     is the time that passes. On a GPU it is the time until all work that was launched is done.
     """
-    if device.type == "cuda":
+    if device.type != "cpu":
         def synchronised() -> float:
-            torch.cuda.synchronize(device)
+            accelerator.synchronize(device)
             return perf_counter()
 
         return synchronised
@@ -40,8 +42,8 @@ def usable_cores() -> list[int]:
 
 def memory_bytes(device: torch.device) -> int:
     """Return the GPU's memory; of a processor the host's, or the limit of this process's cgroup (a container's)."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu":
+        return accelerator.total_bytes(device)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -52,13 +54,13 @@ def memory_bytes(device: torch.device) -> int:
 
 def shared_bytes(device: torch.device, cores: int | None) -> int:
     """Return the memory that the ranks of a host share; where ``cores`` is None, each has a GPU, that of this one."""
-    return memory_bytes(device) * (cores or 1 if device.type == "cuda" else 1)
+    return memory_bytes(device) * (1 if device.type == "cpu" else cores or 1)
 
 
 def free_bytes(device: torch.device) -> int:
     """Return the unused memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return accelerator.free_bytes(device)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return min(memory_bytes(device), next(1024 * int(line.split()[1]) for line in lines
@@ -69,7 +71,7 @@ def free_bytes(device: torch.device) -> int:
 
 def matrix_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Return the best rate of a product of two square matrices: operations per second of one rank."""
-    size = 4096 if device.type == "cuda" else 1024
+    size = 1024 if device.type == "cpu" else 4096
     a = torch.randn(size, size, device=device).to(dtype)
     return 2.0 * size**3 / min(_seconds(lambda: a @ a, device))
 

@@ -120,7 +120,7 @@ def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str,
     """
     device, structures = torch.device(device), [structure(layer) for layer in model.layers]
     threads = threads or torch.get_num_threads()
-    if cores is None and device.type != "cuda":
+    if cores is None and device.type == "cpu":
         cores = max(1, len(usable_cores()) // threads)
     return Identity(
         model=digest(model, structures, microbatch), model_name=model_name,

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from vpipe import accelerator
 from vpipe.description.precision import FP32, Precision
 from vpipe.model.layer import LOSS, Model
 from vpipe.model.split import StageSpec, alive
@@ -161,11 +162,11 @@ def _working(runner: LayerRunner, given: LayerInputs, shared: Sequence[Tensor]) 
     kept = ActivationCounter()
     with kept.counting():
         record = runner.forward(given)[1]
-    if (device := runner.stage.device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    if (device := runner.stage.device).type != "cpu":
+        accelerator.reset_peak(device)
+        before = accelerator.held_bytes(device)
         runner.backward(record, given.gradients)
-        return max(0, torch.cuda.max_memory_allocated(device) - before) + coming
+        return max(0, accelerator.peak_bytes(device) - before) + coming
     peak = _PeakMemory(kept, _sizes([*shared, *gradients, *given.gradients.values()]))
     with peak:
         runner.backward(record, given.gradients)

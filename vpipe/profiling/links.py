@@ -9,6 +9,7 @@ from time import perf_counter
 
 import torch
 
+from vpipe import accelerator
 from vpipe.plan.profile import LinkProfile
 from vpipe.profiling.device import copied_bytes_per_s
 from vpipe.profiling.layer_timer import summary
@@ -35,7 +36,7 @@ def measure_links(group: RankGroup, device: torch.device, timeout_s: float,
     """
     if group.ranks == 1:
         return LinkProfile(0.0, copied_bytes_per_s(device)), {}
-    rounds = _rounds(group.ranks, range(group.ranks) if device.type == "cuda" else group.hosts)
+    rounds = _rounds(group.ranks, range(group.ranks) if device.type != "cpu" else group.hosts)
     transport = DistributedTransport(device, timeout_s, 1, lambda rank: f"rank {rank}", 1, shared_memory)
     mine: dict[int, list[list[float]]] = {}
     for pairs in rounds:
@@ -91,8 +92,7 @@ def _back_and_forth(transport: DistributedTransport, peer: int, size: int, numbe
         received = transport.receive(peer, key)
         if not first:
             transport.send(peer, key, received)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        accelerator.synchronize(device)
         if again > 1:  # connections are made at first, and a pair that meets early waits once
             seconds.append((perf_counter() - started) / 2)
     return seconds

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.distributed.device import device_name, gpu_uuid
+from vpipe import accelerator
+from vpipe.distributed.device import device_name
 from vpipe.profiling.device import clock_of
 from vpipe.profiling.rank_group import RankGroup
 
@@ -58,7 +59,7 @@ def known_tflops(name: str, kind: str) -> float | None:
     """Return the peak of one GPU; None where the table does not have it.
 
     Args:
-        name: as :func:`torch.cuda.get_device_name` returns it.
+        name: as :func:`vpipe.accelerator.name_of` returns it.
         kind: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
     """
     gpu = next((gpu for gpu in GPUS if re.fullmatch(gpu.name, name.removeprefix("NVIDIA "))), None)
@@ -117,7 +118,7 @@ def find_peak(device: torch.device, dtype: torch.dtype, given_tflops: float | No
     if device.type == "cpu":
         return PeakFlops(_measured(group, device, dtype) / ranks / 1e12, ranks, kind, "measured")
     known = known_tflops(device_name(device), kind)
-    gpus = group.all_gather([gpu_uuid(device), known])
+    gpus = group.all_gather([accelerator.uuid_of(device), known])
     devices, peaks = len({gpu for gpu, _ in gpus}), {peak for _, peak in gpus}
     if given_tflops is not None:
         return PeakFlops(given_tflops, devices, kind, GIVEN)
@@ -127,7 +128,7 @@ def find_peak(device: torch.device, dtype: torch.dtype, given_tflops: float | No
 
 
 def _kind(dtype: torch.dtype, device: torch.device) -> str:
-    if dtype == torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+    if dtype == torch.float32 and accelerator.multiplies_in_tf32(device):
         return "tf32"
     return next(kind for kind, other in DTYPES.items() if other == dtype)
 
@@ -166,5 +167,4 @@ def _product(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], Non
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Multiply as a layer does with its weights; return when it is computed."""
     torch.mm(a, b.t(), out=out)
-    if a.is_cuda:
-        torch.cuda.synchronize(a.device)
+    accelerator.synchronize(a.device)

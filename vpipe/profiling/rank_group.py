@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vpipe.distributed.device import gpu_uuid
+from vpipe import accelerator
 from vpipe.distributed.init import exchange
 from vpipe.profiling.device import usable_cores
 
@@ -44,7 +44,7 @@ class RankGroup:
         A host's ranks may each be bound to cores of their own: together they have all of these. Ranks that share GPUs
         are as many as these. The smallest number of any host counts.
         """
-        gpu = gpu_uuid(self._device) if self._device.type == "cuda" else None
+        gpu = accelerator.uuid_of(self._device) if self._device.type != "cpu" else None
         shared = self.all_gather([gpu, usable_cores(), torch.get_num_threads()])
         gpus = [theirs for theirs, _, _ in shared]
         if None not in gpus and len(set(gpus)) == self.ranks:

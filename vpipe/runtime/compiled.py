@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
+from vpipe import accelerator
 from vpipe.errors import UserError, nearest
 from vpipe.model.layer import Layer, Model
 from vpipe.schedules.schedule import Schedule
@@ -51,7 +52,7 @@ def check_compiled(backend: str, schedule: Schedule, device: torch.device | None
         if device.type == "cpu" and shutil.which(compiler) is None and shutil.which("clang++") is None:
             raise UserError(f"compiling for a processor needs a C++ compiler, and there is no {compiler}",
                             hint="install g++, or name the compiler in CXX; aot_eager needs none, and gains little")
-        if device.type == "cuda" and find_spec("triton") is None:
+        if accelerator.needs_triton(device) and find_spec("triton") is None:
             raise UserError("compiling for a GPU needs the package triton", hint="install it, or do not compile")
 
 

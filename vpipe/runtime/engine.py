@@ -10,9 +10,9 @@ from datetime import timedelta
 from functools import cached_property, partial
 from operator import gt
 
-import torch
 from torch import Tensor
 
+from vpipe import accelerator
 from vpipe.description.description import Description
 from vpipe.description.execution import THREADED, Executor
 from vpipe.distributed.device import DeviceMap
@@ -236,8 +236,8 @@ class Engine:
         if loader.error is not None:
             raise loader.error
         device = self._device
-        if device.type == "cuda" and any(worker.transport.ordered for worker in self.workers.values()):
-            torch.cuda.current_stream(device).synchronize()  # the process may end now, before its sends have
+        if device.type != "cpu" and any(worker.transport.ordered for worker in self.workers.values()):
+            accelerator.current_stream(device).synchronize()  # the process may end now, before its sends have
 
     def _agree_on_end(self, loader: MicrobatchLoader) -> None:
         """Check that the batches end on every rank alike, if they end before a limit and a pause."""

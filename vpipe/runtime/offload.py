@@ -71,7 +71,8 @@ class SavedTensors(SavingHooks):
             storage = storage_of(tensor)
             if storage not in copies:
                 flat = torch.empty(0, dtype=torch.uint8, device=holder.device).set_(tensor.untyped_storage())
-                copies[storage] = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=flat.is_cuda).copy_(flat)
+                pinned = flat.device.type != "cpu"
+                copies[storage] = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=pinned).copy_(flat)
             holder.on_host, holder.tensor = copies[storage], None
 
 

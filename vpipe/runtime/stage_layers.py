@@ -11,6 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from vpipe import accelerator
 from vpipe.description.precision import Precision
 from vpipe.errors import UserError
 from vpipe.model.layer import LOSS, Model, check_alike, kind_of, parameter_of, set_parameter, share_modules
@@ -73,7 +74,7 @@ class StageLayers:
         self.rounding = None if precision.dtype is None else Rounding(precision.dtype)
         self.layer_names = {i: model.layers[i].name for i in spec.layers}
         named = {self.layer_names[i]: model.layers[i].materialize(i, seed).to(device) for i in spec.layers}
-        self.generators = generators_of(device)
+        self.generators = accelerator.generators_of(device)
         share_modules(named, {self.layer_names[i]: model.layers[i].shared for i in spec.layers})
         self.modules = {i: named[name] for i, name in self.layer_names.items()}
         self._ties = {i: model.layers[i].ties for i in spec.layers}
@@ -230,19 +231,6 @@ class StageLayers:
         if self._weight_rounding is not None:
             for name, value in self.state().items():
                 value.copy_(state[name])
-
-
-def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Return the generators that layers on a device draw from: the host's, and the GPU's own.
-
-    Each rank seeds them for every microbatch, so that a mask does not depend on which GPU draws it.
-    """
-    if device.type == "cpu":
-        return [torch.default_generator]
-    assert device.type == "cuda", f"layers on {device} draw from a generator that nobody would seed"
-    assert device.index is not None, "any other GPU would draw from another generator than the one that is seeded"
-    torch.cuda.init()  # type: ignore[no-untyped-call] # makes them
-    return [torch.default_generator, torch.cuda.default_generators[device.index]]
 
 
 def check_not_shared(stages: Iterable[StageLayers]) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from vpipe import accelerator
+
 
 @dataclass(frozen=True)
 class StageUsage:
@@ -61,8 +63,8 @@ _OF_RANK = ("communication_s", "idle_s", "bytes_sent")
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory that this process has held: resident on a CPU, allocated on a GPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return accelerator.peak_bytes(device)
     try:  # not getrusage: on Linux it starts from the peak of the process that started this one
         with open("/proc/self/status") as status:
             return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))

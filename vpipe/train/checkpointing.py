@@ -130,7 +130,7 @@ class Checkpointing:
         if self._reserve_due and self.root is not None and self._metrics.steps > self._job.steps_done:
             self._reserve_due = False  # now that the optimizer has its state
             self._open_saver(self.root).reserve((tensor.nbytes for tensor in self._pipe.local_state().values()),
-                                                pinned=self._pipe.device.type == "cuda")
+                                                pinned=self._pipe.device.type != "cpu")
         self._report(wait_for_drains=True)
 
     def finish(self) -> None:

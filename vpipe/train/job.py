@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vpipe import accelerator
 from vpipe.config.config import Config
 from vpipe.config.options import all_options
 from vpipe.data.dataset import Dataset, DatasetSettings, Tokenized, VaryingBatches
@@ -398,7 +399,7 @@ def _data_seed(config: Config) -> int:
 def on_processors(config: Config) -> bool:
     """Return whether ranks on this host compute on its processors."""
     parallel = config.parallel
-    return parallel.device == "cpu" or (not parallel.asks_for_gpus and torch.cuda.device_count() == 0)
+    return parallel.device == "cpu" or (not parallel.asks_for_gpus and accelerator.count() == 0)
 
 
 def device_of(config: Config) -> torch.device:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from vpipe import accelerator
 from vpipe.errors import UserError, nearest
 from vpipe.model.layer import Model, build_outline
 from vpipe.model.split import resolve_tie
-
-_FUSED_DEVICES = ("cpu", "cuda")
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "lamb", "muon", "soap")
 
@@ -79,7 +78,7 @@ class OptimizerSettings:
             {"params": [p for p, name in first_names.items() if not decays(name)]} | plain]
         groups = [group for group in groups if group["params"]]
         # None, not False: torch then still picks its foreach kernels.
-        fused = all(p.is_floating_point() and p.device.type in _FUSED_DEVICES for p in first_names) or None
+        fused = all(p.is_floating_point() and p.device.type in accelerator.FUSED for p in first_names) or None
         match kind:
             case "sgd":
                 sgd = torch.optim.SGD(groups, lr=self.learning_rate, momentum=self.momentum, fused=fused)

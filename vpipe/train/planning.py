@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vpipe import accelerator
 from vpipe.config.config import Config
 from vpipe.config.parallel import AUTO
 from vpipe.distributed.init import exchange
@@ -205,8 +206,8 @@ def identity_of(job: Job, size: int, ranks_per_host: int, ranks: int | None = No
                 cores: int | None = None) -> Identity:
     """Return the identity of a profile of the job on this kind of device; arguments as for ``identify``."""
     config, device = job.config, device_of(job.config)
-    parallel, own_gpus = config.parallel, device.type == "cuda" and cores is None
-    backend = parallel.backend or ("nccl" if own_gpus else "gloo")
+    parallel, own_gpus = config.parallel, device.type != "cpu" and cores is None
+    backend = parallel.backend or (accelerator.collectives() if own_gpus else "gloo")
     beside = " and shared memory" if parallel.shared_memory and device.type == "cpu" else ""
     return identify(job.model, microbatch_of(job, size), model_name=model_name(job),
                     optimizer=_optimizer(job.optimizer()), device=device, ranks_per_host=ranks_per_host,

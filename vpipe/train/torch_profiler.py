@@ -10,10 +10,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
-import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import profile, record_function
 
+from vpipe import accelerator
 from vpipe.config.config import Config
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import UserError
@@ -50,7 +50,7 @@ class TorchProfiler:
         self._step, self.made = training.profile_iteration, False
         # All steps of a schedule from a file are done before the first of them is reported.
         at_once = 1 if job.schedule.stream else job.schedule.microbatches // job.schedule.assignment.per_step
-        self._gpu = pipe.device.type == "cuda"
+        self._gpu = pipe.device.type != "cpu"
         self._begins = (self._step - 1) // at_once * at_once
         self._recording: tuple[profile, ExitStack] | None = None
         self._root = folder / f"profiler_{profile_name(job.config, pipe.schedule)}"
@@ -74,7 +74,7 @@ class TorchProfiler:
             return
         recorder, stack = self._recorder(), ExitStack()
         if self._gpu:
-            torch.cuda.synchronize()  # work of earlier steps does not belong to this one
+            accelerator.synchronize(self._pipe.device)  # work of earlier steps does not belong to this one
         stack.enter_context(self._pipe.labelled())
         stack.enter_context(recorder)
         stack.enter_context(record_function(f"ProfilerStep#{self._step}"))
@@ -98,7 +98,7 @@ class TorchProfiler:
 
     def _recorder(self) -> profile:
         """Return the base of torch.profiler.profile, which itself takes seconds to import torch's compiler."""
-        return profile(use_kineto=True, use_device="cuda" if self._gpu else None,
+        return profile(use_kineto=True, use_device=self._pipe.device.type if self._gpu else None,
                        experimental_config=_ExperimentalConfig(profile_all_threads=True))  # executors may have several
 
     def _end(self) -> profile:

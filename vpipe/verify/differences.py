@@ -15,7 +15,6 @@ where a sum differs in its last bit, a number between two codes becomes another 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -24,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vpipe import accelerator
 from vpipe.config.config import TrainingSection
 from vpipe.description.execution import THREADED
 from vpipe.errors import RunError, UserError
@@ -177,9 +177,7 @@ def run_in_process(job: Job, batches: int) -> Trajectory:
 def make_deterministic(job: Job) -> torch.device:
     """Return the device of a job in this process; on a GPU, let torch choose kernels that add in a fixed order."""
     device = device_of(job.config)
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    accelerator.add_in_fixed_order(device)
     return device
 
 

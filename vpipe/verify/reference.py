@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from vpipe import accelerator
 from vpipe.model.layer import LOSS, NO_LABEL, Model, seed_of
 from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS
 from vpipe.verify.reference_model import FP32, ReferenceModel, ReferencePrecision
@@ -274,8 +275,7 @@ def _seed(seed: int) -> None:
     Without CUDA ``torch.manual_seed`` also formats the caller's stack: a quarter of an oracle's time on a small model.
     """
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)
+    accelerator.seed_all(seed)
 
 
 def _scale_tensors(scales: Iterable[ReferenceLossScale | None]) -> dict[str, Tensor]:

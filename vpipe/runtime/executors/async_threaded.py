@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from vpipe import accelerator
 from vpipe.distributed.orion import OrionScheduler
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import RunError
@@ -24,7 +25,7 @@ from vpipe.schedules.action import Action, Op
 
 
 class Streams:
-    """Streams of the CPU, where everything is done when its call returns; the contract of :class:`CudaStreams`."""
+    """Streams of the CPU, where everything is done when its call returns; the contract of :class:`DeviceStreams`."""
 
     def schedule(self, orion: OrionScheduler) -> None:
         """Give the microbatches that come streams of descending priority, each a client of Orion."""
@@ -58,8 +59,8 @@ class Streams:
         """Let the caller's stream wait for all forwards."""
 
 
-class CudaStreams(Streams):
-    """Streams and events of one GPU.
+class DeviceStreams(Streams):
+    """Streams and events of one device.
 
     - Streams wait for each other by events, never the host, so that forwards of several microbatches run at one time.
     - A tensor that is used in another stream than that of its allocation is recorded there (``Tensor.record_stream``),
@@ -73,10 +74,10 @@ class CudaStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._receives, self._sends = _stream(device), _stream(device)
-        self._of: dict[int, torch.cuda.Stream] = {}
-        self._ends: dict[int, torch.cuda.Event] = {}
-        self._newest: torch.cuda.Stream | None = None  # that a forward was queued in
+        self._receives, self._sends = accelerator.new_stream(device), accelerator.new_stream(device)
+        self._of: dict[int, torch.Stream] = {}
+        self._ends: dict[int, torch.Event] = {}
+        self._newest: torch.Stream | None = None  # that a forward was queued in
         self._orion: OrionScheduler | None = None
         # The microbatches' graphs share the nodes that accumulate a weight's gradient, which have the stream of one of
         # them. Autograd waits there, so the mismatch is harmless.
@@ -88,24 +89,24 @@ class CudaStreams(Streams):
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        caller = torch.cuda.current_stream(self._device)
+        caller = accelerator.current_stream(self._device)
         self._receives.wait_stream(caller)
-        with torch.cuda.stream(self._receives):
+        with accelerator.using(self._device, self._receives):
             yield
         caller.wait_stream(self._receives)
 
     def begin(self, microbatch: int, given: Iterable[Tensor]) -> None:
         if microbatch not in self._of:
             self._of[microbatch] = self._new_stream(client=len(self._of))
-        stream, caller = self._of[microbatch], torch.cuda.current_stream(self._device)
+        stream, caller = self._of[microbatch], accelerator.current_stream(self._device)
         stream.wait_stream(caller)
         _record(given, caller, stream)
 
-    def _new_stream(self, client: int) -> torch.cuda.Stream:
+    def _new_stream(self, client: int) -> torch.Stream:
         if self._orion is None:
-            return _stream(self._device)
-        stream = _stream(self._device, min(0, client - HIGHEST_PRIORITY))
-        if self._orion.bind_stream(client, stream.cuda_stream):
+            return accelerator.new_stream(self._device)
+        stream = accelerator.new_stream(self._device, min(0, client - HIGHEST_PRIORITY))
+        if self._orion.bind_stream(client, accelerator.handle_of(self._device, stream)):
             raise RunError(f"Orion refuses the stream of microbatch {client}: {self._orion.last_error()}",
                            hint="this is a defect of vpipe: please report it")
         return stream
@@ -116,26 +117,26 @@ class CudaStreams(Streams):
         if ordered and self._newest is not None:
             stream.wait_stream(self._newest)
         self._newest = stream
-        with torch.cuda.stream(stream):
+        with accelerator.using(self._device, stream):
             yield
 
     def computed(self, microbatch: int) -> None:
         self._ends[microbatch] = self._of[microbatch].record_event()
 
     def prepare_sends(self, tensors: Iterable[Tensor]) -> None:
-        _record(tensors, torch.cuda.current_stream(self._device), self._sends)
+        _record(tensors, accelerator.current_stream(self._device), self._sends)
 
     @contextmanager
     def sending(self, microbatch: int | None) -> Iterator[None]:
         if microbatch in self._ends:
             self._sends.wait_event(self._ends[microbatch])
         else:  # the caller's stream has waited for it
-            self._sends.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._sends):
+            self._sends.wait_stream(accelerator.current_stream(self._device))
+        with accelerator.using(self._device, self._sends):
             yield
 
     def gather(self) -> None:
-        caller = torch.cuda.current_stream(self._device)
+        caller = accelerator.current_stream(self._device)
         for event in self._ends.values():
             caller.wait_event(event)
         self._ends.clear()
@@ -145,15 +146,11 @@ HIGHEST_PRIORITY = 3
 """Of a stream, where torch counts it as -3; those after the third have 0, as all others."""
 
 
-def _stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
-
-
-def _record(tensors: Iterable[Tensor], *streams: torch.cuda.Stream) -> None:
+def _record(tensors: Iterable[Tensor], *streams: torch.Stream) -> None:
     """Keep the memory of freed tensors until these streams have done what is queued there."""
     for tensor in tensors:
         for stream in streams:
-            if tensor.is_cuda:
+            if tensor.device.type != "cpu":
                 tensor.record_stream(stream)
 
 
@@ -176,8 +173,8 @@ class _Done(NamedTuple):
 class ThreadedWorker(Worker):
     """Execute GPipe with its backwards in reverse order (:func:`vpipe.schedules.build.reverse_backwards`).
 
-    Each forward of a batch runs in the thread of its microbatch, on a GPU in its own stream (:class:`CudaStreams`). The
-    threads run one after another in the order of the microbatches, so that random numbers are drawn, and buffers
+    Each forward of a batch runs in the thread of its microbatch, on a GPU in its own stream (:class:`DeviceStreams`).
+    The threads run one after another in the order of the microbatches, so that random numbers are drawn, and buffers
     written, as without threads. On a GPU that orders the queueing, not the computation; so a stage whose layers have
     saved buffers has its streams ordered, too. Buffers that are not saved (``persistent=False``) are taken for
     constants. The calling thread receives, sends (beside the threads' work) and runs autograd.
@@ -193,7 +190,7 @@ class ThreadedWorker(Worker):
         super().__init__(*arguments, **options)
         self._in_turn = in_turn
         device = next(iter(self.stages.values())).device
-        self._streams = CudaStreams(device) if device.type == "cuda" else Streams()
+        self._streams = DeviceStreams(device) if device.type != "cpu" else Streams()
         self._ordered = {index for index, stage in self.stages.items()
                          if any(map(_has_saved_buffers, stage.modules.values()))}
         self._threads: dict[int, ThreadPoolExecutor] = {}  # one thread each, by microbatch

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
+from vpipe import accelerator
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Kind, Op
 
@@ -31,8 +30,7 @@ class NaiveWorker(Worker):
     def _to_its_end(self, op: Kind, operation: Callable[[int, int], None], stage: int, index: int) -> None:
         operation(stage, index)
         for here in self.stages.values():
-            if here.device.type == "cuda":
-                torch.cuda.synchronize(here.device)
-                break
+            accelerator.synchronize(here.device)
+            break
         if op in _SENT:
             self.transport.wait_sent(_SENT[op])

@@ -1,0 +1,220 @@
+"""Know the kinds of devices beside the processor: the one file that names any of them.
+
+Everything else asks here what a device can do. NVIDIA's GPUs are of the kind cuda, and so, in torch, are AMD's; Intel's
+are xpu, Ascend's NPUs npu, Gaudi's hpu, Apple's mps. What a device lacks is asked for, not assumed: the module of torch
+that serves a kind (:func:`torch.get_device_module`) has a function for it, or has not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a config is read without torch
+    import torch
+
+USUAL = "cuda"
+"""The kind that is meant where torch knows none: it is asked how many devices there are, and says none."""
+
+KINDS = (USUAL, "xpu", "npu", "hpu", "mps")
+"""Kinds that a config may name; a torch is built for one of them at most."""
+
+COLLECTIVES = {USUAL: "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}
+"""The backend of torch.distributed that carries tensors of a kind between devices; gloo, over the host, of others."""
+
+DIRECT = frozenset(COLLECTIVES.values())
+"""Those backends: each device has one rank, and transfers match by their order alone (docs/nccl.md)."""
+
+FUSED = frozenset({"cpu", USUAL, "xpu"})
+"""Kinds for which torch's optimizers have fused kernels."""
+
+_TRITON = frozenset({USUAL, "xpu"})
+
+
+def kind() -> str:
+    """Return the kind of the devices that this torch is built for."""
+    import torch
+
+    found = torch.accelerator.current_accelerator()
+    return USUAL if found is None else found.type
+
+
+def collectives() -> str:
+    """Return the backend of this torch's devices."""
+    return COLLECTIVES.get(kind(), "gloo")
+
+
+def has_collectives() -> bool:
+    """Return whether this torch has that backend."""
+    import torch.distributed as dist
+
+    return bool(getattr(dist, f"is_{collectives()}_available", lambda: dist.is_backend_available(collectives()))())
+
+
+def carriers(backend: str) -> str:
+    """Return the backends of a process group: beside one for devices, tensors in the host's memory go by gloo."""
+    return backend if backend not in DIRECT else f"cpu:gloo,{kind()}:{backend}"
+
+
+def current() -> torch.device:
+    """Return the current device of this process."""
+    import torch
+
+    return torch.device(kind(), current_index())
+
+
+def module_of(device: torch.device | str) -> Any:
+    """Return torch's module for the kind of a device, such as ``torch.cuda``."""
+    import torch
+
+    return getattr(torch, device if isinstance(device, str) else device.type)
+
+
+def count() -> int:
+    """Return how many devices this process sees; starts no context on them."""
+    return int(module_of(kind()).device_count())
+
+
+def is_started() -> bool:
+    """Return whether this process has a context on its devices."""
+    return bool(getattr(module_of(kind()), "is_initialized", bool)())
+
+
+def current_index() -> int:
+    """Return the number of the device that the program chose, 0 where it chose none."""
+    return int(module_of(kind()).current_device())
+
+
+def make_current(device: torch.device) -> None:
+    """Make a device the current one of this process."""
+    module_of(device).set_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that was queued; a processor has."""
+    if device.type != "cpu":
+        module_of(device).synchronize(device)
+
+
+# -- what a device is -----------------------------------------------------------------------------------------------
+
+def name_of(device: torch.device) -> str:
+    """Return the name that its maker gave it."""
+    return str(module_of(device).get_device_name(device))
+
+
+def uuid_of(device: torch.device) -> str:
+    """Return the identity of a device, in whatever order a process sees them; its number where torch has no other."""
+    return str(getattr(module_of(device).get_device_properties(device), "uuid", device))
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return its memory."""
+    return int(module_of(device).get_device_properties(device).total_memory)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return its unused memory."""
+    return int(module_of(device).mem_get_info(device)[0])
+
+
+def multiplies_in_tf32(device: torch.device) -> bool:
+    """Return whether products of fp32 are rounded to tf32: see ``torch.set_float32_matmul_precision``."""
+    import torch
+
+    return device.type == USUAL and torch.get_float32_matmul_precision() != "highest"
+
+
+def needs_triton(device: torch.device) -> bool:
+    """Return whether torch.compile makes kernels for the device by triton."""
+    return device.type in _TRITON
+
+
+def add_in_fixed_order(device: torch.device) -> None:
+    """Let torch choose kernels that add in a fixed order, as those of a processor do."""
+    import torch
+
+    if device.type != "cpu":
+        if device.type == USUAL:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+# -- memory that torch counts -----------------------------------------------------------------------------------------
+
+def held_bytes(device: torch.device) -> int:
+    """Return the memory that tensors of this process have."""
+    return int(module_of(device).memory_allocated(device))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory that tensors of this process have had since :func:`reset_peak`."""
+    return int(module_of(device).max_memory_allocated(device))
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to count the peak anew."""
+    module_of(device).reset_peak_memory_stats(device)
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Return the generators that layers on a device draw from: the host's, and the device's own.
+
+    Each rank seeds them for every microbatch, so that a mask does not depend on which device draws it.
+    """
+    import torch
+
+    if device.type == "cpu":
+        return [torch.default_generator]
+    assert device.index is not None, "any other device would draw from another generator than the one that is seeded"
+    module = module_of(device)
+    module.init()  # makes them
+    return [torch.default_generator, module.default_generators[device.index]]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from the generators of the host and of the current device as seeded, and leave the caller's states alone."""
+    import torch
+
+    devices = [current_index()] if is_started() else []
+    with torch.random.fork_rng(devices=devices, device_type=kind()):
+        for generator in (torch.default_generator, *(module_of(kind()).default_generators[one] for one in devices)):
+            generator.manual_seed(seed)
+        yield
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of all devices of this process, if there are any."""
+    module = module_of(kind())
+    if module.is_available():
+        module.manual_seed_all(seed)
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+def new_stream(device: torch.device, priority: int = 0) -> torch.Stream:
+    """Return a queue of work on a device; negative priorities go first."""
+    stream: torch.Stream = module_of(device).Stream(device, priority)
+    return stream
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the queue that takes the work of this thread."""
+    stream: torch.Stream = module_of(device).current_stream(device)
+    return stream
+
+
+def using(device: torch.device, stream: torch.Stream) -> AbstractContextManager[None]:
+    """Return the context in which a stream of a device takes the work of this thread."""
+    within: AbstractContextManager[None] = module_of(device).stream(stream)
+    return within
+
+
+def handle_of(device: torch.device, stream: torch.Stream) -> int:
+    """Return the driver's handle of a stream."""
+    return int(getattr(stream, f"{device.type}_stream"))
