@@ -103,9 +103,8 @@ def test_a_layer_that_builds_itself_on_a_gpu_is_seeded_there(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generators[torch.device(device).index].get_state())
-    monkeypatch.setattr(torch.cuda, "set_rng_state",
-                        lambda state, device: generators[torch.device(device).index].set_state(state))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generators[device].get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: generators[device].set_state(state))
     drawn: list[float] = []
 
     def build() -> nn.Module:
