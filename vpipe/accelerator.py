@@ -84,40 +84,50 @@ def is_started() -> bool:
 
 def current_index() -> int:
     """Return the number of the device that the program chose, 0 where it chose none."""
-    return int(module_of(kind()).current_device())
+    return int(getattr(module_of(kind()), "current_device", int)())
 
 
 def make_current(device: torch.device) -> None:
-    """Make a device the current one of this process."""
-    module_of(device).set_device(device)
+    """Make a device the current one of this process, where it may have several."""
+    if hasattr(module_of(device), "set_device"):
+        module_of(device).set_device(device)
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until a device has done all that was queued; a processor has."""
     if device.type != "cpu":
-        module_of(device).synchronize(device)
+        import torch
+
+        torch.accelerator.synchronize(device)
 
 
 # -- what a device is -----------------------------------------------------------------------------------------------
 
 def name_of(device: torch.device) -> str:
     """Return the name that its maker gave it."""
-    return str(module_of(device).get_device_name(device))
+    return str(module_of(device).get_device_name(device)) if hasattr(module_of(device), "get_device_name") else \
+        device.type
 
 
 def uuid_of(device: torch.device) -> str:
     """Return the identity of a device, in whatever order a process sees them; its number where torch has no other."""
-    return str(getattr(module_of(device).get_device_properties(device), "uuid", device))
+    properties = getattr(module_of(device), "get_device_properties", lambda device: None)(device)
+    return str(getattr(properties, "uuid", device))
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return its memory."""
-    return int(module_of(device).get_device_properties(device).total_memory)
+    """Return its memory; 0 where torch does not know."""
+    if hasattr(module_of(device), "recommended_max_memory"):  # that it shares with the processor
+        return int(module_of(device).recommended_max_memory())
+    properties = getattr(module_of(device), "get_device_properties", lambda device: None)(device)
+    return int(getattr(properties, "total_memory", 0))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return its unused memory."""
-    return int(module_of(device).mem_get_info(device)[0])
+    """Return its unused memory; half of all where torch does not know."""
+    if hasattr(module_of(device), "mem_get_info"):
+        return int(module_of(device).mem_get_info(device)[0])
+    return total_bytes(device) // 2
 
 
 def multiplies_in_tf32(device: torch.device) -> bool:
@@ -143,6 +153,11 @@ def add_in_fixed_order(device: torch.device) -> None:
 
 
 # -- memory that torch counts -----------------------------------------------------------------------------------------
+
+def counts_memory(device: torch.device) -> bool:
+    """Return whether torch counts the memory of tensors there, and its peak."""
+    return hasattr(module_of(device), "max_memory_allocated")
+
 
 def held_bytes(device: torch.device) -> int:
     """Return the memory that tensors of this process have."""
@@ -171,9 +186,15 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     if device.type == "cpu":
         return [torch.default_generator]
     assert device.index is not None, "any other device would draw from another generator than the one that is seeded"
-    module = module_of(device)
-    module.init()  # makes them
-    return [torch.default_generator, module.default_generators[device.index]]
+    return [torch.default_generator, _generator(device.index)]
+
+
+def _generator(index: int) -> torch.Generator:
+    """Return the generator of a device by its number."""
+    module = module_of(kind())
+    getattr(module, "init", lambda: None)()  # makes them
+    generator: torch.Generator = module.default_generators[index]
+    return generator
 
 
 @contextmanager
@@ -183,7 +204,7 @@ def seeded(seed: int) -> Iterator[None]:
 
     devices = [current_index()] if is_started() else []
     with torch.random.fork_rng(devices=devices, device_type=kind()):
-        for generator in (torch.default_generator, *(module_of(kind()).default_generators[one] for one in devices)):
+        for generator in (torch.default_generator, *map(_generator, devices)):
             generator.manual_seed(seed)
         yield
 
@@ -192,7 +213,7 @@ def seed_all(seed: int) -> None:
     """Seed the generators of all devices of this process, if there are any."""
     module = module_of(kind())
     if module.is_available():
-        module.manual_seed_all(seed)
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------

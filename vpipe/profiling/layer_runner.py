@@ -162,7 +162,7 @@ def _working(runner: LayerRunner, given: LayerInputs, shared: Sequence[Tensor]) 
     kept = ActivationCounter()
     with kept.counting():
         record = runner.forward(given)[1]
-    if (device := runner.stage.device).type != "cpu":
+    if (device := runner.stage.device).type != "cpu" and accelerator.counts_memory(device):
         accelerator.reset_peak(device)
         before = accelerator.held_bytes(device)
         runner.backward(record, given.gradients)

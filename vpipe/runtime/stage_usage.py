@@ -63,7 +63,7 @@ _OF_RANK = ("communication_s", "idle_s", "bytes_sent")
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory that this process has held: resident on a CPU, allocated on a GPU."""
-    if device.type != "cpu":
+    if device.type != "cpu" and accelerator.counts_memory(device):
         return accelerator.peak_bytes(device)
     try:  # not getrusage: on Linux it starts from the peak of the process that started this one
         with open("/proc/self/status") as status:

@@ -1,0 +1,45 @@
+"""What a device lacks is asked for: torch's module for processors, which has nearly nothing, stands in for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vpipe import accelerator
+
+BARE = torch.device("cpu")
+
+
+def test_what_a_kind_of_device_lacks_is_not_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "kind", lambda: "cpu")
+    assert not accelerator.counts_memory(BARE)
+    assert accelerator.uuid_of(BARE) == accelerator.name_of(BARE) == "cpu"
+    assert accelerator.total_bytes(BARE) == accelerator.free_bytes(BARE) == 0
+    accelerator.synchronize(BARE)
+    accelerator.make_current(BARE)
+
+
+def test_a_torch_without_devices_has_none() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is a device")
+    assert (accelerator.kind(), accelerator.count(), accelerator.is_started()) == (accelerator.USUAL, 0, False)
+    accelerator.seed_all(0)
+
+
+@pytest.mark.parametrize(("kind", "backend", "group"), [
+    ("cuda", "nccl", "cpu:gloo,cuda:nccl"), ("xpu", "xccl", "cpu:gloo,xpu:xccl"), ("npu", "hccl", "cpu:gloo,npu:hccl"),
+    ("mps", "gloo", "gloo")])
+def test_a_kind_has_its_backend_and_gloo_for_the_host(kind: str, backend: str, group: str,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "kind", lambda: kind)
+    assert accelerator.collectives() == backend
+    assert accelerator.carriers(backend) == group
+    assert accelerator.carriers("gloo") == "gloo"
+
+
+def test_modules_are_initialised_under_a_seed_and_the_caller_s_state_stays() -> None:
+    before = torch.random.get_rng_state()
+    with accelerator.seeded(3):
+        drawn = torch.rand(2)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(3)))
