@@ -13,7 +13,8 @@ import pytest
 from watched_ranks import PACE, WITHIN_S, Ranks, Waiting, hello, until
 
 from vpipe.distributed.connection import Connection, connect, listening_socket
-from vpipe.distributed.failure_detector import Fault, WatchdogTiming
+from vpipe.distributed.failure_detector import WatchdogTiming
+from vpipe.distributed.fault import Fault
 from vpipe.distributed.sockets import break_off, connections
 from vpipe.errors import RunError
 
@@ -221,7 +222,7 @@ def test_a_hub_that_ends_by_an_error_says_so(ranks: Ranks, monkeypatch: pytest.M
     detector = ranks.start(3)
     until(lambda: all(member.connection is not None for member in detector._members))
 
-    def broken(now: float) -> None:
+    def broken(now: float, ending: bool) -> None:
         raise KeyError("judge")
 
     monkeypatch.setattr(detector, "_find_failure", broken)
