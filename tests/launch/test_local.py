@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,14 +28,18 @@ from vpipe.train.run_folder import failure_path, log_path
 REPORT = "import json, os, sys, time; folder = sys.argv[1]\n" \
          "def report(rank, what, fault=None, user=False, where=None, after=0.0):\n" \
          "    text = json.dumps({'rank': rank, 'time': time.time() + after, 'user': user, 'fault': fault,\n" \
-         "                       'blames': fault is not None, 'reporter': True,\n" \
+         "                       'blames': not (fault or {}).get('reported', True), 'reporter': True,\n" \
          "                       'problems': [[what, 'look there', where]]})\n" \
          "    open(f'{folder}/part{rank}', 'w').write(text)\n" \
          "    os.replace(f'{folder}/part{rank}', f'{folder}/rank{rank}.failure.json')\n" \
          "    sys.exit(1)\n" \
          "def lost(rank, other, what='died without a message', **more):\n" \
          "    report(rank, f'rank {other} (stage {9 - other}) {what}; rank {rank} was busy',\n" \
-         "           {'ranks': [other], 'what': what, 'hint': 'look there'}, **more)\n"
+         "           {'ranks': [other], 'what': what, 'hint': 'look there', 'reported': False}, **more)\n" \
+         "def failed(rank, what):\n" \
+         "    fault = {'ranks': [rank], 'what': f'failed: {what}', 'hint': 'look there', 'reported': True}\n" \
+         "    report(rank, what, fault)\n" \
+         "def die(number): os.kill(os.getpid(), number)\n"
 GRACE_S = 0.6
 STUCK = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(f'{folder}/ready', 'w'); time.sleep(60)"
 
@@ -115,6 +120,45 @@ def test_a_dead_rank_goes_before_what_others_saw_of_it(monkeypatch: pytest.Monke
 def test_when_ranks_only_blame_each_other_the_first_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     error = failed(monkeypatch, tmp_path, "lost(0, 1, 'is slow', after=1)", "lost(1, 0, 'is slow')")
     assert str(error).startswith("error: rank 0 (stage 9) is slow; rank 1 was busy\n")
+
+
+CLOSED = "RuntimeError: Connection closed by peer"
+KILLED = "rank 1 (stage 8) died without a message, killed by signal 9 (SIGKILL)"
+
+
+@pytest.mark.parametrize(("programs", "told"), [
+    (("sys.exit(1)", "time.sleep(0.2); die(9)"), KILLED),
+    ((f"failed(0, '{CLOSED}')", "time.sleep(0.2); die(9)"), KILLED),
+    (("lost(0, 1, 'lost its connection with rank 0')", "time.sleep(0.2); die(9)"), f"{KILLED}; rank 0 was busy"),
+    (("lost(0, 2, 'is running but did not answer in time')", "time.sleep(0.2); die(9)", "time.sleep(0.1); lost(2, 1)"),
+     f"{KILLED}; rank 2 was busy"),
+    ((f"failed(0, '{CLOSED}')", "time.sleep(60)"), CLOSED),
+    (("sys.exit(1)", "lost(1, 2, 'has ended its program')", "pass"),
+     "rank 2 (stage 7) has ended its program; rank 1 was busy"),
+    (("die(6)", "time.sleep(0.2); failed(1, 'ran dry')"), "ran dry"),  # gloo aborts when it loses another
+], ids=["a full disk", "an error of gloo", "a hasty word", "a wrong word", "gloo alone", "disk and word", "abort"])
+def test_what_follows_from_a_failure_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                         programs: tuple[str, ...], told: str) -> None:
+    """Whichever rank ended first, and whatever its number."""
+    what, hint = str(failed(monkeypatch, tmp_path, *programs)).split("\n")
+    assert what == f"error: {told}"
+    assert hint.startswith("hint: ")
+
+
+def test_how_a_rank_died_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its connections are closed first: the others may have ended for long when the system gives its exit status."""
+    status, dead = local._status, list[float]()
+
+    def late(process: subprocess.Popen[bytes]) -> int | None:
+        if (known := status(process)) == -signal.SIGKILL:
+            dead.append(time.monotonic())
+            return known if time.monotonic() > dead[0] + 3 * GRACE_S else None
+        return known
+
+    monkeypatch.setattr(local, "_status", late)
+    error = failed(monkeypatch, tmp_path, "lost(0, 1)", "die(9)")
+    assert str(error).startswith(
+        "error: rank 1 (stage 8) died without a message, killed by signal 9 (SIGKILL); rank 0 was busy\n")
 
 
 def test_a_mistake_found_by_a_rank_is_a_failed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -102,6 +102,11 @@ class Fault:
     def from_message(cls, message: Mapping[str, Any]) -> Fault:
         return cls(**{**message, "ranks": tuple(message["ranks"])})
 
+    @property
+    def is_death(self) -> bool:
+        """Whether the processes are gone and did not report why."""
+        return self.what == Fault.ended().what
+
     def sentence(self, place: Callable[[int], str]) -> str:
         """Return who failed and how: ``rank 2 (stage 2) on host1 died without a message``.
 
@@ -159,7 +164,7 @@ def cause(faults: Sequence[Fault], ends: Mapping[int, End]) -> Fault | None:
     if found is not None and found.reported and not may_follow(found.what):
         return found
     if found is not None and (named := [rank for rank in found.ranks if rank in ends]):
-        dead = found if found.what == Fault.ended().what else Fault.ended(*named)
+        dead = found if found.is_death else Fault.ended(*named)
         return dead.knowing(*(ends[rank].how for rank in named))
     silent = [rank for rank, end in ends.items() if end.forced] or ([] if found is not None else list(ends)[:1])
     return Fault.ended(*silent).knowing(*(ends[rank].how for rank in silent)) if silent else found

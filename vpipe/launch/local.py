@@ -318,7 +318,7 @@ def _failure(groups: Sequence[Processes | RemoteRanks], elsewhere: Sequence[Remo
 def _dying(statuses: Mapping[int, int | None], folder: Path) -> bool:
     """Return whether other ranks found one dead whose exit status has yet to come: a system may take long to end it."""
     dead = {rank for report in read_reports(folder) if (fault := reported_fault(report)) is not None
-            and fault == Fault.ended(*fault.ranks) for rank in fault.ranks}
+            and fault.is_death for rank in fault.ranks}
     return any(statuses.get(rank, 0) is None for rank in dead)
 
 
