@@ -20,16 +20,16 @@ from test_run_ends import alive, until
 from vpipe.distributed.network import free_port
 from vpipe.errors import LastingError, RunError, UserError, VpipeError
 from vpipe.launch import local
-from vpipe.launch.failure_report import read_report
+from vpipe.launch.failure_report import read_report, write_report
 from vpipe.launch.local import Interrupted, StartNotice, StoppedRanks, close_all, run_ranks
 from vpipe.launch.rank_env import HostRanks
 from vpipe.train.run_folder import failure_path, log_path
 
 REPORT = "import json, os, sys, time; folder = sys.argv[1]\n" \
-         "def report(rank, what, fault=None, user=False, where=None, after=0.0):\n" \
-         "    text = json.dumps({'rank': rank, 'time': time.time() + after, 'user': user, 'fault': fault,\n" \
-         "                       'blames': not (fault or {}).get('reported', True), 'reporter': True,\n" \
-         "                       'problems': [[what, 'look there', where]]})\n" \
+         "def report(rank, what, fault=None, after=0.0):\n" \
+         "    text = json.dumps({'rank': rank, 'time': time.time() + after, 'starting': False, 'lasting': False,\n" \
+         "                       'blames': not (fault or {}).get('reported', True), 'reporter': True, 'frames': '',\n" \
+         "                       'fault': fault, 'problems': [[what, 'look there', None]]})\n" \
          "    open(f'{folder}/part{rank}', 'w').write(text)\n" \
          "    os.replace(f'{folder}/part{rank}', f'{folder}/rank{rank}.failure.json')\n" \
          "    sys.exit(1)\n" \
@@ -162,11 +162,11 @@ def test_how_a_rank_died_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_a_mistake_found_by_a_rank_is_a_failed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    error = failed(monkeypatch, tmp_path, "time.sleep(60)", "report(1, 'the loss has shape [2]', user=True, where='a')")
-    assert isinstance(error, RunError)
-    assert not isinstance(error, UserError)
+    write_report(tmp_path, 1, UserError("the loss has shape [2]", hint="look there", where="a"))
+    error = failed(monkeypatch, tmp_path, "time.sleep(60)", "sys.exit(2)")
+    assert isinstance(error, LastingError)
     assert error.exit_status == 1
-    assert str(error) == "error: rank 1 (stage 8): the loss has shape [2] (a)\nhint: look there"
+    assert str(error) == "error: rank 1: the loss has shape [2] (a)\nhint: look there"
 
 
 def test_a_rank_that_will_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

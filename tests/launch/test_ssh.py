@@ -52,7 +52,8 @@ exec bash -c "${@: -1}"
 RANK_WRITES = "print(f'this is {rank}'); open(f'{folder}/trace{rank}.json', 'w').write('[]' * 1_500_000)"
 RANK_FAILS = """\
 time.sleep(0.5)
-text = {"rank": rank, "time": time.time(), "user": False, "blames": False, "fault": None, "reporter": True,
+text = {"rank": rank, "time": time.time(), "starting": False, "blames": False, "fault": None,
+        "reporter": True, "lasting": False, "frames": "",
         "problems": [[f"broke on {os.environ['VPIPE_HOST']}", f"the log is in {folder}/rank{rank}.log", None]]}
 open(f"{folder}/rank{rank}.failure.json", "w").write(json.dumps(text))
 sys.exit(1)

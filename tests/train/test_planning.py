@@ -164,12 +164,12 @@ def test_when_nothing_fits_every_rank_says_the_same_and_the_user_hears_it_once(
         plan_job(auto(tmp_path, parallel__recompute="auto", parallel__memory="100kB"), tmp_path)
     for rank in (0, 1):
         write_report(tmp_path, rank, error.value)
-    told = find_failure(tmp_path, "rank {}".format, {0: 2, 1: 2})
+    told = find_failure(tmp_path, "rank {}".format, {})
     assert isinstance(told, UserError)
     assert str(told) == str(error.value)
     for rank in (0, 1):
         write_report(tmp_path, rank, UserError("other", hint="no plan"))
-    assert isinstance(find_failure(tmp_path, "rank {}".format, {0: 2, 1: 2}), RunError)
+    assert isinstance(find_failure(tmp_path, "rank {}".format, {}), RunError)
 
 
 def test_under_a_schedule_from_a_file_stages_are_balanced_without_measuring(tmp_path: Path,

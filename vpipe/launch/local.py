@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 from vpipe.distributed.descriptors import reserve_for_starting
 from vpipe.distributed.environment import PARENT_PIPE
-from vpipe.distributed.fault import Fault
+from vpipe.distributed.fault import End, Fault
 from vpipe.distributed.network import held
 from vpipe.distributed.signals import STOPS, UNSAVED, status_after
 from vpipe.errors import LastingError, RunError, VpipeError, counted
-from vpipe.launch.failure_report import find_failure, read_report, read_reports, reported_fault
+from vpipe.launch.failure_report import find_failure, read_report, read_reports
 from vpipe.launch.rank_env import HostRanks
 from vpipe.train.run_folder import RUNNING, log_path
 
@@ -72,8 +72,8 @@ class RemoteRanks(Protocol):
         """As :attr:`Processes.statuses`. Raises RunError where what they write cannot be kept here."""
 
     @property
-    def lost(self) -> str | None:
-        """How the host was lost, if it was: ``as ssh to hostB ended with exit status 255``."""
+    def lost(self) -> Mapping[int, End]:
+        """The ends of ranks that were lost with their host."""
 
     def stop(self, number: int) -> None:
         """As :meth:`Processes.stop`."""
@@ -308,18 +308,18 @@ def _failure(groups: Sequence[Processes | RemoteRanks], elsewhere: Sequence[Remo
     stopped = None if None in statuses.values() else _stopped(statuses)
     if stopped is not None:
         return stopped
-    lost = {rank: other.lost for other in elsewhere if other.lost is not None
-            for rank, status in other.statuses.items() if status is None}
-    failure = find_failure(folder, describe, statuses, lost)
+    ends = {rank: End.with_status(status) for rank, status in statuses.items() if status}
+    for other in elsewhere:
+        ends |= other.lost
+    failure = find_failure(folder, describe, ends)
     assert failure is not None, "else no rank has failed"
     return failure
 
 
 def _dying(statuses: Mapping[int, int | None], folder: Path) -> bool:
     """Return whether other ranks found one dead whose exit status has yet to come: a system may take long to end it."""
-    dead = {rank for report in read_reports(folder) if (fault := reported_fault(report)) is not None
-            and fault.is_death for rank in fault.ranks}
-    return any(statuses.get(rank, 0) is None for rank in dead)
+    return any(statuses.get(rank, 0) is None for _, fault in read_reports(folder) if fault is not None
+               and fault.is_death for rank in fault.ranks)
 
 
 def _statuses(groups: Sequence[Processes | RemoteRanks]) -> dict[int, int | None]:

@@ -187,7 +187,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
         if startup.rendezvous is not None and not startup.rendezvous.watchdog.is_reporter:
             time.sleep(REPORTED_S)
             raise SystemExit(failure.exit_status)
-        raise reported_error(report, job.describe, folder)
+        raise reported_error(report)
     if rank.rank == 0:
         if stopped is None:
             Starter.end(folder)

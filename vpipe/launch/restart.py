@@ -266,7 +266,7 @@ def _failures(run: Path, restarts: int | None) -> tuple[Failure, ...]:
     """Return the failures of a run's attempts. Raises UserError if no attempt is to follow them."""
     before = Starter.read(run)
     assert before is not None, "it was found by that"
-    error = find_failure(run, "rank {}".format)
+    error = find_failure(run, "rank {}".format, {})
     if error is None:
         return before.failures  # it was stopped by a signal, or from outside
     what = error.located if isinstance(error, RunError) else error.problems[0].what

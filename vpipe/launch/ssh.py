@@ -20,6 +20,7 @@ from typing import Any
 
 from vpipe.config.config import LaunchSection
 from vpipe.config.machines import Hosts, host_of
+from vpipe.distributed.fault import End
 from vpipe.distributed.network import listening
 from vpipe.errors import Problem, RunError, UserError
 from vpipe.launch.local import GRACE_S, close_all
@@ -74,7 +75,7 @@ class Remote:
         self._folder: Path | None = None
         self._heard_at = self._asked_at = time.monotonic()
         self._closed, self._sending = Event(), Lock()
-        self.lost: str | None = None
+        self.lost: dict[int, End] = {}
         self._unwritten: RunError | None = None
         self.answer: dict[str, Any] = {}
         try:
@@ -230,10 +231,11 @@ class Remote:
                     f"what host {self.host} sends cannot be written into '{self._folder}': {error}",
                     hint="look whether there is room")
         status = self._ssh.wait()
-        if None in self._statuses.values() and self._folder is not None and self.lost is None:
+        left = [rank for rank, status in self._statuses.items() if status is None]
+        if left and self._folder is not None:
             time.sleep(0.1)  # for its last lines on the other pipe
             last = next((f": {line}" for line in reversed(self._errors) if line), "")
-            self.lost = f"as ssh to {self.host} ended with exit status {status}{last}"
+            self.lost = dict.fromkeys(left, End(f"as ssh to {self.host} ended with exit status {status}{last}", True))
         self._closed.set()
 
     def _handle(self, message: Mapping[str, Any]) -> None:
