@@ -84,7 +84,13 @@ class CheckError(UserError):
 
 
 class RunError(VpipeError):
-    """A run failed; the error has the rank, the stage, the action and the reason; exit status 1."""
+    """A run failed; the error has the rank, the stage, the action and the reason; exit status 1.
+
+    Attributes:
+        host: of the rank, where there are several.
+    """
+
+    host: str | None = None
 
     def __init__(self, what: str, *, hint: str, rank: int | None = None, stage: int | None = None,
                  microbatch: int | None = None, action: str | None = None, peer: int | None = None) -> None:
@@ -96,7 +102,7 @@ class RunError(VpipeError):
     def located(self) -> str:
         """Return the reason and the place: ``out of luck (rank 2, stage 3, microbatch 5, action 3F5)``."""
         places = [f"{name} {value}" for name, value in
-                  (("rank", self.rank), ("stage", self.stage), ("microbatch", self.microbatch),
+                  (("rank", self.rank), ("stage", self.stage), ("host", self.host), ("microbatch", self.microbatch),
                    ("action", self.action), ("peer rank", self.peer)) if value is not None]
         return f"{self.what} ({', '.join(places)})" if places else self.what
 

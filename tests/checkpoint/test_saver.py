@@ -345,7 +345,7 @@ def test_without_rank_0_the_others_say_so(tmp_path: Path) -> None:
     saver = Saver(tmp_path, None, Exchange(lines.of_rank[1]))
     saver.save(about(1), {})
     lines.leave(0)
-    with pytest.raises(RunError, match=r"could not save step 1: rank 0 has ended \(rank 1\)\nhint: see there"):
+    with pytest.raises(RunError, match=r"rank 0 has ended; step 1 could not be saved \(rank 1\)\nhint: see there"):
         saver.wait()
     assert saver.results[0].error == "a rank is gone"
     saver.close()

@@ -48,7 +48,7 @@ def test_ranks_by_host() -> None:
     assert hosts.on(None) == {0: 1, 2: 0}
     assert hosts.on("me@hostB") == {1: 0, 3: 2}
     assert [hosts.name(rank) for rank in range(5)] == ["hostA", "hostB", "hostA", "hostB", "hostC"]
-    assert hosts.described(3, "rank 3 (stage 1)") == "rank 3 (stage 1, host hostB)"
+    assert hosts.described(3, "rank 3 (stage 1)") == "rank 3 (stage 1) on hostB"
 
 
 def test_one_host_is_left_out_of_messages() -> None:

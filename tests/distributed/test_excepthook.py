@@ -15,7 +15,7 @@ from watched_ranks import Ranks
 
 from vpipe import Model
 from vpipe.distributed import excepthook
-from vpipe.distributed.failure_detector import Fault
+from vpipe.distributed.fault import Fault
 from vpipe.distributed.network import free_port
 from vpipe.errors import Problem, RunError, UserError
 

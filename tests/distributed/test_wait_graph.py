@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vpipe.distributed.failure_detector import Fault, RankState, Wait
+from vpipe.distributed.failure_detector import RankState, Wait
+from vpipe.distributed.fault import Fault
 from vpipe.distributed.wait_graph import WaitChain, chains
 
 AT_WORK = RankState()

@@ -7,13 +7,15 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from threading import Event, Thread
+from dataclasses import asdict
+from threading import Event, Thread, Timer
 
 import pytest
 from watched_ranks import PACE, WITHIN_S, Ranks, Waiting, hello, until
 
 from vpipe.distributed.connection import Connection, connect, listening_socket
-from vpipe.distributed.failure_detector import Fault, WatchdogTiming
+from vpipe.distributed.failure_detector import WatchdogTiming
+from vpipe.distributed.fault import Fault
 from vpipe.distributed.sockets import break_off, connections
 from vpipe.errors import RunError
 
@@ -35,6 +37,44 @@ def test_a_rank_whose_main_thread_raises_is_not_ended(ranks: Ranks) -> None:
     assert ranks.watches[0].explain(1, None) == Fault.ended(2)  # not the neighbour that it lost
     ranks.end_of(1)
     assert ranks.ended[0].empty()
+
+
+def test_a_death_goes_before_what_a_rank_says_that_noticed_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the detector reads the latter first: it had much else to do."""
+    detector = ranks.start(3, without=(2,))
+    line, find = hello(detector, 2), detector._find_failure
+    until(lambda: all(member.connection is not None for member in detector._members))
+    waits, said = Event(), Event()
+
+    def late(now: float, *, ending: bool) -> None:
+        waits.set()
+        said.wait(WITHIN_S)
+        find(now, ending=ending)
+
+    monkeypatch.setattr(detector, "_find_failure", late)
+    assert waits.wait(WITHIN_S)
+    ranks.lines[1].send({"fault": asdict(Fault.hung_up(2, 1))})
+    line.close()
+    time.sleep(0.1)
+    said.set()
+    assert ranks.watches[0].explain(1, None) == Fault.ended(2)
+
+
+def test_an_error_of_a_lost_connection_waits_for_the_death_that_it_may_come_from(ranks: Ranks) -> None:
+    """It is an error of the user's own transfer, of which the watchdog knows nothing."""
+    detector = ranks.start(3, without=(2,))
+    line = hello(detector, 2)
+    Timer(0.3, line.close).start()
+    ranks.watches[1].failed(RuntimeError("[1] Connection closed by peer [127.0.0.1]:4711"))
+    assert ranks.watches[1].fault == ranks.watches[0].explain(1, None) == Fault.ended(2)
+
+
+def test_what_a_rank_says_of_itself_goes_before_its_end(ranks: Ranks) -> None:
+    detector = ranks.start(3, without=(2,))
+    line = hello(detector, 2)
+    line.send({"fault": asdict(Fault.failed(2, ValueError("7")))})
+    line.close()
+    assert ranks.watches[0].explain(2, None) == Fault.failed(2, ValueError("7"))
 
 
 def test_silence_is_a_failure_and_a_whole_host_fails_at_once(ranks: Ranks) -> None:
@@ -221,7 +261,7 @@ def test_a_hub_that_ends_by_an_error_says_so(ranks: Ranks, monkeypatch: pytest.M
     detector = ranks.start(3)
     until(lambda: all(member.connection is not None for member in detector._members))
 
-    def broken(now: float) -> None:
+    def broken(now: float, ending: bool) -> None:
         raise KeyError("judge")
 
     monkeypatch.setattr(detector, "_find_failure", broken)

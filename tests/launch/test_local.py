@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,18 +20,26 @@ from test_run_ends import alive, until
 from vpipe.distributed.network import free_port
 from vpipe.errors import LastingError, RunError, UserError, VpipeError
 from vpipe.launch import local
-from vpipe.launch.failure_report import read_report
+from vpipe.launch.failure_report import read_report, write_report
 from vpipe.launch.local import Interrupted, StartNotice, StoppedRanks, close_all, run_ranks
 from vpipe.launch.rank_env import HostRanks
 from vpipe.train.run_folder import failure_path, log_path
 
 REPORT = "import json, os, sys, time; folder = sys.argv[1]\n" \
-         "def report(rank, what, blames=False, user=False, where=None, after=0.0):\n" \
-         "    text = json.dumps({'rank': rank, 'time': time.time() + after, 'user': user, 'blames_peer': blames,\n" \
-         "                       'problems': [[what, 'look there', where]]})\n" \
+         "def report(rank, what, fault=None, after=0.0):\n" \
+         "    text = json.dumps({'rank': rank, 'time': time.time() + after, 'starting': False, 'lasting': False,\n" \
+         "                       'blames': not (fault or {}).get('reported', True), 'reporter': True, 'frames': '',\n" \
+         "                       'fault': fault, 'problems': [[what, 'look there', None]]})\n" \
          "    open(f'{folder}/part{rank}', 'w').write(text)\n" \
          "    os.replace(f'{folder}/part{rank}', f'{folder}/rank{rank}.failure.json')\n" \
-         "    sys.exit(1)\n"
+         "    sys.exit(1)\n" \
+         "def lost(rank, other, what='died without a message', **more):\n" \
+         "    report(rank, f'rank {other} (stage {9 - other}) {what}; rank {rank} was busy',\n" \
+         "           {'ranks': [other], 'what': what, 'hint': 'look there', 'reported': False}, **more)\n" \
+         "def failed(rank, what):\n" \
+         "    fault = {'ranks': [rank], 'what': f'failed: {what}', 'hint': 'look there', 'reported': True}\n" \
+         "    report(rank, what, fault)\n" \
+         "def die(number): os.kill(os.getpid(), number)\n"
 GRACE_S = 0.6
 STUCK = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(f'{folder}/ready', 'w'); time.sleep(60)"
 
@@ -63,7 +72,7 @@ def test_a_rank_that_is_stopped_for_long_is_a_failure(monkeypatch: pytest.Monkey
     program = "import os, signal, time; os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)"
     monkeypatch.setattr(HostRanks, "command", lambda ranks, folder: [sys.executable, "-S", "-c", program])
     monkeypatch.setattr(local, "GRACE_S", GRACE_S)
-    with pytest.raises(RunError, match=r"rank 0 has been stopped for 0.3 s"):
+    with pytest.raises(RunError, match=r"0 gave no sign of life for 0.3 s, stopped by a signal \(SIGSTOP\) or a deb"):
         local.run_ranks(HostRanks.alone(1, free_port(None), threads=1), tmp_path, str, stopped_ranks=StoppedRanks(0.3))
 
 
@@ -83,40 +92,81 @@ def test_all_ranks_end_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("program", "how"), [
-    ("sys.exit(3)", "ended with exit status 3"),
-    ("os.kill(os.getpid(), 11)", "was killed by signal 11 (SIGSEGV)"),
-    ("os.kill(os.getpid(), 9)", "was killed by signal 9 (SIGKILL)"),
+    ("sys.exit(3)", "with exit status 3"), ("sys.exit(255)", "with exit status 255"),
+    ("os.kill(os.getpid(), 11)", "killed by signal 11 (SIGSEGV)"),
+    ("os.kill(os.getpid(), 9)", "killed by signal 9 (SIGKILL)"),
+    ("os.kill(os.getpid(), 40)", "killed by signal 40"),
+    ("sys.exit(128 + 9)", "killed by signal 9 (SIGKILL)"),  # in a container
 ])
 def test_a_rank_that_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, how: str) -> None:
     error = failed(monkeypatch, tmp_path, "time.sleep(60)", program)
-    assert str(error).startswith(f"error: rank 1 (stage 8) {how}\nhint: ")
+    assert str(error).startswith(f"error: rank 1 (stage 8) died without a message, {how}\nhint: ")
     assert str(log_path(tmp_path, 1)) in str(error)
     assert error.exit_status == 1
 
 
 def test_the_cause_goes_before_what_others_saw_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    error = failed(monkeypatch, tmp_path, "report(0, 'lost rank 1', blames=True)",
-                   "time.sleep(0.2); report(1, 'ran dry')", "report(2, 'lost rank 1', blames=True)")
+    error = failed(monkeypatch, tmp_path, "lost(0, 1, 'has ended')",
+                   "time.sleep(0.2); report(1, 'ran dry')", "lost(2, 1)")
     assert str(error) == "error: ran dry\nhint: look there"
 
 
 def test_a_dead_rank_goes_before_what_others_saw_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    error = failed(monkeypatch, tmp_path, "report(0, 'lost rank 1', blames=True)", "time.sleep(0.2); os._exit(7)")
-    assert str(error).startswith("error: rank 1 (stage 8) ended with exit status 7\n")
+    error = failed(monkeypatch, tmp_path, "lost(0, 1)", "time.sleep(0.2); os._exit(7)")
+    assert str(error).startswith(
+        "error: rank 1 (stage 8) died without a message, with exit status 7; rank 0 was busy\n")
 
 
 def test_when_ranks_only_blame_each_other_the_first_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    error = failed(monkeypatch, tmp_path, "report(0, 'gave up on 1', blames=True, after=1)",
-                   "report(1, 'gave up on 0', blames=True)")
-    assert str(error).startswith("error: gave up on 0\n")
+    error = failed(monkeypatch, tmp_path, "lost(0, 1, 'is slow', after=1)", "lost(1, 0, 'is slow')")
+    assert str(error).startswith("error: rank 0 (stage 9) is slow; rank 1 was busy\n")
+
+
+CLOSED = "RuntimeError: Connection closed by peer"
+KILLED = "rank 1 (stage 8) died without a message, killed by signal 9 (SIGKILL)"
+
+
+@pytest.mark.parametrize(("programs", "told"), [
+    (("sys.exit(1)", "time.sleep(0.2); die(9)"), KILLED),
+    ((f"failed(0, '{CLOSED}')", "time.sleep(0.2); die(9)"), KILLED),
+    (("lost(0, 1, 'lost its connection with rank 0')", "time.sleep(0.2); die(9)"), f"{KILLED}; rank 0 was busy"),
+    (("lost(0, 2, 'is running but did not answer in time')", "time.sleep(0.2); die(9)", "time.sleep(0.1); lost(2, 1)"),
+     f"{KILLED}; rank 2 was busy"),
+    ((f"failed(0, '{CLOSED}')", "time.sleep(60)"), CLOSED),
+    (("sys.exit(1)", "lost(1, 2, 'has ended its program')", "pass"),
+     "rank 2 (stage 7) has ended its program; rank 1 was busy"),
+    (("die(6)", "time.sleep(0.2); failed(1, 'ran dry')"), "ran dry"),  # gloo aborts when it loses another
+], ids=["a full disk", "an error of gloo", "a hasty word", "a wrong word", "gloo alone", "disk and word", "abort"])
+def test_what_follows_from_a_failure_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                         programs: tuple[str, ...], told: str) -> None:
+    """Whichever rank ended first, and whatever its number."""
+    what, hint = str(failed(monkeypatch, tmp_path, *programs)).split("\n")
+    assert what == f"error: {told}"
+    assert hint.startswith("hint: ")
+
+
+def test_how_a_rank_died_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its connections are closed first: the others may have ended for long when the system gives its exit status."""
+    status, dead = local._status, list[float]()
+
+    def late(process: subprocess.Popen[bytes]) -> int | None:
+        if (known := status(process)) == -signal.SIGKILL:
+            dead.append(time.monotonic())
+            return known if time.monotonic() > dead[0] + 3 * GRACE_S else None
+        return known
+
+    monkeypatch.setattr(local, "_status", late)
+    error = failed(monkeypatch, tmp_path, "lost(0, 1)", "die(9)")
+    assert str(error).startswith(
+        "error: rank 1 (stage 8) died without a message, killed by signal 9 (SIGKILL); rank 0 was busy\n")
 
 
 def test_a_mistake_found_by_a_rank_is_a_failed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    error = failed(monkeypatch, tmp_path, "time.sleep(60)", "report(1, 'the loss has shape [2]', user=True, where='a')")
-    assert isinstance(error, RunError)
-    assert not isinstance(error, UserError)
+    write_report(tmp_path, 1, UserError("the loss has shape [2]", hint="look there", where="a"))
+    error = failed(monkeypatch, tmp_path, "time.sleep(60)", "sys.exit(2)")
+    assert isinstance(error, LastingError)
     assert error.exit_status == 1
-    assert str(error) == "error: rank 1 (stage 8): the loss has shape [2] (a)\nhint: look there"
+    assert str(error) == "error: rank 1: the loss has shape [2] (a)\nhint: look there"
 
 
 def test_a_rank_that_will_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -128,7 +178,8 @@ def test_a_rank_that_will_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, tmp
 def test_what_a_killed_rank_had_started_ends_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     starts = "import subprocess; child = subprocess.Popen(['sleep', '60']); " \
              "open(f'{folder}/child', 'w').write(str(child.pid)); os.kill(os.getpid(), 9)"
-    assert "rank 1 (stage 8) was killed" in str(failed(monkeypatch, tmp_path, "time.sleep(60)", starts))
+    error = failed(monkeypatch, tmp_path, "time.sleep(60)", starts)
+    assert "rank 1 (stage 8) died without a message, killed by" in str(error)
     until(lambda: not alive(int((tmp_path / "child").read_text())), 10, "the child has ended")
 
 
@@ -167,8 +218,10 @@ def test_half_a_report_is_none(tmp_path: Path) -> None:
     assert read_report(tmp_path, 0) is None
     failure_path(tmp_path, 0).write_text("[]")
     assert read_report(tmp_path, 0) is None
-    failure_path(tmp_path, 0).write_text(json.dumps({"rank": 0}))
-    assert read_report(tmp_path, 0) == {"rank": 0}
+    failure_path(tmp_path, 0).write_text(json.dumps({"rank": 0, "blames_peer": False}))  # of an earlier vpipe
+    assert read_report(tmp_path, 0) is None
+    failure_path(tmp_path, 0).write_text(json.dumps({"rank": 0, "fault": None}))
+    assert read_report(tmp_path, 0) == {"rank": 0, "fault": None}
 
 
 def test_what_tells_gloo_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +297,7 @@ def test_a_rank_that_fails_as_it_leaves_off_is_told(monkeypatch: pytest.MonkeyPa
 
 def test_a_rank_that_is_lost_to_the_signal_before_it_trains_is_no_failure(monkeypatch: pytest.MonkeyPatch,
                                                                           tmp_path: Path) -> None:
-    blames = WELL.format(rank=0, status=0).replace("sys.exit(0)", "report(0, 'lost rank 1', blames=True)")
+    blames = WELL.format(rank=0, status=0).replace("sys.exit(0)", "lost(0, 1)")
     end = interrupted(monkeypatch, tmp_path, blames, WELL.format(rank=1, status="64 + number"))
     assert isinstance(end, Interrupted)
     assert not end.saved

@@ -17,7 +17,7 @@ from vpipe.cli import main
 from vpipe.config.config import Config, load_config
 from vpipe.distributed.environment import RankEnvironment, starter_id
 from vpipe.errors import UserError
-from vpipe.launch.failure_report import first_report
+from vpipe.launch.failure_report import find_failure
 from vpipe.launch.rank_env import ranks_of
 from vpipe.launch.restart import (
     FILE,
@@ -156,7 +156,8 @@ def test_what_is_not_started_again_can_be_gone_on_with_only_from_a_checkpoint(
     member = RankEnvironment("srun", 0, 2, 0, "n1", "127.0.0.1", 1, agent="job 7.0")
     job = Job.from_config(load_config(write_config(tmp_path)))
     run = Attempt.find(member, job, None, None, ["job 7.0"]).begin()
-    report = {"rank": 0, "blames_peer": False, "time": 1.0, "user": True, "problems": [["x is 3", "use 4", None]]}
+    report = {"rank": 0, "blames": False, "reporter": True, "fault": None, "time": 1.0, "lasting": True,
+              "starting": False, "frames": "", "problems": [["x is 3", "use 4", None]]}
     failure_path(run, 0).write_text(json.dumps(report))
     monkeypatch.setattr(Checkpoints, "newest", lambda self: self.root / "step-4" if saved else None)
     with pytest.raises(UserError, match="x is 3; not started again: it would come again") as caught:
@@ -174,10 +175,12 @@ def test_what_starts_a_rank_again() -> None:
 
 
 def test_the_failure_of_the_attempt_before(tmp_path: Path) -> None:
-    assert first_report(tmp_path) is None
+    assert find_failure(tmp_path, str, {}) is None
     for rank, (blames, time) in enumerate([(True, 1.0), (False, 3.0), (False, 2.0)]):
-        failure_path(tmp_path, rank).write_text(json.dumps({"rank": rank, "blames_peer": blames, "time": time}))
-    assert first_report(tmp_path) == {"rank": 2, "blames_peer": False, "time": 2.0}
+        failure_path(tmp_path, rank).write_text(json.dumps({
+            "rank": rank, "blames": blames, "time": time, "fault": None, "reporter": True,
+            "starting": False, "lasting": False, "frames": "", "problems": [[f"{rank} broke", "mend it", None]]}))
+    assert str(find_failure(tmp_path, str, {})) == "error: 2 broke\nhint: mend it"
 
 
 def config(**parallel: object) -> Config:

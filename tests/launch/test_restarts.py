@@ -57,8 +57,8 @@ def test_a_killed_rank(tmp_path: Path) -> None:
     assert process.returncode == 0, err
     folder = only_run(tmp_path / "runs")
     [attempt] = [line for line in err.splitlines() if line.startswith("attempt ")]
-    assert re.fullmatch(r"attempt 2 of 2: rank 1 \(stage 1\) was killed by signal 9 \(SIGKILL\); going on from "
-                        r"step \d+", attempt)
+    assert re.fullmatch(r"attempt 2 of 2: rank 1 \(stage 1\) died without a message, killed by signal 9 "
+                        r"\(SIGKILL\); rank 0 .*; going on from step \d+", attempt)
     assert out.splitlines()[0] == out.splitlines()[-1] == f"run folder: {folder}"
     assert "error" not in err
     check_updates(folder, 60)

@@ -14,6 +14,8 @@ import pytest
 import zygote
 from small_run import only_run, write_config
 
+from vpipe.distributed.fault import Fault
+
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc"),
               pytest.mark.usefixtures("forked")]
 
@@ -105,10 +107,10 @@ def test_a_killed_rank_ends_the_run_and_is_named_with_its_stage(launched: Launch
     os.kill(launched.ranks[1], signal.SIGKILL)
     assert launched.ends(10) == 1
     run = only_run(launched.folder / "runs")
-    assert launched.err.splitlines()[-2:] == [
-        "error: rank 1 (stage 0) was killed by signal 9 (SIGKILL)",
-        f"hint: Linux kills a process so when memory runs out; its log: {run / 'rank1.log'}; no checkpoint was "
-        "made: checkpoint.every_steps is not set"]
+    error, hint = launched.err.splitlines()[-2:]
+    assert error.startswith("error: rank 1 (stage 0) died without a message, killed by signal 9 (SIGKILL); rank 0 ")
+    assert hint == (f"hint: {Fault.ended(1).hint}; log: {run / 'rank1.log'}; no checkpoint was made: "
+                    "checkpoint.every_steps is not set")
     assert (launched.out + launched.err).count("error:") == 1
     assert "Traceback" not in launched.out + launched.err
     assert launched.out.splitlines()[0] == launched.out.splitlines()[-1] == f"run folder: {run}"

@@ -26,6 +26,7 @@ from vpipe.cli import main
 from vpipe.config import machines as hosts_module
 from vpipe.config.config import Config, load_config
 from vpipe.config.machines import Hosts
+from vpipe.distributed.fault import Fault
 from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError
 from vpipe.launch import local
@@ -51,7 +52,8 @@ exec bash -c "${@: -1}"
 RANK_WRITES = "print(f'this is {rank}'); open(f'{folder}/trace{rank}.json', 'w').write('[]' * 1_500_000)"
 RANK_FAILS = """\
 time.sleep(0.5)
-text = {"rank": rank, "time": time.time(), "user": False, "blames_peer": False,
+text = {"rank": rank, "time": time.time(), "starting": False, "blames": False, "fault": None,
+        "reporter": True, "lasting": False, "frames": "",
         "problems": [[f"broke on {os.environ['VPIPE_HOST']}", f"the log is in {folder}/rank{rank}.log", None]]}
 open(f"{folder}/rank{rank}.failure.json", "w").write(json.dumps(text))
 sys.exit(1)
@@ -318,8 +320,8 @@ def test_a_failure_elsewhere_ends_all_and_names_its_host(here: Path, monkeypatch
 def test_a_rank_killed_elsewhere(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(here, monkeypatch, "print('last words', flush=True); os.kill(os.getpid(), 9)")
     assert str(run.fails()) == (
-        "error: rank 1 (stage 1, host hostB) was killed by signal 9 (SIGKILL)\nhint: Linux kills a process so when "
-        f"memory runs out; its log: {run.folder}/rank1.log")
+        "error: rank 1 (stage 1) on hostB died without a message, killed by signal 9 (SIGKILL)\nhint: "
+        f"{Fault.ended(1).hint}; log: {run.folder}/rank1.log")
     assert (run.folder / "rank1.log").read_text() == "last words\n"
     assert not remaining()
 
@@ -327,7 +329,7 @@ def test_a_rank_killed_elsewhere(here: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_failure_here_ends_those_elsewhere(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(here, monkeypatch, RANK_STAYS, mine=(
         "while not os.path.exists(f'{folder}/rank1.log'): time.sleep(0.01)\nsys.exit(3)"))
-    assert str(run.fails()).startswith("error: rank 0 (stage 0, host hostA) ended with exit status 3\n")
+    assert str(run.fails()).startswith("error: rank 0 (stage 0) on hostA died without a message, with exit status 3\n")
     assert (run.folder / "rank1.log").read_text() == "stays\n"
     assert not remaining()
 
@@ -336,7 +338,8 @@ def test_a_lost_connection(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a launcher killed there, whose ranks see the end of their input."""
     run = Run(here, monkeypatch, RANK_STAYS, python=here / "bin" / "started-python")
     thread = run.when("rank1.log", lambda: os.kill(int((here / "record" / "hostB.pid").read_text()), signal.SIGKILL))
-    assert str(run.fails()).startswith("error: host hostB was lost: ssh ended with exit status -9\nhint: look whether ")
+    assert str(run.fails()).startswith(
+        "error: rank 1 (stage 1) on hostB died without a message, as ssh to hostB ended with exit status -9\nhint: ")
     thread.join()
     until(lambda: not remaining(), 20, "the ranks of hostB have ended")
 

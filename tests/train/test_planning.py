@@ -12,7 +12,7 @@ from small_run import check_updates, job_of, losses, oracle
 from vpipe import Cut
 from vpipe.config.config import load_config
 from vpipe.errors import PlanningError, RunError, UserError
-from vpipe.launch.failure_report import first_failure, write_report
+from vpipe.launch.failure_report import find_failure, write_report
 from vpipe.launch.rank_env import ranks_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
@@ -165,11 +165,12 @@ def test_when_nothing_fits_every_rank_says_the_same_and_the_user_hears_it_once(
         plan_job(auto(tmp_path, parallel__recompute="auto", parallel__memory="100kB"), tmp_path)
     for rank in (0, 1):
         write_report(tmp_path, rank, error.value)
-    told = first_failure({0: 2, 1: 2}, [], tmp_path, lambda rank: f"rank {rank}")
+    told = find_failure(tmp_path, "rank {}".format, {})
     assert isinstance(told, UserError)
     assert str(told) == str(error.value)
-    write_report(tmp_path, 1, UserError("other", hint="no plan"))
-    assert isinstance(first_failure({1: 2}, [], tmp_path, lambda rank: f"rank {rank}"), RunError)
+    for rank in (0, 1):
+        write_report(tmp_path, rank, UserError("other", hint="no plan"))
+    assert isinstance(find_failure(tmp_path, "rank {}".format, {}), RunError)
 
 
 def test_under_a_schedule_from_a_file_stages_are_balanced_without_measuring(tmp_path: Path,

@@ -199,8 +199,8 @@ class Saver:
                 self._write(info.step, copies).as_json(),
                 lambda votes: self._decide(info, list(map(WriteResult.from_json, votes))), "saving a checkpoint"))
         except RunError as error:
-            self._failure = RunError(f"could not save step {info.step}: {error.what}", rank=error.rank, peer=error.peer,
-                                     hint=error.hint)
+            error.what += f"; step {info.step} could not be saved"
+            self._failure = error
             verdict = {"error": "a rank is gone", "bytes": 0}
         except Exception as error:
             verdict = {"error": self._error(error), "bytes": 0}

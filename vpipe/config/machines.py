@@ -81,8 +81,8 @@ class Hosts:
         return self.first if self.logins[rank] in self.here else host_of(self.logins[rank])
 
     def described(self, rank: int, description: str) -> str:
-        """Add the host to the description of a rank: ``rank 2 (stage 1, host hostB)``; not if there is one host."""
-        return f"{description.removesuffix(')')}, host {self.name(rank)})" if self.others else description
+        """Add the host to the description of a rank: ``rank 2 (stage 1) on hostB``; not if there is one host."""
+        return f"{description} on {self.name(rank)}" if self.others else description
 
 
 def host_of(login: str) -> str:

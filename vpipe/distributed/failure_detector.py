@@ -10,15 +10,16 @@ import selectors
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from threading import Thread
 from time import monotonic
 from typing import Any
 
 from vpipe.distributed.connection import MAX_BYTES, UNAUTHENTICATED_BYTES, Connection, admit, greet, listening_socket
 from vpipe.distributed.exchange import Relay
+from vpipe.distributed.fault import Fault
 from vpipe.distributed.sockets import strangers
-from vpipe.errors import RunError, UserError
+from vpipe.errors import RunError
 
 LINGER_S = 2.0
 """When rank 0 ends: for the other ranks to hear it and hang up. What a closed connection still had to send is lost."""
@@ -57,93 +58,6 @@ class WatchdogTiming:
         """
         return cls(min(1.0, timeout_s / 20), timeout_s - min(15.0, 0.4 * timeout_s), min(5.0, timeout_s / 6),
                    timeout_s / 2, timeout_s)
-
-
-def duration(seconds: float) -> str:
-    """Return ``6.0 s``, ``31 s``, ``3600 s``."""
-    return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """The first failure of a job.
-
-    Attributes:
-        ranks: those that failed, all at once when their host did.
-        what: the predicate of a sentence about them.
-        hint: the remedy.
-        chain: who waited for whom, in words, where a transfer took too long.
-        reported: whether the rank that failed prints the error itself, as it ends.
-    """
-
-    ranks: tuple[int, ...]
-    what: str
-    hint: str
-    chain: str = field(default="", compare=False)
-    reported: bool = False
-
-    @classmethod
-    def ended(cls, *ranks: int) -> Fault:
-        """Build the fault of processes that are gone and did not report why."""
-        return cls(ranks, "died without a message",
-                   "see what it printed, or its log; a process that is killed prints nothing (Linux kills one when "
-                   "memory runs out)")
-
-    @classmethod
-    def silent(cls, seconds: float, *ranks: int) -> Fault:
-        """Build the fault of processes without heartbeats: stopped, cut off, or their host is."""
-        return cls(ranks, f"gave no sign of life for {duration(seconds)}",
-                   "its process is stopped, or its host is down or cut off; a longer pause needs a larger timeout_s")
-
-    @classmethod
-    def absent(cls, seconds: float, refused: int, *ranks: int) -> Fault:
-        """Build the fault of processes that never connected; ``refused``: processes that had another key."""
-        return cls(ranks, f"did not join within {seconds:g} s"
-                   + (f" (refused {refused} that did not know this run's secret)" if refused else ""),
-                   "see what it printed, or its log: it ended, is slow to start (then raise timeout_s), or looks for "
-                   "the others elsewhere" + (", or has another VPIPE_SECRET" if refused else ""))
-
-    @classmethod
-    def busy(cls, rank: int) -> Fault:
-        """Build the fault of a process that is alive, waits for nobody and does not do what another waits for."""
-        return cls((rank,), "is running but did not answer in time",
-                   "a rank is stuck or much slower than the others: see what it printed, or its log; a slow start "
-                   "needs a larger timeout_s")
-
-    @classmethod
-    def circle(cls, *ranks: int) -> Fault:
-        """Build the fault of processes that are alive and wait for one another."""
-        return cls(ranks, "wait for one another: a deadlock",
-                   "every rank must go through the same batches and calls; if they do, a link between them is down")
-
-    @classmethod
-    def hung_up(cls, rank: int, by: int) -> Fault:
-        """Build the fault of a connection that broke although both processes are alive."""
-        return cls((rank,), f"lost its connection with rank {by}", "see what it printed, or its log, and look at "
-                   "the network between the two")
-
-    @classmethod
-    def left(cls, rank: int) -> Fault:
-        """Build the fault of a process that came to its end too early."""
-        return cls((rank,), "has ended its program", "every rank must go through the same batches and calls")
-
-    @classmethod
-    def failed(cls, rank: int, error: BaseException) -> Fault:
-        """Build the fault of a rank that raised an error and reports it itself."""
-        hint = "that rank has printed its traceback, or written it to its log"
-        if isinstance(error, RunError):
-            places = ", ".join(f"{name} {value}" for name, value in (("microbatch", error.microbatch),
-                                                                     ("action", error.action)) if value is not None)
-            how, hint = error.what + (f" ({places})" if places else ""), error.hint
-        elif isinstance(error, UserError):
-            how, hint = error.problems[0].what, error.problems[0].hint
-        else:
-            how = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
-        return cls((rank,), f"failed: {how}", hint, reported=True)
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Fault:
-        return cls(**{**message, "ranks": tuple(message["ranks"])})
 
 
 @dataclass(frozen=True)
@@ -221,6 +135,7 @@ class FailureDetector:
         self._unauthenticated: dict[Connection, tuple[float, str]] = {}
         """The oldest first, with the time until which it may stay, and what it has to answer."""
         self._fault: Fault | None = None
+        self._claims: list[Fault] = []  # of the ranks, since failures were looked for
         self._stop: str | None = None
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -270,11 +185,10 @@ class FailureDetector:
                 for member in self._members:
                     member.heard_at += now - last
             last = now
-            if end_at is None:
-                self._find_failure(now)
-                if self._stopping:
-                    self._selector.unregister(self._woken)
-                    beat_at, end_at = now, now + min(LINGER_S, self.timing.grace_s)
+            self._find_failure(now, ending=end_at is not None)
+            if end_at is None and self._stopping:
+                self._selector.unregister(self._woken)
+                beat_at, end_at = now, now + min(LINGER_S, self.timing.grace_s)
             if now >= beat_at:
                 beat_at = now + self.timing.beat_s
                 self._broadcast({"ranks": [[now - member.heard_at, member.left, member.waits, member.at]
@@ -371,7 +285,7 @@ class FailureDetector:
             member.left = True
             self._answer(self._relay.leave(member.rank))
         if "fault" in message:
-            self._declare(Fault.from_message(message["fault"]))
+            self._claims.append(Fault.from_message(message["fault"]))
         if "stop" in message and self._stop is None:
             self._stop = str(message["stop"])
             self._broadcast({"stop": self._stop})
@@ -382,17 +296,25 @@ class FailureDetector:
             if connection is not None and not connection.closed:
                 connection.send(message)
 
-    def _find_failure(self, now: float) -> None:
-        """Declare the ranks that are gone, silent or absent, all of a kind in one fault.
+    def _find_failure(self, now: float, *, ending: bool) -> None:
+        """Declare the ranks that are gone, silent or absent, all of a kind in one fault; else what a rank claims.
 
-        None when rank 0 has left: the others hang up when they hear it, and this thread is about to end.
+        Claims come last: when many connections have something, that of the rank which lost another may be read before
+        the end of the lost one's. No rank is gone when rank 0 has left: the others hang up when they hear it, and this
+        thread is about to end.
         """
-        if self._fault is not None or self._members[0].left:
+        claims, self._claims = self._claims, []
+        if self._fault is not None:
             return
-        there = {rank: member for rank, member in enumerate(self._members) if not member.left}
+        there = {} if ending or self._members[0].left else \
+            {rank: member for rank, member in enumerate(self._members) if not member.left}
+        said = {rank for fault in claims if fault.reported for rank in fault.ranks}
         if gone := [rank for rank, member in there.items() if member.connection is not None
-                    and member.connection.closed]:
+                    and member.connection.closed and rank not in said]:
             self._declare(Fault.ended(*gone))
+            return
+        if claims:
+            self._declare(claims[0])
             return
         silence = {rank: now - member.heard_at for rank, member in there.items() if member.connection is not None}
         longest = max(silence.values(), default=0.0)

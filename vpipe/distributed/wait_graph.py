@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
 
-from vpipe.distributed.failure_detector import Fault, RankState, WatchdogTiming, duration
+from vpipe.distributed.failure_detector import RankState, WatchdogTiming
+from vpipe.distributed.fault import Fault, duration
 
 LONG = 5
 """Ranks, above which those in the middle of a chain are counted, not named."""

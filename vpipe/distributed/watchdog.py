@@ -18,7 +18,8 @@ from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 from vpipe.distributed.connection import Connection
-from vpipe.distributed.failure_detector import Fault, RankState, Wait, WatchdogTiming
+from vpipe.distributed.failure_detector import RankState, Wait, WatchdogTiming
+from vpipe.distributed.fault import Fault, may_follow
 from vpipe.distributed.wait_graph import LongWaits, WaitChain
 from vpipe.errors import RunError
 
@@ -160,7 +161,7 @@ class Watchdog:
             meanwhile: what this rank did.
         """
         chain = f"; {fault.chain}" if fault.chain else ""
-        error = RunError(f"{self._who(fault)} {fault.what}; {meanwhile}{chain}", hint=fault.hint, rank=self.rank,
+        error = RunError(f"{fault.sentence(self.place)}; {meanwhile}{chain}", hint=fault.hint, rank=self.rank,
                          peer=None if self.rank in fault.ranks else fault.ranks[0])
         if self.rank != self._reporter(fault):
             error.brief = self._brief(fault)
@@ -180,11 +181,8 @@ class Watchdog:
         return fault.ranks[0] if fault.reported or not there else there[0]
 
     def _brief(self, fault: Fault) -> str:
-        what = "failed" if fault.reported else fault.what
-        return f"{self.place(self.rank)} ends: {self._who(fault)} {what}"
-
-    def _who(self, fault: Fault) -> str:
-        return ", ".join(self.place(rank) for rank in fault.ranks)
+        short = replace(fault, what="failed") if fault.reported else fault
+        return f"{self.place(self.rank)} ends: {short.sentence(self.place)}"
 
     @property
     def fault(self) -> Fault | None:
@@ -222,15 +220,17 @@ class Watchdog:
         if waited_s is not None:
             self._report(self._blame(peer, waited_s))
         elif self.has_left(peer) or not self._known.wait(PATIENCE_S):
-            rank = self.rank if peer is None else peer
-            self._report(Fault.left(rank) if self.has_left(peer) else Fault.hung_up(rank, self.rank))
+            rank, by = (self.rank, None) if peer is None else (peer, self.rank)
+            self._report(Fault.left(rank) if self.has_left(peer) else Fault.hung_up(rank, by))
         assert self._fault is not None
         return self._fault
 
     def failed(self, error: BaseException) -> None:
-        """Send all ranks an error of this one."""
+        """Send all ranks an error of this one, with its host; one that may come of another's end only if none did."""
         self._acknowledged.set()
-        if not self._known.is_set() and not self._leaving:
+        if isinstance(error, RunError) and (error.rank, error.peer) == (self.rank, None) and len(set(self.hosts)) > 1:
+            error.host = self.hosts[self.rank]
+        if not self._leaving and not self._known.wait(PATIENCE_S if may_follow(str(error)) else 0):
             self._report(Fault.failed(self.rank, error))
 
     def ask_stop(self, why: str) -> None:

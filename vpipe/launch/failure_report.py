@@ -1,38 +1,46 @@
-"""Write a report per rank that fails, and find the cause of a failed run among the reports."""
+"""Write a report per rank that fails, and tell the failure of a run from the reports and from how its ranks ended."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vpipe.distributed.environment import HOST
 from vpipe.distributed.excepthook import user_frames
-from vpipe.distributed.signals import STOPS
+from vpipe.distributed.fault import End, Fault, cause
+from vpipe.distributed.watchdog import current_watchdog
 from vpipe.errors import LastingError, Problem, RunError, StartError, UserError, VpipeError
 from vpipe.train.run_folder import failure_path, log_path
 
 
 def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
     """Write the report of a rank that fails, for its launcher, and return it; printed if the disk is full."""
+    watch = current_watchdog()
+    fault = None if watch is None else watch.fault
+    blames = isinstance(error, RunError) and error.peer is not None if fault is None else \
+        not (fault.reported and rank in fault.ranks)
     if isinstance(error, UserError):
         problems = [[p.what, p.hint, p.where] for p in error.problems]
-        blames = False
+        if not isinstance(error, StartError):  # what the user could mend before the run was found before: it has failed
+            what, hint, where = problems[0]
+            me = f"rank {rank}" if watch is None else watch.place(rank)
+            problems = [[f"{me}: {what}" + (f" ({where})" if where else ""), hint, None]]
     else:
         assert isinstance(error, RunError)
-        problems = [[_with_host(error, rank), error.hint, None]]
-        blames = error.peer is not None
-    report = {"rank": rank, "time": time.time(), "user": isinstance(error, UserError), "blames_peer": blames,
-              "starting": isinstance(error, StartError), "lasting": isinstance(error, LastingError),
-              "problems": problems, "frames": user_frames(error),
-              "traceback": not blames and error.__cause__ is not None}
-    partial = failure_path(folder, rank).with_suffix(".tmp")
+        logs = _logs(fault, folder) if blames and fault is not None else "" if error.__cause__ is None else \
+            f"; the traceback is in {log_path(folder, rank)}"
+        problems = [[error.located, error.hint + logs, None]]
+    report = {"rank": rank, "time": time.time(), "blames": blames, "fault": None if fault is None else asdict(fault),
+              "reporter": watch is None or watch.is_reporter, "starting": isinstance(error, StartError),
+              "lasting": isinstance(error, (LastingError, UserError)), "problems": problems,
+              "frames": user_frames(error)}
+    partial = failure_path(folder, rank).with_suffix(f".{threading.get_ident()}.tmp")  # the watchdog may write one, too
     try:
         partial.write_text(json.dumps(report))
         partial.replace(failure_path(folder, rank))
@@ -43,96 +51,55 @@ def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
     return report
 
 
-def _with_host(error: RunError, rank: int) -> str:
-    """Return an error with its place and the host: ``... (rank 2, stage 1, host b, action 1F0)``."""
-    host = os.environ.get(HOST)
-    if host is None or error.rank != rank:
-        return error.located
-    before, place, after = error.located.rpartition(f"(rank {rank}")
-    stage = f", stage {error.stage}" if error.stage is not None else ""
-    return f"{before}{place}{stage}, host {host}{after.removeprefix(stage)}"
-
-
 def read_report(folder: Path, rank: int) -> dict[str, Any] | None:
-    """Return the report of a rank; None without one, or if it is incomplete."""
+    """Return the report of a rank; None without one, or if it is incomplete or of another vpipe."""
     try:
         report = json.loads(failure_path(folder, rank).read_text())
     except (OSError, json.JSONDecodeError):
         return None
-    return report if isinstance(report, dict) else None
+    return report if isinstance(report, dict) and "fault" in report else None
 
 
-def first_report(folder: Path) -> dict[str, Any] | None:
-    """Return, of the reports of a run, that of the rank to blame; None where nothing failed."""
-    reports = [report for path in folder.glob("rank*.failure.json")
-               if (report := read_report(folder, int(path.name[4:].partition(".")[0]))) is not None]
-    return min(reports, key=_priority, default=None)
+def read_reports(folder: Path) -> list[tuple[dict[str, Any], Fault | None]]:
+    """Return the reports of a run, each with the failure that its rank knows, in the order in which they are believed:
+    those of ranks that failed by themselves first, then that of the rank which reports for others, then by time.
+    """
+    ranks = (int(path.name[4:].partition(".")[0]) for path in folder.glob("rank*.failure.json"))
+    reports = sorted((report for rank in ranks if (report := read_report(folder, rank)) is not None),
+                     key=lambda report: (report["blames"], not report["reporter"], report["time"]))
+    return [(report, report["fault"] and Fault.from_message(report["fault"])) for report in reports]
 
 
-def first_failure(statuses: Mapping[int, int | None], lost: list[VpipeError], folder: Path,
-                  describe: Callable[[int], str]) -> VpipeError:
-    """Return the cause of a failed run: the error that a rank reports of itself, else a rank or a host that ended
-    without a report, else what others report of them.
+def find_failure(folder: Path, describe: Callable[[int], str], ends: Mapping[int, End]) -> RunError | UserError | None:
+    """Return the cause of a failed run; None where nothing failed.
 
     Args:
-        statuses: per rank its exit status, negative for a signal; None for one that still runs or was on a lost host.
-        lost: hosts that were lost.
         describe: ``rank -> "rank 2 (stage 2)"``.
+        ends: of ranks, as their starter sees them; those that have reported why they end are left out.
     """
-    reports = {rank: report for rank in statuses if (report := read_report(folder, rank)) is not None}
-    first = min(reports.values(), key=_priority, default=None)
-    if first is not None and not first["blames_peer"]:
-        return reported_error(first, describe, folder)
-    for rank, status in statuses.items():
-        if status and rank not in reports:
-            return _silent(rank, status, log_path(folder, rank), describe)
-    if lost:
-        return lost[0]
-    assert first is not None, "else nothing has failed"
-    return reported_error(first, describe, folder)
+    reports = read_reports(folder)
+    told = {report["rank"] for report, _ in reports}
+    found = cause([fault for _, fault in reports if fault is not None],
+                  {rank: end for rank, end in ends.items() if rank not in told})
+    for report, fault in reports:
+        what = report["problems"][0][0]
+        if found is None or (fault is None and not report["blames"]) or \
+                (found.reported and report["rank"] in found.ranks):
+            return reported_error(report)
+        if fault is not None and fault.ranks == found.ranks and fault.what in what:  # and what this rank was doing
+            return RunError(what.replace(fault.what, found.what, 1), hint=found.hint + _logs(found, folder))
+    return None if found is None else RunError(found.sentence(describe), hint=found.hint + _logs(found, folder))
 
 
-def _priority(report: Mapping[str, Any]) -> tuple[bool, float]:
-    """Return the order in which reports are believed: those that blame no other rank first, then by time."""
-    return report["blames_peer"], report["time"]
+def _logs(fault: Fault, folder: Path) -> str:
+    return f"; log{'s' * (len(fault.ranks) > 1)}: {', '.join(str(log_path(folder, rank)) for rank in fault.ranks)}"
 
 
-def _silent(rank: int, status: int, log: Path, describe: Callable[[int], str]) -> RunError:
-    how = f"ended with exit status {status}"
-    if status < 0 or status - 128 in STOPS:
-        how = f"was killed by {signal_name(-status if status < 0 else status - 128)}"
-    hint = f"its log: {log}"
-    if status == -signal.SIGKILL:
-        hint = f"Linux kills a process so when memory runs out; {hint}"
-    return RunError(f"{describe(rank)} {how}", hint=hint)
-
-
-def signal_name(number: int) -> str:
-    """Return ``signal 9 (SIGKILL)``."""
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
-def reported_error(report: Mapping[str, Any], describe: Callable[[int], str], folder: Path) -> VpipeError:
-    """Return the error of a report: the failure of the run, or a mistake found before it trained.
-
-    Args:
-        folder: where the logs of the ranks are.
-    """
-    if report.get("starting"):
+def reported_error(report: Mapping[str, Any]) -> RunError | UserError:
+    """Return the error of a report: the failure of the run, or a mistake found before it trained."""
+    if report["starting"]:
         return UserError.all_of([Problem(*problem) for problem in report["problems"]])
-    error = as_error(report, describe)
-    if report.get("traceback"):
-        error.hint += f"; the traceback is in {log_path(folder, report['rank'])}"
-    error.frames = report.get("frames", "")
+    what, hint, _ = report["problems"][0]
+    error = (LastingError if report["lasting"] else RunError)(what, hint=hint)
+    error.frames = report["frames"]
     return error
-
-
-def as_error(report: Mapping[str, Any], describe: Callable[[int], str]) -> RunError:
-    """Return a report as the failure of the run."""
-    what, hint, where = report["problems"][0]
-    if report["user"]:  # what the user could mend before the run was found before: by now the run has failed
-        what = f"{describe(report['rank'])}: {what}" + (f" ({where})" if where else "")
-    return (LastingError if report["user"] or report.get("lasting") else RunError)(what, hint=hint)

@@ -20,10 +20,11 @@ from typing import Any, Protocol
 
 from vpipe.distributed.descriptors import reserve_for_starting
 from vpipe.distributed.environment import PARENT_PIPE
+from vpipe.distributed.fault import End, Fault
 from vpipe.distributed.network import held
 from vpipe.distributed.signals import STOPS, UNSAVED, status_after
 from vpipe.errors import LastingError, RunError, VpipeError, counted
-from vpipe.launch.failure_report import first_failure, read_report
+from vpipe.launch.failure_report import find_failure, read_report, read_reports
 from vpipe.launch.rank_env import HostRanks
 from vpipe.train.run_folder import RUNNING, log_path
 
@@ -32,6 +33,9 @@ GRACE_S = 2.0
 
 LEAVE_S = 30.0
 """For the other ranks to end, once the first has after a signal to one of them: all has been saved by then."""
+
+STATUS_S = 10.0
+"""For the exit status of a rank that others found dead."""
 
 POLL_S = 0.05
 
@@ -65,11 +69,11 @@ class RemoteRanks(Protocol):
 
     @property
     def statuses(self) -> Mapping[int, int | None]:
-        """As :attr:`Processes.statuses`."""
+        """As :attr:`Processes.statuses`. Raises RunError where what they write cannot be kept here."""
 
     @property
-    def lost(self) -> VpipeError | None:
-        """The error of a host that is out of reach."""
+    def lost(self) -> Mapping[int, End]:
+        """The ends of ranks that were lost with their host."""
 
     def stop(self, number: int) -> None:
         """As :meth:`Processes.stop`."""
@@ -193,7 +197,7 @@ def run_ranks(here: HostRanks, folder: Path, describe: Callable[[int], str],
                         failure.frames = frames
                     raise failure
                 if stopped_ranks is not None and (stopped := stopped_ranks.update(mine.by_rank)) is not None:
-                    raise stopped
+                    raise RunError(stopped.sentence(describe), hint=stopped.hint)
                 waiting()
                 time.sleep(POLL_S)
         finally:
@@ -278,7 +282,7 @@ def _failed(statuses: Mapping[int, int | None], folder: Path, asked: bool) -> bo
     if not asked:
         return bool(bad)
     reports = {rank: read_report(folder, rank) for rank in bad if statuses[rank] not in ENDED}
-    return any(report is None or not report["blames_peer"] for report in reports.values())
+    return any(report is None or not report["blames"] for report in reports.values())
 
 
 def _stopped(statuses: Mapping[int, int | None]) -> Interrupted | None:
@@ -293,17 +297,29 @@ def _stopped(statuses: Mapping[int, int | None]) -> Interrupted | None:
 
 def _failure(groups: Sequence[Processes | RemoteRanks], elsewhere: Sequence[RemoteRanks], folder: Path,
              describe: Callable[[int], str]) -> VpipeError | Interrupted:
-    """Return the failure of the run, once the other ranks had time to report what they saw; or the signal to a rank
-    for which all stopped.
+    """Return the failure of the run, once the other ranks had time to report what they saw, and it is known how those
+    ended that they found dead; or the signal to a rank for which all stopped.
     """
     began, statuses = time.monotonic(), _statuses(groups)
-    while None in statuses.values() and time.monotonic() - began < (LEAVE_S if _stopped(statuses) else GRACE_S):
+    while None in statuses.values() and time.monotonic() - began < (
+            LEAVE_S if _stopped(statuses) else STATUS_S if _dying(statuses, folder) else GRACE_S):
         time.sleep(POLL_S)
         statuses = _statuses(groups)
     stopped = None if None in statuses.values() else _stopped(statuses)
     if stopped is not None:
         return stopped
-    return first_failure(statuses, [other.lost for other in elsewhere if other.lost is not None], folder, describe)
+    ends = {rank: End.with_status(status) for rank, status in statuses.items() if status}
+    for other in elsewhere:
+        ends |= other.lost
+    failure = find_failure(folder, describe, ends)
+    assert failure is not None, "else no rank has failed"
+    return failure
+
+
+def _dying(statuses: Mapping[int, int | None], folder: Path) -> bool:
+    """Return whether other ranks found one dead whose exit status has yet to come: a system may take long to end it."""
+    return any(statuses.get(rank, 0) is None for _, fault in read_reports(folder) if fault is not None
+               and fault.is_death for rank in fault.ranks)
 
 
 def _statuses(groups: Sequence[Processes | RemoteRanks]) -> dict[int, int | None]:
@@ -320,16 +336,14 @@ class StoppedRanks:
         self._most_s = most_s
         self._since: dict[int, float] = {}
 
-    def update(self, processes: Mapping[int, Popen[bytes]]) -> RunError | None:
-        """Return the error of a rank that has been stopped for too long; to be called often."""
+    def update(self, processes: Mapping[int, Popen[bytes]]) -> Fault | None:
+        """Return the fault of a rank that has been stopped for too long; to be called often."""
         now = time.monotonic()
         for rank, process in processes.items():
             if not _is_stopped(process):
                 self._since.pop(rank, None)
             elif now - self._since.setdefault(rank, now) > self._most_s:
-                return RunError(f"rank {rank} has been stopped for {self._most_s:g} s", rank=rank,
-                                hint="a signal (SIGSTOP) or a debugger has stopped its process; a longer pause needs "
-                                     "a larger parallel.timeout_s")
+                return Fault.silent(self._most_s, rank).knowing("stopped by a signal (SIGSTOP) or a debugger")
         return None
 
 

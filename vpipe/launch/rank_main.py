@@ -187,7 +187,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
         if startup.rendezvous is not None and not startup.rendezvous.watchdog.is_reporter:
             time.sleep(REPORTED_S)
             raise SystemExit(failure.exit_status)
-        raise reported_error(report, job.describe, folder)
+        raise reported_error(report)
     if rank.rank == 0:
         if stopped is None:
             Starter.end(folder)
@@ -391,13 +391,12 @@ def _run_logged(work: Callable[[], T], folder: Path, rank: int) -> tuple[T | Non
         result = work()
     except Exception as raised:
         log.exception("rank %d failed", rank)
-        error = name_if_none_left(raised, rank)
-        report_failure(error)
-        if isinstance(error, VpipeError):
-            return None, error
-        what = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-        failure = RunError(what, rank=rank, hint="fix what raised it")
-        failure.__cause__ = error
+        failure = error = name_if_none_left(raised, rank)
+        if not isinstance(failure, VpipeError):
+            what = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+            failure = RunError(what, rank=rank, hint="fix what raised it")
+            failure.__cause__ = error
+        report_failure(failure)
         return None, failure
     log.info("rank %d has ended", rank)
     return result, None

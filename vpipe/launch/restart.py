@@ -25,8 +25,8 @@ from vpipe.config.config import Config
 from vpipe.config.parallel import AUTO
 from vpipe.config.yaml_tree import parse
 from vpipe.distributed.environment import RankEnvironment
-from vpipe.errors import UserError, counted
-from vpipe.launch.failure_report import first_report
+from vpipe.errors import LastingError, RunError, UserError, counted
+from vpipe.launch.failure_report import find_failure
 from vpipe.launch.rank_env import ranks_of
 from vpipe.schedules.prepare import is_file
 from vpipe.train.resume import ResumePoint, check_config, checkpoint_roots, prepare_run, run_config
@@ -266,12 +266,13 @@ def _failures(run: Path, restarts: int | None) -> tuple[Failure, ...]:
     """Return the failures of a run's attempts. Raises UserError if no attempt is to follow them."""
     before = Starter.read(run)
     assert before is not None, "it was found by that"
-    report = first_report(run)
-    if report is None:
+    error = find_failure(run, "rank {}".format, {})
+    if error is None:
         return before.failures  # it was stopped by a signal, or from outside
-    what = str(report["problems"][0][0])
+    what = error.located if isinstance(error, RunError) else error.problems[0].what
     failures = (*before.failures, Failure(what, last_step(run), before.checkpoint))
-    why = "it would come again" if report.get("lasting") or report["user"] else give_up_reason(failures, restarts)
+    lasting = isinstance(error, (UserError, LastingError))
+    why = "it would come again" if lasting else give_up_reason(failures, restarts)
     if why is not None:
         saved = any(Checkpoints(root).newest() is not None for root in checkpoint_roots(run))
         raise UserError(f"{what}; not started again: {why}",

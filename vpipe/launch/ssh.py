@@ -20,8 +20,9 @@ from typing import Any
 
 from vpipe.config.config import LaunchSection
 from vpipe.config.machines import Hosts, host_of
+from vpipe.distributed.fault import End
 from vpipe.distributed.network import listening
-from vpipe.errors import Problem, RunError, UserError, VpipeError
+from vpipe.errors import Problem, RunError, UserError
 from vpipe.launch.local import GRACE_S, close_all
 from vpipe.launch.rank_env import HostRanks
 from vpipe.launch.remote_agent import ALIVE_S, SILENT_S, decoded, encoded, identity
@@ -74,7 +75,8 @@ class Remote:
         self._folder: Path | None = None
         self._heard_at = self._asked_at = time.monotonic()
         self._closed, self._sending = Event(), Lock()
-        self.lost: VpipeError | None = None
+        self.lost: dict[int, End] = {}
+        self._unwritten: RunError | None = None
         self.answer: dict[str, Any] = {}
         try:
             # A session of its own: no Ctrl-C, and no terminal to ask for a password.
@@ -167,7 +169,9 @@ class Remote:
 
     @property
     def statuses(self) -> Mapping[int, int | None]:
-        """Per rank its exit status, negative for the signal that killed it; None while it runs."""
+        """As :attr:`~vpipe.launch.local.RemoteRanks.statuses`."""
+        if self._unwritten is not None:
+            raise self._unwritten
         return dict(self._statuses)
 
     def stop(self, number: int) -> None:
@@ -223,15 +227,15 @@ class Remote:
             try:
                 self._handle(message)
             except (OSError, ValueError) as error:
-                self.lost = self.lost or RunError(
+                self._unwritten = self._unwritten or RunError(
                     f"what host {self.host} sends cannot be written into '{self._folder}': {error}",
                     hint="look whether there is room")
         status = self._ssh.wait()
-        if None in self._statuses.values() and self._folder is not None and self.lost is None:
+        left = [rank for rank, status in self._statuses.items() if status is None]
+        if left and self._folder is not None:
             time.sleep(0.1)  # for its last lines on the other pipe
             last = next((f": {line}" for line in reversed(self._errors) if line), "")
-            self.lost = RunError(f"host {self.host} was lost: ssh ended with exit status {status}{last}",
-                                 hint="look whether it is up; its ranks end by themselves")
+            self.lost = dict.fromkeys(left, End(f"as ssh to {self.host} ended with exit status {status}{last}", True))
         self._closed.set()
 
     def _handle(self, message: Mapping[str, Any]) -> None:

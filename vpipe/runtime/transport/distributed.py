@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vpipe.distributed.fault import Fault
 from vpipe.distributed.init import exchange
 from vpipe.distributed.sockets import closed_afterwards
 from vpipe.distributed.watchdog import current_watchdog
@@ -218,8 +219,7 @@ class PeerTransfer:
             fault = watch.explain(self.peer, (timeout_s or watch.timing.silent_s) if timed_out else None)
             return watch.error(fault, gave_up if timed_out else f"{me} was {self}")
         if timed_out:
-            return RunError(gave_up, hint="a rank is stuck or much slower than the others: see what it printed, or its "
-                                          "log; a slow start needs a larger timeout_s", rank=rank, peer=self.peer)
+            return RunError(gave_up, hint=Fault.busy(self.peer).hint, rank=rank, peer=self.peer)
         return RunError(f"{me} lost {other} while {self._what}: {text}", rank=rank, peer=self.peer,
                         hint="that rank ended first: see what it printed, or its log")
 

@@ -1,0 +1,170 @@
+"""Say which failure ended a job, and of which ranks: one sentence and one hint, whatever started the ranks.
+
+The failure detector and the watchdogs find faults from inside the job, a launcher sees how processes end. :func:`cause`
+tells which of all that is the cause, and what only follows from it.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vpipe.errors import RunError, UserError
+
+
+def duration(seconds: float) -> str:
+    """Return ``6.0 s``, ``31 s``, ``3600 s``."""
+    return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first failure of a job.
+
+    Attributes:
+        ranks: those that failed, all at once when their host did.
+        what: the predicate of a sentence about them; see :meth:`sentence`.
+        hint: the remedy.
+        chain: who waited for whom, in words, where a transfer took too long.
+        reported: whether the rank that failed prints the error itself, as it ends.
+    """
+
+    ranks: tuple[int, ...]
+    what: str
+    hint: str
+    chain: str = field(default="", compare=False)
+    reported: bool = False
+
+    @classmethod
+    def ended(cls, *ranks: int) -> Fault:
+        """Build the fault of processes that are gone and did not report why."""
+        return cls(ranks, "died without a message",
+                   "see what it printed, or its log; a process that is killed prints nothing (Linux kills one when "
+                   "memory runs out)")
+
+    @classmethod
+    def silent(cls, seconds: float, *ranks: int) -> Fault:
+        """Build the fault of processes without heartbeats: stopped, cut off, or their host is."""
+        return cls(ranks, f"gave no sign of life for {duration(seconds)}",
+                   "its process is stopped, or its host is down or cut off; a longer pause needs a larger timeout_s")
+
+    @classmethod
+    def absent(cls, seconds: float, refused: int, *ranks: int) -> Fault:
+        """Build the fault of processes that never connected; ``refused``: processes that had another key."""
+        return cls(ranks, f"did not join within {seconds:g} s"
+                   + (f" (refused {refused} that did not know this run's secret)" if refused else ""),
+                   "see what it printed, or its log: it ended, is slow to start (then raise timeout_s), or looks for "
+                   "the others elsewhere" + (", or has another VPIPE_SECRET" if refused else ""))
+
+    @classmethod
+    def busy(cls, rank: int) -> Fault:
+        """Build the fault of a process that is alive, waits for nobody and does not do what another waits for."""
+        return cls((rank,), "is running but did not answer in time",
+                   "a rank is stuck or much slower than the others: see what it printed, or its log; a slow start "
+                   "needs a larger timeout_s")
+
+    @classmethod
+    def circle(cls, *ranks: int) -> Fault:
+        """Build the fault of processes that are alive and wait for one another."""
+        return cls(ranks, "wait for one another: a deadlock",
+                   "every rank must go through the same batches and calls; if they do, a link between them is down")
+
+    @classmethod
+    def hung_up(cls, rank: int, by: int | None) -> Fault:
+        """Build the fault of a connection that broke although both processes are alive; None: that with all others."""
+        whom, between = ("the others", "them") if by is None else (f"rank {by}", "the two")
+        return cls((rank,), f"lost its connection with {whom}",
+                   f"see what it printed, or its log, and look at the network between {between}")
+
+    @classmethod
+    def left(cls, rank: int) -> Fault:
+        """Build the fault of a process that came to its end too early."""
+        return cls((rank,), "has ended its program", "every rank must go through the same batches and calls")
+
+    @classmethod
+    def failed(cls, rank: int, error: BaseException) -> Fault:
+        """Build the fault of a rank that raised an error and reports it itself."""
+        hint = "that rank has printed its traceback, or written it to its log"
+        if isinstance(error, RunError):
+            places = ", ".join(f"{name} {value}" for name, value in (("microbatch", error.microbatch),
+                                                                     ("action", error.action)) if value is not None)
+            how, hint = error.what + (f" ({places})" if places else ""), error.hint
+        elif isinstance(error, UserError):
+            how, hint = error.problems[0].what, error.problems[0].hint
+        else:
+            how = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
+        return cls((rank,), f"failed: {how}", hint, reported=True)
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Fault:
+        return cls(**{**message, "ranks": tuple(message["ranks"])})
+
+    @property
+    def is_death(self) -> bool:
+        """Whether the processes are gone and did not report why."""
+        return self.what == Fault.ended().what
+
+    def sentence(self, place: Callable[[int], str]) -> str:
+        """Return who failed and how: ``rank 2 (stage 2) on host1 died without a message``.
+
+        Args:
+            place: ``rank -> "rank 2 (stage 2) on host1"``.
+        """
+        return f"{', '.join(map(place, self.ranks))} {self.what}"
+
+    def knowing(self, *how: str) -> Fault:
+        """Add what only the starter of the ranks knows: ``died without a message, killed by signal 9 (SIGKILL)``."""
+        return replace(self, what=", ".join([self.what, *([" and ".join(dict.fromkeys(how))] if how else [])]))
+
+
+def may_follow(text: str) -> bool:
+    """Return whether an error may come of another rank's end, by what sockets, gloo and nccl say then."""
+    return re.search("[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited", text) is not None
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a rank that told nobody why, as its starter sees it.
+
+    Attributes:
+        how: ``killed by signal 9 (SIGKILL)``.
+        forced: whether it came from outside: by a signal, or with its host.
+    """
+
+    how: str
+    forced: bool
+
+    @classmethod
+    def with_status(cls, status: int) -> End:
+        """Build the end with an exit status: negative for a signal; a shell or a container makes 128 + its number."""
+        number = -status if status < 0 else status - 128
+        try:
+            return cls(f"killed by signal {number} ({signal.Signals(number).name})", forced=True)
+        except ValueError:
+            return cls(f"killed by signal {number}", forced=True) if status < 0 else \
+                cls(f"with exit status {status}", forced=False)
+
+
+def cause(faults: Sequence[Fault], ends: Mapping[int, End]) -> Fault | None:
+    """Return the failure from which the others follow; None where nothing failed.
+
+    First comes an error that a rank raised, if the failure detector heard of it first: after it others may even end by
+    a signal, as gloo aborts; but one that tells of a lost connection may itself follow. Then a rank whose process was
+    ended from outside: what others say of it follows from that. Then what the ranks found, and last a rank that ended
+    by itself and said nothing: its disk may have been full.
+
+    Args:
+        faults: as the ranks know them, in the order in which they are believed.
+        ends: of ranks that ended without a word.
+    """
+    found = min(faults, key=lambda fault: not fault.reported, default=None)
+    if found is not None and found.reported and not may_follow(found.what):
+        return found
+    if found is not None and (named := [rank for rank in found.ranks if rank in ends]):
+        dead = found if found.is_death else Fault.ended(*named)
+        return dead.knowing(*(ends[rank].how for rank in named))
+    silent = [rank for rank, end in ends.items() if end.forced] or ([] if found is not None else list(ends)[:1])
+    return Fault.ended(*silent).knowing(*(ends[rank].how for rank in silent)) if silent else found
