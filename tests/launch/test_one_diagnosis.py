@@ -121,11 +121,16 @@ KNOWN = {("killed", "vpipe train"): KILLED, ("killed", "ssh"): KILLED,
 HOSTS = {"ssh": "hostB", "srun": "n2"}
 """Of rank 1, where there are several."""
 
-CELLS = [(failure, starter) for failure in TEXTS for starter in ("vpipe train", "ssh", "torchrun", "srun", "script")
+SLOW = [pytest.mark.system]
+"""Of failures that are only noticed after a time-out: make test-system runs these cells."""
+
+CELLS = [pytest.param(failure, starter, id=f"{failure}-{starter}",
+                      marks=SLOW if failure in ("stopped", "host lost") else [])
+         for failure in TEXTS for starter in ("vpipe train", "ssh", "torchrun", "srun", "script")
          if failure != "host lost" or starter == "ssh"]
 
 
-@pytest.mark.parametrize(("failure", "starter"), CELLS, ids=map("-".join, CELLS))
+@pytest.mark.parametrize(("failure", "starter"), CELLS)
 def test_one_failure_has_one_text(tmp_path: Path, failure: str, starter: str) -> None:
     said = told(tmp_path, starter, failure)
     [error] = re.findall(r"^error: (.*)$", said, re.M)
