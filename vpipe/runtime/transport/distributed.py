@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.distributed.fault import Fault
 from vpipe.distributed.init import exchange
 from vpipe.distributed.sockets import closed_afterwards
 from vpipe.distributed.watchdog import current_watchdog
@@ -208,20 +207,14 @@ class PeerTransfer:
                 "receiving": f"to receive {what} from"}[self._doing]
 
     def _failure(self, error: RuntimeError) -> RunError:
-        """Return the error: the peer did not answer in time, or is gone. The watchdog knows if another rank failed
-        before; without it the peer is blamed."""
+        """Return the error: the peer did not answer in time, or is gone, or another rank failed before."""
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         timed_out, timeout_s = "imed out" in text or "imeout" in text, self._timeout_s
-        rank, other, watch = dist.get_rank(), self._describe(self.peer), self._watch
-        me = self._describe(rank)
+        me, watch = self._describe(dist.get_rank()), self._watch
+        assert watch is not None, "ranks that exchange tensors watch one another"
         gave_up = f"{me} gave up {self}" + (f" after {timeout_s:g} s" if timeout_s else "")
-        if watch is not None:
-            fault = watch.explain(self.peer, (timeout_s or watch.timing.silent_s) if timed_out else None)
-            return watch.error(fault, gave_up if timed_out else f"{me} was {self}")
-        if timed_out:
-            return RunError(gave_up, hint=Fault.busy(self.peer).hint, rank=rank, peer=self.peer)
-        return RunError(f"{me} lost {other} while {self._what}: {text}", rank=rank, peer=self.peer,
-                        hint="that rank ended first: see what it printed, or its log")
+        fault = watch.explain(self.peer, (timeout_s or watch.timing.silent_s) if timed_out else None)
+        return watch.error(fault, gave_up if timed_out else f"{me} was {self}")
 
 
 class _Posted(NamedTuple):
