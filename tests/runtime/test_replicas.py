@@ -103,7 +103,7 @@ def test_several_stages_on_each_rank(name: str) -> None:
     model, batches = rich_model(), rich_batches(2, 8)
     pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
                     stages=Cut(cut(8, stages), recompute=0.5,
-                               ranks=[(2 * rank, 2 * rank + 1) for rank, in folded.layout.placement(2, folded.chunks)]),
+                               ranks=[(2 * rank, 2 * rank + 1) for rank, in folded.layout(2, folded.chunks)]),
                     schedule=name, microbatches=8, seed=7)
     steps = list(pipe.train(batches))
     assert_same(pipe, steps, flush_oracle(model, batches, recipe(8, 0.5), pipe.partition, [2] * stages))

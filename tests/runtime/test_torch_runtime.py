@@ -29,7 +29,7 @@ def exportable(ranks: int, microbatches: int, more_chunks: tuple[int, ...] = ())
     for recipe in recipes():
         for chunks in {recipe.chunks, *(more_chunks if recipe.any_chunks else ())} if recipe.flush else ():
             try:
-                schedule = build(recipe.name, recipe.layout.placement(ranks, chunks), microbatches)
+                schedule = build(recipe.name, recipe.layout(ranks, chunks), microbatches)
             except UserError:  # not of this size
                 continue
             yield f"{recipe.name}_{chunks}", schedule

@@ -106,7 +106,7 @@ def test_what_torch_writes_passes_every_rule_here(name: str, ranks: int, chunks:
 @pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(1, 2, 3), (2, 1, 6), (2, 2, 4), (3, 3, 6), (4, 2, 8)])
 def test_interleaved_zb_is_the_order_of_torch(ranks: int, chunks: int, microbatches: int) -> None:
     order = theirs.ScheduleInterleavedZeroBubble(on_one_rank(ranks, chunks), microbatches).pipeline_order
-    ours = build("interleaved_zb", recipe_named("interleaved_zb").layout.placement(ranks, chunks), microbatches)
+    ours = build("interleaved_zb", recipe_named("interleaved_zb").layout(ranks, chunks), microbatches)
     assert computed(ours) == computed_by(order)
 
 
@@ -137,7 +137,7 @@ def sizes(name: str) -> Iterator[Schedule]:
     for ranks, microbatches in ((1, 4), (2, 4), (4, 8), (4, 12)):
         for chunks in {recipe.chunks, 3} if recipe.any_chunks else {recipe.chunks}:
             try:
-                yield build(name, recipe.layout.placement(ranks, chunks), microbatches)
+                yield build(name, recipe.layout(ranks, chunks), microbatches)
             except UserError:  # not of this size
                 continue
 
@@ -325,7 +325,7 @@ def test_an_order_that_is_wrong_is_for_the_checker_to_say(text: str, what: str, 
 @given(st.sampled_from(["1f1b", "zb_v", "pipedream", "2bw"]), st.booleans(), st.data())
 def test_a_damaged_file_is_refused_or_sound(name: str, lowered: bool, data: st.DataObject) -> None:
     recipe = recipe_named(name)
-    schedule = build(name, recipe.layout.placement(2, recipe.chunks), 4)
+    schedule = build(name, recipe.layout(2, recipe.chunks), 4)
     rows = [row.split(",") for row in write_csv(lower(schedule) if lowered else schedule).splitlines()]
     odd = ["", "0R0", "0W1", "1I0", "9F9", "0STEP1", "0USE5", "0NORM0", "0RECV_F0", "1SEND_TIED_W1",
            "(0F0;0B0)OVERLAP_F_B", "0REDUCE_GRAD", "x"]

@@ -259,14 +259,14 @@ def _built(recipe: Recipe, widths: tuple[int, ...], microbatches: int, chunks: i
     if max(widths) == 1:
         return search_placements(ranks, microbatches, chunks, costs.of, limit)
     if len(set(widths)) > 1:
-        return build(recipe.name, _replicated(recipe.layout.placement(ranks, 1), widths), microbatches)  # says why not
+        return build(recipe.name, _replicated(recipe.layout(ranks, 1), widths), microbatches)  # says why not
     placement = search_placements(ranks, -(-microbatches // widths[0]), chunks, costs.of, limit).placement
     return build(recipe.name, _replicated(placement, widths), microbatches, costs=costs.of(placement), limits=limit)
 
 
 def _placed(recipe: Recipe, widths: tuple[int, ...], chunks: int | None) -> Placement:
     """Return the placement of a schedule of fixed order."""
-    return _replicated(recipe.layout.placement(len(widths), recipe.chunks if chunks is None else chunks), widths)
+    return _replicated(recipe.layout(len(widths), recipe.chunks if chunks is None else chunks), widths)
 
 
 def _replicated(placement: Placement, widths: tuple[int, ...]) -> Placement:

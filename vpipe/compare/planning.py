@@ -163,7 +163,7 @@ def _schedule_contender(label: str, model: str, name: str, job: Job, profiles: M
                             "stages", hint="leave the replicas out, or the schedule")
         description = f"{counted(chunks, 'stage')} on each rank, balanced by parameters"
         partition = tuple(balanced(parameter_counts(job.model), ranks * chunks))
-        placement = recipe.layout.placement(ranks, chunks)
+        placement = recipe.layout(ranks, chunks)
         share = parallel.recompute if not isinstance(parallel.recompute, str) else 0.0
         recomputed = recomputed_layers(share, partition)
     plan = Plan(partition, (), placement, name, tuple(tuple(sorted(own)) for own in recomputed), microbatches, every)

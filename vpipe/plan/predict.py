@@ -94,7 +94,7 @@ def _build(profile: Profile, spec: ScheduleSpec) -> Schedule:
         if cut.count % recipe.chunks:
             raise UserError(f"'{spec.schedule}' holds {recipe.chunks} stages on each rank, which do not divide "
                             f"{counted(cut.count, 'stage')}", hint="use a multiple, or say where the stages live")
-        placement = recipe.layout.placement(cut.count // recipe.chunks, recipe.chunks)
+        placement = recipe.layout(cut.count // recipe.chunks, recipe.chunks)
     costs = None if recipe.search is None else pipeline_costs(profile, cut.partition, cut.recomputed, placement)
     one = build(spec.schedule, placement, spec.microbatches, spec.update_every, spec.ties, spec.recompute, costs,
                 warmup=spec.warmup)

@@ -176,7 +176,7 @@ class ScheduleSpec:
         if ranks * replicas > MOST_RANKS:
             raise UserError(f"{replicas} replicas of {counted(ranks, 'rank')} are {ranks * replicas:,} ranks",
                             hint=f"use {MOST_RANKS:,} ranks at most")
-        return widened(recipe.layout.placement(ranks, chunks), replicas)
+        return widened(recipe.layout(ranks, chunks), replicas)
 
     def _check_ranks(self, placement: Placement) -> None:
         used = sorted({rank for ranks in placement for rank in ranks})

@@ -14,11 +14,14 @@ VersionOf = Callable[[int, int], int]
 
 
 def borrowing_ranks(placement: Placement, owner: int, borrowers: Iterable[int], rank: int) -> list[int]:
-    """Return the ranks that get the tied weights of stage ``owner`` from ``rank``, one of its replicas."""
-    width = len(placement[owner])
+    """Return the ranks that get the tied weights of stage ``owner`` from ``rank``, one of its replicas.
+
+    A rank that is one itself gets them from itself.
+    """
+    owners = placement[owner]
     return [borrower for replica, borrower in
             sorted({replica for stage in borrowers for replica in enumerate(placement[stage])})
-            if placement[owner][Assignment.replica_of(replica, width)] == rank]
+            if rank == (borrower if borrower in owners else owners[Assignment.replica_of(replica, len(owners))])]
 
 
 @dataclass(frozen=True)
