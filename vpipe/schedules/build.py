@@ -291,7 +291,7 @@ def _groups(recipe: Recipe, placement: Placement) -> tuple[int, list[tuple[int, 
     ranks, left = divmod(len(placement), recipe.chunks)
     shown = _placed(recipe, ranks + (left > 0), recipe.chunks)
     raise UserError(f"'{recipe.name}' does not place stages as {list(map(list, placement))}",
-                    hint=f"place them as {list(map(list, shown))}, or with every rank replaced by equally many replicas")
+                    hint=f"place them as {list(map(list, shown))}, or with equally many replicas for every rank")
 
 
 def places_copies(recipe: Recipe, stages: int) -> bool:

@@ -81,7 +81,8 @@ def check(schedule: Schedule) -> None:
 def placement(graph: Graph) -> None:
     """Check that every stage has ranks, every rank a program, and that every action stands on a rank of its stage.
 
-    Actions on a microbatch stand on the replica that takes it. Tied exchanges carry the stage that owns the weight: they stand on its ranks or on those of a stage that borrows it.
+    Actions on a microbatch stand on the replica that takes it. Tied exchanges carry the stage that owns the weight:
+    they stand on its ranks or on those of a stage that borrows it.
     A weight belongs to the first stage that uses it, so only later ones can borrow it.
     """
     schedule = graph.schedule

@@ -30,9 +30,9 @@ def chimera(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     That is a unit, of p microbatches. Where F and B take equally long, stage s does F of the k-th microbatch that comes
     its way at time s + 2k, B at 2p-1-s + 2k; no rank is wanted twice at a time, and units follow each other every 2p
     without a gap. So the bubble of m microbatches is (p-2)F, the published share (p-2)/(2m+p-2). With B >= F it is
-    (p-2)(nB - (n-1)F) for n = m/p whole units: each unit after the first adds (p-2)(B-F), as its forwards fill gaps that
-    the backwards of the one before leave. Rank r holds the activations of p/2+1 to p microbatches, p/2+1+min(r, p-1-r),
-    and the weights of two stages.
+    (p-2)(nB - (n-1)F) for n = m/p whole units: each unit after the first adds (p-2)(B-F), as its forwards fill gaps
+    that the backwards of the one before leave. Rank r holds the activations of p/2+1 to p microbatches,
+    p/2+1+min(r, p-1-r), and the weights of two stages.
 
     Source: Li and Hoefler, Chimera (SC 2021, arXiv:2107.06925), section 3.1; units one after the other, section 3.5.
     """
