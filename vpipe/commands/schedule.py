@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 
 from vpipe.errors import UserError, counted
@@ -271,7 +272,8 @@ def _placed(recipe: Recipe, widths: tuple[int, ...], chunks: int | None) -> Plac
 
 def _replicated(placement: Placement, widths: tuple[int, ...]) -> Placement:
     """Return a placement with every rank replaced by its replicas, numbered one after the other."""
-    return tuple(tuple(range(first := sum(widths[:rank]), first + widths[rank])) for (rank,) in placement)
+    own = [range(first := sum(widths[:rank]), first + width) for rank, width in enumerate(widths)]
+    return tuple(tuple(chain.from_iterable(own[rank] for rank in ranks)) for ranks in placement)
 
 
 def compared_schedule(recipe: Recipe, options: argparse.Namespace, costs: RankCosts) -> Schedule:
