@@ -273,7 +273,7 @@ def check_chunks(recipe: Recipe, chunks: int | None, key: str = "chunks") -> Non
 def _groups(recipe: Recipe, placement: Placement) -> tuple[int, list[tuple[int, ...]], list[int]]:
     """Return the stages per rank that a microbatch passes, the groups of replicas, and the generator's rank of each.
 
-    The groups stand in the order in which microbatches first come to them.
+    The groups stand in the order in which microbatches first come to them; with copies of stages, by their ranks.
 
     Raises:
         UserError: the recipe cannot have this placement.
@@ -286,21 +286,21 @@ def _groups(recipe: Recipe, placement: Placement) -> tuple[int, list[tuple[int, 
         return _alone(recipe, placement)
     for chunks in range(1, len(placement) + 1) if recipe.any_chunks else (recipe.chunks,):
         ranks, left = divmod(len(placement), chunks)
-        if not left and (groups := _matched(placement, _placed(recipe, ranks, chunks))) is not None:
-            return chunks, list(groups.values()), list(groups)
+        if not left and (groups := _matched(placement, placement_of(recipe, ranks, chunks))) is not None:
+            return chunks, [groups[rank] for rank in sorted(groups)], sorted(groups)
     ranks, left = divmod(len(placement), recipe.chunks)
-    shown = _placed(recipe, ranks + (left > 0), recipe.chunks)
+    shown = placement_of(recipe, ranks + (left > 0), recipe.chunks)
     raise UserError(f"'{recipe.name}' does not place stages as {list(map(list, placement))}",
                     hint=f"place them as {list(map(list, shown))}, or with equally many replicas for every rank")
 
 
 def places_copies(recipe: Recipe, stages: int) -> bool:
     """Tell whether a recipe places several copies of a stage, even without replicas."""
-    return any(len(ranks) > 1 for ranks in _placed(recipe, max(1, stages // recipe.chunks), recipe.chunks))
+    return any(len(ranks) > 1 for ranks in placement_of(recipe, max(1, stages // recipe.chunks), recipe.chunks))
 
 
-def _placed(recipe: Recipe, ranks: int, chunks: int) -> Placement:
-    """Return the placement of a recipe, which may be of a user.
+def placement_of(recipe: Recipe, ranks: int, chunks: int) -> Placement:
+    """Return the ranks of every stage under a recipe, whose layout may be a user's.
 
     Raises:
         UserError: it is no placement of so many stages.
@@ -349,7 +349,7 @@ def _alone(recipe: Recipe, placement: Placement) -> tuple[int, list[tuple[int, .
                         f"{counted(len(placement), 'stage')} on {counted(ranks, word)} are asked for",
                         hint=f"use {ranks * (max(1, chunks) if recipe.any_chunks else recipe.chunks)} stages, or "
                              f"another number of {'ranks' if word == 'rank' else 'groups'}")
-    placed = [rank for (rank,) in _placed(recipe, ranks, chunks)]
+    placed = [rank for (rank,) in placement_of(recipe, ranks, chunks)]
     own_ranks = list(range(ranks)) if recipe.search is not None else list(dict.fromkeys(placed))
     own = [groups[own_ranks.index(rank)] for rank in placed]
     for stage, (group, expected) in enumerate(zip(placement, own, strict=True)):

@@ -13,7 +13,15 @@ from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous, Order
 from vpipe.errors import UserError, counted
 from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.build import build, check_chunks, check_warmup, replica_views, reverse_backwards, with_recompute
+from vpipe.schedules.build import (
+    build,
+    check_chunks,
+    check_warmup,
+    placement_of,
+    replica_views,
+    reverse_backwards,
+    with_recompute,
+)
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.csv_format import CsvFile, read_csv_file
@@ -175,7 +183,7 @@ class ScheduleSpec:
         if ranks * replicas > MOST_RANKS:
             raise UserError(f"{replicas} replicas of {counted(ranks, 'rank')} are {ranks * replicas:,} ranks",
                             hint=f"use {MOST_RANKS:,} ranks at most")
-        return widened(recipe.layout(ranks, chunks), replicas)
+        return widened(placement_of(recipe, ranks, chunks), replicas)
 
     def _check_ranks(self, placement: Placement) -> None:
         used = sorted({rank for ranks in placement for rank in ranks})

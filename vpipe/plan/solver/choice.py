@@ -18,7 +18,7 @@ from vpipe.errors import CheckError, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver.stage_table import StageDemand
-from vpipe.schedules.build import ReplicaView, build, replica_views
+from vpipe.schedules.build import ReplicaView, build, placement_of, replica_views
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.lower import lower
@@ -72,7 +72,7 @@ def _examples(recipe: Recipe, ranks: int, microbatches: tuple[int, ...]) -> Iter
     """Yield the schedule over ``ranks`` ranks with those of ``microbatches`` that it can have."""
     for count in microbatches:
         with suppress(UserError):
-            yield build(recipe.name, recipe.layout(ranks, recipe.chunks), count)
+            yield build(recipe.name, placement_of(recipe, ranks, recipe.chunks), count)
 
 
 def _unit_costs(schedule: Schedule, transfer: int = 0) -> Costs:
@@ -212,7 +212,7 @@ def placement_of_widths(widths: Sequence[int]) -> Placement:
 def equal_widths(schedule: str, ranks: int, width: int) -> Placement:
     """Return the schedule's placement over all ranks with ``width`` replicas of every stage."""
     recipe = recipe_named(schedule)
-    return widened(recipe.layout(ranks // width, recipe.chunks), width)
+    return widened(placement_of(recipe, ranks // width, recipe.chunks), width)
 
 
 @dataclass(frozen=True)
