@@ -174,7 +174,7 @@ def test_formulas_are_exact_where_they_hold(name: str) -> None:
     for p, m, v in ((1, 3, 2), (2, 6, 2), (2, 8, 4), (3, 6, 6), (4, 4, 2), (4, 8, 3), (4, 16, 2), (5, 15, 2)):
         v = v if recipe.any_chunks and name != "auto" else recipe.chunks
         try:
-            schedule = build(name, recipe.layout.placement(p, v), m)
+            schedule = build(name, recipe.layout(p, v), m)
         except UserError:  # not of this size
             continue
         for f, i, w in ((1, 1, 1), (7, 6, 5), (2, 3, 1), (2, 8, 5), (3, 1, 2), (5, 4, 3)):
@@ -237,7 +237,7 @@ def test_the_bubbles_and_delays_beside_one_another_are_those_of_the_code() -> No
     for m, *said, delay in found:
         for name, percent in zip(("1f1b", "zb_v"), said, strict=True):
             recipe = recipe_named(name)
-            made = build(name, recipe.layout.placement(p, recipe.chunks), int(m))
+            made = build(name, recipe.layout(p, recipe.chunks), int(m))
             assert round(100 * Summary.of(made, RankCosts(1, 1, 1)).timeline.bubble_share) == int(percent)
         stream = build("pipedream", default_placement(p), int(m), int(m))
         assert f"{mean_delay(stream, 0):.3g}" == delay

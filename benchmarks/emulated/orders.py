@@ -31,7 +31,7 @@ class Order:
 
     def placement(self, ranks: int) -> Placement:
         """The ranks of its stages."""
-        return recipe_named(self.name).layout.placement(ranks, self.chunks)
+        return recipe_named(self.name).layout(ranks, self.chunks)
 
     def schedule(self, case: Case) -> Schedule:
         """Its compute actions."""

@@ -172,7 +172,7 @@ def placements(costs: Costs) -> Iterator[Placement]:
 
 def searched(costs: Costs, most_bytes: float) -> dict[str, Schedule]:
     """The orders that are searched for costs; one of them holds no more than a torch schedule does."""
-    zigzag = Layout.ZIGZAG.placement(RANKS, 2)
+    zigzag = Layout.ZIGZAG(RANKS, 2)
     return {"auto, V": search(zigzag, MICROBATCHES, costs),
             "auto, V, memory of torch's": search(zigzag, MICROBATCHES, costs, most_bytes),
             "auto, any placement": min((search(placement, MICROBATCHES, costs) for placement in placements(costs)),
@@ -184,7 +184,7 @@ def compete(model: Uneven, turns: int) -> Iterator[str]:
     costs = {stages: Costs(tuple(measured_stages(model, stages)), Link(HOP_S)) for stages in (RANKS, 2 * RANKS)}
     torch_has = {f"{name}, {chunks} per rank": order_of_torch(name, chunks) for name, chunks in TORCHS}
     most_bytes = max(float(max(simulate(schedule, costs[schedule.stages]).peak_bytes))
-                     for schedule in torch_has.values() if schedule.placement == Layout.ZIGZAG.placement(RANKS, 2))
+                     for schedule in torch_has.values() if schedule.placement == Layout.ZIGZAG(RANKS, 2))
     schedules = torch_has | searched(costs[2 * RANKS], most_bytes)
     makes: dict[str, Any] = {f"{name}, {chunks} per rank": partial(torchs_own, name) for name, chunks in TORCHS}
     with TemporaryDirectory() as folder:

@@ -97,9 +97,9 @@ def _period(schedule: str, ranks: int, batch: int, step_s: float) -> float:
     if recipe.search is not None:
         one = search_placements(ranks, batch, None, lambda placement: costs_of(len(placement) // ranks))
     elif recipe.flush:
-        one = build(schedule, recipe.layout.placement(ranks, recipe.chunks), batch)
+        one = build(schedule, recipe.layout(ranks, recipe.chunks), batch)
     else:
-        one = build(schedule, recipe.layout.placement(ranks, 1), UPDATES * batch, batch)
+        one = build(schedule, recipe.layout(ranks, 1), UPDATES * batch, batch)
     timeline = simulate(one if not recipe.flush else _repeated(one), costs_of(one.stages // ranks))
     ends: dict[int, float] = {}
     for events in timeline.events:

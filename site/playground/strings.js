@@ -80,6 +80,8 @@ const ZH = {
     "1f1b": "1F1B：一次前向、一次反向交替，每批结束时排空（flush）。",
     "2bw": "PipeDream-2BW：不排空的 1F1B，无论流水线多深都只保留两个权重版本。",
     auto: "Auto：按给定的开销与内存搜索到的最佳顺序。",
+    chimera: "Chimera：两条方向相反的 1F1B 流水线，互相填补空隙；每个阶段有两份权重。",
+    dualpipe: "DualPipe：微批次从两端进入，一个方向的前向与另一方向的反向并行；每个阶段有两份权重。",
     dualpipe_v: "DualPipeV：每个 rank 两个阶段，呈 V 形，一个阶段的前向与另一阶段的反向并行。",
     gpipe: "GPipe：先做全部前向，再做全部反向，最后更新。",
     hanayo: "Hanayo：波浪式，微批次在各 rank 间来回一次或多次，方式同 1F1B。",

@@ -82,7 +82,7 @@ def test_it_prints_the_same_under_torchrun(tmp_path: Path) -> None:
 def test_torch_prints_under_a_schedule_of_ours_what_the_model_prints_without(schedule: str, ranks: int,
                                                                              tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
-    file.write_text(write_torch_csv(build(schedule, recipe_named(schedule).layout.placement(ranks, 2), 8)))
+    file.write_text(write_torch_csv(build(schedule, recipe_named(schedule).layout(ranks, 2), 8)))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(12)])

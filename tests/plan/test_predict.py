@@ -173,7 +173,7 @@ def test_a_prediction_survives_a_file() -> None:
 
 
 def test_costs_are_of_halves_where_a_schedule_halves() -> None:
-    made, placement = equal(), recipe_named("zb_h1").layout.placement(4, 1)
+    made, placement = equal(), recipe_named("zb_h1").layout(4, 1)
     predicted = predict(made, Plan(Cut((1,) * 4), Order("zb_h1"), microbatches=8))
     split = pipeline_costs(made, (1,) * 4, [()] * 4, placement, split=True)
     assert predicted.timeline.costs.stages[1].input_s == split.stages[1].input_s == pytest.approx(1.1)

@@ -204,6 +204,29 @@ def test_a_plan_keeps_its_limit_when_simulated(schedules: tuple[str, ...]) -> No
                for other in solution.alternatives)
 
 
+@pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
+def test_two_copies_of_every_stage_are_counted(schedule: str) -> None:
+    """Twice the weights, gradients and optimizer of 1F1B with as many stages; the least bubble, where that fits."""
+    made = profile([layer(f"l{number}", parameters=64 * KIB) for number in range(4)])
+    placed = {name: equal_widths(name, 4, 1) for name in (schedule, "1f1b")}
+    plans = {name: solve(PlanRequest({8: made}, 4, None, (name,), placement=placed[name])).plan for name in placed}
+    held = {name: [sum(plan.predictions.stages[stage].memory.weights for stage, ranks in enumerate(placed[name])
+                       if rank in ranks) for rank in range(4)] for name, plan in plans.items()}
+    assert held == {schedule: [128 * KIB] * 4, "1f1b": [64 * KIB] * 4}
+    assert plans[schedule].predictions == predict(made, plans[schedule]).prediction
+    assert plans[schedule].predictions.step_s < plans["1f1b"].predictions.step_s
+    free = PlanRequest({8: made}, 4, None, ("1f1b", schedule), stages=4)
+    assert solve(free).plan.schedule == schedule
+    assert solve(free).plan.groups == ((0, 3), (1, 2), (2, 1), (3, 0))
+    most = plans["1f1b"].predictions.fullest_rank[1]
+    assert most < 2 * 4 * 64 * KIB < plans[schedule].predictions.fullest_rank[1]
+    tight = solve(replace(free, memory_bytes=most))
+    assert tight.plan.schedule == "1f1b"
+    assert "does not fit" in {other.what: other for other in tight.alternatives}[f"schedule {schedule}"].why
+    with pytest.raises(UserError, match=f"with {schedule} and 8 microbatches, with everything recomputed, rank . "):
+        solve(replace(free, memory_bytes=most, schedules=(schedule,)))
+
+
 def test_more_memory_is_never_slower_and_removes_recomputing() -> None:
     made = transformer(4)
     request = PlanRequest({8: made}, 4, 400 * KIB, ("1f1b",), placement=equal_widths("1f1b", 4, 1))
@@ -365,7 +388,8 @@ def test_the_properties_of_a_schedule_are_measured(schedule: str, traits: Schedu
 
 
 def test_the_planner_tries_what_is_registered_as_planned() -> None:
-    assert planned_schedules(flush=True) == ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_h2", "zb_v")
+    assert planned_schedules(flush=True) == ("1f1b", "chimera", "dualpipe", "gpipe", "interleaved", "zb_h1",
+                                               "zb_h2", "zb_v")
     assert planned_schedules(flush=False) == ("2bw", "pipedream")
 
 

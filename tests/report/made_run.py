@@ -29,7 +29,7 @@ def make_run(folder: Path, name: str = "1f1b", ranks: int = 4, microbatches: int
     noise = random.Random(0)
     took = took or (lambda rank, action: TIMES[action.op] * (1 + 0.1 * noise.random() + (0.1 * rank)))
     recipe = recipe_named(name)
-    placement = recipe.layout.placement(ranks, recipe.chunks)
+    placement = recipe.layout(ranks, recipe.chunks)
     total = microbatches if recipe.flush else updates
     schedule = build(name, placement, total, None if recipe.flush else 1)
     programs = [[Action(action.op, action.stage, action.microbatch + turn * (1 if action.op is Op.STEP else total))

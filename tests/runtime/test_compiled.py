@@ -28,7 +28,7 @@ from vpipe.verify.reference_optimizer import version_rule
 # Dynamo reads the gradient of every input that it sees.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
 SPLIT = [name for name in FLUSH if any(action.op is Op.INPUT for program in build(
-    name, recipe_named(name).layout.placement(2, recipe_named(name).chunks), 8).programs for action in program)]
+    name, recipe_named(name).layout(2, recipe_named(name).chunks), 8).programs for action in program)]
 WHOLE = [name for name in (*FLUSH, *STREAMS) if name not in SPLIT]
 
 
@@ -153,4 +153,4 @@ def test_without_a_compiler_inductor_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setenv("CXX", "g++-99")
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is no g\+\+-99"):
-        check_compiled("inductor", build("1f1b", Layout.LOOP.placement(2, 1), 4), torch.device("cpu"))
+        check_compiled("inductor", build("1f1b", Layout.LOOP(2, 1), 4), torch.device("cpu"))

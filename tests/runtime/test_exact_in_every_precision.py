@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import Embed, Head, Mixed, RawMatmul, rich_batches, rich_model, thrice_tied_model
 from pipelines import parts
-from test_every_schedule import FLUSH, STREAMS, cut
+from test_every_schedule import FLUSH, STREAMS, copies, cut
 from test_exact import AdamW, decay
 from torch import Tensor, nn
 
@@ -72,15 +72,17 @@ def assert_same(pipe: Pipeline, steps: Sequence[Step], run: ReferenceRun) -> Non
 
 
 @cache
-def plain(precision: str) -> ReferenceRun:
-    """Plain PyTorch, gradients in the order of the microbatches."""
-    return flush_oracle(rich_model(tied=False), rich_batches(2, 8), recipe(precision))
+def plain(precision: str, partition: tuple[int, ...] | None = None,
+          widths: tuple[int, ...] | None = None) -> ReferenceRun:
+    """Plain PyTorch, gradients in the order of the microbatches; of copies of a stage, those of each, then the sum."""
+    return flush_oracle(rich_model(tied=False), rich_batches(2, 8), recipe(precision), partition, widths)
 
 
 @pytest.mark.parametrize("name", FLUSH)
 def test_bf16_under_every_schedule_with_a_flush(name: str) -> None:
     pipe = pipeline(rich_model(tied=False), "bf16", schedule=name, partition=cut(name), recompute=0.5)
-    assert_same(pipe, list(pipe.train(rich_batches(2, 8))), plain("bf16"))
+    expected = plain("bf16", tuple(cut(name)), widths) if (widths := copies(name)) else plain("bf16")
+    assert_same(pipe, list(pipe.train(rich_batches(2, 8))), expected)
 
 
 @pytest.mark.parametrize("name", STREAMS)

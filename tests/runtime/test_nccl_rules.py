@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from models import int16_model
 from small_run import write_config
-from test_replicas_gloo import FOUR, ONE_THREE, TWO_ONE_ONE, TWO_TWO, without_rates
+from test_replicas_gloo import DOWN_AND_UP, DOWN_AND_UP_TWICE, FOUR, ONE_THREE, TWO_ONE_ONE, TWO_TWO, without_rates
 from world import World
 
 from vpipe.config.config import load_config
@@ -52,14 +52,15 @@ def test_every_schedule(world: World, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("rules", sorted(set(RULES) - {HARDEST}))
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "pipedream"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "pipedream", "chimera", "dualpipe"])
 def test_every_way_to_make_communicators_and_to_send(world: World, schedule: str, rules: str) -> None:
     stages = 4 * recipe_named(schedule).chunks
-    equal_under_rules(world, rules, model="rich", schedule=schedule, microbatches=4, batches=2,
+    equal_under_rules(world, rules, model="rich", schedule=schedule, microbatches=8, batches=2,
                       partition=[8 // stages] * stages, grad_clip=0.5)
 
 
 @pytest.mark.parametrize("arguments", [
+    {"schedule": "chimera", "executor": "naive"}, {"schedule": "dualpipe", "microbatches": 8, "precision": "fp16"},
     {"schedule": "1f1b"}, {"schedule": "1f1b", "model": "untied"}, {"schedule": "gpipe", "skip_not_finite": True},
     {"schedule": "1f1b", "precision": "fp16", "evaluate_after": [0]},
     {"schedule": "pipedream", "precision": "fp16"}, {"schedule": "zb_h1", "precision": "bf16", "compress": "int8"},
@@ -79,7 +80,8 @@ def test_what_a_run_may_have(world: World, arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("schedule", "placement"), [
     ("1f1b", TWO_ONE_ONE), ("1f1b", MIDDLE), ("zb_h1", ONE_THREE), ("gpipe", FOUR),
-    ("zb_v", [*TWO_TWO, *reversed(TWO_TWO)]), ("pipedream", TWO_ONE_ONE), ("pipedream", MIDDLE),
+    ("zb_v", [*TWO_TWO, *reversed(TWO_TWO)]), ("chimera", DOWN_AND_UP), ("chimera", DOWN_AND_UP_TWICE),
+    ("pipedream", TWO_ONE_ONE), ("pipedream", MIDDLE),
     ("pipedream", ONE_THREE), ("2bw", TWO_TWO)])
 def test_the_first_a_middle_and_the_last_stage_replicated(world: World, schedule: str,
                                                           placement: list[list[int]]) -> None:
@@ -89,9 +91,10 @@ def test_the_first_a_middle_and_the_last_stage_replicated(world: World, schedule
 
 
 @pytest.mark.parametrize("arguments", [
-    {"schedule": "1f1b", "grad_clip": 0.5}, {"schedule": "pipedream", "update_every": 1, "cadence": 3},
+    {"schedule": "1f1b", "grad_clip": 0.5}, {"schedule": "chimera", "grad_clip": 0.5},
+    {"schedule": "pipedream", "update_every": 1, "cadence": 3},
     {"schedule": "pipedream", "placement": TWO_TWO, "update_every": 2}],
-    ids=["flush", "drained", "replicas"])
+    ids=["flush", "both directions", "drained", "replicas"])
 def test_a_checkpoint_and_what_goes_on_from_it(world: World, tmp_path: Path, arguments: dict[str, Any]) -> None:
     arguments = {"microbatches": 4, "batches": 10, "stages": len(arguments.get("placement", EVEN)), **arguments}
     expected, saved = [], []

@@ -51,3 +51,29 @@ def test_a_pipeline_holds_what_was_predicted(precision: str, name: str) -> None:
             assert recorder.static_bytes()[stage] == memory.gradients + memory.optimizer
             # Between halves the recorder counts the whole batch's field of which a microbatch has a part.
             assert expected == (pytest.approx(held, rel=0.15) if schedule == "zb_h1" else held), (plan, stage)
+
+
+@pytest.mark.parametrize(("schedule", "dropped"), [("chimera", ((), (), (), ())), ("chimera", ((1,), (2, 3), (), (6,))),
+                                                   ("dualpipe", ((), (), (), ()))])
+def test_a_rank_holds_what_was_predicted_of_its_copies(schedule: str, dropped: tuple[tuple[int, ...], ...]) -> None:
+    """Weights, gradients and optimizer of two stages, and the activations of both, which are most at one time."""
+    model = rich_model()
+    optimizer = OptimizerSettings("adamw", 1e-3, matrices=hidden_matrices(model))
+    batches = rich_batches(2, 32)
+    microbatch = {name: field[:4] for name, field in batches[0].items()}
+    identity = identify(model, microbatch, model_name="rich", optimizer="adamw", device="cpu", ranks_per_host=1,
+                        backend="gloo", precision="fp32")
+    made, = measure(model, [microbatch], optimizer.from_named, identities=[identity], budget_s=0.0)
+    plan = Plan(Cut((2, 2, 2, len(model) - 6), dropped), Order(schedule), microbatches=8)
+    stages = predict(made, plan).prediction.stages
+    pipe = Pipeline(model, optimizer, plan.cut, schedule, 8)
+    recorders = pipe.engine.record(limit=10_000)
+    for _ in pipe.train(batches):
+        pass
+    for rank, recorder in recorders.items():
+        notes = [note for note in recorder.pop_records() if isinstance(note, RecordedAction)]
+        own = {stage: stages[stage].memory for stage in (rank, 3 - rank)}
+        assert recorder.weight_bytes() == {stage: memory.weights for stage, memory in own.items()}
+        assert recorder.static_bytes() == {stage: memory.gradients + memory.optimizer for stage, memory in own.items()}
+        held, expected = max(note.held_bytes for note in notes), sum(memory.activations for memory in own.values())
+        assert expected == (held if schedule == "chimera" else pytest.approx(held, rel=0.15)), rank

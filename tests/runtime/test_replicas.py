@@ -33,7 +33,7 @@ from vpipe.runtime.step_results import Step
 from vpipe.schedules.action import Op
 from vpipe.schedules.build import build
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.size import Placement
+from vpipe.schedules.size import Placement, both_ways
 from vpipe.verify.reference import (
     ReferenceRun,
     TrainingRecipe,
@@ -46,6 +46,7 @@ from vpipe.verify.reference_optimizer import version_rule
 WIDTHS = [(2, 1), (1, 2), (1, 3, 2), (2, 2, 2), (2, 1, 2)]
 FOLDED = [name for name in schedule_names()
           if recipe_named(name).flush and recipe_named(name).chunks > 1]  # several stages per rank
+BOTH_WAYS = [name for name in schedule_names() if recipe_named(name).layout is both_ways]
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -95,6 +96,35 @@ def test_with_a_flush(schedule: str, widths: tuple[int, ...]) -> None:
     assert [step.loss for step in steps] == pytest.approx(plain.losses, rel=14 * 2 * EPS)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("name", "ranks", "replicas", "microbatches"), [
+    (name, *numbers) for name in BOTH_WAYS for numbers in ((2, 1, 8), (4, 1, 8), (4, 1, 10), (2, 2, 8), (4, 2, 16))])
+def test_both_directions(name: str, ranks: int, replicas: int, microbatches: int, tied: bool) -> None:
+    """Two copies of every stage, which share their ranks with copies of another; and pipelines of them side by side."""
+    model, batches, widths = rich_model(tied=tied), rich_batches(2, microbatches), [2 * replicas] * ranks
+    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
+                    stages=Cut(cut(8, ranks), recompute=0.5, ranks=replicas), schedule=name, microbatches=microbatches,
+                    seed=7)
+    steps = list(pipe.train(batches))
+    assert_same(pipe, steps, flush_oracle(model, batches, recipe(microbatches, 0.5), pipe.partition, widths))
+    plain = flush_oracle(model, batches, recipe(microbatches, 0.5))
+    assert [step.loss for step in steps] == pytest.approx(plain.losses, rel=4 * microbatches * EPS)
+    state = pipe.state_dict()
+    if tied:
+        state["head.decoder.weight"] = state["embed.word.weight"]
+    assert pipe.evaluate(batches) == pytest.approx(evaluate_oracle(model, state, batches, microbatches), rel=1e-15)
+
+
+@pytest.mark.parametrize("build", [thrice_tied_model, norm_model, checkpointed_model, recurrent_model, frozen_front])
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_all_sorts_of_layers_in_both_directions(name: str, build: Any) -> None:
+    model, batches = build(), rich_batches(2, 8)
+    pipe = Pipeline(model, Update(Momentum(), learning_rate_factor=decay),
+                    stages=Cut(cut(len(model), 2), recompute=1.0), schedule=name, microbatches=4, seed=7)
+    steps = list(pipe.train(batches))
+    assert_same(pipe, steps, flush_oracle(model, batches, recipe(4, optimizer=Momentum), pipe.partition, (2, 2)))
+
+
 @pytest.mark.parametrize("name", FOLDED)
 def test_several_stages_on_each_rank(name: str) -> None:
     """Two pipelines side by side: each takes every second microbatch."""
@@ -103,7 +133,7 @@ def test_several_stages_on_each_rank(name: str) -> None:
     model, batches = rich_model(), rich_batches(2, 8)
     pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
                     stages=Cut(cut(8, stages), recompute=0.5,
-                               ranks=[(2 * rank, 2 * rank + 1) for rank, in folded.layout.placement(2, folded.chunks)]),
+                               ranks=[(2 * rank, 2 * rank + 1) for rank, in folded.layout(2, folded.chunks)]),
                     schedule=name, microbatches=8, seed=7)
     steps = list(pipe.train(batches))
     assert_same(pipe, steps, flush_oracle(model, batches, recipe(8, 0.5), pipe.partition, [2] * stages))

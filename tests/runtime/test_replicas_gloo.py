@@ -16,6 +16,8 @@ from vpipe.errors import RunError, UserError
 
 TWO_ONE_ONE, ONE_THREE, TWO_TWO, FOUR = [[0, 1], [2], [3]], [[2], [0, 3, 1]], [[0, 1], [2, 3]], [[3, 2, 1, 0]]
 
+DOWN_AND_UP, DOWN_AND_UP_TWICE = [[0, 3], [1, 2], [2, 1], [3, 0]], [[0, 1, 2, 3], [2, 3, 0, 1]]
+
 
 def same_everywhere(world: World, *, placement: list[list[int]], **arguments: Any) -> dict[str, Any]:
     """Run the job here and on every rank; all tell the same but for the learning rate, which is a stage's own."""
@@ -44,6 +46,19 @@ def test_with_a_flush(world: World, schedule: str, placement: list[list[int]], m
     run = same_everywhere(world, model=model, schedule=schedule, placement=placement, microbatches=7, samples=14,
                           batches=2, recompute=0.5, grad_clip=0.5, evaluate_after=[0], lengths=(6, 9))
     assert len(run["steps"]) == 2
+
+
+@pytest.mark.parametrize("arguments", [
+    {}, {"shared_memory": False}, {"executor": "naive"}, {"model": "norm", "samples": 16}, {"compress": "int8"},
+    {"precision": "fp16", "skip_not_finite": True}, {"precision": "bf16_pure"}, {"placement": DOWN_AND_UP_TWICE}],
+    ids=lambda arguments: "-".join(map(str, arguments)) or "plain")
+@pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
+def test_both_directions(world: World, schedule: str, arguments: dict[str, Any]) -> None:
+    """Two copies of every stage, alone and beside two more; an evaluation between batches, shapes that change."""
+    run = same_everywhere(world, **{"model": "rich", "schedule": schedule, "placement": DOWN_AND_UP, "microbatches": 8,
+                                    "samples": 8, "batches": 3, "recompute": 0.5, "grad_clip": 0.5,
+                                    "evaluate_after": [0], "lengths": (6, 9, 6), **arguments})
+    assert len(run["steps"]) == 3
 
 
 @pytest.mark.parametrize(("schedule", "placement", "every", "microbatches"), [

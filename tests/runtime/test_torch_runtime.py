@@ -29,10 +29,11 @@ def exportable(ranks: int, microbatches: int, more_chunks: tuple[int, ...] = ())
     for recipe in recipes():
         for chunks in {recipe.chunks, *(more_chunks if recipe.any_chunks else ())} if recipe.flush else ():
             try:
-                schedule = build(recipe.name, recipe.layout.placement(ranks, chunks), microbatches)
+                schedule = build(recipe.name, recipe.layout(ranks, chunks), microbatches)
             except UserError:  # not of this size
                 continue
-            yield f"{recipe.name}_{chunks}", schedule
+            if all(len(held_by) == 1 for held_by in schedule.placement):
+                yield f"{recipe.name}_{chunks}", schedule
 
 
 def searched(placement: Placement, microbatches: int) -> Schedule:
@@ -53,6 +54,6 @@ def test_every_schedule_with_a_flush(world: World, tmp_path: Path) -> None:
     out_of_turn = tmp_path / "turns"
     out_of_turn.write_text("0F1,0F0,0B0,0B1\n1F0,1F1,1B1,1B0\n2F1,2F0,2B1,2B0\n3F0,3F1,3B1,3B0\n")
     own = dict(exportable(4, 8))
-    assert len(own) == len(schedule_names()) - 3, "three are asynchronous"
+    assert len(own) == len(schedule_names()) - 5, "three are asynchronous, two have copies of their stages"
     run_all(world, {**own, "searched": searched(UNEVEN, 6), "blocks": searched(BLOCKS, 5),
                     "turns": read_csv(out_of_turn)}, tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import fingerprint, pipeline
+from test_every_schedule import copies
 from test_exact import AdamW, assert_same_state, decay
 from torch import Tensor
 from world import World
@@ -64,8 +65,8 @@ def recipe(seed: int = 7) -> TrainingRecipe:
 
 
 @cache
-def plain(tied: bool, partition: tuple[int, ...] | None) -> ReferenceRun:
-    return flush_oracle(model(tied), batches(), recipe(), partition)
+def plain(tied: bool, partition: tuple[int, ...] | None, widths: tuple[int, ...] | None = None) -> ReferenceRun:
+    return flush_oracle(model(tied), batches(), recipe(), partition, widths)
 
 
 FLUSH = [name for name in schedule_names() if recipe_named(name).flush]
@@ -79,7 +80,9 @@ def test_with_a_flush_it_equals_plain_pytorch(name: str) -> None:
         partition = tuple(cut(name))
         pipe = Pipeline(model(tied), Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
                         stages=Cut(partition, recompute=recompute), schedule=name, microbatches=MICROBATCHES, seed=7)
-        losses, expected = [step.loss for step in pipe.train(batches())], plain(tied, partition if tied else None)
+        widths = copies(name)
+        expected = plain(tied, partition if tied or widths else None, widths)
+        losses = [step.loss for step in pipe.train(batches())]
         assert losses == expected.losses
         assert_same_state(pipe.state_dict(), expected.state)
 

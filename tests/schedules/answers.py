@@ -102,7 +102,7 @@ def registered() -> Iterator[tuple[Schedule, bool]]:
                 (1, 1, 3, False, False), (2, 1, 8, True, True), (3, 1, 6, True, False), (4, 1, 8, False, True),
                 (2, 2, 8, True, False), (2, 3, 12, False, True)):
             for chunks in {recipe.chunks, *([1, 3] if recipe.any_chunks else [])}:
-                placement = widened(recipe.layout.placement(ranks, chunks), replicas)
+                placement = widened(recipe.layout(ranks, chunks), replicas)
                 yield from _built(name, placement, microbatches, tied, recomputed, None)
     for name in ("1f1b", "gpipe", "zb_h1", "pipedream", "2bw"):
         for placement in (((0, 1), (2,)), ((0,), (1, 2)), ((2, 0), (1,), (3,)), ((0, 1, 2), (3, 4))):

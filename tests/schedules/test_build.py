@@ -22,7 +22,7 @@ from vpipe.schedules.size import Layout, default_placement
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(Layout), st.integers(1, 6), st.integers(1, 4), st.integers(1, 12))
 def test_no_layout_deadlocks(layout: Layout, ranks: int, chunks: int, microbatches: int) -> None:
-    schedule = lower(build_evaluation(layout.placement(ranks, chunks), microbatches))
+    schedule = lower(build_evaluation(layout(ranks, chunks), microbatches))
     deps = Graph.from_schedule(schedule)
     for rule in (matching, precedence, channel_order):
         rule(deps)
@@ -33,7 +33,7 @@ def test_no_layout_deadlocks(layout: Layout, ranks: int, chunks: int, microbatch
 
 
 def test_a_v() -> None:
-    schedule = lower(build_evaluation(Layout.ZIGZAG.placement(2, 2), 2))
+    schedule = lower(build_evaluation(Layout.ZIGZAG(2, 2), 2))
     assert [" ".join(map(str, program)) for program in schedule.programs] == [
         "0F0 0SEND_F0 3RECV_F0 0F1 0SEND_F1 3RECV_F1 3F0 3F1",
         "1RECV_F0 1F0 1RECV_F1 2F0 2SEND_F0 1F1 2F1 2SEND_F1"]

@@ -18,13 +18,13 @@ from vpipe.schedules.peaks import rank_loads, rank_peaks
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.simulate import simulate
-from vpipe.schedules.size import Size
+from vpipe.schedules.size import Size, both_ways
 
 
 def made(name: str, ranks: int, microbatches: int, chunks: int | None = None,
          update_every: int | None = None) -> Schedule:
     recipe = recipe_named(name)
-    return build(name, recipe.layout.placement(ranks, chunks or recipe.chunks), microbatches, update_every)
+    return build(name, recipe.layout(ranks, chunks or recipe.chunks), microbatches, update_every)
 
 
 def bubble_s(schedule: Schedule, forward_s: Number = 1, input_s: Number = 1, weight_s: Number = 1) -> Number:
@@ -44,7 +44,7 @@ def proved(draw: st.DrawFn, name: str) -> Schedule | None:
     ranks, microbatches = draw(st.integers(1, 8)), draw(st.integers(1, 24))
     chunks = draw(st.integers(1, 4)) if recipe.any_chunks else recipe.chunks
     try:
-        return prove(name, recipe.layout.placement(ranks, chunks), microbatches)
+        return prove(name, recipe.layout(ranks, chunks), microbatches)
     except CheckError:
         raise
     except UserError:
@@ -58,11 +58,12 @@ def test_every_size_passes_or_is_refused(name: str, data: st.DataObject) -> None
     schedule = data.draw(proved(name))
     if schedule is None:
         return
-    for stage, held_by in enumerate(schedule.placement):
-        program = [action for action in schedule.programs[held_by[0]] if action.stage == stage]
+    for stage, rank in ((stage, rank) for stage, held_by in enumerate(schedule.placement) for rank in held_by):
+        program = [action for action in schedule.programs[rank] if action.stage == stage]
         for ops in ((Op.BACKWARD, Op.INPUT), (Op.BACKWARD, Op.WEIGHT)):  # gradients accumulate in plain PyTorch's order
             order = [action.microbatch for action in program if action.op in ops]
-            assert order == list(range(schedule.microbatches))
+            assert order == list(schedule.assignment.complete_share(stage, 0, stage, rank) if schedule.flush
+                                 else range(schedule.microbatches))
         if schedule.flush:
             assert program[-1].op is Op.STEP
     if name not in AT_MOST:
@@ -99,6 +100,10 @@ CLOSED_FORMS: dict[str, tuple[Callable[[int, int, int], bool], Bubble]] = {  # w
     "zb_h1": (lambda p, m, v: m >= p, lambda p, m, v, f, i, w: (p - 1) * (f + i - w)),
     "zb_h2": (lambda p, m, v: m >= 2 * p - 1, lambda p, m, v, f, i, w: (p - 1) * (f + i - 2 * w)),
     "dualpipe_v": (lambda p, m, v: m >= 2 * p, lambda p, m, v, f, i, w: (p - 1) * (f + i - w) / Fraction(2)),
+    "dualpipe": (lambda p, m, v: p % 2 == 0 and m % 2 == 0 and m >= 2 * p,
+                 lambda p, m, v, f, i, w: (p // 2 - 1) * (f + i - w)),
+    "chimera": (lambda p, m, v: p % 2 == 0 and m % p == 0,
+                lambda p, m, v, f, i, w: (p - 2) * (m // p * (i + w) - (m // p - 1) * f)),
 }
 
 
@@ -108,12 +113,12 @@ CLOSED_FORMS: dict[str, tuple[Callable[[int, int, int], bool], Bubble]] = {  # w
 def test_bubble(name: str, data: st.DataObject) -> None:
     holds, bubble = CLOSED_FORMS[name]
     recipe = recipe_named(name)
-    ranks = data.draw(st.integers(1, 8))
+    ranks = data.draw(st.integers(1, 8)) * (2 if recipe.layout is both_ways else 1)
     chunks = data.draw(st.integers(1, 4)) if recipe.any_chunks else recipe.chunks
-    fitting = [m for m in range(1, 25) if holds(ranks, m, chunks)]
+    fitting = [m for m in range(1, 49) if holds(ranks, m, chunks)]
     microbatches = data.draw(st.sampled_from(fitting))
     weight, its_input, forward = sorted(data.draw(st.tuples(*[st.integers(1, 6)] * 3)))
-    if name == "dualpipe_v":
+    if name in ("dualpipe_v", "dualpipe", "chimera"):
         forward = min(forward, its_input + weight)
     schedule = made(name, ranks, microbatches, chunks)
     assert (bubble_s(schedule, forward, its_input, weight)
@@ -167,13 +172,34 @@ def test_golden_numbers_of_few_microbatches_and_of_memory() -> None:
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1), (3, 3, 2), (1, 2, 0)])
-def test_dualpipe_v_as_published_when_a_pair_is_one_block(times: tuple[int, int, int]) -> None:
+def test_dualpipe_as_published_when_a_pair_is_one_block(times: tuple[int, int, int]) -> None:
+    """Its (p/2-1)(F&B + B - 3W); DualPipeV is that of twice as many ranks."""
     forward_s, input_s, weight_s = times
     backward_s = input_s + weight_s
-    for ranks in range(1, 6):
-        published = (ranks - 1) * (forward_s + backward_s + backward_s - 3 * weight_s)
-        assert paired_bubble_s(made("dualpipe_v", ranks, 2 * ranks + 3), *times) == published
-        assert bubble_s(made("dualpipe_v", ranks, 2 * ranks + 3), *(2 * time for time in times)) <= published
+    for half in range(1, 6):
+        published = (half - 1) * (forward_s + backward_s + backward_s - 3 * weight_s)
+        folded, whole = made("dualpipe_v", half, 2 * half + 3), made("dualpipe", 2 * half, 2 * (2 * half + 3))
+        assert paired_bubble_s(folded, *times) == paired_bubble_s(whole, *times) == published
+        assert bubble_s(folded, *(2 * time for time in times)) == bubble_s(whole, *times) <= published
+
+
+@pytest.mark.parametrize("ranks", range(2, 17, 2))
+def test_chimera_as_published(ranks: int) -> None:
+    """Table 2 and figure 6 of the paper: p forwards and 2p-2 backwards on the critical path, p/2+1 to p activations."""
+    for units in range(1, 5):
+        schedule = made("chimera", ranks, units * ranks)
+        equal = simulate(schedule, Costs.uniform(Size(ranks, schedule.microbatches, 1, 1), 2, 1, 1))
+        assert equal.bubble_share == Fraction(ranks - 2, 2 * schedule.microbatches + ranks - 2)
+        peaks = [fact.peak_activations for fact in rank_peaks(schedule)]
+        assert peaks == [ranks // 2 + 1 + min(rank, ranks - 1 - rank) for rank in range(ranks)]
+    unit = simulate(made("chimera", ranks, ranks), Costs.uniform(Size(ranks, ranks, 1, 1), 3, 2, 2))
+    assert unit.makespan_s == ranks * 3 + (2 * ranks - 2) * 4
+
+
+def test_two_copies_of_the_weights() -> None:
+    for name in ("chimera", "dualpipe"):
+        placement = made(name, 6, 12).placement
+        assert placement == ((0, 5), (1, 4), (2, 3), (3, 2), (4, 1), (5, 0))
 
 
 def paired_bubble_s(schedule: Schedule, forward_s: int, input_s: int, weight_s: int) -> int:
@@ -182,7 +208,7 @@ def paired_bubble_s(schedule: Schedule, forward_s: int, input_s: int, weight_s: 
     ends: dict[tuple[bool, int, int], int] = {}  # by (forward or not, stage, microbatch)
     clocks, cursors = [0] * schedule.ranks, [0] * schedule.ranks
     begun: dict[int, int] = {}
-    work = schedule.microbatches * 2 * (forward_s + input_s + weight_s)
+    work = schedule.microbatches * schedule.stages // schedule.ranks * (forward_s + input_s + weight_s)
     waiting = True
     while waiting:
         waiting = False
@@ -233,6 +259,14 @@ def test_some_orders_literally() -> None:
     ("dualpipe_v", 4, 6, 2, "4 ranks with 8 microbatches, two per rank, but there are 6",
      "use 8 microbatches or more, or 3 ranks or fewer"),
     ("dualpipe_v", 1, 1, 2, "but there are 1", "use 2 microbatches or more"),
+    ("chimera", 3, 6, 1, "'chimera' sends microbatches both ways through an even number of ranks, one stage each, but "
+     "there are 3 ranks", "use 2 or 4 ranks"),
+    ("dualpipe", 1, 6, 1, "there is 1 rank", "use 2 ranks"),
+    ("dualpipe", 5, 20, 1, "there are 5 ranks", "use 4 or 6 ranks"),
+    ("dualpipe", 4, 6, 1, "fills 4 ranks with 8 microbatches, as many from either end, but there are 6",
+     "use an even number of microbatches, 8 or more, or 2 ranks or fewer"),
+    ("dualpipe", 4, 11, 1, "but there are 11", "use an even number of microbatches, 12 or more"),
+    ("chimera", 2, 1, 1, "2 replicas of stage 0 for 1 microbatch", "use 2 microbatches or more"),
     ("hanayo", 2, 4, 3, "3 stages per rank are no whole number of waves", "give every rank 2 or 4 stages"),
     ("hanayo", 2, 4, 1, "1 stages per rank are no whole number of waves", "give every rank 2 stages"),
 ])
@@ -247,6 +281,6 @@ def test_numbers_that_a_schedule_cannot_have(name: str, ranks: int, microbatches
 def test_names() -> None:
     assert set(schedule_names()) >= {
         "gpipe", "1f1b", "interleaved", "interleaved_zb", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min",
-        "dualpipe_v", "hanayo", "pipedream", "pipedream_vertical_sync", "2bw"}
+        "dualpipe_v", "hanayo", "dualpipe", "chimera", "pipedream", "pipedream_vertical_sync", "2bw"}
     with pytest.raises(UserError, match="did you mean 'pipedream'"):
         recipe_named("pipedreams")

@@ -21,7 +21,7 @@ from vpipe.schedules.versions import StreamVersions
 
 def lowered(name: str, ranks: int, microbatches: int, every: int | None = None, *, tied: bool = False,
             norm: bool = False) -> Schedule:
-    placement = recipe_named(name).layout.placement(ranks, recipe_named(name).chunks)
+    placement = recipe_named(name).layout(ranks, recipe_named(name).chunks)
     ties = {0: (len(placement) - 1,)} if tied and len(placement) > 1 else {}
     return lower(build(name, placement, microbatches, every, ties), norm)
 
@@ -67,7 +67,7 @@ def test_replicas_sum_their_gradients_before_they_step() -> None:
 def by_hand(*programs: str, ties: dict[int, tuple[int, ...]]) -> Schedule:
     """Stages 0 and 3 on rank 0, 1 and 2 on rank 1; one microbatch."""
     actions = tuple(tuple(map(Action.parse, program.split())) for program in programs)
-    return Schedule("made", Layout.ZIGZAG.placement(2, 2), actions, 1, 1, flush=True, peak_activations=(2, 2),
+    return Schedule("made", Layout.ZIGZAG(2, 2), actions, 1, 1, flush=True, peak_activations=(2, 2),
                     versions=(1, 1, 1, 1), ties=ties)
 
 

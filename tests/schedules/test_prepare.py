@@ -13,7 +13,7 @@ from vpipe.schedules.size import Placement
 
 def made(name: str, ranks: int, microbatches: int, placement: Placement | None = None) -> Schedule:
     recipe = recipe_named(name)
-    return build(name, placement or recipe.layout.placement(ranks, recipe.chunks), microbatches)
+    return build(name, placement or recipe.layout(ranks, recipe.chunks), microbatches)
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "batch", "said"), [

@@ -61,7 +61,7 @@ def test_what_repeats_is_the_listed_schedule(recipe: Recipe, ranks: int, chunks:
                                              costs: RankCosts, replicas: int, update_every: int | None) -> None:
     if not recipe.any_chunks:
         chunks = recipe.chunks
-    placement = widened(recipe.layout.placement(ranks, chunks), replicas)
+    placement = widened(recipe.layout(ranks, chunks), replicas)
     with suppress(UserError):  # of sizes that the schedule cannot have
         build(recipe.name, placement, microbatches, None if recipe.flush else update_every)
         same_as_listed(recipe, placement, microbatches, costs, None if recipe.flush else update_every)
@@ -73,7 +73,7 @@ def test_what_repeats_is_the_listed_schedule(recipe: Recipe, ranks: int, chunks:
     ("1f1b", 9), ("zb_h1", 3), ("interleaved", Fraction(9, 2)), ("pipedream", 9)])
 def test_a_bubble_has_its_closed_form_at_any_number_of_microbatches(name: str, bubble: Fraction) -> None:
     recipe = recipe_named(name)
-    placement = recipe.layout.placement(4, recipe.chunks)
+    placement = recipe.layout(4, recipe.chunks)
     found = find(name, placement, 60_000, RankCosts().of(placement))
     assert found is not None
     assert (found.timeline.bubble_s, found.schedule.microbatches) == (bubble, 60_000)
@@ -82,7 +82,7 @@ def test_a_bubble_has_its_closed_form_at_any_number_of_microbatches(name: str, b
 
 
 def test_times_that_drift_apart_do_not_repeat() -> None:
-    placement = recipe_named("gpipe").layout.placement(3)
+    placement = recipe_named("gpipe").layout(3)
     assert find("gpipe", placement, 500, RankCosts(transfer_s=1).of(placement)) is not None
     assert find("gpipe", placement, 500, RankCosts(transfer_s=2).of(placement)) is None  # the link falls behind
 
@@ -95,7 +95,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, name: str, **changes: Any) -> No
 def test_a_pattern_that_changes_at_some_size_is_not_taken_for_one_that_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule may be 1F1B for few microbatches and GPipe for many: the wanted size is compared."""
     one, other = recipe_named("1f1b").program, recipe_named("gpipe").program
-    placement = recipe_named("1f1b").layout.placement(3)
+    placement = recipe_named("1f1b").layout(3)
     registered(monkeypatch, "1f1b", peak_activations=lambda rank, size: size.microbatches,
                program=lambda rank, ranks, microbatches: (other if microbatches > 100 and rank == 1 else one)(
                    rank, ranks, microbatches))
@@ -104,7 +104,7 @@ def test_a_pattern_that_changes_at_some_size_is_not_taken_for_one_that_repeats(m
 
 
 def test_a_peak_above_what_is_stated_for_the_wanted_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    placement = recipe_named("gpipe").layout.placement(3)
+    placement = recipe_named("gpipe").layout(3)
     registered(monkeypatch, "gpipe", peak_activations=lambda rank, size: min(size.microbatches, 50))
     with pytest.raises(CheckError, match="rank 0 holds the activations of 60 microbatch-stages; the schedule states at "
                                          "most 50"):
@@ -112,7 +112,7 @@ def test_a_peak_above_what_is_stated_for_the_wanted_size_is_refused(monkeypatch:
 
 
 def test_versions_above_what_is_stated_for_the_wanted_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    placement = recipe_named("pipedream").layout.placement(3)
+    placement = recipe_named("pipedream").layout(3)
     registered(monkeypatch, "pipedream", versions=lambda rank, size: 3 if size.microbatches < 60 else 2)
     with pytest.raises(CheckError, match="stage 0 holds 3 weight versions; the schedule states at most 2"):
         find("pipedream", placement, 60, RankCosts().of(placement))

@@ -143,7 +143,7 @@ def test_with_equal_widths_every_pipeline_is_one_without_replicas(data: st.DataO
                                                                   width: int, own: int) -> None:
     """Microbatch j of replica r is microbatch j * width + r of all."""
     recipe = recipe_named(name)
-    alone = recipe.layout.placement(ranks, recipe.chunks)
+    alone = recipe.layout(ranks, recipe.chunks)
     count = own * width if not recipe.flush else data.draw(st.integers((own - 1) * width + 1, own * width))
     assume(count >= width)
     try:

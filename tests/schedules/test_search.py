@@ -24,7 +24,7 @@ from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.simulator.timeline import Timeline
 from vpipe.schedules.size import Layout, Placement, Size, default_placement
 
-V_OF_4 = Layout.ZIGZAG.placement(4, 2)
+V_OF_4 = Layout.ZIGZAG(4, 2)
 
 
 def timeline(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -62,7 +62,7 @@ def stage_costs(draw: st.DrawFn) -> StageCosts:
 def problems(draw: st.DrawFn) -> tuple[Placement, int, Costs, list[int | None]]:
     """Placement, microbatches, costs, and limits between one microbatch and all of them."""
     ranks, chunks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.integers(1, 8))
-    placement = draw(st.sampled_from(Layout)).placement(ranks, chunks)
+    placement = draw(st.sampled_from(Layout))(ranks, chunks)
     stages = tuple(draw(stage_costs()) for _ in placement)
     link = Link(draw(st.sampled_from([0, Fraction(1, 2), 2])), draw(st.sampled_from([math.inf, 2])))
     limits = []
@@ -102,7 +102,7 @@ def test_never_worse_than_any_made_by_hand_that_keeps_the_limits(
     (default_placement(4), 8, 1, 48),  # one microbatch after the other
     (V_OF_4, 8, 8, 0),  # ZB-V, in the memory of 1F1B: stages are half as large
     (V_OF_4, 8, 2, 44),
-    (Layout.LOOP.placement(4, 2), 8, None, 0),  # interleaved has 9/2
+    (Layout.LOOP(4, 2), 8, None, 0),  # interleaved has 9/2
 ])
 def test_bubbles_at_equal_costs(placement: Placement, microbatches: int, limit: int | None, bubble: int) -> None:
     schedule = search(placement, microbatches, limits=limit)
@@ -139,7 +139,7 @@ def test_the_same_every_time() -> None:
 def test_a_limit_below_one_microbatch_is_refused_with_the_numbers() -> None:
     with pytest.raises(UserError, match=r"memory limit of 1 on rank 0: one microbatch alone holds 2 there\n"
                                         r"hint: allow 2 or more on rank 0, 2 or more on rank 1"):
-        search(Layout.LOOP.placement(2, 2), 4, limits=1)
+        search(Layout.LOOP(2, 2), 4, limits=1)
     costs = Costs((StageCosts(1, 1, 1), StageCosts(1, 1, 1, activation_bytes=5, version_bytes=3)))
     with pytest.raises(UserError, match="limit of 7 on rank 1: one microbatch alone holds 8 there"):
         search(default_placement(2), 4, costs, [None, 7])
@@ -164,7 +164,7 @@ def test_numbers_that_do_not_go_together() -> None:
 
 
 def test_by_name_on_any_placement() -> None:
-    for placement in (V_OF_4, Layout.LOOP.placement(4, 2), Layout.ZIGZAG.placement(2, 3), ((1,), (0,), (0,), (1,))):
+    for placement in (V_OF_4, Layout.LOOP(4, 2), Layout.ZIGZAG(2, 3), ((1,), (0,), (0,), (1,))):
         schedule = prove("auto", placement, 6, ties={0: (len(placement) - 1,)}, recompute=(1,))
         assert schedule.placement == placement
         assert schedule.ties == {0: (len(placement) - 1,)}
@@ -174,7 +174,7 @@ def test_by_name_on_any_placement() -> None:
     check(made)
     assert max(timeline(made, Costs.uniform(size, 3, 2, 1)).peak_bytes) <= 4
     programs = [list(recipe_named("auto").program(rank, 4, 8, chunks=2)) for rank in range(4)]
-    assert programs == [list(program) for program in build("auto", Layout.LOOP.placement(4, 2), 8).programs]
+    assert programs == [list(program) for program in build("auto", Layout.LOOP(4, 2), 8).programs]
 
 
 def test_the_best_placement() -> None:

@@ -30,7 +30,7 @@ HALF = Fraction(1, 2)
 def built(name: str, ranks: int, microbatches: int, every: int | None = None,
           ties: dict[int, tuple[int, ...]] | None = None) -> Schedule:
     recipe = recipe_named(name)
-    return build(name, recipe.layout.placement(ranks, recipe.chunks), microbatches, every, ties)
+    return build(name, recipe.layout(ranks, recipe.chunks), microbatches, every, ties)
 
 
 def size(schedule: Schedule) -> Size:

@@ -39,7 +39,7 @@ def texts(schedule: Schedule) -> list[str]:
 
 def test_a_receive_stands_earlier_where_sends_would_wait_for_each_other() -> None:
     """Rank 0 sends its second microbatch before it takes the first one back, which rank 1 does the other way round."""
-    lowered = lower(made(Layout.ZIGZAG.placement(2, 2), (
+    lowered = lower(made(Layout.ZIGZAG(2, 2), (
         "0F0 0F1 3F0 3B0 0B0 3F1 3B1 0B1 0STEP0 3STEP0", "1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1 1STEP0 2STEP0"), 2))
     check(lowered)
     assert texts(lowered)[1].startswith(
@@ -138,7 +138,7 @@ def check_serial(schedule: Schedule) -> None:
 def test_every_schedule_reaches_its_end(name: str) -> None:
     recipe = recipe_named(name)
     for ranks, replicas, norm, tied in ((2, 1, False, True), (4, 1, True, True), (2, 2, True, False)):
-        placement = widened(recipe.layout.placement(ranks, recipe.chunks), replicas)
+        placement = widened(recipe.layout(ranks, recipe.chunks), replicas)
         ties = {0: tuple(range(1, len(placement)))} if tied else {}
         check_serial(ordered(prove(name, placement, 8, None, ties, norm and recipe.flush)))
 
@@ -165,7 +165,7 @@ def test_evaluations_reach_their_end() -> None:
 
 def test_without_the_order_the_model_of_a_device_stands_still() -> None:
     """The model finds what nccl would do: GPU.md's settings, but for those whose transfers go one way at a time."""
-    placements = {name: recipe_named(name).layout.placement(2, recipe_named(name).chunks) for name in schedule_names()}
+    placements = {name: recipe_named(name).layout(2, recipe_named(name).chunks) for name in schedule_names()}
     stands_still = {name for name, placement in placements.items()
                     if SerialDevices(prove(name, placement, 8), rendezvous=True).run()}
     assert {"1f1b", "zb_v", "interleaved", "pipedream"} <= stands_still

@@ -125,7 +125,7 @@ def test_numbers_are_legible_on_every_shade(tmp_path: Path) -> None:
     ("1f1b", 8, 64, 1), ("interleaved", 4, 16, 4), ("1f1b", 4, 300, 1)])
 def test_narrow_actions_have_some_numbers(name: str, ranks: int, microbatches: int, chunks: int) -> None:
     """... which stand apart."""
-    placement = recipe_named(name).layout.placement(ranks, chunks)
+    placement = recipe_named(name).layout(ranks, chunks)
     root = drawn(Summary.of(build(name, placement, microbatches), RankCosts()))
     for row in [group for group in root.iter(f"{SVG}g") if group.get("class") == "cell"]:
         labels = [(float(text.attrib["x"]), len(text.text or "") * (5.0 if text.get("class") else 6.8))

@@ -22,7 +22,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 @cache
 def made(name: str, ranks: int, microbatches: int, costs: RankCosts | None = None) -> Summary:
     recipe = recipe_named(name)
-    return Summary.of(build(name, recipe.layout.placement(ranks, recipe.chunks), microbatches), costs or RankCosts())
+    return Summary.of(build(name, recipe.layout(ranks, recipe.chunks), microbatches), costs or RankCosts())
 
 
 def picture(text: str) -> list[str]:

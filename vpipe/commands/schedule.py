@@ -11,11 +11,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 
 from vpipe.errors import UserError, counted
 from vpipe.plan.plan import Plan
-from vpipe.schedules.build import build, check_chunks, check_warmup
+from vpipe.schedules.build import build, check_chunks, check_warmup, placement_of
 from vpipe.schedules.check import check
 from vpipe.schedules.csv_format import read_csv_file, write_csv, write_torch_csv
 from vpipe.schedules.lower import lower
@@ -258,19 +259,20 @@ def _built(recipe: Recipe, widths: tuple[int, ...], microbatches: int, chunks: i
     if max(widths) == 1:
         return search_placements(ranks, microbatches, chunks, costs.of, limit)
     if len(set(widths)) > 1:
-        return build(recipe.name, _replicated(recipe.layout.placement(ranks, 1), widths), microbatches)  # says why not
+        return build(recipe.name, _replicated(placement_of(recipe, ranks, 1), widths), microbatches)  # says why not
     placement = search_placements(ranks, -(-microbatches // widths[0]), chunks, costs.of, limit).placement
     return build(recipe.name, _replicated(placement, widths), microbatches, costs=costs.of(placement), limits=limit)
 
 
 def _placed(recipe: Recipe, widths: tuple[int, ...], chunks: int | None) -> Placement:
     """Return the placement of a schedule of fixed order."""
-    return _replicated(recipe.layout.placement(len(widths), recipe.chunks if chunks is None else chunks), widths)
+    return _replicated(placement_of(recipe, len(widths), recipe.chunks if chunks is None else chunks), widths)
 
 
 def _replicated(placement: Placement, widths: tuple[int, ...]) -> Placement:
     """Return a placement with every rank replaced by its replicas, numbered one after the other."""
-    return tuple(tuple(range(first := sum(widths[:rank]), first + widths[rank])) for (rank,) in placement)
+    own = [range(first := sum(widths[:rank]), first + width) for rank, width in enumerate(widths)]
+    return tuple(tuple(chain.from_iterable(own[rank] for rank in ranks)) for ranks in placement)
 
 
 def compared_schedule(recipe: Recipe, options: argparse.Namespace, costs: RankCosts) -> Schedule:

@@ -29,7 +29,7 @@ from vpipe.description.transfers import Transfers
 from vpipe.errors import UserError, nearest_registered
 from vpipe.plan.plan import Plan
 from vpipe.runtime.executors.registry import threads_refused
-from vpipe.schedules.build import check_warmup
+from vpipe.schedules.build import check_warmup, places_copies
 from vpipe.schedules.prepare import has_flush, is_file
 from vpipe.schedules.registry import (
     DEFAULT_ASYNCHRONOUS,
@@ -477,10 +477,10 @@ def rank_map_mistakes(ranks: Mapping[str, tuple[int, ...]], stages: int, schedul
             return
         elif other != stage:
             both = f"puts stage {stage} on rank {rank}, where stage {other} is already; "
-            if _one_stage_per_rank(schedule):
+            if _one_stage_per_rank(schedule, stages):
                 yield Mistake((key, stage), f"{both}{schedule} holds one stage on each rank",
                               f"{hint}, or choose a schedule with several stages per rank, such as interleaved")
-            elif ranks[other] != ranks[stage]:
+            elif ranks[other] != ranks[stage] and not _places_copies(schedule, stages):
                 yield Mistake((key, stage), f"{both}stage {other} has ranks {list(ranks[other])}, stage {stage} "
                               f"{list(ranks[stage])}",
                               "let the two share all of their ranks, in the same order, or none")
@@ -490,8 +490,14 @@ def rank_map_mistakes(ranks: Mapping[str, tuple[int, ...]], stages: int, schedul
                       "number the ranks from 0 without a gap")
 
 
-def _one_stage_per_rank(schedule: str) -> bool:
+def _one_stage_per_rank(schedule: str, stages: int) -> bool:
     if schedule == "auto":
         return True
     recipe = recipe_if_any(schedule)  # None of a file, or a name that is refused anyway
-    return recipe is not None and recipe.chunks == 1 and not recipe.any_chunks
+    return (recipe is not None and recipe.chunks == 1 and not recipe.any_chunks
+            and not places_copies(recipe, stages))
+
+
+def _places_copies(schedule: str, stages: int) -> bool:
+    recipe = recipe_if_any(schedule)
+    return recipe is not None and places_copies(recipe, stages)

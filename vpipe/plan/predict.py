@@ -13,7 +13,7 @@ from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory
 from vpipe.schedules.action import Action
-from vpipe.schedules.build import build
+from vpipe.schedules.build import build, placement_of
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.peaks import peak_contents
 from vpipe.schedules.prepare import ScheduleSpec, is_file
@@ -94,7 +94,7 @@ def _build(profile: Profile, spec: ScheduleSpec) -> Schedule:
         if cut.count % recipe.chunks:
             raise UserError(f"'{spec.schedule}' holds {recipe.chunks} stages on each rank, which do not divide "
                             f"{counted(cut.count, 'stage')}", hint="use a multiple, or say where the stages live")
-        placement = recipe.layout.placement(cut.count // recipe.chunks, recipe.chunks)
+        placement = placement_of(recipe, cut.count // recipe.chunks, recipe.chunks)
     costs = None if recipe.search is None else pipeline_costs(profile, cut.partition, cut.recomputed, placement)
     one = build(spec.schedule, placement, spec.microbatches, spec.update_every, spec.ties, spec.recompute, costs,
                 warmup=spec.order.warmup)

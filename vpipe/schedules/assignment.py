@@ -58,6 +58,10 @@ class Assignment:
         ranks = self._ranks.get(stage, ())
         return ranks[self.replica_of(microbatch, len(ranks))] if len(ranks) > 1 else ranks[0] if ranks else -1
 
+    def of_rank_at(self, turn: int, stage: int, rank: int) -> int:
+        """Return the microbatch that a rank takes through a stage in a turn, from 0."""
+        return self.microbatch_of(turn, self.placement[stage].index(rank), self.width(stage))
+
     @cached_property
     def _ranks(self) -> Mapping[int, Sequence[int]]:
         return dict(enumerate(self.placement))

@@ -104,6 +104,7 @@ class ReplicaView:
         size: of the pipeline that the generator is called for, with the replica's own microbatches.
         stages: the real number of each of the generator's stages that lives on this rank.
         replica, width: the number of this replica, and how many there are.
+        home: the real number of this rank.
     """
 
     rank: int
@@ -111,6 +112,7 @@ class ReplicaView:
     stages: dict[int, int]
     replica: int
     width: int
+    home: int
 
     @property
     def warmup(self) -> int:
@@ -164,7 +166,7 @@ def stream_program(recipe: Recipe, view: ReplicaView, assignment: Assignment, st
                 stepped[action.stage] += 1
             elif action.op.completes:
                 completed[action.stage] += 1
-        elif not any(assignment.exists(view.microbatch_of(completed[stage]))
+        elif not any(assignment.exists(assignment.of_rank_at(completed[stage], stage, view.home))
                      or assignment.has_update(stage, stepped[stage]) for stage in stages):
             return
 
@@ -190,14 +192,14 @@ def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
     if not placement or microbatches < 1:
         raise UserError(f"{counted(len(placement), 'stage')} and {counted(microbatches, 'microbatch')}",
                         hint="a pipeline needs at least one of each")
-    groups = list(dict.fromkeys(placement))  # the ranks at every position of the pipeline
+    chunks, groups, own_ranks = _groups(recipe, placement)
     widths = [len(group) for group in groups]
-    chunks = _chunks(recipe, placement, groups)
-    if recipe.flush and microbatches < max(widths):
-        stage = widths.index(max(widths))
-        raise UserError(f"{counted(widths[stage], 'replica')} of stage {stage} for "
+    most = max(map(len, placement))
+    if recipe.flush and microbatches < most:
+        stage = list(map(len, placement)).index(most)
+        raise UserError(f"{counted(most, 'replica')} of stage {stage} for "
                         f"{counted(microbatches, 'microbatch')}: some would have nothing to do",
-                        hint=f"use {widths[stage]} microbatches or more, or fewer replicas")
+                        hint=f"use {most} microbatches or more, or fewer replicas")
     # The replicas of the first stage may have the fewest ranks behind them: 2-1-1 is as deep as its second stage.
     behind = default_warmup(widths)
     depth = max(behind) + 1
@@ -206,13 +208,13 @@ def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
     ahead = behind if warmup is None else tuple(warmup)
     every = _update_every(recipe, max(ahead) + 1, microbatches, update_every, ahead == behind)
     views: dict[int, ReplicaView] = {}
+    even = len(set(widths)) == 1
     for position, group in enumerate(groups):
-        position_in_own = depth - 1 - behind[position]
-        stages = {position_in_own: position} if chunks == 1 else {}
-        even = len(set(widths)) == 1
+        own_rank = own_ranks[position] if even else depth - 1 - behind[position]
+        stages = {} if even else {own_rank: position}
         # A generator's pipeline has other stages only where all have equally many replicas.
-        own_ahead = ahead if even else tuple(ahead[position] if number == position_in_own else depth - 1 - number
-                                             for number in range(depth))
+        own_ahead = tuple(ahead[own_ranks.index(number)] for number in range(depth)) if even else tuple(
+            ahead[position] if number == own_rank else depth - 1 - number for number in range(depth))
         for replica, rank in enumerate(group):
             own = Assignment.turns_of(microbatches, replica, len(group))
             size = Size(depth, own, chunks, own if recipe.flush else every, even, own_ahead)
@@ -220,7 +222,7 @@ def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
                 raise UserError.all_of([problem if len(group) == 1 or not size.even else Problem(
                     f"a replica of the pipeline takes {own} of {counted(microbatches, 'microbatch')}: {problem.what}",
                     f"for each of the {len(group)} replicas, {problem.hint}")])
-            views[rank] = ReplicaView(position_in_own, size, stages, replica, len(group))
+            views[rank] = ReplicaView(own_rank, size, stages, replica, len(group), rank)
     return tuple(views[rank] for rank in sorted(views))
 
 
@@ -280,16 +282,76 @@ def check_chunks(recipe: Recipe, chunks: int | None, key: str = "chunks") -> Non
                     hint=f"leave {key} out" + (f", or choose a schedule with any number: {others}" if others else ""))
 
 
-def _chunks(recipe: Recipe, placement: Placement, groups: list[tuple[int, ...]]) -> int:
-    """Return the stages per rank, or refuse a placement that the recipe cannot have."""
-    times = Counter(rank for group in groups for rank in group)
-    if twice := [rank for rank, count in times.items() if count > 1]:
-        group, other = ([group for group in groups if twice[0] in group] * 2)[:2]
-        if group == other:
+def _groups(recipe: Recipe, placement: Placement) -> tuple[int, list[tuple[int, ...]], list[int]]:
+    """Return the stages per rank that a microbatch passes, the groups of replicas, and the generator's rank of each.
+
+    The groups stand in the order in which microbatches first come to them; with copies of stages, by their ranks.
+
+    Raises:
+        UserError: the recipe cannot have this placement.
+    """
+    for group in placement:
+        if twice := [rank for rank, times in Counter(group).items() if times > 1]:
             raise UserError(f"rank {twice[0]} stands twice among the ranks {list(group)} of a stage",
                             hint="name each rank once")
+    if not places_copies(recipe, len(placement)):
+        return _alone(recipe, placement)
+    for chunks in range(1, len(placement) + 1) if recipe.any_chunks else (recipe.chunks,):
+        ranks, left = divmod(len(placement), chunks)
+        if not left and (groups := _matched(placement, placement_of(recipe, ranks, chunks))) is not None:
+            return chunks, [groups[rank] for rank in sorted(groups)], sorted(groups)
+    ranks, left = divmod(len(placement), recipe.chunks)
+    shown = placement_of(recipe, ranks + (left > 0), recipe.chunks)
+    raise UserError(f"'{recipe.name}' does not place stages as {list(map(list, placement))}",
+                    hint=f"place them as {list(map(list, shown))}, or with equally many replicas for every rank")
+
+
+def places_copies(recipe: Recipe, stages: int) -> bool:
+    """Tell whether a recipe places several copies of a stage, even without replicas."""
+    return any(len(ranks) > 1 for ranks in placement_of(recipe, max(1, stages // recipe.chunks), recipe.chunks))
+
+
+def placement_of(recipe: Recipe, ranks: int, chunks: int) -> Placement:
+    """Return the ranks of every stage under a recipe, whose layout may be a user's.
+
+    Raises:
+        UserError: it is no placement of so many stages.
+    """
+    placement = tuple(map(tuple, recipe.layout(ranks, chunks)))
+    if len(placement) != ranks * chunks or {rank for group in placement for rank in group} != set(range(ranks)):
+        raise UserError(f"the layout of '{recipe.name}' places {counted(ranks * chunks, 'stage')} on "
+                        f"{counted(ranks, 'rank')} as {list(map(list, placement))}",
+                        hint="let it return the ranks of every stage, numbered from 0, and leave out no rank")
+    return placement
+
+
+def _matched(placement: Placement, own: Placement) -> dict[int, tuple[int, ...]] | None:
+    """Return the ranks that stand for each rank of ``own`` in a placement that is ``own`` with replicas.
+
+    None where it is not, or where they are not equally many everywhere.
+    """
+    width, left = divmod(len(placement[0]), len(own[0]))
+    found: dict[int, tuple[int, ...]] = {}
+    for group, ranks in zip(placement, own, strict=True):
+        if left or len(group) != width * len(ranks):
+            return None
+        for number, rank in enumerate(ranks):
+            part = group[number * width:(number + 1) * width]
+            if found.setdefault(rank, part) != part:
+                return None
+    everyone = [rank for part in found.values() for rank in part]
+    return found if len(everyone) == len(set(everyone)) else None
+
+
+def _alone(recipe: Recipe, placement: Placement) -> tuple[int, list[tuple[int, ...]], list[int]]:
+    """Return the same for a recipe that places every stage on one rank."""
+    groups = list(dict.fromkeys(placement))
+    times = Counter(rank for group in groups for rank in group)
+    if twice := [rank for rank, count in times.items() if count > 1]:
+        group, other = [group for group in groups if twice[0] in group][:2]
         raise UserError(f"rank {twice[0]} is among the ranks {list(group)} of one stage and {list(other)} of another",
-                        hint="stages either have all their ranks in common, in the same order, or none")
+                        hint=f"'{recipe.name}' wants stages that have all their ranks in common, in the same order, or "
+                             "none")
     ranks = len(groups)
     chunks, left = divmod(len(placement), ranks)
     if left or not (chunks == recipe.chunks or recipe.any_chunks):
@@ -299,18 +361,21 @@ def _chunks(recipe: Recipe, placement: Placement, groups: list[tuple[int, ...]])
                         f"{counted(len(placement), 'stage')} on {counted(ranks, word)} are asked for",
                         hint=f"use {ranks * (max(1, chunks) if recipe.any_chunks else recipe.chunks)} stages, or "
                              f"another number of {'ranks' if word == 'rank' else 'groups'}")
-    own = [groups[recipe.layout.rank_of(stage, ranks)] for stage in range(len(placement))]
+    placed = [rank for (rank,) in placement_of(recipe, ranks, chunks)]
+    own_ranks = list(range(ranks)) if recipe.search is not None else list(dict.fromkeys(placed))
+    own = [groups[own_ranks.index(rank)] for rank in placed]
     for stage, (group, expected) in enumerate(zip(placement, own, strict=True)):
         if group != expected and recipe.search is None:
             raise UserError(f"'{recipe.name}' holds stage {stage} where stage {placement.index(expected)} is, on "
                             f"rank {', '.join(map(str, expected))}, but it is placed on rank "
                             f"{', '.join(map(str, group))}", hint=f"place the stages as {list(map(list, own))}")
-    if len({len(group) for group in groups}) > 1 and (chunks > 1 or recipe.search is not None):
+    if len({len(group) for group in groups}) > 1 and (chunks > 1 or own_ranks != list(range(ranks))
+                                                      or recipe.search is not None):
         raise UserError(f"'{recipe.name}' has equally many replicas of every stage, not "
                         f"{', '.join(str(len(ranks)) for ranks in placement)}", hint="give all stages equally many, "
                         f"or take a schedule with one stage per rank, such as {DEFAULT_SCHEDULE} or "
                         f"{DEFAULT_ASYNCHRONOUS}")
-    return chunks
+    return chunks, groups, own_ranks
 
 
 def _update_every(recipe: Recipe, depth: int, microbatches: int, update_every: int | None, default: bool) -> int:

@@ -81,8 +81,8 @@ def check(schedule: Schedule) -> None:
 def placement(graph: Graph) -> None:
     """Check that every stage has ranks, every rank a program, and that every action stands on a rank of its stage.
 
-    Actions on a microbatch stand on the replica that takes it. Stages share all of their ranks or none. Tied
-    exchanges carry the stage that owns the weight: they stand on its ranks or on those of a stage that borrows it.
+    Actions on a microbatch stand on the replica that takes it. Tied exchanges carry the stage that owns the weight:
+    they stand on its ranks or on those of a stage that borrows it.
     A weight belongs to the first stage that uses it, so only later ones can borrow it.
     """
     schedule = graph.schedule
@@ -96,10 +96,6 @@ def placement(graph: Graph) -> None:
                 raise graph.error(f"stage {stage} lives on rank {rank}, but there are programs for "
                                  f"{counted(ranks, 'rank')}",
                                  "add the program of that rank, or place the stage on another", (max(rank, 0), 0))
-        for other, theirs in enumerate(schedule.placement[:stage]):
-            if set(theirs) & set(group) and theirs != group:
-                raise graph.error(f"stage {stage} lives on ranks {group}, stage {other} on {theirs}",
-                                 "let stages share all of their ranks, in the same order, or none")
     for rank in set(range(ranks)) - {rank for group in schedule.placement for rank in group}:
         raise graph.error(f"rank {rank} has a program but no stage", "start fewer ranks, or place a stage on it",
                          (rank, 0))

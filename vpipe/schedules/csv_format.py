@@ -145,8 +145,7 @@ def write_torch_csv(schedule: Schedule) -> str:
     for stage, ranks in enumerate(schedule.placement):
         if len(ranks) > 1:
             raise UserError(f"stage {stage} has {len(ranks)} replicas, ranks {', '.join(map(str, ranks))}, but in "
-                            "PyTorch's runtime a stage has one rank", hint="take the schedule without replicas, and "
-                            "wrap the modules of its stages in DistributedDataParallel or fully_shard there")
+                            "PyTorch's runtime a stage has one rank", hint=_one_rank_per_stage(schedule.placement))
     (last,), end = schedule.placement[-1], schedule.stages - 1
     turns = [action.microbatch for action in schedule.programs[last]
              if action.op.uses_version and action.stage == end]
@@ -155,6 +154,14 @@ def write_torch_csv(schedule: Schedule) -> str:
                         f"would take its loss for that of microbatch {late}",
                         hint="let the last stage take the microbatches from the first to the last one")
     return _text([action for action in program if not action.op.torch] for program in schedule.programs)
+
+
+def _one_rank_per_stage(placement: Placement) -> str:
+    if sum(map(len, set(placement))) > len({rank for ranks in placement for rank in ranks}):  # copies of other stages
+        return ("take a schedule that places every stage once, such as zb_v, or dualpipe_v in place of dualpipe; vpipe "
+                "train runs this one")
+    return ("take the schedule without replicas, and wrap the modules of its stages in DistributedDataParallel or "
+            "fully_shard there")
 
 
 def _text(programs: Iterable[Sequence[Action]]) -> str:

@@ -18,6 +18,7 @@ from vpipe.schedules.build import (
     check_chunks,
     check_no_warmup,
     check_warmup,
+    placement_of,
     replica_views,
     reverse_backwards,
     with_recompute,
@@ -28,7 +29,7 @@ from vpipe.schedules.csv_format import CsvFile, read_csv_file
 from vpipe.schedules.lower import lower
 from vpipe.schedules.peaks import recomputations
 from vpipe.schedules.registry import Recipe, recipe_if_any, recipe_named
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.schedule import Schedule, passes
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import (
     MOST_MICROBATCHES,
@@ -153,9 +154,8 @@ class ScheduleSpec:
         every = None if recipe.flush else size.update_every
         deepest = max(view.warmup for view in views) + 1
         to_prove = self.microbatches if every is None else _part_of_stream(placement, size, deepest)
-        positions = set(placement)
-        check_work(sum(map(len, positions)), to_prove, len(placement) // len(positions),
-                   replicated=max(map(len, positions)) > 1,
+        ranks, widest = {rank for group in placement for rank in group}, max(map(len, placement))
+        check_work(len(ranks), to_prove, passes(placement, placement[0][0]), replicated=widest > 1,
                    why="" if every is None else f", which prove a stream of '{recipe.name}',")
         schedule = build(self.schedule, placement, to_prove, every, self.ties, self.recompute, warmup=warmup)
         return reverse_backwards(schedule) if self.last_first else schedule
@@ -177,7 +177,7 @@ class ScheduleSpec:
         if ranks * replicas > MOST_RANKS:
             raise UserError(f"{replicas} replicas of {counted(ranks, 'rank')} are {ranks * replicas:,} ranks",
                             hint=f"use {MOST_RANKS:,} ranks at most")
-        return widened(recipe.layout.placement(ranks, chunks), replicas)
+        return widened(placement_of(recipe, ranks, chunks), replicas)
 
     def _check_ranks(self, placement: Placement) -> None:
         used = sorted({rank for ranks in placement for rank in ranks})
@@ -194,7 +194,7 @@ class ScheduleSpec:
             raise UserError(f"the placement {given} names ranks up to {used[-1]}, but never rank {missing}",
                             hint="number the ranks from 0 without a gap")
         for rank in used if self.order.chunks is not None else ():
-            if self.order.chunks != (count := len(stages_of_rank(placement, rank))):
+            if self.order.chunks != (count := passes(placement, rank)):
                 raise UserError(f"chunks is {self.order.chunks}, but the placement puts {counted(count, 'stage')} on "
                                 f"rank {rank}", hint="leave chunks out: it follows from the placement")
         if self.processes in (None, len(used)):
@@ -255,7 +255,8 @@ def few_microbatches(schedule: Schedule, key: str, batch: int | None = None) -> 
         key: the user's name of the number of microbatches.
         batch: samples of a batch, which the microbatches must divide; None where it is unknown.
     """
-    depth, width, count = len(set(schedule.placement)), max(map(len, schedule.placement)), schedule.microbatches
+    depth = len(set(map(frozenset, schedule.placement)))  # copies on the same ranks need no more microbatches
+    width, count = max(map(len, schedule.placement)), schedule.microbatches
     if not schedule.flush or count >= depth * width:
         return None
     stages = counted(schedule.stages, "stage") + (f" with {width} replicas" if width > 1 else "")

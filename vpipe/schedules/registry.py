@@ -19,7 +19,7 @@ from vpipe.plugins import announced, load, unregistered
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Layout, Placement, Size
+from vpipe.schedules.size import Layout, Placement, PlacementRule, Size
 
 DEFAULT_SCHEDULE, DEFAULT_ASYNCHRONOUS = "1f1b", "pipedream"
 """The schedules where nobody names one, with a flush and for asynchronous updates."""
@@ -63,8 +63,10 @@ class Recipe:
         name: its name in a config.
         program: the generator of one rank's actions.
         flush: the pipeline is empty at every optimizer step (bsp), or not (asp).
-        layout: the stages that a rank holds.
-        chunks: stages per rank by default.
+        layout: places the stages: :class:`~vpipe.schedules.size.Layout` or any other function. Stages may have several
+            ranks, and ranks may be among those of several stages; the generator then yields of every stage on its rank
+            the microbatches that go there.
+        chunks: stages per rank that a microbatch passes, by default.
         any_chunks: there may be another number of them.
         peak_activations: microbatch-stages whose activations a rank holds at most, each from its forward until its
             gradient has gone through (B or I).
@@ -84,7 +86,7 @@ class Recipe:
     name: str
     program: Program
     flush: bool
-    layout: Layout
+    layout: PlacementRule
     chunks: int
     any_chunks: bool
     peak_activations: Bound
@@ -111,7 +113,7 @@ _OWN = "vpipe.schedules.generators."
 _RECIPES: dict[str, Recipe] = {}
 
 
-def register_schedule(name: str, *, flush: bool, layout: Layout = Layout.LOOP, chunks: int = 1,
+def register_schedule(name: str, *, flush: bool, layout: PlacementRule = Layout.LOOP, chunks: int = 1,
                       any_chunks: bool = False,
                       peak_activations: Bound = lambda rank, size: size.microbatches * size.chunks,
                       versions: Bound = lambda rank, size: 1, update_every: Callable[[int], int] = lambda ranks: 1,

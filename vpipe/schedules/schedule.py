@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
 
 from vpipe.schedules.action import Action, Kind
 from vpipe.schedules.assignment import Assignment
@@ -91,6 +92,18 @@ class Schedule:
 def stages_of_rank(placement: Placement, rank: int) -> list[int]:
     """Return the stages that live on ``rank``, in order."""
     return [stage for stage, ranks in enumerate(placement) if rank in ranks]
+
+
+def passes(placement: Placement, rank: int) -> int:
+    """Return how many stages of a rank the same microbatch passes, at most.
+
+    These are all of them, unless they are copies for different microbatches.
+    """
+    own = [(placement[stage].index(rank), len(placement[stage])) for stage in stages_of_rank(placement, rank)]
+    if len(set(own)) == 1:
+        return len(own)
+    return max(sum(Assignment.replica_of(microbatch, width) == replica for replica, width in own)
+               for microbatch in range(lcm(*(width for _, width in own))))
 
 
 def describe_rank(placement: Placement, rank: int) -> str:

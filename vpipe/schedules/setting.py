@@ -14,11 +14,15 @@ VersionOf = Callable[[int, int], int]
 
 
 def borrowing_ranks(placement: Placement, owner: int, borrowers: Iterable[int], rank: int) -> list[int]:
-    """Return the ranks that get the tied weights of stage ``owner`` from ``rank``, one of its replicas."""
-    width = len(placement[owner])
-    return [borrower for replica, borrower in
-            sorted({replica for stage in borrowers for replica in enumerate(placement[stage])})
-            if placement[owner][Assignment.replica_of(replica, width)] == rank]
+    """Return the ranks that get the tied weights of stage ``owner`` from ``rank``, one of its replicas.
+
+    A rank that is one itself gets them from itself, a rank with replicas of several numbers from that of the lowest.
+    """
+    owners = placement[owner]
+    replica_of = dict(sorted(((borrower, replica) for stage in borrowers
+                              for replica, borrower in enumerate(placement[stage])), reverse=True))  # the lowest
+    return [borrower for replica, borrower in sorted((replica, borrower) for borrower, replica in replica_of.items())
+            if rank == (borrower if borrower in owners else owners[Assignment.replica_of(replica, len(owners))])]
 
 
 @dataclass(frozen=True)

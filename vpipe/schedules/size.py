@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
@@ -16,7 +16,12 @@ MOST_ACTIONS = 250_000
 list there may be more, where they repeat: see :mod:`vpipe.schedules.repeating`."""
 
 Placement = tuple[tuple[int, ...], ...]
-"""The ranks of every stage: ``((0,), (1,))`` is stage 0 on rank 0 and stage 1 on rank 1."""
+"""The ranks of every stage: ``((0,), (1,))`` is stage 0 on rank 0 and stage 1 on rank 1. Several of one stage hold
+copies of it, of which microbatch m takes number m modulo their count."""
+
+PlacementRule = Callable[[int, int], Placement]
+"""``rule(ranks, chunks)``: the ranks of each of the ``ranks * chunks`` stages of a pipeline. :class:`Layout` and
+:func:`both_ways` are some; any function may be another."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Size:
     Attributes:
         ranks: p, how many work at once.
         microbatches: m, per optimizer step with a flush, of the whole stream without.
-        chunks: v, stages per rank.
+        chunks: v, stages per rank that a microbatch passes.
         update_every: microbatches per optimizer step.
         even: all stages have equally many replicas.
         warmup: by rank, its forwards before its first backward; those of 1F1B where it is empty.
@@ -49,7 +54,7 @@ class Size:
 
 
 class Layout(StrEnum):
-    """The placement of the stages of a pipeline with several of them per rank."""
+    """The placements of stages that have one rank each; a member is a :data:`PlacementRule`."""
 
     LOOP = "loop"  # 0 1 2 3, 0 1 2 3: stage s on rank s mod p
     ZIGZAG = "zigzag"  # 0 1 2 3, 3 2 1 0: every second time in reverse, so that neighbours at a turn share a rank
@@ -63,15 +68,24 @@ class Layout(StrEnum):
         """Return the stage that ``rank`` holds as its ``chunk``-th, in the order in which a microbatch visits them."""
         return chunk * ranks + self.rank_of(chunk * ranks + rank, ranks)
 
-    def placement(self, ranks: int, chunks: int = 1) -> Placement:
+    def __call__(self, ranks: int, chunks: int = 1) -> Placement:
         """Return the rank of every stage."""
         return tuple((self.rank_of(stage, ranks),) for stage in range(ranks * chunks))
+
+
+def both_ways(ranks: int, chunks: int = 1) -> Placement:
+    """Place two copies of every stage, so that even microbatches go down the ranks and odd ones up: on rank r mod p
+    and on its opposite, p-1-r. With an odd number of ranks the one in the middle is its own opposite."""
+    return tuple((rank, ranks - 1 - rank) if 2 * rank != ranks - 1 else (rank,)
+                 for (rank,) in Layout.LOOP(ranks, chunks))
 
 
 def widened(placement: Placement, replicas: int) -> Placement:
     """Replace every rank by so many consecutive ranks: with two replicas, rank r becomes ranks 2r and 2r + 1.
 
-    Consecutive ranks are likely on one host, where the sums of gradients over replicas cost least.
+    Consecutive ranks are likely on one host, where the sums of gradients over replicas cost least. Where a stage has
+    several ranks already, its replicas stand in their order: ranks 0 and 3 become 0, 1, 6 and 7. So every microbatch
+    stays in one of the pipelines, which take turns.
     """
     return tuple(tuple(rank * replicas + replica for rank in ranks for replica in range(replicas))
                  for ranks in placement)
@@ -79,7 +93,7 @@ def widened(placement: Placement, replicas: int) -> Placement:
 
 def default_placement(stages: int) -> Placement:
     """Return the placement of stage s on rank s."""
-    return Layout.LOOP.placement(stages)
+    return Layout.LOOP(stages)
 
 
 def default_warmup(widths: Sequence[int]) -> tuple[int, ...]:

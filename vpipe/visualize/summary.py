@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ from vpipe.schedules.costs import Costs, Link, Number, StageCosts, ratio
 from vpipe.schedules.graph import Graph
 from vpipe.schedules.peaks import RankPeaks, StagePeaks, rank_peaks, recomputations, stage_peaks
 from vpipe.schedules.repeating import Repeating
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.schedule import Schedule, passes, stages_of_rank
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.simulator.timeline import Timeline
 from vpipe.schedules.size import Placement
@@ -23,7 +22,7 @@ from vpipe.visualize.table import number, percent, plain, table
 
 @dataclass(frozen=True)
 class RankCosts:
-    """Costs of one microbatch on a whole rank; each of the rank's stages takes an equal share of each.
+    """Costs of one microbatch on a whole rank; each of the stages that it passes there takes an equal share of each.
 
     Attributes:
         forward_s: F.
@@ -46,10 +45,10 @@ class RankCosts:
 
     def of(self, placement: Placement, recomputing: Collection[int] = ()) -> Costs:
         """Return the costs of every stage; those ``recomputing`` repeat their forward."""
-        share = Counter(rank for ranks in placement for rank in ranks)
         stages = []
         for stage, (rank, *_) in enumerate(placement):
-            forward_s, input_s, weight_s, step_s, held, version = (ratio(number, share[rank]) for number in (
+            share = passes(placement, rank)
+            forward_s, input_s, weight_s, step_s, held, version = (ratio(number, share) for number in (
                 self.forward_s, self.input_s, self.weight_s, self.step_s, self.activation_bytes, self.version_bytes))
             stages.append(StageCosts(forward_s, input_s, weight_s, step_s=step_s, activation_bytes=held,
                                      weight_half_bytes=held, version_bytes=version,
@@ -123,9 +122,15 @@ class Summary:
 
     @property
     def chunks(self) -> str:
-        """Return the stages per rank, such as ``2`` or, of ranks that differ, ``1-2``."""
-        counts = sorted({len(stages_of_rank(self.schedule.placement, rank)) for rank in range(self.schedule.ranks)})
+        """Return the stages per rank that a microbatch passes, such as ``2`` or, of ranks that differ, ``1-2``."""
+        counts = sorted({passes(self.schedule.placement, rank) for rank in range(self.schedule.ranks)})
         return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+
+    @property
+    def copies(self) -> bool:
+        """Tell whether a rank holds stages that no one microbatch passes all."""
+        placement = self.schedule.placement
+        return any(len(stages_of_rank(placement, rank)) > passes(placement, rank) for rank in range(len(self.ranks)))
 
     @cached_property
     def chunk_of(self) -> Sequence[int]:
@@ -146,7 +151,7 @@ class Summary:
     @property
     def peak(self) -> Number:
         """Return the most activations that a rank holds, in microbatches of the whole rank."""
-        return max(ratio(facts.peak_activations, len(stages_of_rank(self.schedule.placement, rank)))
+        return max(ratio(facts.peak_activations, passes(self.schedule.placement, rank))
                    for rank, facts in enumerate(self.ranks))
 
     def times(self) -> str:
@@ -189,6 +194,9 @@ def compare(found: Mapping[str, Summary | str]) -> str:
     lines += [f"{name:{longest}}  not possible: {why}" for name, why in reasons]
     lines += ["", "peak activations: of the rank that holds most, in microbatches of a whole rank (of one stage);",
               "versions, staleness: of the stage with most"]
+    if two := [one.schedule.name for one in summaries if one.copies]:
+        lines.append(f"copies: {', '.join(two)} {'have' if len(two) > 1 else 'has'} two of every stage, so that a rank "
+                     "holds twice the weights")
     if streams := [one.schedule.name for one in summaries if not one.schedule.flush]:
         lines.append(f"once: without a flush ({', '.join(streams)}) the bubble comes once in a run, not at every "
                      "update")

@@ -206,7 +206,7 @@ class _Drawing:
             x += width
         several, halves = self._summary.chunks != "1", any(head == "W halves" for head, _, _ in self._columns)
         notes = ["numbers: microbatches"
-                 + "; shades: the rank's stages, from its first to its last, the palest" * several
+                 + "; shades: the rank's stages, from its first to its last, the palest" * any(self._summary.chunk_of)
                  + "; v: the weight version in use" * bool(self._versions),
                  f"activations{', W halves' * halves}: the most that the rank holds at once, in microbatches"
                  + " of one stage" * several]

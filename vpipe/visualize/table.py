@@ -37,17 +37,25 @@ def replicas(widths: Sequence[int]) -> str:
 
 
 def row_name(placement: Placement, rank: int) -> str:
-    """Return ``rank 1``; of a replica with its stage, ``rank 1 (stage 0, 2 of 2)``."""
+    """Return ``rank 1``; of a replica with its stage, ``rank 1 (stage 0, 2 of 2)``.
+
+    Where it is another replica of another stage, only with its stages: ``rank 1 (stages 1 2)``.
+    """
     stages = stages_of_rank(placement, rank)
     if (which := replica(placement, rank)) is None:
         return f"rank {rank}"
-    return f"rank {rank} (stage{'s' * (len(stages) > 1)} {' '.join(map(str, stages))}, {which})"
+    each = which if " " not in which.split(" of ")[0] else ""
+    return f"rank {rank} (stage{'s' * (len(stages) > 1)} {' '.join(map(str, stages))}{', ' * bool(each)}{each})"
 
 
 def replica(placement: Placement, rank: int) -> str | None:
-    """Return ``2 of 2``; None for a rank whose stages are not replicated."""
-    ranks = next(ranks for ranks in placement if rank in ranks)
-    return f"{1 + ranks.index(rank)} of {len(ranks)}" if len(ranks) > 1 else None
+    """Return ``2 of 2``, or ``1 2 of 2`` where it differs by stage; None for a rank whose stages are not replicated."""
+    groups = [ranks for ranks in placement if rank in ranks]
+    numbers = [1 + ranks.index(rank) for ranks in groups]
+    if len(set(numbers)) == 1:
+        numbers = numbers[:1]
+    width = max(map(len, groups))
+    return f"{' '.join(map(str, numbers))} of {width}" if width > 1 else None
 
 
 def listed(values: Sequence[int]) -> str:

@@ -38,7 +38,7 @@ def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
     used = {event.action.op for events in summary.timeline.events for event in events}
     legend = [_styled([(f"{op[0]} {op.name}", op.shades[0])], colour) for op in kinds() if op in used]
     lines += ["", "  ".join([*legend, f"{_IDLE} idle"])]
-    if summary.chunks != "1":
+    if any(summary.chunk_of):
         lines.append(f"lower case{' and lighter' * colour}: not the first of the rank's stages")
     if not schedule.flush:
         lines.append("v: the weight version that a forward or a backward uses")

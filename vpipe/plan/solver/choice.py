@@ -20,7 +20,7 @@ from vpipe.errors import CheckError, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver.stage_table import StageDemand
-from vpipe.schedules.build import ReplicaView, build, replica_views
+from vpipe.schedules.build import ReplicaView, build, placement_of, places_copies, replica_views
 from vpipe.schedules.check import check
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.lower import lower
@@ -60,7 +60,7 @@ def traits_of(recipe: Recipe) -> ScheduleTraits:
         return ScheduleTraits(problem=error.problems[0].what.split("\n")[0])
     split = bool(example.split_backwards)
     pair = list(_examples(recipe, 4, (8, 16)))
-    if recipe.chunks > 1 or len(pair) < 2:
+    if recipe.chunks > 1 or len(pair) < 2 or places_copies(recipe, 4):
         return ScheduleTraits(split)
     alone = [simulate(schedule, _unit_costs(schedule)) for schedule in pair]
     delayed = [simulate(schedule, _unit_costs(schedule, transfer=1)) for schedule in pair]
@@ -74,7 +74,7 @@ def _examples(recipe: Recipe, ranks: int, microbatches: tuple[int, ...]) -> Iter
     """Yield the schedule over ``ranks`` ranks with those of ``microbatches`` that it can have."""
     for count in microbatches:
         with suppress(UserError):
-            yield build(recipe.name, recipe.layout.placement(ranks, recipe.chunks), count)
+            yield build(recipe.name, placement_of(recipe, ranks, recipe.chunks), count)
 
 
 def _unit_costs(schedule: Schedule, transfer: int = 0) -> Costs:
@@ -118,11 +118,13 @@ class Choice:
     @property
     def chunked(self) -> bool:
         """Ranks hold several stages."""
-        return self.placement is not None and len(set(self.placement)) < len(self.placement)
+        return self.placement is not None and sum(map(len, self.placement)) > self.ranks
 
     @property
     def replicated(self) -> bool:
-        """Stages may have several replicas."""
+        """Stages may have several replicas, besides the copies that the schedule itself places."""
+        if self.placement is not None and places_copies(self.recipe, len(self.placement)):
+            return self.ranks * self.recipe.chunks > len(self.placement)
         return self.placement is None or any(len(ranks) > 1 for ranks in self.placement)
 
     @property
@@ -214,7 +216,7 @@ def placement_of_widths(widths: Sequence[int]) -> Placement:
 def equal_widths(schedule: str, ranks: int, width: int) -> Placement:
     """Return the schedule's placement over all ranks with ``width`` replicas of every stage."""
     recipe = recipe_named(schedule)
-    return widened(recipe.layout.placement(ranks // width, recipe.chunks), width)
+    return widened(placement_of(recipe, ranks // width, recipe.chunks), width)
 
 
 @dataclass(frozen=True)

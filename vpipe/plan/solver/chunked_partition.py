@@ -103,18 +103,20 @@ def _demands(choice: Choice) -> Iterator[StageDemand]:
     """Yield what every stage holds when its rank holds most, with its part of its rank's memory."""
     built = build(choice.schedule, choice.groups, choice.microbatches)
     costs = Costs((StageCosts(1, 1, 1),) * len(choice.groups))
-    of_group = {ranks: peak_contents(built, costs, ranks[0]) for ranks in dict.fromkeys(choice.groups)}
+    # The first microbatches are those of the first replica, which takes as many as any other.
+    firsts = {ranks[0] for ranks in choice.groups}
+    of_rank = {rank: peak_contents(built, costs, rank) for rank in firsts}
     for stage, ranks in enumerate(choice.groups):
-        parts = {each: held.in_flight + held.weight_halves + held.versions for each, held in of_group[ranks].items()}
-        own = of_group[ranks][stage]
+        parts = {each: held.in_flight + held.weight_halves + held.versions for each, held in of_rank[ranks[0]].items()}
+        own = of_rank[ranks[0]][stage]
         yield StageDemand(max(1, own.in_flight), own.versions, own.weight_halves,
                           part=parts[stage] / sum(parts.values()))
 
 
 def _estimate_s(table: StageTable, choice: Choice, found: FoundPartition) -> float:
     """Estimate a step: the fullest rank is idle only while the pipeline fills and drains, in steps of one chunk."""
-    stages, width, groups = len(choice.groups), len(choice.groups[0]), len(set(choice.groups))
-    per_rank = found.bottleneck * stages / groups
-    filling = 0.0 if choice.traits.split else (groups - 1) * per_rank * groups / stages
+    width, groups = len(choice.groups[0]), len(set(map(frozenset, choice.groups)))  # of ranks with the same stages
+    per_rank = found.bottleneck * len(stages_of_rank(choice.groups, choice.groups[0][0]))
+    filling = 0.0 if choice.traits.split else (groups - 1) * found.bottleneck
     step = table.running("step")[-1] / groups
     return float(choice.per_replica(width) * per_rank + filling + step)

@@ -177,9 +177,9 @@ def _alternatives(trials: Trials, candidates: Sequence[Candidate], chosen: Candi
             with_it = [one for one in candidates if one.choice.microbatches == count]
             yield _best_with(trials, f"m = {count}", with_it, space.why_none(microbatches=count))
     if request.placement is None:
-        replicated = [one for one in candidates if max(one.widths) > 1]
-        if max(chosen.widths) > 1:
-            yield _best_with(trials, "no replicas", [one for one in candidates if max(one.widths) == 1],
+        replicated = [one for one in candidates if one.choice.replicated]
+        if chosen.choice.replicated:
+            yield _best_with(trials, "no replicas", [one for one in candidates if not one.choice.replicated],
                              space.why_none(unreplicated=True))
         elif replicated:
             yield _best_with(trials, "with replicas", replicated, "does not fit")

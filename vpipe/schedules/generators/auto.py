@@ -13,7 +13,7 @@ from vpipe.schedules.size import Layout, Size
 @cache
 def _searched(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """Search once for all ranks, at equal costs and without a limit."""
-    return search(Layout.LOOP.placement(ranks, chunks), microbatches)
+    return search(Layout.LOOP(ranks, chunks), microbatches)
 
 
 def _peak(rank: int, size: Size) -> int:

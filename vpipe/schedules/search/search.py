@@ -70,7 +70,7 @@ def search_placements(ranks: int, microbatches: int, chunks: int | None = None,
         UserError: no order keeps the limits on any of these placements.
     """
     counts = (1, 2) if chunks is None else (chunks,)
-    placements = dict.fromkeys(layout.placement(ranks, count) for count in counts
+    placements = dict.fromkeys(layout(ranks, count) for count in counts
                                for layout in (Layout.ZIGZAG, Layout.LOOP))
     found: list[tuple[Score, Schedule]] = []
     problems: list[UserError] = []

@@ -1,0 +1,45 @@
+"""DualPipe: microbatches from both ends, and each rank's forwards one way beside its backwards the other way."""
+
+from collections.abc import Iterator
+
+from vpipe.errors import Problem
+from vpipe.schedules.action import Action
+from vpipe.schedules.generators.dualpipe_v import dualpipe_v
+from vpipe.schedules.registry import register_schedule
+from vpipe.schedules.size import Size, both_ways
+from vpipe.schedules.two_ways import odd_ranks, unfolded
+
+
+def _pairs(size: Size) -> Problem | None:
+    p, m = size.ranks, size.microbatches
+    if m >= 2 * p and m % 2 == 0:
+        return odd_ranks("dualpipe", size)
+    fewer = f", or {m // 4 * 2} ranks or fewer" if m >= 4 and m < 2 * p else ""
+    return odd_ranks("dualpipe", size) or Problem(
+        f"'dualpipe' fills {p} ranks with {2 * p} microbatches, as many from either end, but there are {m}",
+        f"use an even number of microbatches, {max(2 * p, m + m % 2)} or more{fewer}")
+
+
+@register_schedule("dualpipe", flush=True, layout=both_ways, peak_activations=lambda rank, size: size.ranks + 1,
+                   requires=_pairs)
+def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """Yield the actions of one rank of p, which holds copies of stages r and p-1-r; here p = 4. Small letters are those
+    of the later stage. Even microbatches go down the ranks, odd ones up. B takes twice as long as F, I and W are its
+    input and its weight half, S is the steps.
+
+    ::
+
+        rank 0  F0 F2 F4 f1 i1 w1 f3 F6 b3 -- f5 B0 -- b5 -- f7 .  B2 -- b7 -- I4 W4 I6 W6 S
+        rank 1  .  F0 f1 F2 f3 F4 b1 -- f5 B0 -- F6 b3 -- f7 B2 -- b5 -- B4 -- i7 I6 w7 W6 S
+        rank 2  .  F1 f0 F3 f2 F5 b0 -- f4 B1 -- F7 b2 -- f6 B3 -- b4 -- B5 -- i6 I7 w6 W7 S
+        rank 3  F1 F3 F5 f0 i0 w0 f2 F7 b2 -- f4 B1 -- b4 -- f6 .  B3 -- b6 -- I5 W5 I7 W7 S
+
+    It is DualPipeV unfolded: ranks r and p-1-r do what rank r of DualPipeV does over p/2 ranks, each with half of the
+    microbatches. With F, I, W the times of one stage the bubble is (p/2-1)(F+I-W) as long as W <= I <= F <= I+W. The
+    published (p/2-1)(F&B + B - 3W), with B = I + W and F&B = F + B, counts a forward and the whole backward beside it
+    as one block that sends when both are done. Every rank holds the activations of p+1 microbatches, and the weights of
+    two stages. Filling the pipeline takes m >= 2p, m even.
+
+    Source: DeepSeek-AI, DualPipe (arXiv:2412.19437, section 3.2.1).
+    """
+    return unfolded(dualpipe_v, rank, ranks, microbatches)
