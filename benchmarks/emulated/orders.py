@@ -1,4 +1,4 @@
-"""Schedules that vpipe and torch both have, as orders of compute actions."""
+"""Schedules of vpipe, most of which torch has too, as orders of compute actions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Order:
 
     Attributes:
         name: vpipe's.
-        peer: torch's class.
-        chunks: stages per rank.
+        peer: torch's class; None where it has none.
+        chunks: stages per rank that a microbatch passes.
     """
 
     name: str
-    peer: type[torchs._PipelineSchedule]
+    peer: type[torchs._PipelineSchedule] | None
     chunks: int
 
     def placement(self, ranks: int) -> Placement:
@@ -52,4 +52,6 @@ ORDERS = (
     Order("zb_h1", torchs.ScheduleInterleavedZeroBubble, 1),
     Order("zb_v", torchs.ScheduleZBVZeroBubble, 2),
     Order("dualpipe_v", torchs.ScheduleDualPipeV, 2),
+    Order("chimera", None, 1),
+    Order("dualpipe", None, 1),
 )

@@ -23,6 +23,7 @@ from bare_entrants import bare_entrants
 from case import CASES, Case
 from entrant import Entrant
 from machine import description
+from orders import ORDERS
 from ranks import FORK, UPDATES, measure
 from streams import PEERS, STREAMS, StreamRow, measure_stream
 from table import Row, rows, stream_text, text
@@ -32,9 +33,10 @@ from vpipe_entrants import vpipe_entrants
 
 def field(case: Case, only: str) -> list[Entrant]:
     """Those whose ``<case>: <name>`` matches; those of one schedule after each other."""
-    groups = (vpipe_entrants(), torch_entrants(), bare_entrants(FORK, case))
-    return [entrant for entrant in chain.from_iterable(zip(*groups, strict=True))
-            if re.search(only, f"{case}: {entrant.name}")]
+    places = [order.name for order in ORDERS]
+    entrants = chain(vpipe_entrants(), torch_entrants(), bare_entrants(FORK, case))
+    return sorted((entrant for entrant in entrants if re.search(only, f"{case}: {entrant.name}")),
+                  key=lambda entrant: places.index(entrant.schedule))
 
 
 def main() -> None:

@@ -46,15 +46,16 @@ def updates(devices: Mapping[int, Device], stages: int, microbatches: int, make:
         yield
 
 
-def _updates(order: Order, case: Case, rank: int) -> Updates:
+def _updates(order: Order, peer: type[torchs._PipelineSchedule], case: Case, rank: int) -> Updates:
     placement, m, times = order.placement(case.ranks), case.microbatches, case.times.share(order.chunks)
-    single = issubclass(order.peer, torchs.PipelineScheduleSingle)
+    single = issubclass(peer, torchs.PipelineScheduleSingle)
     return updates({i: Device(times, first=i == 0, last=False) for i in stages_of_rank(placement, rank)},
-                   len(placement), m, lambda parts, loss_fn: order.peer(
+                   len(placement), m, lambda parts, loss_fn: peer(
                        parts[0] if single else parts, m, loss_fn=loss_fn, scale_grads=False))
 
 
 def torch_entrants() -> Iterator[Entrant]:
-    """One per schedule."""
+    """One per schedule that torch has."""
     for order in ORDERS:
-        yield Entrant("torch", order.name, order.chunks, partial(_updates, order))
+        if order.peer is not None:
+            yield Entrant("torch", order.name, order.chunks, partial(_updates, order, order.peer))

@@ -264,6 +264,9 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (['parallel.schedule=interleaved', 'parallel.stage_to_rank_map={0: [0, 1], 1: [2], 2: [0], 3: [2]}'],
      "parallel.stage_to_rank_map.2 puts stage 2 on rank 0, where stage 0 is already; stage 0 has ranks [0, 1], stage 2 "
      "[0]", "let the two share all of their ranks, in the same order, or none"),
+    (['parallel.schedule=chimera', 'parallel.stage_to_rank_map={0: [0, 0], 1: [1, 2], 2: [2, 1], 3: [3, 0]}'],
+     "parallel.stage_to_rank_map.0 names rank 0 twice for stage 0",
+     "give each stage ranks of its own: 8 of them are numbered 0 to 7"),
     (['parallel.stage_to_rank_map={0: [0, 0], 1: [1], 2: [2], 3: [3]}'],
      "parallel.stage_to_rank_map.0 names rank 0 twice for stage 0",
      "give each stage ranks of its own: 5 of them are numbered 0 to 4"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vpipe.errors import CheckError, UserError
-from vpipe.schedules.action import Op
+from vpipe.schedules import registry
+from vpipe.schedules.action import Action, Op
 from vpipe.schedules.build import build
 from vpipe.schedules.check import prove
 from vpipe.schedules.costs import Costs, Number
@@ -19,6 +21,7 @@ from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import Size, both_ways
+from vpipe.schedules.two_ways import unfolded
 
 
 def made(name: str, ranks: int, microbatches: int, chunks: int | None = None,
@@ -194,6 +197,23 @@ def test_chimera_as_published(ranks: int) -> None:
         assert peaks == [ranks // 2 + 1 + min(rank, ranks - 1 - rank) for rank in range(ranks)]
     unit = simulate(made("chimera", ranks, ranks), Costs.uniform(Size(ranks, ranks, 1, 1), 3, 2, 2))
     assert unit.makespan_s == ranks * 3 + (2 * ranks - 2) * 4
+
+
+@pytest.mark.parametrize("ranks", range(2, 13, 2))
+def test_chimera_beside_a_wave_unfolded(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For m = p alike; for longer batches the wave keeps its bubble, where B = 2F, and holds p microbatches."""
+    def wave(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+        return unfolded(recipe_named("hanayo").program, rank, ranks, microbatches)
+
+    monkeypatch.setattr(registry, "_RECIPES", {
+        **registry._RECIPES, "wave": replace(recipe_named("chimera"), name="wave", program=wave,
+                                             peak_activations=lambda rank, size: size.ranks)})
+    assert rank_peaks(made("wave", ranks, ranks)) == rank_peaks(made("chimera", ranks, ranks))
+    for units in (1, 2, 5):
+        schedule = prove("wave", both_ways(ranks), units * ranks)
+        assert bubble_s(schedule.compute_only()) == 2 * (ranks - 2)
+        assert bubble_s(made("chimera", ranks, units * ranks)) == (ranks - 2) * (units + 1)
+        assert units == 1 or {fact.peak_activations for fact in rank_peaks(schedule)} == {ranks}
 
 
 def test_two_copies_of_the_weights() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous
-from vpipe.errors import UserError
+from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.build import build
@@ -25,7 +25,7 @@ from vpipe.schedules.peaks import rank_peaks
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Placement, widened
+from vpipe.schedules.size import Placement, both_ways, widened
 
 ANY_WIDTHS = ("gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw")
 STREAMS = ("pipedream", "2bw")
@@ -217,3 +217,38 @@ def test_streams_with_ties_as_long_as_a_run_proves_them(widths: list[int], every
     placement = tuple(tuple(range(sum(widths[:stage]), sum(widths[:stage + 1]))) for stage in range(len(widths)))
     ScheduleSpec(Asynchronous("pipedream", update_every=every), Cut(ranks=placement), every,
                  ties={0: (len(widths) - 1,)}).prepare()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(["chimera", "dualpipe"]), st.integers(1, 4), st.integers(1, 3), st.integers(2, 24), st.data())
+def test_copies_on_ranks_in_any_order(name: str, half: int, replicas: int, microbatches: int,
+                                      data: st.DataObject) -> None:
+    """Both ways, with pipelines side by side, renumbered ranks, ties and norms: every microbatch goes to its copy."""
+    own = widened(both_ways(2 * half), replicas)
+    numbers = data.draw(st.permutations(range(2 * half * replicas)))
+    placement = tuple(tuple(numbers[rank] for rank in ranks) for ranks in own)
+    owners = data.draw(st.sets(st.integers(0, 2 * half - 2), max_size=2))
+    ties = {owner: tuple(sorted(data.draw(st.sets(st.integers(owner + 1, 2 * half - 1), min_size=1))))
+            for owner in owners}
+    try:
+        schedule = prove(name, placement, microbatches, None, ties, data.draw(st.booleans()))
+    except CheckError:
+        raise
+    except UserError:  # too few microbatches
+        return
+    for stage, ranks in enumerate(placement):
+        for number, rank in enumerate(ranks):
+            taken = [action.microbatch for action in schedule.programs[rank]
+                     if action.stage == stage and action.op is Op.FORWARD]
+            assert taken == list(range(number, microbatches, len(ranks)))
+
+
+@pytest.mark.parametrize("placement", [
+    ((0, 3), (1, 2), (1, 2), (3, 0)), ((0, 3), (1, 2), (2, 1)), ((0,), (1,), (2,), (3,)),
+    ((0, 3, 1), (1, 2, 0), (2, 1, 3), (3, 0, 2)), ((0, 1, 2, 3), (2, 1, 0, 3)), ((0, 4), (1, 2), (2, 1), (4, 3))])
+def test_a_placement_that_is_not_the_schedules_own(placement: Placement) -> None:
+    with pytest.raises(UserError) as raised:
+        build("chimera", placement, 8)
+    problem = raised.value.problems[0]
+    assert problem.what == f"'chimera' does not place stages as {list(map(list, placement))}"
+    assert problem.hint.startswith(f"place them as {list(map(list, both_ways(len(placement))))}")

@@ -209,12 +209,13 @@ def replica_views(recipe: Recipe, placement: Placement, microbatches: int,
     every = _update_every(recipe, max(ahead) + 1, microbatches, update_every, ahead == behind)
     views: dict[int, ReplicaView] = {}
     even = len(set(widths)) == 1
+    by_rank = dict(zip(own_ranks, ahead, strict=True))
+    own_ahead = tuple(by_rank[rank] for rank in range(depth)) if even else ()
     for position, group in enumerate(groups):
         own_rank = own_ranks[position] if even else depth - 1 - behind[position]
         stages = {} if even else {own_rank: position}
-        # A generator's pipeline has other stages only where all have equally many replicas.
-        own_ahead = tuple(ahead[own_ranks.index(number)] for number in range(depth)) if even else tuple(
-            ahead[position] if number == own_rank else depth - 1 - number for number in range(depth))
+        if not even:  # a generator's pipeline has other stages only where all have equally many replicas
+            own_ahead = tuple(ahead[position] if number == own_rank else depth - 1 - number for number in range(depth))
         for replica, rank in enumerate(group):
             own = Assignment.turns_of(microbatches, replica, len(group))
             size = Size(depth, own, chunks, own if recipe.flush else every, even, own_ahead)

@@ -15,6 +15,7 @@ from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.build import build
 from vpipe.schedules.delays import describe_delays, fewer_updates, mean_delay, warn_of_delay
 from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.schedule import passes
 from vpipe.units import size_text
 from vpipe.visualize.table import Column, columns, compact, filled, listed, ms_text
 
@@ -282,7 +283,7 @@ def rank_memory(plan: Plan, stages: Sequence[int]) -> StageMemory:
 
 def peak_bytes(plan: Plan) -> int:
     """Return the bytes of the rank that holds most."""
-    return max(rank_memory(plan, group).peak for group in stages_by_ranks(plan))
+    return plan.predicted.fullest_rank[1]
 
 
 def alternatives_table(best: Plan, others: Sequence[Alternative], width: int) -> list[str]:
@@ -292,12 +293,12 @@ def alternatives_table(best: Plan, others: Sequence[Alternative], width: int) ->
     rows += [(other.what, other.plan, 1 / other.seconds_per_sample, other.simulated) for other in others
              if other.plan is not None and other.seconds_per_sample is not None]
     plans = [plan for _, plan, _, _ in rows]
-    widths = [[len(ranks) for ranks in plan.groups] for plan in plans]
+    replicas = [_replicas_text(plan) for plan in plans]
     lines = columns([
         Column("", [what for what, _, _, _ in rows], left=True),
         Column("schedule", [plan.schedule or "" for plan in plans], left=True),
         Column("layers per stage", [cut_text(plan.partition, 24) for plan in plans], left=True),
-        *([Column("replicas", list(map(_widths_text, widths)))] if max(map(max, widths)) > 1 else []),
+        *([Column("replicas", replicas)] if set(replicas) != {"-"} else []),
         Column("m", [str(plan.microbatches) for plan in plans]),
         Column("recompute", [f"{count} of {sum(plan.partition)}" if (count := sum(map(len, plan.recomputed))) else "-"
                              for plan in plans]),
@@ -320,6 +321,14 @@ def cut_text(partition: Sequence[int], room: int) -> str:
         return text
     low, high = min(partition), max(partition)
     return f"{len(partition)} stages of {low}" + (f"-{high}" if low < high else "")
+
+
+def _replicas_text(plan: Plan) -> str:
+    """Return ``-``, ``2 each``, or, where the schedule places copies of every stage by itself, ``2 copies``."""
+    widths = list(map(len, plan.groups))
+    copies = sum(widths) // (plan.ranks * passes(plan.groups, plan.groups[0][0]))
+    text = _widths_text([width // copies for width in widths])
+    return text if copies < 2 else f"{text}, {copies} copies".removeprefix("-, ")
 
 
 def _widths_text(widths: Sequence[int]) -> str:
