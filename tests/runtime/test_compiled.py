@@ -36,7 +36,7 @@ def oracle(name: str, pipe: Pipeline, backend: str, precision: str = "fp32") -> 
     model, batches = compiled_model(rich_model(), backend), rich_batches(2, MICROBATCHES)
     recipe = TrainingRecipe(AdamW().from_named, MICROBATCHES, 7, clip=0.5, precision=ReferencePrecision(precision))
     if recipe_named(name).flush:
-        return flush_oracle(model, batches, recipe, pipe.partition)
+        return flush_oracle(model, batches, recipe, pipe.partition, list(map(len, pipe.placement)))
     return asynchronous_oracle(model, batches, recipe, pipe.partition, pipe.update_every or 1,
                                version_of=version_rule(name))
 
