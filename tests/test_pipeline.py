@@ -129,7 +129,7 @@ OWN = "our own are added by importing their file (--import FILE.py) or by a pack
      "hint: number the ranks from 0 without a gap"),
     ({"stages": 2, "placement": [[0, 1], [1]], "microbatches": 4},
      "error: rank 1 is among the ranks [0, 1] of one stage and [1] of another\n"
-     "hint: '1f1b' wants stages that have all their ranks in common, in the same order, or none"),
+     "hint: under '1f1b' stages either have all their ranks in common, in the same order, or none"),
     ({"stages": 2, "ranks": 0}, "error: ranks is 0\nhint: give a whole number, 1 or more"),
     ({"stages": 2, "placement": [[0, 0], [1]], "microbatches": 4},
      "error: rank 0 stands twice among the ranks [0, 0] of a stage\n"

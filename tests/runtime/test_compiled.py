@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import rich_batches, rich_model
-from test_every_schedule import FLUSH, MICROBATCHES, STREAMS, AdamW, copies, cut
+from test_every_schedule import FLUSH, MICROBATCHES, STREAMS, AdamW, cut
 from test_exact import assert_same_state
 from torch import nn
 from torch._dynamo.utils import counters
@@ -36,7 +36,7 @@ def oracle(name: str, pipe: Pipeline, backend: str, precision: str = "fp32") -> 
     model, batches = compiled_model(rich_model(), backend), rich_batches(2, MICROBATCHES)
     recipe = TrainingRecipe(AdamW().from_named, MICROBATCHES, 7, clip=0.5, precision=ReferencePrecision(precision))
     if recipe_named(name).flush:
-        return flush_oracle(model, batches, recipe, pipe.partition, copies(name))
+        return flush_oracle(model, batches, recipe, pipe.partition, list(map(len, pipe.placement)))
     return asynchronous_oracle(model, batches, recipe, pipe.partition, pipe.update_every or 1,
                                version_of=version_rule(name))
 

@@ -351,8 +351,8 @@ def _alone(recipe: Recipe, placement: Placement) -> tuple[int, list[tuple[int, .
     if twice := [rank for rank, count in times.items() if count > 1]:
         group, other = [group for group in groups if twice[0] in group][:2]
         raise UserError(f"rank {twice[0]} is among the ranks {list(group)} of one stage and {list(other)} of another",
-                        hint=f"'{recipe.name}' wants stages that have all their ranks in common, in the same order, or "
-                             "none")
+                        hint=f"under '{recipe.name}' stages either have all their ranks in common, in the same order, "
+                             "or none")
     ranks = len(groups)
     chunks, left = divmod(len(placement), ranks)
     if left or not (chunks == recipe.chunks or recipe.any_chunks):
