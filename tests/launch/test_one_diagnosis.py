@@ -122,10 +122,11 @@ HOSTS = {"ssh": "hostB", "srun": "n2"}
 """Of rank 1, where there are several."""
 
 SLOW = [pytest.mark.system]
-"""Of failures that are only noticed after a time-out: make test-system runs these cells."""
+"""Of failures that are only noticed after a time-out, and of what is known to other tests: for make test-system."""
 
 CELLS = [pytest.param(failure, starter, id=f"{failure}-{starter}",
-                      marks=SLOW if failure in ("stopped", "host lost") else [])
+                      marks=[] if failure == "killed" or (starter in ("vpipe train", "ssh")
+                      and failure == "raises") else SLOW)
          for failure in TEXTS for starter in ("vpipe train", "ssh", "torchrun", "srun", "script")
          if failure != "host lost" or starter == "ssh"]
 
