@@ -19,8 +19,8 @@ from pathlib import Path
 
 import yaml
 
-from vpipe.report.idle_causes import Cause
-from vpipe.report.report_data import ReportData, load_report_data
+from vpipe.app.report.idle_causes import Cause
+from vpipe.app.report.report_data import ReportData, load_report_data
 from vpipe.units import size_text
 
 HERE = Path(__file__).resolve().parent

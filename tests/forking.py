@@ -26,10 +26,10 @@ from typing import Any, NoReturn
 
 from zygote import HOOK, Popen, exactly
 
-IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "numpy.random", "h5py", "vpipe", "vpipe.cli",
-            "vpipe.launch.rank_main", "vpipe.train.loop", "vpipe.verify.differences",
-            "vpipe.train.planning", "vpipe.compare.run", "vpipe.profiling.rank_group",
-            "vpipe.data.bert_hdf5", "vpipe.data.synthetic", "vpipe.model.bert")
+IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "numpy.random", "h5py", "vpipe", "vpipe.app.cli",
+            "vpipe.app.launch.rank_main", "vpipe.app.train.loop", "vpipe.app.verify",
+            "vpipe.app.train.planning", "vpipe.extras.comparison.run", "vpipe.profiling.rank_group",
+            "vpipe.extras.bert_hdf5.shards", "vpipe.app.data.synthetic", "vpipe.app.families.bert")
 
 
 def serve(listener: socket.socket) -> Callable[[], None] | None:
@@ -107,10 +107,10 @@ def become(request: Mapping[str, Any], files: Sequence[int]) -> None:
         sys.path.insert(0, str(Path(what).parent))
         runpy.run_path(what, run_name="__main__")
     elif what == "vpipe":
-        from vpipe.cli import main
+        from vpipe.app.cli import main
 
         sys.exit(main(arguments))
-    elif what == "vpipe.launch.rank_main":
+    elif what == "vpipe.app.launch.rank_main":
         # As runpy does it, but for its warning that the module has been imported.
         spec = importlib.util.find_spec(what)
         exec(spec.loader.get_code(what), {"__name__": "__main__", "__spec__": spec, "__file__": spec.origin})

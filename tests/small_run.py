@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from vpipe.config.config import load_config
+from vpipe.app.config.config import load_config
+from vpipe.app.families.registry import Family, ModelSettings
+from vpipe.app.train.job import Job
 from vpipe.model.layer import Model
-from vpipe.model.registry import Family, ModelSettings
-from vpipe.train.job import Job
-from vpipe.verify.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.testing.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle
 
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "model": {"name": "bert", "preset": "tiny", "hidden_size": 16, "sequence_length": 16, "vocab_size": 32},
@@ -55,8 +55,8 @@ def put_in(monkeypatch: pytest.MonkeyPatch, model: Model,
            flops: Callable[[ModelSettings], Sequence[int]] | None = None) -> None:
     """A model in place of the config's, whatever its settings."""
     family = Family(lambda settings: model, flops=flops)
-    monkeypatch.setattr("vpipe.train.job.model_named", lambda name: family.factory)
-    monkeypatch.setattr("vpipe.train.model_section.family_named", lambda name: family)
+    monkeypatch.setattr("vpipe.app.train.job.model_named", lambda name: family.factory)
+    monkeypatch.setattr("vpipe.app.train.model_section.family_named", lambda name: family)
 
 
 def only_run(runs: Path) -> Path:

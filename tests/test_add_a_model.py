@@ -14,10 +14,10 @@ import pytest
 import yaml
 from small_run import losses, metrics
 
-from vpipe.cli import main
-from vpipe.data import registry as data_sets
-from vpipe.model import registry as models
-from vpipe.model.registry import ModelSettings, family_named
+from vpipe.app.cli import main
+from vpipe.app.data import registry as data_sets
+from vpipe.app.families import registry as models
+from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.plugins import IMPORTS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "add-a-model.md").read_text()

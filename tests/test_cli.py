@@ -19,10 +19,10 @@ import torch
 from small_run import write_config
 
 from vpipe import Cut, Order
-from vpipe.cli import main
-from vpipe.data.bert_hdf5 import write_shard
-from vpipe.data.bert_samples import STORAGE
-from vpipe.data.synthetic import synthetic_bert
+from vpipe.app.cli import main
+from vpipe.app.data.bert_samples import STORAGE
+from vpipe.app.data.synthetic import synthetic_bert
+from vpipe.extras.bert_hdf5.shards import write_shard
 from vpipe.plan.plan import Plan
 from vpipe.schedules.build import build
 from vpipe.schedules.csv_format import write_csv
@@ -74,7 +74,7 @@ def refused(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     def started(*arguments: object, **more: object) -> None:
         pytest.fail("ranks were started")
 
-    monkeypatch.setattr("vpipe.launch.local.run_ranks", started)
+    monkeypatch.setattr("vpipe.app.launch.local.run_ranks", started)
     before = os.environ.get("RANK")
 
     def run(*arguments: str) -> list[tuple[str, str]]:
@@ -350,7 +350,7 @@ def test_what_nobody_foresaw_shows_no_traceback(here: Path, capsys: pytest.Captu
             (fail(ZeroDivisionError("by zero")), "error: ZeroDivisionError: by zero", "hint: fix what raised it"),
             (fail(OSError(28, "No space left", "a")), "error: [Errno 28] No space left: 'a'", "hint: check that the "
              "path exists, may be used and has room")):
-        monkeypatch.setattr("vpipe.config.config.load_config", load)
+        monkeypatch.setattr("vpipe.app.config.config.load_config", load)
         assert main(["train", "c.yaml"]) == 1
         said, *frames, hint = capsys.readouterr().err.splitlines()
         assert said == what
@@ -358,7 +358,7 @@ def test_what_nobody_foresaw_shows_no_traceback(here: Path, capsys: pytest.Captu
         assert hint.startswith(f"{remedy}; the traceback is in ")
         file = Path(hint.partition("the traceback is in ")[2])
         assert "Traceback" in file.read_text()
-    monkeypatch.setattr("vpipe.config.config.load_config", fail(KeyboardInterrupt()))  # type: ignore[arg-type]
+    monkeypatch.setattr("vpipe.app.config.config.load_config", fail(KeyboardInterrupt()))  # type: ignore[arg-type]
     assert main(["train", "c.yaml"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -373,7 +373,7 @@ def test_the_command_itself(here: Path) -> None:
 
 
 def test_the_command_as_a_module() -> None:
-    for module in ("vpipe", "vpipe.cli"):
+    for module in ("vpipe", "vpipe.app.cli"):
         done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60,
                               check=True)
         assert re.fullmatch(r"vpipe \d+\.\d+\.\d+\n", done.stdout)
@@ -656,7 +656,7 @@ def test_a_schedule_into_a_closed_pipe() -> None:
 
 
 def test_schedules_need_no_torch() -> None:
-    code = ("import sys\nfrom vpipe.cli import main\nassert main(['schedule', '--all', '--stages', '2', "
+    code = ("import sys\nfrom vpipe.app.cli import main\nassert main(['schedule', '--all', '--stages', '2', "
             "'--microbatches', '4']) == 0\n"
             "assert not {'torch', 'numpy', 'yaml', 'pydantic'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)

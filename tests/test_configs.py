@@ -11,12 +11,12 @@ import pytest
 from made_profile import made_profile
 from small_run import check_updates, losses, metrics
 
-from vpipe.cli import main
-from vpipe.config.config import load_config
+from vpipe.app.cli import main
+from vpipe.app.config.config import load_config
+from vpipe.app.train.job import Job
+from vpipe.app.train.loop import train
+from vpipe.app.train.planning import plan_job
 from vpipe.plan.profile import Profile
-from vpipe.train.job import Job
-from vpipe.train.loop import train
-from vpipe.train.planning import plan_job
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("*.y*ml"))
@@ -71,7 +71,7 @@ def test_it_is_planned_and_runs(path: Path, tmp_path: Path, monkeypatch: pytest.
     def made(job: Job, sizes: Sequence[int], **_: Any) -> dict[int, Profile]:
         return {size: made_profile(len(job.model), size, len(job.partition)) for size in sizes}
 
-    monkeypatch.setattr("vpipe.train.planning.profile_job", made)
+    monkeypatch.setattr("vpipe.app.train.planning.profile_job", made)
     written = load_config(path)
     microbatches = min(written.training.num_microbatches, written.parallel.model_parallel_size)
     settings = [*made_up(path), *TINY, "training.max_steps=2", "training.warmup_steps=0", "parallel.backend=gloo",

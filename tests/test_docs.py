@@ -22,17 +22,17 @@ import annotated_types
 import pytest
 from pydantic.fields import FieldInfo
 
-from vpipe.cli import _parser, main
-from vpipe.config.config import Config
-from vpipe.config.validation import Section, section_of
-from vpipe.config.vpipe_flat import FlatConfig, PartitionFile, RankFile
+from vpipe.app.cli import _parser, main
+from vpipe.app.config.config import Config
+from vpipe.app.config.validation import Section, section_of
+from vpipe.app.visualize.summary import RankCosts, Summary
 from vpipe.errors import UserError
+from vpipe.extras.legacy.vpipe_flat import FlatConfig, PartitionFile, RankFile
 from vpipe.schedules import registry
 from vpipe.schedules.build import build
 from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.size import default_placement
-from vpipe.visualize.summary import RankCosts, Summary
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

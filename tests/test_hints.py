@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import vpipe
-from vpipe.cli import _parser
-from vpipe.config.config import Config
-from vpipe.config.validation import section_of
+from vpipe.app.cli import _parser
+from vpipe.app.config.config import Config
+from vpipe.app.config.validation import section_of
 
 OF_OTHERS = {"--master-port", "--max-restarts", "--nnodes", "--nproc-per-node",  # torchrun
              "--ntasks"}  # srun

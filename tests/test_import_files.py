@@ -12,12 +12,12 @@ import pytest
 import yaml
 from small_run import losses, only_run
 
-from vpipe.cli import main
-from vpipe.data import registry as data_sets
+from vpipe.app.cli import main
+from vpipe.app.data import registry as data_sets
+from vpipe.app.families import registry as models
+from vpipe.app.launch import remote_agent
+from vpipe.app.launch.slurm import WRITTEN_BY
 from vpipe.errors import UserError
-from vpipe.launch import remote_agent
-from vpipe.launch.slurm import WRITTEN_BY
-from vpipe.model import registry as models
 from vpipe.plugins import IMPORTS, file_digests, import_files, imported_files
 from vpipe.schedules import registry as schedules
 
@@ -34,10 +34,10 @@ MODEL = """\
 from torch import nn
 
 from vpipe import Layer, Model
-from vpipe.data.registry import register_dataset
-from vpipe.data.synthetic import synthetic
-from vpipe.model.loss import next_token_loss
-from vpipe.model.registry import register_model
+from vpipe.app.data.registry import register_dataset
+from vpipe.app.data.synthetic import synthetic
+from vpipe.app.families.loss import next_token_loss
+from vpipe.app.families.registry import register_model
 
 
 class Head(nn.Linear):
@@ -160,8 +160,8 @@ def test_a_file_is_imported_once(here: Path) -> None:
      "import that file before it: --import folder/my_models_2.py --import folder/needs.py"),
     ("taken.py", SCHEDULE.replace("mine", "1f1b", 1), "there is already a schedule called '1f1b'", "taken.py:5",
      "choose another name"),
-    ("taken_too.py", MODEL.replace('"own"', '"gpt"'), "two modules register the model 'gpt': vpipe.model.gpt and "
-     "taken_too", "taken_too.py:15", "give one of them another name"),
+    ("taken_too.py", MODEL.replace('"own"', '"gpt"'), "two modules register the model 'gpt': vpipe.app.families.gpt "
+     "and taken_too", "taken_too.py:15", "give one of them another name"),
     ("taken_data.py", MODEL.replace('"same"', '"text"'), "two data sets are called 'text': ", "taken_data.py:22",
      "rename one of them")])
 def test_a_file_that_cannot_be_imported(here: Path, name: str, source: str | None, what: str, where: str | None,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.cli import main
+from vpipe.app.cli import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

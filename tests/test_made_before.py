@@ -15,15 +15,15 @@ import pytest
 from small_run import losses
 
 from vpipe import Pipeline, Update
-from vpipe.cli import main
-from vpipe.config.config import load_config
-from vpipe.model import registry as models
+from vpipe.app.cli import main
+from vpipe.app.config.config import load_config
+from vpipe.app.families import registry as models
+from vpipe.app.train.job import Job
+from vpipe.app.train.planning import identities_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plugins import IMPORTS, import_files
 from vpipe.profiling.cache import store
-from vpipe.train.job import Job
-from vpipe.train.planning import identities_of
 
 MADE = Path(__file__).parent / "fixtures" / "made_at_877031a"
 WITH_MODEL = ["--import", "tiny_model.py"]

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from vpipe.cli import main
-from vpipe.config.config import load_config
+from vpipe.app.cli import main
+from vpipe.app.config.config import load_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [DOCS / "open-problems.md", DOCS / "coming-from.md"]

@@ -12,18 +12,18 @@ import pytest
 from made_profile import MIB, made_profile
 from small_run import write_config
 
-from vpipe.cli import main
-from vpipe.commands.plan import limit_of, microbatch_choices, updates_every, with_ranks
-from vpipe.config.config import load_config
-from vpipe.launch.rank_env import hosts_of, ranks_of
+from vpipe.app.cli import main
+from vpipe.app.commands.plan import limit_of, microbatch_choices, updates_every, with_ranks
+from vpipe.app.config.config import load_config
+from vpipe.app.launch.rank_env import hosts_of, ranks_of
+from vpipe.app.train.job import Job, model_digest
+from vpipe.app.train.planning import request_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.plan.solver import solve
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, backward, forward, step
 from vpipe.schedules.registry import recipe_named, register_schedule
-from vpipe.train.job import Job, model_digest
-from vpipe.train.planning import request_of
 
 Said = Callable[..., tuple[int, str, str]]
 
@@ -41,7 +41,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
         return {size: replace(one, identity=replace(one.identity, model=model_digest(job)))
                 for size, one in made.items()}
 
-    monkeypatch.setattr("vpipe.commands.profile.profiles_of", made)
+    monkeypatch.setattr("vpipe.app.commands.profile.profiles_of", made)
     return asked
 
 
@@ -225,7 +225,7 @@ def test_a_users_schedule_is_planned_and_chosen_when_it_is_the_best(said: Said,
     layers = tuple(replace(layer, input_half=Seconds(0.01), weight_half=Seconds(0.01), recompute=Seconds(0.01))
                    for layer in made.layers)
     made = replace(made, layers=layers, default_link=LinkProfile(0.002, 1e9))
-    monkeypatch.setattr("vpipe.commands.profile.profiles_of", lambda job, sizes: {size: replace(
+    monkeypatch.setattr("vpipe.app.commands.profile.profiles_of", lambda job, sizes: {size: replace(
         made, identity=replace(made.identity, microbatch_size=size, model=model_digest(job))) for size in sizes})
     status, out, _ = said("--memory", "400MiB", "-o", "plan.json")
     assert status == 0

@@ -14,20 +14,20 @@ import torch
 from torch import nn
 
 from vpipe import Model, plugins
-from vpipe.cli import main
-from vpipe.data import registry as data_sets
+from vpipe.app.cli import main
+from vpipe.app.data import registry as data_sets
+from vpipe.app.families import registry as models
 from vpipe.errors import UserError
-from vpipe.model import registry as models
 from vpipe.plugins import package_versions
 from vpipe.profiling.fingerprint import identify
 from vpipe.schedules import registry as schedules
 
 KINDS: dict[str, tuple[str, Callable[[str], Any], Callable[[], list[str]], str]] = {
     "vpipe.models": ("model", models.model_named, models.model_names,
-                     "from vpipe.model.registry import register_model\n@register_model('{name}')\n"
+                     "from vpipe.app.families.registry import register_model\n@register_model('{name}')\n"
                      "def made(settings):\n    return None\n"),
     "vpipe.datasets": ("data set", data_sets.dataset_named, data_sets.dataset_names,
-                       "from vpipe.data.registry import register_dataset\n@register_dataset('{name}')\n"
+                       "from vpipe.app.data.registry import register_dataset\n@register_dataset('{name}')\n"
                        "def made(settings):\n    return None\n"),
     "vpipe.schedules": ("schedule", schedules.recipe_named, schedules.schedule_names,
                         "from vpipe.schedules.registry import register_schedule\n"

@@ -8,8 +8,8 @@ from io import BytesIO, TextIOWrapper
 
 import pytest
 
-from vpipe import progress as slow
-from vpipe.progress import accept_any_text, message_if_slow
+from vpipe.app import progress as slow
+from vpipe.app.progress import accept_any_text, message_if_slow
 
 
 def test_an_encoding_without_a_character_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

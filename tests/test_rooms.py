@@ -192,14 +192,14 @@ def test_no_row_of_the_table_is_a_program() -> None:
 
 def test_imports_are_found_wherever_they_stand() -> None:
     source = "import torch.nn as nn\nfrom vpipe import Model\nif x:\n    from vpipe.errors import UserError\n" \
-             "def f():\n    from vpipe import schedules\n    import vpipe.data.local_corpus"
+             "def f():\n    from vpipe import schedules\n    import vpipe.app.data.local_corpus"
     assert imported(source) == {"torch.nn", "vpipe.Model", "vpipe.errors.UserError", "vpipe.schedules",
-                                "vpipe.data.local_corpus"}
+                                "vpipe.app.data.local_corpus"}
     assert rooms_imported(source) == {"__init__", "errors", "schedules", "data"}
 
 
 def test_checking_and_drawing_a_schedule_does_not_import_torch() -> None:
-    code = "import sys, vpipe.schedules.check, vpipe.commands.schedule\nassert 'torch' not in sys.modules"
+    code = "import sys, vpipe.schedules.check, vpipe.app.commands.schedule\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -40,7 +40,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "vpipe").rglob("*.py")}
     templates = {str(path.relative_to(ROOT)) for kind in ("html", "css", "js", "svg")
                  for path in (ROOT / "vpipe" / "report").glob(f"*.{kind}")}
-    assert "vpipe/report/page.html" in templates
+    assert "vpipe/app/report/page.html" in templates
     assert modules | templates | {"vpipe/py.typed"} <= names
 
 

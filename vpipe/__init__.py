@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from vpipe.moved import MovedModules
 
 if TYPE_CHECKING:
     from vpipe.description.cut import Cut
@@ -25,6 +28,8 @@ _HOME = {"Layer": "vpipe.model.layer", "Model": "vpipe.model.layer",
          "Order": "vpipe.description.order", "Asynchronous": "vpipe.description.order",
          "Update": "vpipe.description.update", "Precision": "vpipe.description.precision",
          "Transfers": "vpipe.description.transfers", "Execution": "vpipe.description.execution"}
+
+sys.meta_path.append(MovedModules())
 
 
 def __getattr__(name: str) -> object:

@@ -2,6 +2,6 @@
 
 import sys
 
-from vpipe.cli import main
+from vpipe.app.cli import main
 
 sys.exit(main())

@@ -24,8 +24,8 @@ from vpipe.description.update import FromNamed, Update
 from vpipe.distributed import excepthook
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import join_world
-from vpipe.distributed.orion import OrionScheduler
 from vpipe.errors import PerformanceWarning, Problem, UserError
+from vpipe.extras.orion.scheduler import OrionScheduler
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, balanced, parameter_counts, split, ties_between
 from vpipe.old_calls import shows_new_call

@@ -1,4 +1,7 @@
-"""Load models, data sets and schedules: of installed packages, by entry points, and of files, by ``--import``.
+"""Load models, data sets, schedules and commands: of packages, by entry points, and of files, by ``--import``.
+
+vpipe's own extras announce theirs in the form of a package, in ``vpipe/extras/<name>/entry_points.txt``: what one kind
+of user wants is added as a stranger adds it, and is gone with its folder.
 
 The entry points of packages are read without an import. A package is imported when its name is used, so that a broken
 one fails only then. A file is imported at the start of a command, and by the ranks that it starts.
@@ -12,13 +15,17 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
+from configparser import ConfigParser
 from dataclasses import replace
 from functools import lru_cache
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, entry_points, version
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 from vpipe.errors import UserError
+
+EXTRAS = Path(__file__).with_name("extras")
 
 IMPORTS = "VPIPE_IMPORT"
 """The environment variable by which the ranks that a command starts are given the files of ``--import``, as JSON."""
@@ -103,6 +110,21 @@ def _remedy(error: BaseException, path: Path) -> str:
     return f"mend the file; python {path} shows the whole traceback"
 
 
+def is_own(module: str) -> bool:
+    """Return whether a module is vpipe's, and none of an extra, which is as any package."""
+    return module.startswith("vpipe.") and not module.startswith("vpipe.extras.")
+
+
+def added(group: str) -> list[Any]:
+    """Import and return what packages and extras add to a group, in the order of the names.
+
+    Raises:
+        UserError: one cannot be imported.
+    """
+    found = (load(group, group, name, own=False) for name in announced(group))
+    return [entry.load() for entry in found if entry is not None]
+
+
 def announced(group: str) -> list[str]:
     """Return the names in a group, such as ``vpipe.models``, sorted."""
     return sorted(_found(group, tuple(sys.path)))
@@ -151,11 +173,22 @@ def _package(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist is not None else entry.module
 
 
+@lru_cache(maxsize=1)
+def _of_extras() -> EntryPoints:
+    entries = []
+    for file in sorted(EXTRAS.glob("*/entry_points.txt")):
+        groups = ConfigParser(delimiters=("=",))
+        groups.read(file)
+        entries += [EntryPoint(name, value, group) for group in groups.sections()
+                    for name, value in groups[group].items()]
+    return EntryPoints(entries)
+
+
 @lru_cache(maxsize=16)
 def _found(group: str, path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
     """Return the entry points of a group by name, for this ``sys.path``; reading them takes milliseconds."""
     found: dict[str, tuple[EntryPoint, ...]] = {}
-    for entry in entry_points(group=group):
+    for entry in (*_of_extras().select(group=group), *entry_points(group=group)):
         others = found.get(entry.name, ())
         if not any((_package(other), other.value) == (_package(entry), entry.value) for other in others):
             found[entry.name] = tuple(sorted((*others, entry), key=lambda each: (_package(each), each.value)))

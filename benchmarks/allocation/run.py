@@ -39,7 +39,7 @@ def work(keeps: bool) -> None:
     from model import SEED, adamw, gpt
 
     from vpipe import Asynchronous, Execution, Pipeline
-    from vpipe.launch.rank_env import keep_memory
+    from vpipe.app.launch.rank_env import keep_memory
 
     said = keep_memory() if keeps else "malloc as it comes"
     torch.set_num_threads(1)

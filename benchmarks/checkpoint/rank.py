@@ -19,7 +19,7 @@ from torch import Tensor
 from ways import WAYS, Way
 
 from vpipe import Execution, Pipeline, Transfers
-from vpipe.model.registry import ModelSettings, model_named
+from vpipe.app.families.registry import ModelSettings, model_named
 
 BATCH, LENGTH, WORDS, PREDICTIONS, MICROBATCHES = 8, 64, 8192, 8, 4
 BEFORE, AFTER = 3, 6

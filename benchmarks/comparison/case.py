@@ -10,8 +10,8 @@ from bert_large import bert_large
 from gpu import FLAT, MEMORY_BYTES, PUBLISHED, Curve
 from ranks import Contender
 
-from vpipe.compare.systems import SYSTEMS, System, microbatch_counts, plan_system
 from vpipe.errors import UserError
+from vpipe.extras.comparison.systems import SYSTEMS, System, microbatch_counts, plan_system
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver import PlanRequest, solve

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sleepers import WIDTH, Optimizers, sleeping_model
 
 from vpipe import Asynchronous, Cut, Execution, Pipeline, Transfers
-from vpipe.compare.round_robin import TimedTraining, take_turns
+from vpipe.extras.comparison.round_robin import TimedTraining, take_turns
 from vpipe.plan.profile import Profile
 
 TIMEOUT_S = 120

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.distributed.init import join_world
 from vpipe.distributed.network import free_port
-from vpipe.model.generate import Chosen, DecoderModel, Decoding, Pass, Request, StageDecoder, decode
+from vpipe.extras.generation.generate import Chosen, DecoderModel, Decoding, Pass, Request, StageDecoder, decode
+from vpipe.extras.generation.pipelined import GenerationRank, in_flight
 from vpipe.model.layer import Model
-from vpipe.model.registry import ModelSettings, family_named
 from vpipe.model.split import balanced, split
-from vpipe.runtime.generation import GenerationRank, in_flight
 from vpipe.runtime.transport.distributed import DistributedTransport
 
 WINDOW, PROMPT = 1024, 32

@@ -1,7 +1,7 @@
 """Train every schedule in one process on the device, beside its oracle on the same device.
 
 The oracle is plain PyTorch with gradient accumulation, or, without a flush, the sequential program of
-``vpipe.verify.reference``; it uses the same dropout masks. torch is told to be deterministic. On one processor thread
+``vpipe.testing.reference``; it uses the same dropout masks. torch is told to be deterministic. On one processor thread
 both are equal to the last bit; on a GPU that is reported, and a relative difference of 1e-5 of a loss is allowed in
 fp32 (1e-2 in reduced precision), because a kernel may add in another order.
 """
@@ -21,9 +21,9 @@ from models import CONFIGS, small_batches, small_model
 from vpipe import Cut, Execution, Pipeline
 from vpipe.errors import PerformanceWarning
 from vpipe.schedules.registry import Recipe, recipes
-from vpipe.verify.reference import asynchronous_oracle, flush_oracle
-from vpipe.verify.reference_model import ReferencePrecision
-from vpipe.verify.reference_optimizer import TrainingRecipe, version_rule
+from vpipe.testing.reference import asynchronous_oracle, flush_oracle
+from vpipe.testing.reference_model import ReferencePrecision
+from vpipe.testing.reference_optimizer import TrainingRecipe, version_rule
 
 RANKS, MICROBATCHES, STEPS, SAMPLES = 4, 8, 3, 16
 FP32, REDUCED = 1e-5, 1e-2

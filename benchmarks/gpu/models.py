@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Layer, Model
-from vpipe.config.config import load_config
-from vpipe.train.job import Job
+from vpipe.app.config.config import load_config
+from vpipe.app.train.job import Job
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 VOCABULARY, WIDTH, LENGTH = 211, 64, 32

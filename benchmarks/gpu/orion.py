@@ -23,7 +23,7 @@ from orion_checks import Checks
 from orion_devices import Device, FakeDevice, TorchDevice
 
 from vpipe.distributed.network import free_port
-from vpipe.distributed.orion import LIBRARY, OrionScheduler, get_scheduler
+from vpipe.extras.orion.scheduler import LIBRARY, OrionScheduler, get_scheduler
 
 ROOT = Path(__file__).parent.parent.parent
 ROLE = "VPIPE_ORION_CHECKS"

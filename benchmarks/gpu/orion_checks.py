@@ -16,8 +16,8 @@ import torch
 from findings import Part
 from orion_devices import TRITON, Device, Stream
 
-from vpipe.distributed.orion import LIBRARY, get_scheduler
-from vpipe.profiling.kernels import Bound, KernelProfile, kernel_csv
+from vpipe.extras.orion.kernels import Bound, KernelProfile, kernel_csv
+from vpipe.extras.orion.scheduler import LIBRARY, get_scheduler
 
 
 class Checks:

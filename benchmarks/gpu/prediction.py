@@ -16,10 +16,10 @@ from findings import Part
 from models import published_jobs
 
 from vpipe import Cut, Execution, Order, Pipeline, Plan
+from vpipe.app.train.job import Job, microbatch_of
 from vpipe.plan.predict import predict
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
-from vpipe.train.job import Job, microbatch_of
 
 BUDGET_S, BATCHES, WITHIN = 8.0, 6, 0.2
 

@@ -16,9 +16,9 @@ from models import published_jobs
 from torch import Tensor, nn
 
 from vpipe import Execution, Model, Pipeline
-from vpipe.profiling.peak_flops import known_tflops
-from vpipe.train.job import Job
-from vpipe.train.model_section import model_flops
+from vpipe.app.train.job import Job
+from vpipe.app.train.model_section import model_flops
+from vpipe.app.train.peak_flops import known_tflops
 
 ROUNDS, BATCHES, GOAL = 5, 3, 0.9
 

@@ -11,7 +11,7 @@ from arms import DEPTHS, EXPONENT, Arm, arms
 from results import Results
 from times import update_s
 
-from vpipe.visualize.svg import tick_of
+from vpipe.app.visualize.svg import tick_of
 
 WIDTH, HEIGHT, PANEL, LEFT, TOP, PLOT_HEIGHT = 960, 440, 420, 52, 76, 250
 LOW, HIGH = 1.5, 3.0

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe import Layer, Model
-from vpipe.data.local_corpus import STANDARD_LIBRARY, sources
-from vpipe.model.transformer import attention
+from vpipe.app.data.local_corpus import STANDARD_LIBRARY, sources
+from vpipe.app.families.transformer import attention
 
 BLOCKS, HIDDEN, HEADS, TOKENS, VOCABULARY = 8, 64, 4, 48, 256
 SEQUENCES = 12_800

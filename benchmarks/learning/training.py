@@ -15,7 +15,7 @@ import torch
 from task import SEQUENCES, batches, gpt, partition, text_id, validation
 
 from vpipe import Asynchronous, Execution, Order, Pipeline, Update
-from vpipe.train.optimizers import LearningRatePolicy, OptimizerSettings, hidden_matrices
+from vpipe.app.train.optimizers import LearningRatePolicy, OptimizerSettings, hidden_matrices
 
 sys.path.append(str(Path(__file__).parent.parent / "throughput"))
 

@@ -16,7 +16,7 @@ from machine import busy_s, description
 from model import TOKENS, VOCABULARY, adamw, gpt
 
 from vpipe import Model
-from vpipe.model.bert import BertConfig, bert
+from vpipe.app.families.bert import BertConfig, bert
 
 __all__ = ["CASES", "SETTINGS", "Case", "Setting", "adamw", "busy_s", "description"]
 

@@ -15,15 +15,15 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
+from vpipe.app.config.config import load_config
+from vpipe.app.train.job import Job
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.integrity import find_damage
-from vpipe.config.config import load_config
 from vpipe.runtime.transport.compression import Compression
-from vpipe.train.job import Job
-from vpipe.verify.compression import CutCompression
-from vpipe.verify.reference import ReferenceRun, asynchronous_oracle, evaluate_oracle, flush_oracle
-from vpipe.verify.reference_optimizer import TrainingRecipe, uncompressed, version_rule
-from vpipe.verify.trajectory import Trajectory
+from vpipe.testing.compression import CutCompression
+from vpipe.testing.reference import ReferenceRun, asynchronous_oracle, evaluate_oracle, flush_oracle
+from vpipe.testing.reference_optimizer import TrainingRecipe, uncompressed, version_rule
+from vpipe.testing.trajectory import Trajectory
 
 LAYERS = 9
 SAVE_EVERY, EVALUATE_EVERY = 8, 20

@@ -30,7 +30,7 @@ class Process:
     @property
     def rank(self) -> int | None:
         """Its rank, if it is one."""
-        if "vpipe.launch.rank_main" not in self.command:
+        if "vpipe.app.launch.rank_main" not in self.command:
             return None
         with suppress(OSError):
             for entry in Path(f"/proc/{self.pid}/environ").read_bytes().split(b"\0"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Layer, Model
-from vpipe.model.transformer import attention
+from vpipe.app.families.transformer import attention
 
 BLOCKS, HIDDEN, HEADS, VOCABULARY, TOKENS = 8, 256, 8, 8192, 128
 SEED = 0

@@ -32,7 +32,8 @@ class World:
     Args:
         arguments: of the command line, the same as this program's.
         groups: whose entrants live in it.
-        malloc: ``default``; ``raised``, by the environment; or ``kept``, by :func:`vpipe.launch.rank_env.keep_memory`.
+        malloc: ``default``; ``raised``, by the environment; or ``kept``, by
+            :func:`vpipe.app.launch.rank_env.keep_memory`.
         folder: for the results.
     """
 

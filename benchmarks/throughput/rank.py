@@ -16,8 +16,8 @@ from entrant import Entrant, Updates
 from machine import busy_s
 from processes import KEEPS, OUT, SAYS
 
+from vpipe.app.launch.rank_env import keep_memory
 from vpipe.errors import VpipeError
-from vpipe.launch.rank_env import keep_memory
 
 TIMEOUT_S = 1800
 """Of the ranks' transfers: a world waits while the other has its turn."""

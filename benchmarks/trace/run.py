@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vpipe import Execution, Layer, Model, Pipeline
-from vpipe.train.trace_writer import TraceWriter
+from vpipe.app.train.trace_writer import TraceWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "throughput"))
 

@@ -1,5 +1,5 @@
-"""The names of OurGPipe's binding; :mod:`vpipe.distributed.orion` is the binding itself."""
+"""The names of OurGPipe's binding; :mod:`vpipe.extras.orion.scheduler` is the binding itself."""
 
-from vpipe.distributed.orion import OrionScheduler, SchedulingMode, get_scheduler
+from vpipe.extras.orion.scheduler import OrionScheduler, SchedulingMode, get_scheduler
 
 __all__ = ["OrionScheduler", "SchedulingMode", "get_scheduler"]

@@ -21,7 +21,7 @@ export class Drawing {
 
   show(drawn, words) {
     this.drawn = drawn;
-    this.#picture.innerHTML = drawn.svg; // made by vpipe/visualize/svg.py, which escapes the name
+    this.#picture.innerHTML = drawn.svg; // made by vpipe/app/visualize/svg.py, which escapes the name
     const svg = this.#picture.firstElementChild;
     const [, , width, height] = svg.getAttribute("viewBox").split(" ").map(Number);
     const rows = [...svg.querySelectorAll("rect.idle")].filter((row, _, all) => // not that of the legend

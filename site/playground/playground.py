@@ -12,14 +12,14 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from vpipe.commands.schedule import compared_schedule, named_schedule, parse_costs, run_check
+from vpipe.app.commands.schedule import compared_schedule, named_schedule, parse_costs, run_check
+from vpipe.app.visualize.summary import RankCosts, Summary, share_text
+from vpipe.app.visualize.svg import draw_svg
+from vpipe.app.visualize.table import number, percent, plain, row_name, sizes
 from vpipe.errors import CheckError, UserError, counted
 from vpipe.schedules.action import Action
 from vpipe.schedules.csv_format import read_csv, write_csv
 from vpipe.schedules.registry import Recipe, recipe_named, recipes
-from vpipe.visualize.summary import RankCosts, Summary, share_text
-from vpipe.visualize.svg import draw_svg
-from vpipe.visualize.table import number, percent, plain, row_name, sizes
 
 EDITED = Path("edited.csv")
 MOST = {"ranks": 16, "microbatches": 64}

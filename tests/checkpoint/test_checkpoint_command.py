@@ -19,15 +19,15 @@ from small_run import job_of, write_config
 from torch import Tensor
 
 from vpipe import Model, Pipeline
+from vpipe.app.cli import main
+from vpipe.app.data.dataset import Tokenized
+from vpipe.app.train.job import Job
+from vpipe.app.train.run_folder import RUNNING
 from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.save import save_checkpoint
-from vpipe.cli import main
-from vpipe.data.dataset import Tokenized
-from vpipe.train.job import Job
-from vpipe.train.run_folder import RUNNING
-from vpipe.verify.reference import TrainingRecipe, flush_oracle
-from vpipe.verify.reference_optimizer import InitialState
+from vpipe.testing.reference import TrainingRecipe, flush_oracle
+from vpipe.testing.reference_optimizer import InitialState
 
 Vpipe = Callable[..., tuple[int, str, str]]
 
@@ -97,7 +97,7 @@ def test_ls_has_a_line_for_each(vpipe: Vpipe, run: Path) -> None:
 
 
 def test_ls_loads_neither_torch_nor_numpy(saved: Path) -> None:
-    code = (f"import sys\nfrom vpipe.cli import main\nassert main(['checkpoint', 'ls', {str(saved)!r}]) == 0\n"
+    code = (f"import sys\nfrom vpipe.app.cli import main\nassert main(['checkpoint', 'ls', {str(saved)!r}]) == 0\n"
             "assert not {'torch', 'numpy'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
 
@@ -350,6 +350,6 @@ def test_what_is_no_checkpoint_is_refused(words: tuple[str, ...], vpipe: Vpipe, 
 def test_a_place_that_is_not_free_is_refused_without_torch(words: tuple[str, ...], out: str, says: str, vpipe: Vpipe,
                                                            tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").mkdir()
-    monkeypatch.setitem(sys.modules, "vpipe.commands.checkpoint_convert", None)  # as long as torch takes to import
+    monkeypatch.setitem(sys.modules, "vpipe.app.commands.checkpoint_convert", None)  # as long as torch takes to import
     status, _, error = vpipe(*words, "RUN", "-o", out)
     assert (status, says in error) == (2, True), error

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from vpipe.compare import results
-from vpipe.compare.chart import draw
-from vpipe.compare.planning import Contender
-from vpipe.compare.results import Comparison, Outcome
+from vpipe.app.train.metrics import Efficiency
+from vpipe.app.train.peak_flops import PeakFlops
+from vpipe.app.train.summary import OWN, PEAK
+from vpipe.extras.comparison import results
+from vpipe.extras.comparison.chart import draw
+from vpipe.extras.comparison.planning import Contender
+from vpipe.extras.comparison.results import Comparison, Outcome
 from vpipe.plan.plan import Prediction, StagePrediction
 from vpipe.plan.stage_costs import StageMemory
-from vpipe.profiling.peak_flops import PeakFlops
 from vpipe.runtime.stage_usage import StageUsage
-from vpipe.train.metrics import Efficiency
-from vpipe.train.summary import OWN, PEAK
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vpipe.compare.round_robin import MIN_UPDATES, TimedTraining, take_turns
+from vpipe.extras.comparison.round_robin import MIN_UPDATES, TimedTraining, take_turns
 
 
 class World:

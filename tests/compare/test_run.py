@@ -14,13 +14,13 @@ import torch
 from small_run import job_of, oracle
 
 from vpipe import Cut
-from vpipe.compare.planning import Contender, plan_contenders
-from vpipe.compare.run import ContenderRun, compare
-from vpipe.compare.systems import ComparisonRequest
+from vpipe.app.train.job import Job
 from vpipe.errors import Problem, UserError
+from vpipe.extras.comparison.planning import Contender, plan_contenders
+from vpipe.extras.comparison.run import ContenderRun, compare
+from vpipe.extras.comparison.systems import ComparisonRequest
 from vpipe.plan.plan import Plan
 from vpipe.profiling.rank_group import RankGroup
-from vpipe.train.job import Job
 
 
 def plan(jobs: Mapping[str, Job], request: ComparisonRequest) -> list[Contender]:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from small_run import job_of
 
-from vpipe.compare.planning import Contender, memory_warning, plan_contenders, system_contender
-from vpipe.compare.systems import SYSTEMS, ComparisonRequest, SystemPlan, microbatch_counts, plan_system
 from vpipe.errors import Problem, UserError
+from vpipe.extras.comparison.planning import Contender, memory_warning, plan_contenders, system_contender
+from vpipe.extras.comparison.systems import SYSTEMS, ComparisonRequest, SystemPlan, microbatch_counts, plan_system
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.units import size_text
@@ -146,7 +146,7 @@ def test_contenders_share_what_the_device_has_but_not_what_was_given(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int | None, device_bytes: int, limit: int | None
 ) -> None:
     profiles = {count: replace(own, device_bytes=device_bytes) for count, own in PROFILES.items()}
-    monkeypatch.setattr("vpipe.compare.planning._measure", lambda *args: profiles)
+    monkeypatch.setattr("vpipe.extras.comparison.planning._measure", lambda *args: profiles)
     found = plan_contenders({"": job_of(tmp_path)}, ComparisonRequest(("gpipe", "vpipe"), (), given),
                             RankGroup(torch.device("cpu")), [].append)
     assert [one.memory_bytes for one in found] == [limit] * 2

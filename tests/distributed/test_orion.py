@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.distributed import orion
-from vpipe.distributed.orion import Inactive, Launch, preload_variable, start, switched_on
+from vpipe.app.launch.rank_env import HostRanks
 from vpipe.errors import UserError
-from vpipe.launch.rank_env import HostRanks
+from vpipe.extras.orion import scheduler as orion
+from vpipe.extras.orion.scheduler import Inactive, Launch, preload_variable, start, switched_on
 
 GPU = Launch("cuda", 0, 4)
 

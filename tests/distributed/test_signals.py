@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from vpipe.distributed.signals import Stopped, stopped_status
+from vpipe.app.signals import Stopped, stopped_status
 
 WAITING = """\
 import sys, time
-from vpipe.distributed.signals import graceful_stop, handle_signals, ignore_signals
+from vpipe.app.signals import graceful_stop, handle_signals, ignore_signals
 from vpipe.distributed.watchdog import stop_asked
 handle_signals(float(sys.argv[1]))
 

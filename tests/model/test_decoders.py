@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe import Cut, Pipeline
-from vpipe.config.config import ModelSection
+from vpipe.app.config.config import ModelSection
+from vpipe.app.families.gpt import GptAttention, GptConfig, GptMlp
+from vpipe.app.families.llama import LlamaConfig, RopeScaling, rotary_tables, rotate
+from vpipe.app.families.loss import NO_LABEL
+from vpipe.app.families.registry import ModelSettings, family_named
+from vpipe.app.families.transformer import attention
+from vpipe.app.train.model_section import model_settings
 from vpipe.errors import UserError
-from vpipe.model.gpt import GptAttention, GptConfig, GptMlp
 from vpipe.model.layer import Model
-from vpipe.model.llama import LlamaConfig, RopeScaling, rotary_tables, rotate
-from vpipe.model.loss import NO_LABEL
-from vpipe.model.registry import ModelSettings, family_named
 from vpipe.model.split import parameter_counts
-from vpipe.model.transformer import attention
-from vpipe.train.model_section import model_settings
-from vpipe.verify.reference import TrainingRecipe, flush_oracle
+from vpipe.testing.reference import TrainingRecipe, flush_oracle
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt": {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 40, "n_positions": 16, "initializer_range": 0.2,

@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vpipe.app.families import transformer
+from vpipe.app.families.bert import BertConfig, bert
+from vpipe.app.families.gpt import GptConfig, GptEmbeddings, gpt
+from vpipe.app.families.llama import LlamaConfig, llama
+from vpipe.app.families.transformer import NextTokenHead
 from vpipe.errors import UserError
-from vpipe.model import transformer
-from vpipe.model.bert import BertConfig, bert
-from vpipe.model.generate import (
+from vpipe.extras.generation.generate import (
     BeamSearch,
     Chosen,
     DecoderModel,
@@ -29,11 +32,8 @@ from vpipe.model.generate import (
     fill_masks,
     load_weights,
 )
-from vpipe.model.gpt import GptConfig, GptEmbeddings, gpt
+from vpipe.extras.translation.model import TranslationConfig, translation
 from vpipe.model.layer import Layer, Model
-from vpipe.model.llama import LlamaConfig, llama
-from vpipe.model.transformer import NextTokenHead
-from vpipe.model.translation import TranslationConfig, translation
 
 GPT = gpt(GptConfig(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3))
 LLAMA = llama(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,

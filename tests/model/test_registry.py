@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from vpipe.app.families import registry
+from vpipe.app.families.bert import bert_from_settings
+from vpipe.app.families.registry import ModelSettings, model_named, model_names, register_model
 from vpipe.errors import UserError
-from vpipe.model import registry
-from vpipe.model.bert import bert_from_settings
 from vpipe.model.layer import Model
-from vpipe.model.registry import ModelSettings, model_named, model_names, register_model
 
 
 def test_registry_finds_built_in_families_and_names_the_nearest() -> None:
@@ -36,8 +36,8 @@ def test_registry_refuses_a_second_owner(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_registry_reads_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "outsider.py").write_text(
-        "from vpipe.model.bert import bert_from_settings\n"
-        "from vpipe.model.registry import register_model\n"
+        "from vpipe.app.families.bert import bert_from_settings\n"
+        "from vpipe.app.families.registry import register_model\n"
         "@register_model('outsider')\n"
         "def outsider(settings):\n"
         "    return bert_from_settings(settings)\n")

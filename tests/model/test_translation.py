@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vpipe.data.dataset import DatasetSettings
-from vpipe.data.synthetic import synthetic
+from vpipe.app.data.dataset import DatasetSettings
+from vpipe.app.data.synthetic import synthetic
+from vpipe.app.families.loss import NO_LABEL
+from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.errors import UserError
-from vpipe.model.layer import Layer, Model
-from vpipe.model.loss import NO_LABEL
-from vpipe.model.registry import ModelSettings, family_named
-from vpipe.model.split import alive, parameter_counts, split
-from vpipe.model.translation import (
+from vpipe.extras.translation.model import (
     TranslationOptions,
     from_huggingface,
     huggingface_config,
     sinusoids,
     translation_from_settings,
 )
+from vpipe.model.layer import Layer, Model
+from vpipe.model.split import alive, parameter_counts, split
 
 SIZES: dict[str, Any] = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 3,
                          "decoder_attention_heads": 3, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40}

@@ -12,17 +12,17 @@ from pipelines import parts
 from torch import nn
 
 from vpipe import Model, Pipeline
-from vpipe.cli import main
-from vpipe.config.config import load_config
-from vpipe.data.dataset import DatasetSettings
-from vpipe.data.synthetic import synthetic
+from vpipe.app.cli import main
+from vpipe.app.config.config import load_config
+from vpipe.app.data.dataset import DatasetSettings
+from vpipe.app.data.synthetic import synthetic
+from vpipe.app.train.job import Job
 from vpipe.description.cut import Cut
 from vpipe.description.order import Order
 from vpipe.errors import UserError
 from vpipe.model.split import balanced
 from vpipe.plan.plan import Plan
 from vpipe.schedules.prepare import ScheduleSpec
-from vpipe.train.job import Job
 
 CONFIG = """\
 model: {name: gpt, hidden_size: 16, num_layers: 4, num_heads: 4, sequence_length: 8, vocab_size: 64}

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from limits import refusal
 
-from vpipe.data.bert_hdf5 import BertHdf5, write_shard
-from vpipe.data.bert_samples import SHAPES, STORAGE, Samples, shape_of
-from vpipe.data.cache import MANIFEST, _digest
-from vpipe.data.dataset import DatasetSettings
-from vpipe.data.registry import dataset_named
-from vpipe.data.tokenizers import load_tokenizer
+from vpipe.app.data.bert_samples import SHAPES, STORAGE, Samples, shape_of
+from vpipe.app.data.cache import MANIFEST, _digest
+from vpipe.app.data.dataset import DatasetSettings
+from vpipe.app.data.registry import dataset_named
+from vpipe.app.data.tokenizers import load_tokenizer
+from vpipe.extras.bert_hdf5.shards import BertHdf5, write_shard
 from vpipe.model import LARGEST_SIZE
 
 SHAPE = (12, 16)

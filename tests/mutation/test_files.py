@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from limits import refusal
 
+from vpipe.app.config.config import load_config
+from vpipe.app.config.yaml_tree import MOST_BYTES, MOST_VALUES, read_json_tree
+from vpipe.app.data.code_search_net import jsonl_files, read_functions
+from vpipe.app.data.tokenizers import load_tokenizer
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.config.config import load_config
-from vpipe.config.yaml_tree import MOST_BYTES, MOST_VALUES, read_json_tree
-from vpipe.data.bert_hdf5 import BertHdf5
-from vpipe.data.code_search_net import jsonl_files, read_functions
-from vpipe.data.tokenizers import load_tokenizer
 from vpipe.description.cut import Cut
 from vpipe.description.order import Order
+from vpipe.extras.bert_hdf5.shards import BertHdf5
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.schedules.csv_format import read_csv

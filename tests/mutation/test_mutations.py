@@ -23,15 +23,15 @@ from limits import refusal
 from made_profile import made_profile
 from mutations import mutated, mutated_bytes
 
+from vpipe.app.config.config import load_config
+from vpipe.app.data.bert_samples import SHAPES, STORAGE, shape_of
+from vpipe.app.data.code_search_net import jsonl_files, read_functions
 from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import MANIFEST, CheckpointInfo, Manifest, _checksum
 from vpipe.checkpoint.shards import write_shards
-from vpipe.config.config import load_config
-from vpipe.data.bert_hdf5 import BertHdf5, write_shard
-from vpipe.data.bert_samples import SHAPES, STORAGE, shape_of
-from vpipe.data.code_search_net import jsonl_files, read_functions
 from vpipe.description.cut import Cut
 from vpipe.description.order import Order
+from vpipe.extras.bert_hdf5.shards import BertHdf5, write_shard
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile

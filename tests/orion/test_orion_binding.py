@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.profiling.kernels import Bound, KernelProfile, kernel_csv
+from vpipe.extras.orion.kernels import Bound, KernelProfile, kernel_csv
 
 pytestmark = pytest.mark.timeout(120, func_only=True)  # not of compilers on a busy machine
 
@@ -68,7 +68,7 @@ assert not scheduler.is_running()
 
 
 START = """
-from vpipe.distributed.orion import Inactive, Launch, start
+from vpipe.extras.orion.scheduler import Inactive, Launch, start
 
 found = start(Launch("cuda", 0, 4))
 print(found if isinstance(found, Inactive) else f"{found.is_running()} {len(found.totals())}")

@@ -8,11 +8,11 @@ from itertools import product
 import pytest
 from made_profile import MIB, made_profile
 
+from vpipe.app.visualize.explain_plan import PlanExplanation
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import LinkProfile, Profile
 from vpipe.plan.solver import PlanRequest, Solution, solve
-from vpipe.visualize.explain_plan import PlanExplanation
 
 
 def profile(latency_s: float, layers: int = 8) -> Profile:

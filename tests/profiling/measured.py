@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from vpipe import Model
+from vpipe.app.train.optimizers import OptimizerSettings
 from vpipe.plan.profile import Profile
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
-from vpipe.train.optimizers import OptimizerSettings
 
 ADAMW = OptimizerSettings("adamw", 1e-3).from_named
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from vpipe.cli import main
-from vpipe.config.config import Config
+from vpipe.app.cli import main
+from vpipe.app.config.config import Config
 from vpipe.errors import UserError
-from vpipe.profiling.kernels import Bound, bound_of, kernel_csv, kernel_profiles, multiprocessors_needed
+from vpipe.extras.orion.kernels import Bound, bound_of, kernel_csv, kernel_profiles, multiprocessors_needed
 
 H100 = {"id": 0, "name": "NVIDIA H100", "warpSize": 32, "maxThreadsPerMultiprocessor": 2048,
         "regsPerMultiprocessor": 65536, "sharedMemPerMultiprocessor": 233472, "numSms": 132}
@@ -99,7 +99,7 @@ def test_a_config_is_trained_until_an_update_is_profiled(tmp_path: Path, monkeyp
         trace(tmp_path / "profiler_async_threaded" / "rank0" / "rank0.3.pt.trace.json", launch("gemm"))
         return tmp_path
 
-    monkeypatch.setattr("vpipe.launch.launcher.run", run)
+    monkeypatch.setattr("vpipe.app.launch.launcher.run", run)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     out = tmp_path / "kernels.csv"
     assert main(["orion", "profile", "gpt_small_orion", "--set", "training.num_microbatches=2", "-o", str(out)]) == 0

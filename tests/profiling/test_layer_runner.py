@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Layer, Model
+from vpipe.app.train.optimizers import OptimizerSettings
 from vpipe.description.precision import Precision
 from vpipe.model.split import StageSpec, alive, split
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
@@ -27,7 +28,6 @@ from vpipe.profiling.layer_runner import (
 )
 from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.stage import Stage
-from vpipe.train.optimizers import OptimizerSettings
 
 CPU = torch.device("cpu")
 H = 4 * 6 * WIDTH * 4

@@ -23,6 +23,7 @@ from models import (
 from torch import Tensor, nn
 
 from vpipe import Layer, Model
+from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import RunError
 from vpipe.plan.profile import Profile
 from vpipe.profiling.device import shared_bytes
@@ -32,7 +33,6 @@ from vpipe.profiling.layer_timer import LayerTimer, summary
 from vpipe.profiling.links import _rounds
 from vpipe.profiling.measure import Survey, _Measurement, survey
 from vpipe.profiling.rank_group import RankGroup
-from vpipe.train.optimizers import OptimizerSettings, hidden_matrices
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vpipe.profiling import peak_flops as module
-from vpipe.profiling.peak_flops import GPUS, PeakFlops, find_peak, known_tflops
+from vpipe.app.train import peak_flops as module
+from vpipe.app.train.peak_flops import GPUS, PeakFlops, find_peak, known_tflops
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 

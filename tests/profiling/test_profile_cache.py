@@ -14,17 +14,17 @@ from small_run import job_of, write_config
 from torch import Tensor, nn
 
 from vpipe import Cut, Order
-from vpipe.cli import main
-from vpipe.commands.profile import described, profiles_of
+from vpipe.app.cli import main
+from vpipe.app.commands.profile import described, profiles_of
+from vpipe.app.train import planning
+from vpipe.app.train.job import check_plan, microbatch_of
+from vpipe.app.train.planning import identity_of, profile_job
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer, Model
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.profiling.cache import cached, load_by_digest, profile_path, store
 from vpipe.profiling.fingerprint import code_digest, structure
-from vpipe.train import planning
-from vpipe.train.job import check_plan, microbatch_of
-from vpipe.train.planning import identity_of, profile_job
 
 MADE = replace(made_profile(3, cores=2), links={(0, 1): LinkProfile(1e-4, 2e9, 0.05), (1, 0): LinkProfile(2e-4, 1e9)},
                layers=tuple(replace(layer, tied={0: 8} if number == 2 else {}, frozen_bytes=number)

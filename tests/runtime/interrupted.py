@@ -18,8 +18,8 @@ from pipelines import parts
 import vpipe
 from vpipe import Model, Pipeline
 from vpipe.runtime.microbatches import Batch
-from vpipe.verify.reference import flush_oracle
-from vpipe.verify.reference_optimizer import TrainingRecipe
+from vpipe.testing.reference import flush_oracle
+from vpipe.testing.reference_optimizer import TrainingRecipe
 
 OURS = str(Path(vpipe.__file__).parent)
 BATCHES = rich_batches(5, 8)

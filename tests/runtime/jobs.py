@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vpipe import Model, Pipeline
+from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Batch
-from vpipe.train.optimizers import OptimizerSettings, hidden_matrices
 
 MODELS = {"rich": rich_model, "untied": lambda: rich_model(tied=False), "dtypes": dtype_model,
           "norm": norm_model, "frozen": frozen_front}

@@ -8,13 +8,13 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from vpipe.config.config import load_config
+from vpipe.app.config.config import load_config
+from vpipe.app.train.job import Job
+from vpipe.app.train.load_balance import BalanceCheck
+from vpipe.app.train.loop import build_pipeline
+from vpipe.app.train.planning import plan_job
 from vpipe.errors import PlanningError
 from vpipe.plan.profile import Profile
-from vpipe.train.job import Job
-from vpipe.train.load_balance import BalanceCheck
-from vpipe.train.loop import build_pipeline
-from vpipe.train.planning import plan_job
 
 
 def plan_and_compare(*, config: str, profile: str, steps: int) -> dict[str, Any]:
@@ -25,7 +25,8 @@ def plan_and_compare(*, config: str, profile: str, steps: int) -> dict[str, Any]
         return {size: Profile.load(profile) if dist.get_rank() == 0 else None for size in sizes}
 
     lines: list[str] = []
-    with patch("vpipe.train.planning.profile_job", profile_job), patch("vpipe.train.load_balance.ALLOWED", -1.0):
+    with patch("vpipe.app.train.planning.profile_job", profile_job), \
+            patch("vpipe.app.train.load_balance.ALLOWED", -1.0):
         try:
             job = plan_job(Job.from_config(load_config(Path(config))), folder)
         except PlanningError as error:

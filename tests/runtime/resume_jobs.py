@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vpipe.config.config import load_config
-from vpipe.train.job import Job
-from vpipe.train.loop import train
+from vpipe.app.config.config import load_config
+from vpipe.app.train.job import Job
+from vpipe.app.train.loop import train
 
 
 def train_in(*, folder: str, checkpoint: str | None) -> str | None:

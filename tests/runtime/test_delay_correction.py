@@ -20,14 +20,14 @@ from test_resume import same_bits, saved
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
-from vpipe.checkpoint.export import weights_of
+from vpipe.app.train.optimizers import OptimizerSettings
+from vpipe.app.weights.export import weights_of
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.runtime import delay_correction
 from vpipe.runtime.delay_correction import Extrapolation
-from vpipe.train.optimizers import OptimizerSettings
-from vpipe.verify.reference import asynchronous_oracle
-from vpipe.verify.reference_optimizer import InitialState
+from vpipe.testing.reference import asynchronous_oracle
+from vpipe.testing.reference_optimizer import InitialState
 
 EXTRAPOLATE: dict[str, Any] = {"delay_correction": "extrapolate"}
 CUT: dict[str, Any] = {"schedule": "pipedream", "partition": [3, 3, 2]}

@@ -8,8 +8,8 @@ import pytest
 from models import rich_batches, rich_model
 from test_exact_in_every_precision import assert_same, oracle, pipeline, pushed, pushed_model, recipe
 
+from vpipe.app.train.optimizers import MATRIX_OPTIMIZERS, OptimizerSettings, hidden_matrices
 from vpipe.model.layer import Model
-from vpipe.train.optimizers import MATRIX_OPTIMIZERS, OptimizerSettings, hidden_matrices
 
 NAMES = ("nadam", "muon", "soap")
 

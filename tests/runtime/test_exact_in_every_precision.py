@@ -18,8 +18,8 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.registry import recipe_named
-from vpipe.verify import reference_optimizer
-from vpipe.verify.reference import (
+from vpipe.testing import reference_optimizer
+from vpipe.testing.reference import (
     FROM_SCRATCH,
     ReferenceRun,
     TrainingRecipe,
@@ -27,8 +27,8 @@ from vpipe.verify.reference import (
     evaluate_oracle,
     flush_oracle,
 )
-from vpipe.verify.reference_model import ReferencePrecision
-from vpipe.verify.reference_optimizer import InitialState, version_rule
+from vpipe.testing.reference_model import ReferencePrecision
+from vpipe.testing.reference_optimizer import InitialState, version_rule
 
 MICROBATCHES = 4
 REDUCED = ["bf16", "bf16_pure", "fp16"]

@@ -14,7 +14,7 @@ import pytest
 from small_run import write_config
 from world import World
 
-from vpipe.cli import main
+from vpipe.app.cli import main
 from vpipe.errors import CheckError, UserError
 from vpipe.runtime.worker import check_runnable
 from vpipe.schedules import kinds, registry

@@ -10,14 +10,23 @@ from time import sleep
 import pytest
 import torch
 
+from vpipe.app.families.gpt import GptConfig, gpt
+from vpipe.app.families.llama import LlamaConfig, llama
 from vpipe.errors import UserError
-from vpipe.model.generate import Chosen, DecoderModel, Decoding, Request, StageDecoder, Text, decode, load_weights
-from vpipe.model.gpt import GptConfig, gpt
+from vpipe.extras.generation.generate import (
+    Chosen,
+    DecoderModel,
+    Decoding,
+    Request,
+    StageDecoder,
+    Text,
+    decode,
+    load_weights,
+)
+from vpipe.extras.generation.pipelined import GenerationRank, in_flight
+from vpipe.extras.translation.model import TranslationConfig, translation
 from vpipe.model.layer import Model
-from vpipe.model.llama import LlamaConfig, llama
 from vpipe.model.split import split
-from vpipe.model.translation import TranslationConfig, translation
-from vpipe.runtime.generation import GenerationRank, in_flight
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, TensorSpec, TransferKey
 
 GPT = gpt(GptConfig(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3))

@@ -19,13 +19,13 @@ from small_run import write_config
 from test_replicas_gloo import DOWN_AND_UP, DOWN_AND_UP_TWICE, FOUR, ONE_THREE, TWO_ONE_ONE, TWO_TWO, without_rates
 from world import World
 
-from vpipe.config.config import load_config
+from vpipe.app.config.config import load_config
+from vpipe.app.train.job import Job
+from vpipe.app.train.resume import ResumePoint, prepare_run
 from vpipe.runtime.transport import distributed
 from vpipe.runtime.transport.distributed import DistributedTransport, PeerTransfer
 from vpipe.runtime.transport.transport import TransferKey
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.train.job import Job
-from vpipe.train.resume import ResumePoint, prepare_run
 
 RULES = {f"{'eager' if eager else 'lazy'}-{'buffered' if buffered else 'rendezvous'}":
          {"eager": eager, "buffered": buffered} for eager in (False, True) for buffered in (False, True)}

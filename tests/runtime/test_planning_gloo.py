@@ -9,7 +9,7 @@ import pytest
 from small_run import write_config
 from world import World
 
-from vpipe.config.config import load_config
+from vpipe.app.config.config import load_config
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
 

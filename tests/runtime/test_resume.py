@@ -16,12 +16,12 @@ from test_exact import AdamW, decay
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
+from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import UserError
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
-from vpipe.train.optimizers import OptimizerSettings, hidden_matrices
-from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
-from vpipe.verify.reference_optimizer import InitialState, version_rule
+from vpipe.testing.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.testing.reference_optimizer import InitialState, version_rule
 
 Saved = tuple[Position, Mapping[str, Tensor]]
 MICROBATCHES = 4

@@ -11,12 +11,12 @@ from small_run import losses, metrics, write_config
 from torch import Tensor
 from world import World
 
+from vpipe.app.config.config import load_config
+from vpipe.app.train.job import Job
+from vpipe.app.train.loop import train
+from vpipe.app.train.resume import ResumePoint, find_resume_point, prepare_run, resumed_config
 from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.config.config import load_config
-from vpipe.train.job import Job
-from vpipe.train.loop import train
-from vpipe.train.resume import ResumePoint, find_resume_point, prepare_run, resumed_config
 
 CHANGES = {"checkpoint__every_steps": 3, "training__max_steps": 8, "checkpoint__at_end": True,
            "training__evaluate_every": 4}

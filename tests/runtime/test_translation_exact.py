@@ -16,12 +16,12 @@ from torch import Tensor
 from world import World
 
 from vpipe import Cut, Execution, Model, Pipeline, Update
+from vpipe.app.families.registry import ModelSettings
+from vpipe.extras.translation.model import TranslationOptions, translation_from_settings
 from vpipe.model.layer import NO_LABEL
-from vpipe.model.registry import ModelSettings
-from vpipe.model.translation import TranslationOptions, translation_from_settings
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.verify.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle
-from vpipe.verify.reference_optimizer import version_rule
+from vpipe.testing.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle
+from vpipe.testing.reference_optimizer import version_rule
 
 MICROBATCHES = 4
 WORDS = 19

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from vpipe.cli import main
+from vpipe.app.cli import main
+from vpipe.app.visualize.summary import RankCosts
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules import registry
 from vpipe.schedules.build import build
@@ -23,7 +24,6 @@ from vpipe.schedules.registry import Recipe, recipe_named, recipes
 from vpipe.schedules.repeating import find
 from vpipe.schedules.simulator.simulate import simulate
 from vpipe.schedules.size import Placement, widened
-from vpipe.visualize.summary import RankCosts
 
 FIXED = [recipe for recipe in recipes() if recipe.search is None]
 TIMES = st.sampled_from([1, 2, 3, Fraction(1, 2), Fraction(7, 3)])

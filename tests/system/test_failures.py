@@ -11,8 +11,8 @@ from bench import MOMENTS, SOON_S, Bench, Outcome, Place, alone, both, cell, cel
 from cells import RANKS, TIMEOUT_S, Cell
 from small_run import oracle
 
-from vpipe.config.config import load_config
-from vpipe.train.job import Job
+from vpipe.app.config.config import load_config
+from vpipe.app.train.job import Job
 
 KILLED_SAYS = "died without a message, killed by signal 9 (SIGKILL)"
 PLACES = list(MOMENTS["pipedream"])

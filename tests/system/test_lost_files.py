@@ -13,9 +13,9 @@ import pytest
 from bench import SOON_S, Bench, Outcome, alone, cell, check_resumed, whole
 from cells import Cell, Run
 
+from vpipe.app.data.synthetic import synthetic_bert
 from vpipe.checkpoint.manifest import MANIFEST
-from vpipe.data.bert_hdf5 import write_shard
-from vpipe.data.synthetic import synthetic_bert
+from vpipe.extras.bert_hdf5.shards import write_shard
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 import pytest
 from browser import CHROMIUM, Browser
 
-from vpipe.cli import main
+from vpipe.app.cli import main
 
 SITE = Path(__file__).parent.parent.parent / "site" / "playground"
 WRONG = "0F0,0F1,,0B0,0B1\n,1F0,1B1,1F1,1B0\n"

@@ -130,7 +130,8 @@ def browser(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         server.shutdown()
 
 
-PAGES = ("", "guide/", "schedules/", "config/", "api/pipeline/", "gallery/", "play/", "source/vpipe/model/gpt.py/")
+PAGES = ("", "guide/", "schedules/", "config/", "api/pipeline/", "gallery/", "play/",
+         "source/vpipe/app/families/gpt.py/")
 
 
 @pytest.mark.parametrize("page", [f"{language}{page}" for language in ("", "zh/") for page in PAGES])

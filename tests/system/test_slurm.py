@@ -189,7 +189,7 @@ def test_the_orion_library_before_srun(cluster: Cluster, work: Path) -> None:
     subprocess.run(["make", "orion"], cwd=work, check=True, capture_output=True)
     threaded = SIZES | {"parallel__schedule": "gpipe", "parallel__executor": "async_threaded"}
     write_config(work, **threaded).rename(work / CONFIG)
-    (work / "says.py").write_text("from vpipe.distributed.orion import get_scheduler\n"
+    (work / "says.py").write_text("from vpipe.extras.orion.scheduler import get_scheduler\n"
                                   "print('preloaded:', get_scheduler().is_preloaded)\n")
     done = cluster.command("env", f"LD_PRELOAD={work}/kernel_intercept/build/libgpu_scheduler.so",
                            "USE_ORION_SCHEDULER=1", "srun", "--nodes=2", "--ntasks=4", "--kill-on-bad-exit=1", VPIPE,

@@ -24,7 +24,7 @@ microbatch that the first stage was trained on."""
 
 def arm(program: str, arguments: list[str]) -> None:
     """Called in every forked process; see :data:`zygote.HOOK`."""
-    if program != "vpipe.launch.rank_main":
+    if program != "vpipe.app.launch.rank_main":
         return
     rank, notes = int(os.environ["RANK"]), Path(os.environ[NOTES])
     counts = Counter[str]()

@@ -11,14 +11,14 @@ from small_run import job_of, write_config
 from torch import Tensor, nn
 
 from vpipe import Layer, Model
-from vpipe.config.config import load_config
-from vpipe.config.parallel import Codec, ParallelSection
+from vpipe.app.config.config import load_config
+from vpipe.app.config.parallel import Codec, ParallelSection
+from vpipe.app.verify import compare, references, run_in_process
 from vpipe.description.transfers import CODECS
 from vpipe.errors import UserError
 from vpipe.runtime.transport.compression import Compression, Int8
 from vpipe.runtime.transport.transport import TensorSpec
-from vpipe.verify.compression import CutCompression
-from vpipe.verify.differences import compare, references, run_in_process
+from vpipe.testing.compression import CutCompression
 
 
 @pytest.mark.parametrize("changes", [

@@ -10,12 +10,9 @@ import pytest
 import torch
 from small_run import job_of, write_config
 
-from vpipe.cli import main
-from vpipe.commands.verify import _compared
-from vpipe.errors import RunError
-from vpipe.runtime.weight_versions import WeightVersions
-from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.verify.differences import (
+from vpipe.app.cli import main
+from vpipe.app.commands.verify import _compared
+from vpipe.app.verify import (
     Difference,
     batches_for_steps,
     compare,
@@ -23,7 +20,10 @@ from vpipe.verify.differences import (
     run_in_process,
     steps_in_batches,
 )
-from vpipe.verify.trajectory import ReplicaMismatch, Trajectory
+from vpipe.errors import RunError
+from vpipe.runtime.weight_versions import WeightVersions
+from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.testing.trajectory import ReplicaMismatch, Trajectory
 
 
 @pytest.mark.parametrize("name", schedule_names())
@@ -108,7 +108,8 @@ def test_a_run_that_differs_ends_with_one_and_the_place(tmp_path: Path, capfd: p
                 value.data[0, 0] += 1e-3
 
     monkeypatch.setattr(WeightVersions, "step", wrong)
-    monkeypatch.setattr("vpipe.commands.verify._over_gloo", lambda job, batches, folder: run_in_process(job, batches))
+    monkeypatch.setattr("vpipe.app.commands.verify._over_gloo",
+                        lambda job, batches, folder: run_in_process(job, batches))
     assert main(["verify", str(write_config(tmp_path))]) == 1
     err = capfd.readouterr().err
     assert err.startswith("error: in one process, step 0 is not what plain PyTorch on one device")

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model
 from vpipe.model.layer import seed_of
-from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
-from vpipe.verify.reference_optimizer import version_rule
-from vpipe.verify.trajectory import Trajectory
+from vpipe.testing.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.testing.reference_optimizer import version_rule
+from vpipe.testing.trajectory import Trajectory
 
 EPS = torch.finfo(torch.float32).eps
 

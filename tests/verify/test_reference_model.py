@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Layer, Model
-from vpipe.verify.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
-from vpipe.verify.reference_model import ReferencePrecision
-from vpipe.verify.reference_optimizer import GROWS_AFTER, LEAST, MOST, ReferenceLossScale
+from vpipe.testing.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.testing.reference_model import ReferencePrecision
+from vpipe.testing.reference_optimizer import GROWS_AFTER, LEAST, MOST, ReferenceLossScale
 
 WIDTH, MICROBATCHES = 6, 2
 

@@ -1,4 +1,4 @@
-"""Models as lists of layers: :mod:`vpipe.model.layer`; families by name: :mod:`vpipe.model.registry`.
+"""Models as lists of layers: :mod:`vpipe.model.layer`; families by name: :mod:`vpipe.app.families.registry`.
 
 The limits stand here, where no torch is imported: config files are checked against them.
 """

@@ -1,6 +1,6 @@
 """Let Ctrl-C wait until the pipeline is whole, where a script or a notebook runs all ranks in one process.
 
-A handler of the user's stays, and so do the signals of a job of several processes (:mod:`vpipe.distributed.signals`).
+A handler of the user's stays, and so do the signals of a job of several processes (:mod:`vpipe.app.signals`).
 """
 
 from __future__ import annotations

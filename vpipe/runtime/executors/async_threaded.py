@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from vpipe import accelerator
-from vpipe.distributed.orion import OrionScheduler
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import RunError
+from vpipe.extras.orion.scheduler import OrionScheduler
 from vpipe.model.sequential import loss_buffers
 from vpipe.runtime.activations import Record
 from vpipe.runtime.worker import ForwardInputs, Worker

@@ -1,0 +1,195 @@
+"""``model.options``: the keys of a model family of the user's own."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import Mock
+
+import pytest
+from small_run import losses, only_run, write_config
+
+from vpipe.app.cli import main
+from vpipe.app.config.config import load_config
+from vpipe.app.config.options import section_of_options
+from vpipe.app.families import registry
+from vpipe.app.families.gpt import gpt_from_settings
+from vpipe.app.families.registry import ModelSettings, register_model
+from vpipe.app.train.checkpoint_model import CheckpointModel
+from vpipe.app.train.job import Job
+from vpipe.checkpoint.directory import Checkpoints
+from vpipe.checkpoint.manifest import Manifest
+from vpipe.errors import UserError
+from vpipe.model.layer import Model
+from vpipe.plugins import IMPORTS
+
+
+@dataclass(frozen=True)
+class Options:
+    reach: int = field(default=16, metadata={"help": "tokens that a block sees", "ge": 1, "le": 64})
+    kind: Literal["causal", "full"] = "causal"
+    scale: float | None = None
+    widths: tuple[int, ...] = (3, 5)
+    file: Path | None = None
+    bias: bool = True
+    drop: tuple[str, ...] = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        if self.kind == "full" and not self.bias:
+            raise ValueError("a full convolution needs its bias")
+
+
+GIVEN: list[ModelSettings] = []
+
+
+@pytest.fixture(autouse=True)
+def family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model ``conv``, which has options, notes its settings; else it is GPT."""
+    monkeypatch.setattr(registry, "_families", dict(registry._families))
+    GIVEN.clear()
+
+    @register_model("conv", options=Options)
+    def conv(settings: ModelSettings) -> Model:
+        GIVEN.append(settings)
+        return gpt_from_settings(settings)
+
+
+def config(folder: Path, options: object, **changes: Any) -> Path:
+    sizes = {"name": "conv", "hidden_size": 8, "num_layers": 2, "num_heads": 2, "sequence_length": 8, "vocab_size": 32}
+    path = write_config(folder, model__name="conv", **changes)
+    for key, value in {**sizes, "options": options}.items():
+        if value is not None:
+            text = path.read_text()
+            lines = [line for line in text.splitlines() if not line.startswith(f"  {key}:") or key == "name"]
+            at = lines.index("model:") + 1
+            if key != "name":
+                lines.insert(at, f"  {key}: {value}")
+            path.write_text("\n".join(line for line in lines if not line.startswith("  preset:")) + "\n")
+    return path
+
+
+def test_the_factory_gets_the_options_and_the_run_has_them_all(tmp_path: Path) -> None:
+    path = config(tmp_path, "{reach: 8, scale: 2, widths: [1], file: a.txt}")
+    job = Job.from_config(load_config(path, ["model.options.bias=false"]))
+    expected = Options(reach=8, scale=2.0, widths=(1,), file=Path("a.txt"), bias=False)
+    assert GIVEN[-1].options == expected
+    assert isinstance(GIVEN[-1].options, Options)
+    (tmp_path / "resolved.yaml").write_text(job.config.resolved_yaml())
+    again = load_config(tmp_path / "resolved.yaml", resolved=True)
+    assert again == job.config
+    assert again.model.options == {"reach": 8, "kind": "causal", "scale": 2.0, "widths": [1], "file": "a.txt",
+                                   "bias": False, "drop": []}
+    Job.from_config(load_config(config(tmp_path, None)))
+    assert GIVEN[-1].options == Options()
+
+
+def test_all_mistakes_at_once_with_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("""\
+model:
+  name: conv
+  sequence_lenth: 8
+  options: {reech: 8, reach: 99, kind: ful, widths: [1, "2"], bias: 1,
+            scale: big}
+dataset: {name: synthetic, batch_size: 8}
+training: {learning_rate: 1}
+parallel: {partition: [2, 2]}
+""")
+    with pytest.raises(UserError) as caught:
+        load_config(Path("c.yaml"), ["model.options.drop=x"])
+    assert sorted((problem.what, problem.hint, problem.where) for problem in caught.value.problems) == sorted([
+        ("unknown key 'model.sequence_lenth'", "did you mean 'sequence_length'?", "c.yaml:3:3"),
+        ("unknown key 'model.options.reech'", "did you mean 'reach'?", "c.yaml:4:13"),
+        ("model.options.reach must be at most 64, got 99", "reach: tokens that a block sees", "c.yaml:4:30"),
+        ("model.options.kind must be 'causal' or 'full', got 'ful'", "did you mean 'full'?", "c.yaml:4:40"),
+        ("model.options.widths[1] must be a whole number, got '2'", "widths: an option of Options", "c.yaml:4:57"),
+        ("model.options.bias must be true or false, got 1", "bias: an option of Options", "c.yaml:4:69"),
+        ("model.options.scale must be a number, got 'big'", "scale: an option of Options", "c.yaml:5:20"),
+        ("model.options.drop must be a list, got 'x'", "drop: an option of Options", "--set model.options.drop")])
+
+
+@pytest.mark.parametrize(("settings", "what", "hint", "where"), [
+    (["model.options={kind: full, bias: false}"], "the model's options are refused: a full convolution needs its bias",
+     "Options.__post_init__ of its family says so", "--set model.options"),
+    (["model.options={reach: 1}", "model.name=gpt"], "model.options is given, but the model 'gpt' has no options",
+     "leave it out; a family of your own has those of register_model(options=...)", "--set model.options"),
+    (["model.options={}", "model.name=gpd"], "there is no model 'gpd'", "did you mean 'gpt'? Your own are added by "
+     "importing their file (--import FILE.py) or by a package", "--set model.name"),
+    (["model.options=5"], "model.options must be keys with values, got 5", "options: keys of the family's own, for one "
+     "that register_model gives some; null takes their defaults", "--set model.options")])
+def test_options_that_are_refused(tmp_path: Path, settings: list[str], what: str, hint: str, where: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(config(tmp_path, None), settings)
+    [problem] = caught.value.problems
+    assert (problem.what, problem.hint, problem.where) == (what, hint, where)
+
+
+@dataclass
+class Thawed:
+    reach: int = 1
+
+
+def frozen(kind: Any, default: Any, name: str = "reach", **metadata: object) -> type:
+    return make_dataclass("Made", [(name, kind, field(default=default, metadata=metadata))], frozen=True)
+
+
+@pytest.mark.parametrize(("options", "what"), [
+    (Thawed, "the options of the model 'x' are the class Thawed, which is no frozen dataclass"),
+    (Options(), "the options of the model 'x' are an object of class Options, which is no frozen dataclass"),
+    (make_dataclass("Made", [("reach", int)], frozen=True), "the option 'reach' of the model 'x' has no default")])
+def test_a_class_that_cannot_hold_options(options: Any, what: str) -> None:
+    with pytest.raises(UserError) as caught:
+        register_model("x", options=options)
+    assert caught.value.problems[0].what == what
+
+
+@pytest.mark.parametrize(("options", "what"), [
+    (frozen(dict, None), "Made.reach is of the type <class 'dict'>, which no key of a config has"),
+    (frozen(int | str, 1), "Made.reach is of the type int | str, which no key of a config has"),
+    (frozen("Nowhere", 1), "the types of Made cannot be found: NameError: name 'Nowhere' is not defined"),
+    (frozen(int, 1, text="x"), "Made.reach has the metadata 'text'"),
+    (frozen(int, 1, name="copy"), "Made.copy cannot be a key of a config, whose class uses that name"),
+    (frozen(int, "1"), "a default of Made would be refused: reach must be a whole number, got '1'"),
+    (frozen(int, 0, ge=1), "a default of Made would be refused: reach must be at least 1, got 0")])
+def test_a_field_that_cannot_be_a_key(options: type, what: str) -> None:
+    with pytest.raises(UserError) as caught:
+        section_of_options(options)
+    assert caught.value.problems[0].what == what
+
+
+FILE = """\
+from dataclasses import dataclass
+from vpipe.app.families.gpt import gpt_from_settings
+from vpipe.app.families.registry import register_model
+
+@dataclass(frozen=True)
+class Reach:
+    reach: int = 16
+
+@register_model("conv", options=Reach)
+def conv(settings):
+    return gpt_from_settings(settings)
+"""
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_checkpoint_keeps_the_options_and_a_resumed_run_may_change_them(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(IMPORTS, "[]")  # so that it is taken back
+    monkeypatch.delitem(registry._families, "conv")
+    monkeypatch.setitem(sys.modules, "conv_with_reach", Mock())  # and the module, too
+    del sys.modules["conv_with_reach"]
+    (tmp_path / "conv_with_reach.py").write_text(FILE)
+    file = ["--import", str(tmp_path / "conv_with_reach.py")]
+    path = config(tmp_path, "{reach: 8}", checkpoint__at_end=True, training__max_steps=1,
+                  training__evaluation_batches=1, parallel__model_parallel_size=1)
+    assert main(["train", str(path), *file]) == 0, capfd.readouterr().err
+    run = only_run(tmp_path / "runs")
+    [step] = Checkpoints(run / "checkpoints").all()
+    assert CheckpointModel.from_manifest(Manifest.load(step), step).settings.options.reach == 8
+    assert main(["train", "--resume", str(run), "--set", "training.max_steps=2", "--set", "model.options.reach=9",
+                 *file]) == 0
+    assert "model.options.reach 8 -> 9" in capfd.readouterr().err
+    assert len(losses(run)) == 2

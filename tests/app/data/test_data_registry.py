@@ -1,0 +1,65 @@
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import vpipe.app.data
+from vpipe.app.data import registry
+from vpipe.app.data.dataset import Dataset, DatasetSettings
+from vpipe.app.data.registry import dataset_named, dataset_names, prepare, register_dataset
+from vpipe.app.data.synthetic import synthetic_bert
+from vpipe.app.data.text import text
+from vpipe.errors import UserError
+
+MODULES = sorted(Path(vpipe.app.data.__path__[0]).rglob("*.py"))
+
+
+def test_the_built_in_data_sets_are_found() -> None:
+    assert {"text", "bert_hdf5", "synthetic"} <= set(dataset_names())
+    assert dataset_named("text") is text
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(UserError) as caught:
+        dataset_named("bert_hdf")
+    assert str(caught.value) == (
+        "error: no data set is called 'bert_hdf'\nhint: did you mean 'bert_hdf5'? "
+        "Your own are added by importing their file (--import FILE.py) or by a package")
+
+
+def test_a_data_set_is_one_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+
+    @register_dataset("mine")
+    def mine(settings: DatasetSettings) -> Dataset:
+        return synthetic_bert(64, settings.sequence_length, 8)
+
+    assert dataset_named("mine") is mine
+    assert prepare("mine", DatasetSettings(sequence_length=16)) == 64
+    with pytest.raises(UserError, match=r"two data sets are called 'mine': .*mine and .*other"):
+        @register_dataset("mine")
+        def other(settings: DatasetSettings) -> Dataset:
+            raise AssertionError
+
+
+def test_prepare_builds_the_cache_and_returns_the_vocabulary(text_folder: Path, tmp_path: Path) -> None:
+    settings = DatasetSettings(text_folder, 32, vocab_size=120, cache_directory=tmp_path / "cache")
+    assert prepare("text", settings) == 120
+    assert len(list((tmp_path / "cache").glob("bert-*/manifest.json"))) == 1
+    with pytest.raises(UserError, match="'bert_hdf5' has no path"):
+        prepare("bert_hdf5", DatasetSettings())
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
+def test_no_module_imports_torch_before_it_makes_a_tensor(module: Path) -> None:
+    def imported(body: list[ast.stmt]) -> Iterator[str]:
+        for statement in body:
+            match statement:
+                case ast.Import(names=names):
+                    yield from (alias.name for alias in names)
+                case ast.ImportFrom(module=str(name)):
+                    yield name
+
+    late = {"torch", "tokenizers", "h5py"}
+    assert late.isdisjoint(name.split(".")[0] for name in imported(ast.parse(module.read_text()).body))

@@ -1,0 +1,273 @@
+"""Which checkpoints a run has made at its end, where they are, and what becomes of it when one cannot be made."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import tempfile
+from itertools import islice
+from pathlib import Path
+from threading import Event, current_thread
+from threading import enumerate as enumerate_threads
+from time import perf_counter, sleep
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from attempts import begin, go_on
+from small_run import check_updates, metrics, write_config
+from torch import Tensor
+
+from vpipe.app.config.config import Config, load_config
+from vpipe.app.train import loop
+from vpipe.app.train.checkpointing import Checkpointing
+from vpipe.app.train.job import Job
+from vpipe.app.train.loop import train
+from vpipe.app.train.metrics import LineWriter
+from vpipe.app.train.resume import ResumePoint, find_resume_point
+from vpipe.checkpoint import save as saver
+from vpipe.checkpoint.directory import Checkpoints
+from vpipe.checkpoint.shards import HostBuffer
+from vpipe.distributed.device import DeviceMap
+from vpipe.errors import LastingError, RunError, UserError
+from vpipe.pipeline import Pipeline
+
+
+def test_only_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                  capsys: pytest.CaptureFixture[str]) -> None:
+    room, takes = HostBuffer._allocate, []
+
+    def make_room(self: HostBuffer, count: int, pinned: bool) -> None:
+        takes.append((current_thread().name, count))
+        room(self, count, pinned)
+
+    monkeypatch.setattr(HostBuffer, "_allocate", make_room)
+    run = begin(tmp_path, checkpoint__every_steps=1, checkpoint__keep=2)
+    assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-3", "step-4"]
+    assert re.search(r"^4 checkpoints of [\d.]+ MB, 2 kept, the last of step 4 in ", capsys.readouterr().out, re.M)
+    size = takes[0][1]
+    assert takes == [("vpipe-saver", size), ("MainThread", size)], "memory is not taken in the first pause"
+
+
+def test_checkpoints_in_a_directory_of_their_own(tmp_path: Path) -> None:
+    run = begin(tmp_path, checkpoint__at_end=True, checkpoint__directory=str(tmp_path / "c"), training__max_steps=1)
+    checkpoint = tmp_path / "c" / run.name / "step-1"
+    for path in (run, checkpoint, checkpoint.parent):
+        assert find_resume_point(path) == ResumePoint(run, checkpoint)
+    assert not (run / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+def test_a_loss_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_nan: str,
+                                   capsys: pytest.CaptureFixture[str]) -> None:
+    batches = Job.training_batches
+
+    def spoiled(self: Job, fields: tuple[str, ...]) -> Any:
+        for number, batch in enumerate(batches(self, fields)):
+            yield batch
+            if number == 1:  # after the second step, the next batch is read
+                for parameter in weights:
+                    parameter.fill_(float("nan"))
+
+    weights: list[Tensor] = []
+    built = loop.build_pipeline
+
+    def build(job: Job) -> Pipeline:
+        pipe = built(job)
+        weights.extend(p.data for stage in pipe.engine.local_stages for p in stage.weights.masters.values())
+        return pipe
+
+    monkeypatch.setattr(loop, "build_pipeline", build)
+    monkeypatch.setattr(Job, "training_batches", spoiled)
+    folder = tmp_path
+    if on_nan == "skip":
+        begin(folder, training__on_nan="skip", training__max_steps=3, parallel__partition=[5],
+              parallel__model_parallel_size=1)
+        shown = capsys.readouterr()
+        assert "update 3 was skipped: loss is nan" in shown.err
+        assert "1 of 3 updates were skipped: not finite\ntraining loss" in shown.out
+    else:
+        with pytest.raises(LastingError, match="loss is nan at step 2") as caught:
+            begin(folder, checkpoint__every_steps=1, parallel__partition=[5], parallel__model_parallel_size=1)
+        assert "go on from step 2, such as: vpipe train --resume " in caught.value.hint
+    [run] = (folder / "runs").iterdir()
+    lines = metrics(run)[0]
+    assert [line["loss"] is None for line in lines] == [False, False, True]
+    assert lines[2].get("skipped") is (True if on_nan == "skip" else None)
+    if on_nan == "stop":
+        assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-1", "step-2"]
+
+
+def full_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk have no room for the checkpoint of a step."""
+    written = saver.write_shards
+
+    def write(partial: Path, *rest: Any) -> Any:
+        if partial.name == f"step-{step}.tmp":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(partial, *rest)
+
+    monkeypatch.setattr(saver, "write_shards", write)
+
+
+def test_a_disk_that_is_full_and_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message does not offer a checkpoint that does not exist."""
+    full_at(4, monkeypatch)
+    with pytest.raises(RunError, match="the last checkpoint, of step 4, could not be saved: No space left") as caught:
+        begin(tmp_path, checkpoint__at_end=True)
+    assert caught.value.hint == ("make room, or set checkpoint.directory, or lower the learning rate where weights are "
+                                 "not finite; there is no checkpoint to resume from")
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                             last: bool) -> None:
+    full_at(4 if last else 2, monkeypatch)
+    changes = {"checkpoint__every_steps": 1, "checkpoint__keep": None}
+    if last:
+        with pytest.raises(RunError, match="the last checkpoint, of step 4, could not be saved: No space") as caught:
+            begin(tmp_path, **changes)
+        [run] = (tmp_path / "runs").iterdir()
+        assert caught.value.hint.endswith(f"; then go on from step 3 with: vpipe train --resume {run}")
+    else:
+        begin(tmp_path, **changes)
+    [run] = (tmp_path / "runs").iterdir()
+    check_updates(run, 4)
+    given_up = 4 if last else 2
+    assert sorted(os.listdir(run / "checkpoints")) == [
+        "latest", *(f"step-{step}" for step in range(1, 5) if step != given_up)]
+    out, err = capsys.readouterr()
+    assert f"warning: could not save step {given_up}: No space left on device" in err
+    assert "3 checkpoints of " in out
+    [line] = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"error"' in line]
+    assert json.loads(line)["checkpoint"] == f"step-{given_up}"
+
+
+def test_a_folder_that_not_all_hosts_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*_: Any) -> None:
+        raise UserError("rank 1 (b) does not see it", hint="set checkpoint.directory")
+
+    monkeypatch.setattr("vpipe.app.train.checkpointing.check_shared_folder", refused)
+    monkeypatch.setattr(DeviceMap, "hosts", 2)
+    with pytest.raises(UserError, match="rank 1"):
+        begin(tmp_path / "a", checkpoint__at_end=True)
+    (tmp_path / "b").mkdir()
+    config = load_config(write_config(tmp_path / "b", training__max_steps=1), ["checkpoint=null"])
+    train(Job.from_config(config), tmp_path / "b")
+    assert "no checkpoints are made: rank 1 (b) does not see it (set checkpoint.directory)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_folder_that_cannot_be_written_or_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bool,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    if made:
+        monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    else:
+        (folder / "checkpoints").write_text("")
+    config = load_config(write_config(tmp_path, training__max_steps=1, checkpoint__at_end=True))
+    with pytest.raises(UserError, match=r"checkpoints cannot be written to '.*': (No space left|File exists)"):
+        train(Job.from_config(config), folder)
+    train(Job.from_config(config.model_copy(update={"checkpoint": None})), folder)
+    assert "no checkpoints are made: checkpoints cannot be written to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_disk_that_is_full_for_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    written, calls = os.write, 0
+
+    def write(file: int, data: bytes) -> int:
+        nonlocal calls
+        calls += os.readlink(f"/proc/self/fd/{file}").endswith("metrics.jsonl")
+        if calls in (2, 3) or (calls > 3 and not room):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(file, data)
+
+    monkeypatch.setattr("vpipe.app.train.metrics.os.write", write)
+    if room:
+        run = begin(tmp_path)
+        check_updates(run, 4)
+    else:
+        with pytest.raises(LastingError, match=r"the last 5 lines of '.*metrics.jsonl' could not be written: No space"):
+            begin(tmp_path)
+    shown = capsys.readouterr()
+    assert shown.err.count("metrics.jsonl': No space left on device; training continues") == 1
+    assert shown.err.count("is whole again") == room
+    assert "4 updates in" in shown.out
+
+
+def test_all_of_the_pause_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs no pause is not done in it."""
+    saved = Checkpointing.save
+
+    def save(self: Checkpointing) -> None:
+        def untimely(*_: Any) -> str:
+            raise AssertionError("in a pause")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Job, "fingerprint", untimely)
+            patched.setattr(Config, "resolved_yaml", untimely)
+            saved(self)
+
+    monkeypatch.setattr(Checkpointing, "save", save)
+    monkeypatch.setattr("vpipe.app.train.checkpointing.perf_counter", lambda: perf_counter() - 1000)
+    run = begin(tmp_path, checkpoint__at_end=True, training__max_steps=1)
+    [line] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"pause_s"' in line]
+    assert line["pause_s"] >= 1000
+    assert line["save_s"] >= line["pause_s"]
+
+
+def test_metrics_reach_the_disk_before_the_checkpoint_has_its_name(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    order: list[str] = []
+    synced, committed = LineWriter.sync, Checkpoints.commit
+
+    def sync(self: LineWriter) -> None:
+        synced(self)
+        order.append("metrics")
+
+    def commit(self: Checkpoints, step: int) -> Path:
+        order.append(f"step {step}")
+        return committed(self, step)
+
+    monkeypatch.setattr(LineWriter, "sync", sync)
+    monkeypatch.setattr(Checkpoints, "commit", commit)
+    run = begin(tmp_path, checkpoint__every_steps=2)
+    assert order == ["metrics", "step 2", "metrics", "step 4"]
+    path = run / "metrics.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if '"step": 1, "loss"' not in line))
+    go_on(run, at=2)
+    assert "warning: metrics.jsonl lacks lines of steps that are done: 1\n" in capsys.readouterr().err
+    assert [line["step"] for line in metrics(run)[0]] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("peer", [None, 1])
+def test_a_rank_that_fails_lets_the_save_be_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      peer: int | None) -> None:
+    """Unless another rank is to blame, which may be gone."""
+    failed, batches, written = Event(), Job.training_batches, saver.write_shards
+
+    def failing(self: Job, fields: tuple[str, ...]) -> Any:
+        yield from islice(batches(self, fields), 2)
+        failed.set()
+        raise RunError("the data are gone", hint="bring them back", peer=peer)
+
+    def write(*arguments: Any) -> Any:
+        assert failed.wait(60)
+        sleep(0.3)
+        return written(*arguments)
+
+    monkeypatch.setattr(Job, "training_batches", failing)
+    monkeypatch.setattr(saver, "write_shards", write)
+    with pytest.raises(RunError, match="the data are gone"):
+        begin(tmp_path, checkpoint__every_steps=2)
+    [run] = (tmp_path / "runs").iterdir()
+    assert (run / "checkpoints" / "step-2").exists() is (peer is None)
+    for thread in enumerate_threads():
+        if thread.name == "vpipe-saver":
+            thread.join(60)

@@ -1,0 +1,224 @@
+"""The loop in one process: what it computes, what it writes, when it ends. With processes: tests/launch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import begin, go_on
+from small_run import check_updates, job_of, losses, metrics, only_run, oracle, put_in
+from torch import Tensor, nn
+
+from vpipe.app.train import loop
+from vpipe.app.train.job import Job
+from vpipe.app.train.loop import train
+from vpipe.errors import LastingError
+from vpipe.model.layer import Layer, Model
+from vpipe.pipeline import Pipeline
+from vpipe.testing.reference import evaluate_oracle
+
+ASYNCHRONOUS = {"parallel__schedule": "pipedream", "parallel__update_every": 2}
+"""Batches of 4 microbatches: two updates each."""
+
+
+def run(folder: Path, **changes: Any) -> Job:
+    job = job_of(folder, **changes)
+    train(job, folder)
+    return job
+
+
+@pytest.mark.parametrize("changes", [
+    {"parallel__schedule": "gpipe"},
+    {"parallel__schedule": "gpipe", "parallel__recompute": 1.0, "training__optimizer": "lamb"},
+    {"parallel__schedule": "1f1b", "training__grad_clip": 0.5, "parallel__model_parallel_size": 3},
+    {"parallel__schedule": "pipedream", "training__num_microbatches": 1, "parallel__model_parallel_size": 4},
+    {"parallel__schedule": "pipedream", "training__num_microbatches": None, "parallel__model_parallel_size": 4},
+    {**ASYNCHRONOUS, "training__max_steps": 5},
+    {**ASYNCHRONOUS, "training__max_steps": 5, "parallel__update_every": 4, "training__lr_policy": "polynomial",
+     "training__warmup_steps": 2},
+], ids=["gpipe", "gpipe-recompute", "1f1b-clip", "pipedream", "pipedream-updates-of-a-batch",
+        "pipedream-2-updates-a-batch", "pipedream-every-4"])
+def test_losses_are_the_oracles(tmp_path: Path, changes: dict[str, Any]) -> None:
+    job = run(tmp_path, **changes)
+    count = job.config.training.max_steps
+    assert count is not None
+    check_updates(tmp_path, count)
+    expected = oracle(job, count)
+    assert losses(tmp_path) == expected.losses[:count]
+    policy = job.lr_policy()
+    assert [line["learning_rate"] for line in metrics(tmp_path)[0]] == [0.01 * policy(i) for i in range(count)]
+    if job.config.training.grad_clip is not None:
+        norms = [line["gradient_norm"] for line in metrics(tmp_path)[0]]
+        assert norms == pytest.approx(expected.gradient_norms, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_schedules_with_a_flush_and_any_placement_give_the_same_losses(tmp_path: Path, schedule: str) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder, ranks in zip(folders, (None, {"0": [1], "1": [2], "2": [0]}), strict=True):
+        folder.mkdir()
+        run(folder, parallel__schedule=schedule, parallel__model_parallel_size=3, parallel__stage_to_rank_map=ranks)
+    assert losses(folders[0]) == losses(folders[1]) == oracle(job_of(tmp_path, parallel__model_parallel_size=3),
+                                                              4).losses
+
+
+class AsNumbers(nn.Module):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return input_ids.float() / 32
+
+
+class Score(nn.Linear):
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h).square().mean()
+
+
+def test_the_learning_rate_is_told_when_the_first_stage_has_nothing_to_train(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model([Layer("start", AsNumbers, inputs=("input_ids",), outputs=("h",)),
+                   Layer("end", lambda: Score(16, 1), inputs=("h",), outputs=("loss",))], batch=("input_ids",))
+    put_in(monkeypatch, model)
+    run(tmp_path, parallel__partition=[1, 1])
+    check_updates(tmp_path, 4)
+    assert {line["learning_rate"] for line in metrics(tmp_path)[0]} == {0.01}
+
+
+def test_an_epoch_is_a_limit(tmp_path: Path) -> None:
+    job = run(tmp_path, **ASYNCHRONOUS, training__max_steps=None, training__epochs=1)
+    assert job.updates == 16  # 8 batches of two updates
+    check_updates(tmp_path, 16)
+
+
+@pytest.mark.parametrize("changes", [
+    {"parallel__schedule": "gpipe"}, {**ASYNCHRONOUS, "parallel__model_parallel_size": 3},
+    {**ASYNCHRONOUS, "training__max_steps": None}])
+def test_a_time_limit_leaves_no_gap(tmp_path: Path, changes: dict[str, Any]) -> None:
+    job = run(tmp_path, **{"training__max_steps": 100, **changes}, training__max_minutes=1e-6)
+    check_updates(tmp_path)
+    assert len(losses(tmp_path)) < 20
+    assert losses(tmp_path) == oracle(job, len(losses(tmp_path))).losses[:len(losses(tmp_path))]
+
+
+@pytest.mark.parametrize("samples", [64, 72])
+def test_evaluation_every_few_updates_and_at_the_end(tmp_path: Path, samples: int) -> None:
+    """Of 8 or 9 held-out samples in batches of 8, which have 4 microbatches."""
+    job = run(tmp_path, training__evaluate_every=2, training__max_steps=5, dataset__samples=samples)
+    _, evaluations = metrics(tmp_path)
+    assert [line["step"] for line in evaluations] == [1, 3, 4]
+    computed = oracle(job, 5)
+    assert losses(tmp_path) == computed.losses
+    batches = list(job.evaluation_batches(tuple(job.dataset.fields)))
+    assert [len(batch["input_ids"]) for batch in batches] == ([8] if samples == 64 else [8, 1])
+    assert evaluations[-1]["evaluation_loss"] == evaluate_oracle(job.model, computed.state, batches, 4)
+
+
+def test_evaluation_is_not_repeated_when_it_falls_on_the_end(tmp_path: Path) -> None:
+    run(tmp_path, training__evaluate_every=2, training__max_steps=4)
+    assert [line["step"] for line in metrics(tmp_path)[1]] == [1, 3]
+
+
+@pytest.mark.parametrize("updates", [11, 12])
+def test_an_asynchronous_pipeline_runs_empty_exactly_where_it_evaluates(tmp_path: Path, updates: int) -> None:
+    job = run(tmp_path, **ASYNCHRONOUS, parallel__model_parallel_size=4, training__evaluate_every=4,
+              training__max_steps=updates, training__delay_correction="none" if updates == 11 else "extrapolate")
+    check_updates(tmp_path, updates)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    _, evaluations = metrics(tmp_path)
+    after = [line["step"] for line in evaluations]
+    assert after == [3, 7, updates - 1]
+    for number, evaluation in enumerate(evaluations):  # the lines stand where they belong
+        assert f'"step": {evaluation["step"]}' in lines[evaluation["step"] + number]
+    drained_at = tuple(2 * (step + 1) for step in after[:-1])
+    assert losses(tmp_path) == oracle(job, updates, drained_at).losses[:updates]
+
+
+def test_too_few_microbatches_are_said_once_in_the_configs_words(tmp_path: Path,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, training__num_microbatches=1, training__max_steps=1)
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "warning: 1 microbatch for 2 stages leaves a bubble of 50 % with 1f1b, where all stages take equally long; "
+        "training.num_microbatches 8 would leave 11 %")
+
+
+def test_the_delay_of_gradients_is_said_and_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, parallel__schedule="pipedream", training__num_microbatches=1, training__max_steps=1,
+        parallel__model_parallel_size=4)
+    said = capsys.readouterr()
+    assert said.out.splitlines()[3] == (
+        "an update: 8 samples in 1 microbatch; delay of gradients in updates, by stage: mean 3 2 1 0, greatest 3 2 1 0")
+    assert said.err.splitlines()[0] == (
+        "warning: the gradients of stage 0 are 3 updates late on average, so each update lowers the loss less; better "
+        "are: training.num_microbatches 4 and parallel.update_every 4 (0.75 updates late; an update is then 8 "
+        "samples); training.optimizer muon; training.delay_correction extrapolate; fewer stages; a schedule with a "
+        "flush, which has no delay")
+    run(tmp_path, parallel__schedule="pipedream", training__num_microbatches=1, training__max_steps=1)
+    said = capsys.readouterr()
+    assert said.out.splitlines()[3] == (
+        "an update: 8 samples in 1 microbatch; delay of gradients in updates, by stage: mean 1 0, greatest 1 0; less "
+        "with training.num_microbatches 2 and parallel.update_every 2 (0.5 updates late; an update is then 8 samples)")
+    assert "late" not in said.err
+
+
+@pytest.mark.parametrize(("clip", "shown"), [(None, False), (0.5, True)])
+def test_the_gradient_norm_is_shown_where_it_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                      clip: float | None, shown: bool) -> None:
+    run(tmp_path, training__grad_clip=clip, training__max_steps=1)
+    [line, *_] = capsys.readouterr().err.splitlines()
+    assert (f"  grad norm {metrics(tmp_path)[0][0].get('gradient_norm', 0.0):.3g}  " in line) == shown
+    assert ("grad norm" in line) == shown
+
+
+def test_what_the_screen_and_the_log_show(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                          caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="vpipe")
+    run(tmp_path, training__print_frequency=3)
+    out, err = capsys.readouterr()
+    shown = err.splitlines()
+    assert [line.split(":")[0] for line in shown] == ["update 3/4", "update 4/4", "evaluation loss after 4 updates"]
+    assert "tokens/s" in shown[0]
+    assert "0:00 left" in shown[1]
+    messages = [record.message for record in caplog.records]
+    assert (messages[0], messages[2:5]) == ("rank 0 computes on cpu", shown)
+    parameters, epoch, device, end, *_ = out.splitlines()
+    assert parameters.endswith(" parameters, vocabulary of 32")
+    assert epoch == "an epoch: 64 samples, 1,024 tokens, 8 updates"
+    assert device == "computing on cpu (no GPU is visible)"
+    assert end.startswith("4 updates in ")
+    assert "evaluation loss after 4 updates" in out
+
+
+def test_an_evaluation_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(LastingError, match="the evaluation loss is nan after update 1") as caught:
+        begin(tmp_path, training__max_steps=1, training__learning_rate=1e38, checkpoint__at_end=True)
+    assert caught.value.hint == ("lower training.learning_rate, or set training.on_nan: skip; there is no checkpoint "
+                                 "before it")
+    run = only_run(tmp_path / "runs")
+    assert os.listdir(run / "checkpoints") == []
+    assert [line["evaluation_loss"] for line in metrics(run)[1]] == [None]
+
+
+def test_the_last_good_checkpoint_is_named_as_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([2.0, float("inf"), 2.0, 2.0])
+    monkeypatch.setattr(Pipeline, "evaluate", lambda *_: next(losses))
+    folder = tmp_path / "a run"
+    with pytest.raises(LastingError, match="the evaluation loss is inf after update 2") as caught:
+        begin(folder, training__evaluate_every=1, training__max_steps=3, checkpoint__every_steps=1)
+    run = only_run(folder / "runs")
+    command = shlex.split(caught.value.hint.partition("go on from step 1, such as: ")[2])
+    assert command == ["vpipe", "train", "--resume", f"{run}/checkpoints/step-1", "--set",
+                       "training.learning_rate=0.005"]
+    job = go_on(run, command[-1], at=1)
+    assert job.config.training.learning_rate == 0.005
+    assert len(metrics(run)[0]) == 3
+
+
+def test_skipping_ends_where_nothing_else_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(loop, "MOST_SKIPPED", 2)
+    with pytest.raises(LastingError, match="2 updates in a row were skipped; loss is nan at step 2") as caught:
+        begin(tmp_path, training__learning_rate=1e38, training__on_nan="skip")
+    assert "on_nan" not in caught.value.hint
+    assert [line.get("skipped") for line in metrics(only_run(tmp_path / "runs"))[0]] == [None, True, True]
+    assert "update 3 was skipped: loss is nan" in capsys.readouterr().err

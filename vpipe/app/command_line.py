@@ -1,0 +1,89 @@
+"""Describe commands: a parser whose errors have vpipe's form, and the options that several commands share.
+
+A package adds a command by an entry point of its name in the group ``vpipe.commands``, whose function is given the
+commands of the parser::
+
+    [project.entry-points."vpipe.commands"]
+    count = "my_package.count:describe"
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vpipe.errors import UserError, nearest
+
+COMMANDS = "vpipe.commands"
+"""The group of entry points."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors have vpipe's form."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # --costs -1,1,1 is a value, and a wrong one
+
+    def error(self, message: str) -> NoReturn:
+        self._refuse(message, f"{self.prog} --help says how")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            option = unknown[0].partition("=")[0]
+            remedy = nearest(option, [name for name in self._option_string_actions if name.startswith("--")])
+            self._refuse(f"{self.prog} knows no '{option}'",
+                         remedy if option.startswith("-") else f"{self.prog} --help says how")
+        return known, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            option = "/".join(action.option_strings)
+            self._refuse(f"{self.prog} has no {option or 'command'} '{value}'",
+                         nearest(str(value), list(action.choices)))
+
+    def _refuse(self, what: str, hint: str) -> NoReturn:
+        print(UserError(what, hint=hint), file=sys.stderr)
+        sys.exit(UserError.exit_status)
+
+    def commands(self) -> Any:
+        return self.add_subparsers(required=True, metavar="COMMAND")
+
+
+def add_command(commands: Any, name: str, run: str, text: str, new_output: bool = False,
+                aliases: Sequence[str] = ()) -> Any:
+    """Add a command.
+
+    Args:
+        run: the function that runs it, as ``package.module.function``; its module is imported then.
+        new_output: whether ``--output`` must not exist yet; this is checked before torch is loaded.
+    """
+    parser = commands.add_parser(name, aliases=aliases, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    module, _, function = run.rpartition(".")
+    parser.set_defaults(module=module, function=function, new_output=new_output)
+    return parser
+
+
+def add_config(parser: argparse.ArgumentParser, needed: bool = True) -> None:
+    parser.add_argument("config", type=Path, nargs=None if needed else "?",
+                        help="a YAML file, in vpipe's form or the flat form of VPipe and OurGPipe; or the name of a "
+                        "config that comes with vpipe (vpipe configs lists them)")
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                        help="override a key of the config, such as training.learning_rate=3e-4; may be repeated")
+    parser.add_argument("--scheduler", help="override the schedule with an OurGPipe scheduler, such as naive")
+    add_import(parser)
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--import", action="append", default=[], metavar="FILE.py", dest="imports",
+                        help="import this file, which registers schedules, actions, models or data sets of your own; "
+                        "may be repeated")

@@ -1,0 +1,161 @@
+"""Run ``vpipe checkpoint export | import``: convert the whole model to files of other programs, and from them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from vpipe.app.commands.checkpoint import checkpoints_in
+from vpipe.app.config.config import load_config
+from vpipe.app.data.tokenizers import end_token, load_tokenizer
+from vpipe.app.families.registry import HuggingFace, ModelSettings, family_named
+from vpipe.app.progress import byte_progress
+from vpipe.app.train.checkpoint_model import CheckpointModel, config_text, data_tokenizer, has_model, model_differences
+from vpipe.app.train.job import Job
+from vpipe.app.train.model_section import model_file, model_settings
+from vpipe.app.weights.export import export_huggingface, export_safetensors, export_torch, make_checkpoint, weights_of
+from vpipe.app.weights.import_weights import CONFIG, import_weights, read_model_config
+from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
+from vpipe.errors import UserError, counted, counted_with_commas
+from vpipe.extras.legacy.vpipe_stage_files import find_stage_files, match_weights, read_stage_files
+from vpipe.model.layer import Model
+from vpipe.units import size_text
+
+SLOW_BYTES = 1 << 29
+"""From this size on, writing takes seconds, and a line says so."""
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """Write the model of a checkpoint for other programs."""
+    folder = checkpoints_in(options.folder)[-1]
+    manifest = Manifest.load(folder)
+    found = CheckpointModel.from_manifest(manifest, folder) if options.format == "huggingface" or (
+        options.format == "torch" and has_model(manifest)) else None
+    huggingface = None if options.format != "huggingface" or found is None else _names_of(found.name)
+    with byte_progress(f"reading {folder.name}") as progress:
+        weights = weights_of(folder, manifest, progress, corrected=not options.uncorrected)
+    size = sum(tensor.nbytes for tensor in weights.values())
+    if size >= SLOW_BYTES:
+        print(f"writing {size_text(size)}", file=sys.stderr, flush=True)
+    out, tokenizer = options.output, None
+    if huggingface is not None and found is not None:
+        tokenizer, note = data_tokenizer(manifest)
+        if note:
+            print(f"note: no tokenizer goes with it: {note}")
+        end = None if tokenizer is None or huggingface.special else end_token(load_tokenizer(tokenizer))
+        export_huggingface(weights, huggingface, found.settings, out, tokenizer, end)
+        load = f"transformers.{huggingface.architecture}.from_pretrained({str(out)!r})"
+    elif options.format == "torch":
+        export_torch(weights, None if found is None else found.model(), out)
+        load = f"torch.load({str(out)!r})"
+    else:
+        export_safetensors(weights, manifest.step, out)
+        load = f"safetensors.torch.load_file({str(out)!r})"
+    print(f"{out}: {counted(len(weights), 'tensor')}, {size_text(size)}, after step {manifest.step:,}\nload it: {load}")
+
+
+def _names_of(family: str) -> HuggingFace:
+    huggingface = family_named(family).huggingface
+    if huggingface is None:
+        raise UserError(f"the model '{family}' has no names at Hugging Face", hint="export it as safetensors or torch")
+    return huggingface
+
+
+def run_import(options: argparse.Namespace) -> None:
+    """Make a checkpoint of weights alone, at step 0, from a folder of another program."""
+    source, out = options.source, options.output
+    if not source.is_dir():
+        raise UserError(f"there is no folder '{source}'" if not source.exists() else f"'{source}' is a file",
+                        hint=f"give a folder with {CONFIG} and weights, or with checkpoint.<stage>.pth.tar")
+    job = None
+    if options.config is not None:
+        job = Job.from_config(load_config(options.config, options.settings, options.scheduler))
+    elif options.settings or options.scheduler:
+        raise UserError("--set and --scheduler change a config, but there is none", hint="name it with --config")
+    if files := find_stage_files(source):
+        _from_stages(files, job, source, out)
+    elif (source / CONFIG).is_file():
+        _from_huggingface(source, job, out)
+    else:
+        raise UserError(f"'{source}' holds neither {CONFIG} nor checkpoint.0.pth.tar",
+                        hint="give a folder that save_pretrained of transformers wrote, or one of VPipe's stages")
+    words = ["vpipe", "train", str(options.config or "CONFIG"),
+             *(word for setting in options.settings for word in ("--set", setting)), "--resume", str(out)]
+    print(f"train it: {shlex.join(words)}")
+    if job is None:
+        print(f"CONFIG's model section: name: {read_model_config(source).family}, config_file: {out / CONFIG}")
+    tokenizer = source / "tokenizer.json"
+    if tokenizer.is_file() and (job is None or job.config.dataset.tokenizer is None):
+        print(f"its tokenizer, for data that are text: --set dataset.tokenizer={tokenizer}")
+
+
+def _from_huggingface(source: Path, job: Job | None, out: Path) -> None:
+    found = read_model_config(source)
+    huggingface = _names_of(found.family)
+    if job is not None:
+        _check_same(job, found.family, found.settings, source)
+    weights = import_weights(source, huggingface, found.settings, note=lambda line: print(f"note: {line}"))
+    model = family_named(found.family).factory(found.settings) if job is None else job.model
+    config = config_text(found.family, found.settings, Path(os.path.abspath(out)) / CONFIG) if job is None else (
+        job.config.resolved_yaml())
+    _make(out, job, config, "Hugging Face", model, weights, source / CONFIG)
+
+
+def _check_same(job: Job, family: str, settings: ModelSettings, source: Path) -> None:
+    section = job.config.model
+    if section.name != family:
+        raise UserError(f"'{source}' is a model of the family {family}, the config's is {section.name}",
+                        hint=f"set model.name to {family}")
+    differences = model_differences(family, model_settings(section, section.vocab_size, model_file(section)), settings)
+    if differences:
+        raise UserError(f"the config's model is not the one in '{source}': {'; '.join(differences)}",
+                        hint=f"set model.config_file to {source / CONFIG}, and model.vocab_size to "
+                             f"{settings.vocab_size}, without a preset or sizes of its own")
+
+
+def _from_stages(files: Sequence[Path], job: Job | None, source: Path, out: Path) -> None:
+    if job is None:
+        raise UserError(f"the files in '{source}' do not say what model they are of",
+                        hint="name its config: --config CONFIG")
+    section = job.config.model
+    found = match_weights(read_stage_files(files), job.model, family_named(section.name),
+                          model_settings(section, section.vocab_size, model_file(section)))
+    print(f"matched by {found.by}:")
+    for path in files:
+        own = [(name, weight) for name, weight in found.weights.items() if weight.file == path]
+        print(f"  {path.name}: {counted(len(own), 'tensor')}" + (
+            f", {own[0][1].name} = {own[0][0]} to {own[-1][1].name} = {own[-1][0]}" if own else ""))
+    weights = {name: weight.tensor for name, weight in found.weights.items()}
+    if found.absent:
+        seed = job.config.training.seed
+        weights |= _initial_weights(job.model, found.absent, seed)
+        print(f"in no file, so they begin as under seed {seed}: {', '.join(found.absent)}")
+    _make(out, job, job.config.resolved_yaml(), "stages' files", job.model, weights)
+
+
+def _initial_weights(model: Model, names: Sequence[str], seed: int) -> dict[str, Tensor]:
+    """Return the weights that a run with that seed begins with."""
+    found: dict[str, Tensor] = {}
+    for number, layer in enumerate(model.layers):
+        own = [name for name in names if name.startswith(layer.name + ".")]
+        if own:
+            state = layer.materialize(number, seed).state_dict()
+            found |= {name: state[name.removeprefix(layer.name + ".")] for name in own}
+    return found
+
+
+def _make(out: Path, job: Job | None, config: str, origin: str, model: Model, weights: Mapping[str, Tensor],
+          model_config: Path | None = None) -> None:
+    """Make the checkpoint, and print what is in it."""
+    info = CheckpointInfo(step=0, samples=0, seed=0 if job is None else job.config.training.seed, config=config,
+                          arrangement={"imported": True, "from": origin})
+    made = make_checkpoint(out, info, model, weights, model_config)
+    size = sum(stored.bytes for stored in made.tensors.values())
+    print(f"{out}: {counted_with_commas(len(made.tensors), 'tensor')} of {counted(len(model), 'layer')}, "
+          f"{size_text(size)}")

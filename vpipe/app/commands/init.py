@@ -1,0 +1,219 @@
+"""Run ``vpipe init``: write a commented config for the user's data, from a few questions or from options."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from vpipe.app.config.config import Config
+from vpipe.app.config.validation import section_of, validated
+from vpipe.app.config.yaml_tree import parse, write
+from vpipe.app.families.bert import KEYS as BERT
+from vpipe.app.families.gpt import KEYS as GPT
+from vpipe.app.families.llama import KEYS as LLAMA
+from vpipe.app.families.registry import family_named
+from vpipe.app.train.model_section import model_settings
+from vpipe.errors import UserError, counted, nearest
+from vpipe.extras.translation.model import KEYS as TRANSLATION
+
+FAMILIES = {"gpt": GPT, "llama": LLAMA, "bert": BERT, "translation": TRANSLATION}
+SIZES: Mapping[str, Mapping[str, int]] = {"tiny": {"hidden_size": 128, "num_layers": 2, "num_heads": 2},
+                                          "mini": {"hidden_size": 256, "num_layers": 4, "num_heads": 4}}
+"""Sizes for families whose presets are for GPUs."""
+
+SCHEDULES = {"synchronous": "1f1b", "asynchronous": "pipedream"}
+_FILES: Mapping[str, tuple[str, ...]] = {
+    "code_search_net": ("*.jsonl", "*.jsonl.gz"), "huggingface": ("dataset_info.json",), "text": ("*.txt",),
+    "bert_hdf5": ("*.hdf5",), "pairs": ("*.tsv", "*.tsv.gz", "*.mo", "*.po", "dataset_info.json")}
+"""Names of files, by the data set that reads them."""
+
+_DATASETS = {"gpt": ("code_search_net", "huggingface", "text"), "llama": ("code_search_net", "huggingface", "text"),
+             "bert": ("text", "bert_hdf5"), "translation": ("pairs",)}
+"""Data sets that a family can be trained on; without the user's data the first one, of what this machine has."""
+
+_COLUMNS = 100
+
+
+@dataclass(frozen=True)
+class _Length:
+    """How long to train: minutes or steps, one of the two."""
+
+    minutes: float | None = None
+    steps: int | None = None
+
+
+def run_init(options: argparse.Namespace) -> None:
+    """Write the config that the answers describe, once it has been loaded and its model has enough layers."""
+    ask = sys.stdin.isatty() and sys.stdout.isatty()
+
+    def answer(given: Any, question: str, default: str, read: Callable[[str], Any]) -> Any:
+        if given is not None or not ask:
+            return read(default if given is None else str(given))
+        while True:
+            try:
+                return read(input(f"{question} [{default}]: ").strip() or default)
+            except EOFError:
+                raise UserError("the questions were not answered to their end",
+                                hint="give the answers as options: vpipe init --help lists them") from None
+            except UserError as error:
+                print(error, file=sys.stderr)
+
+    def read_output(text: str) -> Path:
+        return _writable(Path(text), options.force)
+
+    if options.path is not None and options.data is not None:
+        raise UserError(f"the data is given twice: '{options.path}' and --data {options.data}", hint="leave one out")
+    output = answer(options.output, "Write the config to", "train.yaml", read_output)
+    data = answer(options.path if options.data is None else options.data, "Your data: a .txt file, or a folder of "
+                  ".txt, .jsonl or .hdf5 files; for translation a .tsv file of pairs; none takes what is on this "
+                  "machine", "none", _data)
+    name = answer(options.family, f"Model family ({', '.join(FAMILIES)})", _families(data)[0], _family_for(data))
+    sizes = {**(SIZES if "tiny" not in FAMILIES[name].presets else {}), **FAMILIES[name].presets}
+    size = answer(options.size, f"Size of the model ({', '.join(sizes)})", "mini" if "mini" in sizes else next(
+        iter(sizes)), _one_of(sizes, "size"))
+    stages = answer(options.stages, "Stages, one process or GPU each", "4", _count("--stages"))
+    batch_size = answer(options.batch_size, "Samples per batch", "32", _count("--batch-size"))
+    schedule = answer(options.schedule, f"Schedule ({', '.join(SCHEDULES)})", "synchronous",
+                      _one_of(SCHEDULES, "schedule"))
+    given = f"{options.steps} steps" if options.steps is not None else options.minutes
+    length = answer(given, "Minutes to train, or steps, such as 500 steps", "10", _length)
+
+    sections = _sections(name, size, data, batch_size, schedule, stages, length)
+    text = "".join(_lines(sections))
+    config = validated(Config, parse(text, "", str(output)))
+    model = family_named(name).factory(model_settings(config.model, 8192, {}))
+    if stages > len(model):
+        raise UserError(f"{stages} stages, but the model has only {len(model)} layers",
+                        hint=f"give --stages {len(model)} or less, or a larger --size")
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise UserError(f"cannot write '{output}': {error.strerror}", hint="name another file with -o") from None
+    file = shlex.quote(str(output))
+    print(f"{output}: {name} {size}, {counted(len(model), 'layer')} in {counted(stages, 'stage')}, "
+          f"{config.parallel.schedule}\nplan it:  vpipe plan {file}\ntrain it: vpipe train {file}")
+
+
+def _writable(output: Path, force: bool) -> Path:
+    if output.is_dir() or (output.exists() and not force):
+        what, other = ("is a folder", "") if output.is_dir() else ("exists already", ", or overwrite it with --force")
+        raise UserError(f"'{output}' {what}", hint=f"name another file with -o{other}")
+    if not output.absolute().parent.is_dir():
+        raise UserError(f"cannot write '{output}': there is no folder '{output.parent}'", hint="make the folder first")
+    return output
+
+
+def _data(text: str) -> Path | None:
+    if text == "none":
+        return None
+    path = Path(os.path.expanduser(text))
+    if not path.exists():
+        raise UserError(f"there is no file or folder '{path}'", hint="name the text to train on; -o names the config "
+                        "to write")
+    if not _families(path):
+        raise UserError(f"no data set reads '{path}'", hint="give a .txt file, a .tsv file of pairs, or a folder with "
+                        ".txt, .jsonl, .hdf5 or .tsv files, or one that save_to_disk of the package datasets wrote")
+    return path
+
+
+def _dataset(family: str, path: Path | None) -> str | None:
+    """Return the name of the data set with which a family reads a file or a folder; None if there is none."""
+    def holds(pattern: str) -> bool:
+        assert path is not None, "the user's data"
+        return path.match(pattern) if path.is_file() else next(path.rglob(pattern), None) is not None
+
+    return next((name for name in _DATASETS[family] if path is None or any(map(holds, _FILES[name]))), None)
+
+
+def _families(path: Path | None) -> list[str]:
+    return [family for family in FAMILIES if _dataset(family, path) is not None]
+
+
+def _family_for(path: Path | None) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        family = _one_of(FAMILIES, "family")(text)
+        if _dataset(family, path) is None:
+            raise UserError(f"the family {family} cannot be trained on '{path}'",
+                            hint=f"give --family {' or '.join(_families(path))}, or data with " + ", ".join(
+                                pattern for name in _DATASETS[family] for pattern in _FILES[name]))
+        return family
+
+    return read
+
+
+def _one_of(known: Mapping[str, object], what: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in known:
+            raise UserError(f"vpipe init has no {what} '{text}'", hint=nearest(text, list(known)))
+        return text
+
+    return read
+
+
+def _count(option: str) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or not int(text):
+            raise UserError(f"{option} is {text}", hint="give a whole number, 1 or more")
+        return int(text)
+
+    return read
+
+
+def _length(text: str) -> _Length:
+    number, _, unit = text.partition(" ")
+    if unit in ("step", "steps"):
+        return _Length(steps=_count("--steps")(number))
+    try:
+        minutes = float(number)
+    except ValueError:
+        minutes = 0
+    if unit not in ("", "minute", "minutes") or not 0 < minutes < float("inf"):
+        raise UserError(f"'{text}' is no length of a training", hint="give minutes, such as 10, or steps, such as "
+                        "500 steps")
+    return _Length(minutes=minutes)
+
+
+def _sections(name: str, size: str, data: Path | None, batch_size: int, schedule: str, stages: int,
+              length: _Length) -> dict[str, dict[str, Any]]:
+    """Return the keys of the config, by section."""
+    presets, late = FAMILIES[name].presets, schedule == "asynchronous"
+    training: dict[str, Any] = {"learning_rate": 0.001}
+    if length.steps is not None:
+        training |= {"lr_policy": "cosine", "warmup_steps": 0.05, "max_steps": length.steps}
+    else:
+        training["max_minutes"] = length.minutes
+    if late:
+        # 70 to 160 seconds at 0.001, 0.003, 0.006 ended further below the unigram entropy each time, see LOG.md
+        training |= {"learning_rate": 0.006 if size in ("tiny", "mini") else 0.001,
+                     "optimizer": "muon", "delay_correction": "extrapolate"}
+    else:
+        training |= {"optimizer": "adamw", "num_microbatches": max(
+            count for count in range(1, 4 * stages + 1) if batch_size % count == 0)}
+    training["weight_decay"] = 0.01
+    return {"model": {"name": name, **({"preset": size} if size in presets else SIZES[size]), "sequence_length": 128,
+                      "vocab_size": -1},
+            "dataset": {"name": _dataset(name, data), **({} if data is None else {"path": str(data)}),
+                        "batch_size": batch_size},
+            "training": training,
+            "parallel": {"model_parallel_size": stages, "schedule": SCHEDULES[schedule], "partition": "auto"}}
+
+
+def _lines(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the file; the comment above a key is its description in the config."""
+    yield "# A config of vpipe, as vpipe init wrote it. Paths are taken from the current folder.\n"
+    for name, keys in sections.items():
+        info = Config.model_fields[name]
+        section = section_of(info)
+        assert section is not None, "a section of the config"
+        yield f"\n# {info.description}\n{name}:\n"
+        for key, value in keys.items():
+            about = section.model_fields[key].description or ""
+            yield from (f"  # {line}\n" for line in wrap(about, _COLUMNS))
+            yield f"  {write({key: value})}"

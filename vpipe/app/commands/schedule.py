@@ -1,0 +1,337 @@
+"""Run ``vpipe schedule``, ``check`` and ``simulate``: draw, compare and prove schedules, without torch."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import chain
+from pathlib import Path
+
+from vpipe.app.visualize.summary import RankCosts, Summary, compare
+from vpipe.app.visualize.svg import draw_svg
+from vpipe.app.visualize.table import PIPE_COLUMNS, listed, number, replicas, sizes, terminal_columns
+from vpipe.app.visualize.terminal import draw_text
+from vpipe.errors import UserError, counted
+from vpipe.plan.plan import Plan
+from vpipe.schedules.build import build, check_chunks, check_warmup, placement_of
+from vpipe.schedules.check import check
+from vpipe.schedules.csv_format import read_csv_file, write_csv, write_torch_csv
+from vpipe.schedules.lower import lower
+from vpipe.schedules.peaks import rank_peaks, stage_peaks
+from vpipe.schedules.registry import Recipe, recipe_named, schedule_names
+from vpipe.schedules.repeating import find
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.search.search import search_placements
+from vpipe.schedules.size import MOST_ACTIONS, MOST_MICROBATCHES, Placement, check_work
+
+MOST_SEARCHED = 25_000
+"""Forwards and backwards of an order that is searched over several placements: a minute."""
+
+
+def run_schedule(options: argparse.Namespace) -> None:
+    """Draw the schedule that the options name, or compare all."""
+    costs = parse_costs(options.costs)
+    if options.all:
+        _compare(options, costs)
+        return
+    if options.name is None:
+        raise UserError("which schedule?", hint=f"name one of {', '.join(schedule_names())}, or a file; --all "
+                        "compares them")
+    summary = _too_long_to_list(options, costs)
+    if summary is None:
+        listing = "" if options.format in _PICTURES else f", which --format {options.format} lists one by one,"
+        schedule = named_schedule(options, costs, listing)
+        summary = Summary.of(schedule, costs)
+    sys.stdout.write(_for_torch(schedule) if options.format == "torch" else _FORMATS[options.format](summary))
+
+
+def run_check(options: argparse.Namespace) -> None:
+    """Prove a schedule in a CSV file: as written and, if it has no transfers, with those that vpipe adds."""
+    schedule = _file(options.file)
+    check(schedule)
+    transfers = sum(action.op.transfer is not None for program in schedule.programs for action in program)
+    if not transfers:
+        check(lower(schedule.compute_only()))
+    actions, of_them = sum(map(len, schedule.programs)), f", {transfers} of them transfers" if transfers else ""
+    print(f"ok: {schedule.name}: {sizes(schedule)}, {actions} actions{of_them}")
+    print("no deadlock, whether sends wait for their receives or not"
+          + ("" if transfers else "; with the transfers that vpipe adds"))
+    stages = stage_peaks(schedule)
+    print(f"peak activations per rank: {listed([rank.peak_activations for rank in rank_peaks(schedule)])}; "
+          f"versions per stage: {listed([stage.versions for stage in stages])}; "
+          f"staleness: {listed([stage.staleness for stage in stages])}")
+
+
+def run_simulate(options: argparse.Namespace) -> None:
+    """Draw a schedule in a CSV file."""
+    sys.stdout.write(_text(Summary.of(_file(options.file), parse_costs(options.costs))))
+
+
+def _file(path: Path) -> Schedule:
+    if str(path) in schedule_names() and not path.exists():
+        raise UserError(f"'{path}' is a schedule's name, not a file",
+                        hint=f"vpipe schedule {path} proves and draws it; with --format csv it writes the file")
+    return _read(path)
+
+
+def _read(path: Path) -> Schedule:
+    """Read a CSV file; say what of it a schedule here has not."""
+    file = read_csv_file(path)
+    if (said := file.note) is not None:
+        print(f"note: {said}", file=sys.stderr)
+    return file.schedule
+
+
+def _for_torch(schedule: Schedule) -> str:
+    """Return the file for PyTorch; say what it needs beside it, and who does what it leaves out."""
+    text = write_torch_csv(schedule)
+    left = Counter(action.op.torch for program in schedule.programs for action in program if action.op.torch)
+    print(f"note: num_stages={schedule.stages}, n_microbatches={schedule.microbatches}; left out: "
+          + "; ".join(f"{times} {what}" for what, times in left.items()), file=sys.stderr)
+    return text
+
+
+def _text(summary: Summary) -> str:
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return draw_text(summary, terminal_columns(PIPE_COLUMNS), colour=colour)
+
+
+_PICTURES = ("text", "svg")
+"""Formats that may show a part; the others list all actions."""
+
+_FORMATS: dict[str, Callable[[Summary], str]] = {
+    "text": _text, "csv": lambda summary: write_csv(summary.schedule), "svg": draw_svg,
+    "json": lambda summary: json.dumps(summary.as_json()) + "\n"}
+
+
+def named_schedule(options: argparse.Namespace, costs: RankCosts, listing: str = "") -> Schedule:
+    """Return the schedule of a name, a file or a plan, not proved yet; ``listing`` says why all actions are listed."""
+    name = options.name
+    if name not in schedule_names() and (name.lower().endswith((".csv", ".json")) or "/" in name):
+        schedule = _planned(name, options) if name.lower().endswith(".json") else _read(Path(name))
+        for option, given, has in (("--stages", options.stages, len(set(schedule.placement))),
+                                   ("--microbatches", options.microbatches, schedule.microbatches),
+                                   ("--update-every", options.update_every, schedule.update_every),
+                                   ("--chunks", options.chunks, None), ("--memory", options.memory, None),
+                                   ("--widths", options.widths, None), ("--warmup-depth", options.warmup, None)):
+            if given not in (None, has):
+                raise UserError(f"{option} does not go with a file" if has is None else
+                                f"{option} is {given}, but '{name}' has {has}",
+                                hint=f"leave {option} out: the file says it")
+        return schedule
+    recipe, widths, microbatches = _asked(options, why=listing)
+    return _built(recipe, widths, microbatches, options.chunks, options.update_every, costs, options.memory,
+                  _depths(options.warmup))
+
+
+def _asked(options: argparse.Namespace, *, listed: bool = True, why: str = "") -> tuple[Recipe, tuple[int, ...], int]:
+    """Return the schedule that the options name, the replicas at each position, and the number of microbatches.
+
+    See :func:`_sizes` for the arguments.
+    """
+    recipe = recipe_named(options.name)
+    if recipe.search is not None:
+        why = f", which '{recipe.name}' searches one by one,"
+    widths, microbatches = _sizes(options, listed=listed, why=why)
+    check_chunks(recipe, options.chunks, "--chunks")
+    if recipe.search is None and options.memory is not None:
+        raise UserError(f"--memory does not go with '{recipe.name}', which holds what it holds",
+                        hint="leave it out, or let auto find an order that keeps it")
+    return recipe, widths, microbatches
+
+
+def _too_long_to_list(options: argparse.Namespace, costs: RankCosts) -> Summary | None:
+    """Return the summary of a schedule with too many actions to list, which must repeat; None of any other.
+
+    A searched schedule does not repeat, and every format but a picture lists all actions: they keep the limit.
+    """
+    if options.format not in _PICTURES or options.name not in schedule_names():
+        return None
+    recipe, widths, microbatches = _asked(options, listed=False)
+    ranks, chunks, several = sum(widths), options.chunks or 1, max(widths) > 1
+    if recipe.search is not None or 2 * ranks * microbatches * chunks <= MOST_ACTIONS:
+        return None
+    warmup = _depths(options.warmup)
+    if warmup is not None:
+        check_warmup(recipe, widths, warmup)
+    placement = _placed(recipe, widths, options.chunks)
+    gc.disable()  # a million tuples, none of them in a circle: to look for these takes a tenth of the time
+    try:
+        found = find(recipe.name, placement, microbatches, costs.of(placement), options.update_every, warmup)
+    finally:
+        gc.freeze()
+        gc.enable()
+    if found is None:
+        check_work(ranks, microbatches, chunks, replicated=several,
+                   why=f", in no short part of which '{recipe.name}' is seen to repeat itself at these costs,")
+    return None if found is None else Summary.of_repeating(found, costs)
+
+
+def _planned(path: str, options: argparse.Namespace) -> Schedule:
+    """Return the schedule of a plan, which may leave the number of microbatches to the options."""
+    plan = Plan.load(path)
+    microbatches = plan.microbatches or options.microbatches
+    if plan.schedule is None:
+        raise UserError("the plan has no schedule", where=path,
+                        hint='add one, such as "schedule": "1f1b"; vpipe plan CONFIG -o plan.json writes whole plans')
+    if microbatches is None:
+        raise UserError("the plan has no number of microbatches", where=path, hint="give --microbatches")
+    check_work(sum(map(len, plan.groups)), microbatches, replicated=max(map(len, plan.groups)) > 1)
+    return build(plan.schedule, plan.groups, microbatches, plan.update_every,
+                 recompute=[stage for stage, layers in enumerate(plan.recomputed) if layers],
+                 warmup=plan.warmup)
+
+
+def _sizes(options: argparse.Namespace, *, listed: bool = True, why: str = "") -> tuple[tuple[int, ...], int]:
+    """Return the replicas at each position of the pipeline, and the number of microbatches.
+
+    Args:
+        listed: all actions are, so that there may not be too many of them.
+        why: they are.
+    """
+    widths = _widths(options.widths)
+    positions = options.stages if len(widths) <= 1 or options.stages is not None else len(widths)
+    for option, value in (("--stages", positions), ("--microbatches", options.microbatches)):
+        if value is None:
+            raise UserError(f"{option} is missing", hint="say how large: --stages 4 --microbatches 8")
+    for option, value in (("--stages", options.stages), ("--microbatches", options.microbatches),
+                          ("--chunks", options.chunks), ("--update-every", options.update_every),
+                          ("--memory", options.memory)):
+        if value is not None and value < 1:
+            raise UserError(f"{option} is {value}", hint="give a whole number, 1 or more")
+    chunks = options.chunks or 1
+
+    def check_numbers(ranks: int, *, replicated: bool) -> None:
+        if listed or options.microbatches > MOST_MICROBATCHES or 2 * ranks * chunks > MOST_ACTIONS:
+            check_work(ranks, options.microbatches, chunks, replicated=replicated, why=why)
+
+    if len(widths) <= 1:  # refuses numbers that are too large before so long a tuple is made
+        [width] = widths or (1,)
+        check_numbers(positions * width, replicated=width > 1)
+        widths = (width,) * positions
+    if len(widths) != positions:
+        raise UserError(f"--widths has {counted(len(widths), 'number')}, but --stages is {positions}",
+                        hint=f"give {counted(positions, 'number')}, or one for all, or leave --stages out")
+    check_numbers(sum(widths), replicated=max(widths) > 1)
+    if options.microbatches < max(widths):
+        raise UserError(f"{counted(max(widths), 'replica')} for {counted(options.microbatches, 'microbatch')}: some "
+                        "would have nothing to do", hint=f"use {max(widths)} microbatches or more, or fewer replicas")
+    return widths, options.microbatches
+
+
+def _widths(text: str | None) -> tuple[int, ...]:
+    """Parse ``--widths 2,1``, or 2-1 as the docs write it; empty when left out."""
+    parts = [] if text is None else re.split(r",|(?<=\d)-", text)
+    for part in parts:
+        if re.fullmatch(r"\s*0*[1-9]\d{0,5}\s*", part, re.ASCII) is None:
+            raise UserError(f"--widths has '{part}', which is no number of replicas", hint="write --widths 2,1 or "
+                            "--widths 2: a whole number for each of the --stages, or one for all")
+    return tuple(map(int, parts))
+
+
+def _depths(text: str | None) -> tuple[int, ...] | None:
+    """Parse ``--warmup-depth 5,3,1,0``."""
+    parts = None if text is None else text.split(",")
+    for part in parts or ():
+        if re.fullmatch(r"\s*\d{1,5}\s*", part, re.ASCII) is None:
+            raise UserError(f"--warmup-depth has '{part}', which is no number of forwards",
+                            hint="write --warmup-depth 5,3,1,0: a whole number for each of the --stages")
+    return None if parts is None else tuple(map(int, parts))
+
+
+def _built(recipe: Recipe, widths: tuple[int, ...], microbatches: int, chunks: int | None, update_every: int | None,
+           costs: RankCosts, memory: int | None = None, warmup: tuple[int, ...] | None = None) -> Schedule:
+    ranks = len(widths)
+    if warmup is not None:
+        check_warmup(recipe, widths, warmup)
+    if recipe.search is not None:
+        check_work(sum(widths), microbatches, chunks or 1, replicated=max(widths) > 1, most=MOST_SEARCHED)
+    else:
+        return build(recipe.name, _placed(recipe, widths, chunks), microbatches, update_every, warmup=warmup)
+    limit = None if memory is None else memory * costs.activation_bytes
+    if max(widths) == 1:
+        return search_placements(ranks, microbatches, chunks, costs.of, limit)
+    if len(set(widths)) > 1:
+        return build(recipe.name, _replicated(placement_of(recipe, ranks, 1), widths), microbatches)  # says why not
+    placement = search_placements(ranks, -(-microbatches // widths[0]), chunks, costs.of, limit).placement
+    return build(recipe.name, _replicated(placement, widths), microbatches, costs=costs.of(placement), limits=limit)
+
+
+def _placed(recipe: Recipe, widths: tuple[int, ...], chunks: int | None) -> Placement:
+    """Return the placement of a schedule of fixed order."""
+    return _replicated(placement_of(recipe, len(widths), recipe.chunks if chunks is None else chunks), widths)
+
+
+def _replicated(placement: Placement, widths: tuple[int, ...]) -> Placement:
+    """Return a placement with every rank replaced by its replicas, numbered one after the other."""
+    own = [range(first := sum(widths[:rank]), first + width) for rank, width in enumerate(widths)]
+    return tuple(tuple(chain.from_iterable(own[rank] for rank in ranks)) for ranks in placement)
+
+
+def compared_schedule(recipe: Recipe, options: argparse.Namespace, costs: RankCosts) -> Schedule:
+    """Return a schedule with those of the options that it can have, not proved yet."""
+    widths, microbatches = _sizes(options)
+    return _built(recipe, widths, microbatches, options.chunks if recipe.any_chunks else None,
+                  None if recipe.flush else options.update_every, costs,
+                  None if recipe.search is None else options.memory,
+                  _depths(options.warmup) if recipe.any_warmup else None)
+
+
+def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
+    if options.name is not None:
+        raise UserError(f"--all and '{options.name}'", hint="name a schedule, or compare all of them")
+    if options.format != "text":
+        raise UserError(f"--all prints a table, not {options.format}", hint="leave --format out, or name a schedule")
+    widths, microbatches = _sizes(options)
+    found: dict[str, Summary | str] = {}
+    for name in schedule_names():
+        try:
+            found[name] = Summary.of(compared_schedule(recipe_named(name), options, costs), costs)
+        except UserError as error:
+            found[name] = error.problems[0].what.splitlines()[0]
+    limit = "" if options.memory is None else f"; auto: {counted(options.memory, 'microbatch')} on a rank at most"
+    ranks = counted(sum(widths), "rank") + f" ({replicas(widths)})" * (max(widths) > 1)
+    print(f"{ranks}, {counted(microbatches, 'microbatch')}, {costs}{limit}\n")
+    sys.stdout.write(compare(found))
+
+
+def parse_costs(text: str) -> RankCosts:
+    """Parse ``--costs F,I,W,transfer,step``, exactly as written."""
+    parts = text.split(",")
+    hint = "write --costs F,I,W,transfer,step, such as 1,1,1,0 or 5.5,1/2,4: seconds or any other unit"
+    if len(parts) not in (3, 4, 5):
+        raise UserError(f"--costs has {counted(len(parts), 'number')}, not 3 to 5: '{text}'", hint=hint)
+    values = []
+    for part in parts:
+        if _NUMBER.fullmatch(part.strip()) is None:
+            raise UserError(f"--costs has '{part}', which is no number", hint=hint)
+        value = _fraction(part)
+        if value is None or not (value == 0 or Fraction(1, 10**9) <= value <= 10**9):
+            raise UserError(f"--costs has {part}", hint="give numbers from 0 to 1e9, and none but 0 below 1e-9")
+        values.append(value)
+    if not values[0] or not values[1] + values[2]:
+        raise UserError(f"--costs has a forward of {number(values[0])} and a backward of "
+                        f"{number(values[1] + values[2])}", hint="both take time: give numbers above 0")
+    return RankCosts(*(int(value) if value.denominator == 1 else value for value in values))
+
+
+def _fraction(text: str) -> Fraction | None:
+    """Return the exact value of a number of :data:`_NUMBER`'s form; None for one that is out of all proportion."""
+    _, _, exponent = text.lower().partition("e")
+    if len(text) > 32 or abs(int(exponent or 0)) > 32:
+        return None
+    try:
+        return Fraction(text.strip())
+    except ZeroDivisionError:
+        return None
+
+
+_NUMBER = re.compile(r"[+-]?(\d+/\d+|(\d+\.?\d*|\.\d+)(e[+-]?\d+)?)", re.IGNORECASE | re.ASCII)
+"""A whole number, a decimal one or a fraction."""

@@ -1,0 +1,55 @@
+"""Run ``vpipe trace``: write the timeline and the report of a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from vpipe.app.report.page import page
+from vpipe.app.report.perfetto import write_trace
+from vpipe.app.report.report_data import load_report_data
+from vpipe.errors import UserError
+
+
+def run_trace(options: argparse.Namespace) -> None:
+    """Write ``trace.json`` and ``report.html`` into the folder of a run."""
+    write_report(options.folder)
+
+
+def write_report(folder: Path) -> None:
+    """Write ``trace.json`` and ``report.html`` into the folder of a run. After two seconds stderr shows progress."""
+    with tqdm(bar_format="{desc}", delay=2.0, mininterval=0.1 if sys.stderr.isatty() else 10.0, miniters=1, leave=False,
+              file=sys.stderr) as bar:
+
+        def show(text: str) -> None:
+            bar.set_description_str(text, refresh=False)
+            bar.update()
+
+        data = load_report_data(folder, _config(folder), show)
+        try:
+            left_out = write_trace(data.recording, data.producers, folder / "trace.json", say=show)
+            show("writing report.html")
+            (folder / "report.html").write_text(page(data), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write into '{folder}': {error.strerror}",
+                            hint="copy the run's folder to a place with room that you may write to") from None
+    for note in (*data.notes, *([left_out] if left_out else [])):
+        print(f"note: {note}")
+    print(f"{folder / 'trace.json'}: open it in Perfetto\n{folder / 'report.html'}: open it in a browser")
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """Return the run's resolved config as plain values; empty where it has none."""
+    if not (folder / "config.yaml").is_file():
+        return {}
+    from vpipe.app.config.yaml_tree import read_yaml  # PyYAML, only where there is something to read
+
+    tree = read_yaml(folder / "config.yaml")
+    if tree.problems:
+        raise UserError.all_of(tree.problems)
+    return tree.value if isinstance(tree.value, dict) else {}

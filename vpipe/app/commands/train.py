@@ -1,0 +1,154 @@
+"""Run ``vpipe train``: alone on this host, on the hosts of ``machines``, or as a rank that torchrun or srun started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import suppress
+from typing import NamedTuple
+
+from vpipe.app.commands.trace import write_report
+from vpipe.app.config import config as configs
+from vpipe.app.config.config import Config
+from vpipe.app.launch.restart import Starter
+from vpipe.app.progress import byte_progress
+from vpipe.app.train.resume import ResumePoint, absolute_path, find_resume_point, resumed_config
+from vpipe.app.train.run_folder import CONFIG, unlock_runs
+from vpipe.checkpoint.integrity import check_intact
+from vpipe.distributed.environment import RankEnvironment
+from vpipe.errors import UserError, VpipeError, counted
+from vpipe.extras.orion.scheduler import switched_on
+from vpipe.plugins import import_files
+
+
+def run_train(options: argparse.Namespace) -> None:
+    """Train as a config says, or resume a run.
+
+    A rank whose config is refused still joins the others, so that all of them end with the same error.
+    """
+    try:
+        _train(options)
+    finally:
+        unlock_runs()
+
+
+class _MeetingKeys(NamedTuple):
+    """The keys of a config that each rank must read before it meets rank 0, which reads all others for all ranks."""
+
+    container: str | None = None
+    address: str | None = None
+    port: int | None = None
+
+
+def _train(options: argparse.Namespace) -> None:
+    config: Config | VpipeError | None = None
+    start, keys = None, _MeetingKeys()
+    try:
+        import_files(options.imports)
+        start = _resume_point(options)
+        if {"RANK", "SLURM_PROCID"} & os.environ.keys():
+            keys = _meeting_keys(options, start)
+    except VpipeError as error:
+        config = error
+    try:
+        rank = RankEnvironment.parse(os.environ, keys.address, keys.port)
+    except VpipeError as wrong:
+        raise config if isinstance(config, VpipeError) else wrong from None
+    first = rank is None or rank.rank == 0
+    if config is None and (first or keys.container):
+        try:
+            config = _config(options, start)
+            if first:
+                _note_scheduler(options, config)
+                _check_intact(start)
+        except VpipeError as error:
+            config = error
+    if rank is not None:
+        from vpipe.app.launch.rank_main import train_rank
+
+        train_rank(rank, config, start, options.restarts)
+    elif not isinstance(config, Config):
+        assert config is not None, "the first rank reads it"
+        raise config
+    else:
+        from vpipe.app.launch.launcher import run
+
+        folder = run(config, start, options.restarts)
+        if folder is not None and config.trace:
+            write_report(folder)
+
+
+def _meeting_keys(options: argparse.Namespace, start: ResumePoint | None) -> _MeetingKeys:
+    """Return these keys as the config has them; none of one that cannot be read, which rank 0 reports."""
+    path = start.folder / CONFIG if options.config is None and start is not None and start.folder else options.config
+    if path is None:
+        return _MeetingKeys()
+    with suppress(VpipeError):
+        tree = configs.config_tree(path, options.settings, options.scheduler, resolved=options.config is None)
+        address, port = (tree.get(("parallel", key)) for key in ("master_address", "master_port"))
+        return _MeetingKeys(tree.get(("container",)), address if isinstance(address, str) else None,
+                            port if type(port) is int else None)
+    return _MeetingKeys()
+
+
+def _note_scheduler(options: argparse.Namespace, config: Config) -> None:
+    """Print a note where ``--scheduler`` gives a flush to a file without one: its batch may be one microbatch."""
+    if options.scheduler is None or options.config is None:
+        return
+    with suppress(UserError):  # in a file that is wrong without it
+        written = configs.load_config(options.config, options.settings).parallel
+        if written.asynchronous:
+            few, stages = config.microbatches, config.parallel.model_parallel_size
+            print(f"note: --scheduler {options.scheduler} takes {config.parallel.schedule} instead of "
+                  f"{written.schedule}: {counted(few, 'microbatch')} per flush"
+                  + (f", so most of the {stages} stages wait; set training.num_microbatches" if few < stages else ""),
+                  file=sys.stderr, flush=True)
+
+
+def _resume_point(options: argparse.Namespace) -> ResumePoint | None:
+    """Return the run or checkpoint to resume; None for a new run."""
+    if options.restarts is not None and options.restarts < 0:
+        raise UserError(f"--restarts is {options.restarts}", hint="give a whole number, 0 or more")
+    if options.resume is None:
+        if options.config is None:
+            raise UserError("vpipe train is given no config", hint="name a YAML file: vpipe train CONFIG; or a run to "
+                            "go on with: vpipe train --resume RUN")
+        return None
+    try:
+        return find_resume_point(options.resume)
+    except UserError:
+        started_before = _run_of_same_starter(options)
+        if started_before is None:
+            raise
+        return started_before
+
+
+def _config(options: argparse.Namespace, start: ResumePoint | None) -> Config:
+    settings = [*(["parallel.use_orion_scheduler=true"] if switched_on() else []), *options.settings]
+    if start is None:
+        return configs.load_config(options.config, settings, options.scheduler)
+    return resumed_config(start, options.config, settings, options.scheduler)
+
+
+def _run_of_same_starter(options: argparse.Namespace) -> ResumePoint | None:
+    """Return the run of a checkpoint that it has removed since (``checkpoint.keep``), if one starter began both.
+
+    A starter such as torchrun gives the same command with every attempt.
+    """
+    path = absolute_path(options.resume)
+    if path.exists():
+        return None
+    with suppress(VpipeError):
+        start, rank = find_resume_point(path.parent), RankEnvironment.parse(os.environ)
+        starter = None if start.folder is None else Starter.read(start.folder)
+        if starter is not None and rank is not None and rank.agent in starter.agents:
+            return start
+    return None
+
+
+def _check_intact(start: ResumePoint | None) -> None:
+    """Read every byte of a checkpoint, and refuse one that is damaged before anything starts."""
+    if start is not None and start.checkpoint is not None:
+        with byte_progress(f"checking {start.checkpoint.name}") as progress:
+            check_intact(start.checkpoint, progress, manifest=start.manifest)

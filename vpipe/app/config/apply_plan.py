@@ -1,0 +1,134 @@
+"""Apply a plan file to a config, and drop the keys of a run's config that derive from changed keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from vpipe.app.config.parallel import OF_SCHEDULE, OF_STAGES, ParallelSection
+from vpipe.app.config.yaml_tree import Keys, Tree, describe, read_json_tree
+from vpipe.description.recompute import Recompute, recomputed_layers
+from vpipe.errors import Problem, UserError
+from vpipe.plan.plan import KEYS, MOST_BYTES, MOST_VALUES, Plan
+from vpipe.schedules.registry import recipe_if_any
+
+PLAN = ("parallel", "plan")
+
+_RENAMED: dict[str, Keys] = {
+    "recompute_ratio": ("parallel", "recompute"), "recompute_layers": ("parallel", "recompute"),
+    "microbatches": ("training", "num_microbatches")}
+TARGETS: dict[str, Keys] = {key: _RENAMED.get(key, ("parallel", key)) for key in KEYS
+                            if key in _RENAMED or key in ParallelSection.model_fields}
+"""Key of a plan -> key of a config. Layers take precedence over ratios, which are there for other readers."""
+
+_IMPLIES: dict[str, tuple[Keys, ...]] = {
+    "partition": tuple(("parallel", key) for key in OF_STAGES if key not in ("partition", "stage_to_rank_map")),
+    "stage_to_rank_map": (("parallel", "data_parallel_size"), ("parallel", "chunks"))}
+"""Key of a plan -> keys of a config that it implies."""
+
+_COMPRESS: Keys = ("parallel", "compress")
+"""Key that may be a list with an entry per cut; a plan may have another number of cuts."""
+
+
+def apply_plan(tree: Tree, path: str, settings: Iterable[str] = ()) -> None:
+    """Put the values of the plan file at ``path`` into a config.
+
+    Args:
+        settings: keys set on the command line. A plan named there replaces values of the config's file; one named in
+            the file must agree with them. Any plan must agree with the other settings.
+
+    Raises:
+        UserError: the file is no plan, or the config contradicts it.
+    """
+    found = read_json_tree(Path(path), MOST_BYTES, MOST_VALUES)
+    if found.problems:
+        raise UserError.all_of(found.problems)
+    plan = Plan.of_json(found.value, path)
+    given = {tuple(key.split(".")) for key in settings}
+    if PLAN in given:
+        compress = tree.get(_COMPRESS)
+        if isinstance(compress, list) and len(compress) != len(plan.partition) - 1 and _COMPRESS not in given:
+            tree.drop(_COMPRESS)
+        for key, keys in _planned_keys(found):
+            for other in (keys, *_IMPLIES.get(key, ())):
+                if other not in given:
+                    tree.drop(other)
+    problems = list(_contradictions(tree, found, plan, path))
+    if problems:
+        raise UserError.all_of(problems)
+    for key, keys in _planned_keys(found):
+        tree.put(keys, found.at((key,)))
+
+
+def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
+    """Drop the keys of a run's config, which has every key, that derive from keys in ``settings``.
+
+    With another number of stages, partition and ranks are dropped; with another schedule, what only it takes.
+    Between schedules without a flush an update that takes the whole batch does so still.
+    """
+    given = {tuple(key.split(".")): value for key, value in settings.items()}
+    parallel = {name: ("parallel", name) for name in (
+        *OF_STAGES, *OF_SCHEDULE, "recompute", "compress", "schedule", "data_parallel_size")}
+    counts = [value if isinstance(value, int) else len(value)
+              for name in ("model_parallel_size", "partition", "stage_to_rank_map")
+              if isinstance(value := given.get(parallel[name]), (int, list, dict))]
+    dropped = set()
+    if counts and counts[0] != tree.get(parallel["model_parallel_size"]):
+        dropped |= {*OF_STAGES}
+        dropped |= {name for name in ("recompute", "compress") if isinstance(tree.get(parallel[name]), list)}
+    elif parallel["partition"] in given and isinstance(old := tree.get(parallel["recompute"]), list):
+        dropped |= {"recompute"} if any(isinstance(layers, list) for layers in old) else set()
+    if parallel["schedule"] in given:
+        dropped |= {*OF_SCHEDULE}
+        recipes = [recipe_if_any(str(name)) for name in (tree.get(parallel["schedule"]), given[parallel["schedule"]])]
+        if not any(recipe is None or recipe.flush for recipe in recipes) and _updates_take_a_batch(tree):
+            dropped -= {"update_every"}
+    if parallel["stage_to_rank_map"] in given:
+        dropped |= {*OF_STAGES} & {*OF_SCHEDULE}  # depends on the replicas of every stage, too
+    if parallel["data_parallel_size"] in given:
+        dropped |= {"stage_to_rank_map"}
+    for name in dropped:
+        if parallel[name] not in given:
+            tree.drop(parallel[name])
+
+
+def _updates_take_a_batch(tree: Tree) -> bool:
+    """Return whether an update takes all microbatches of a batch, in a run's config."""
+    every, replicas = tree.get(("parallel", "update_every")), tree.get(("parallel", "data_parallel_size"))
+    if isinstance(ranks := tree.get(("parallel", "stage_to_rank_map")), dict):
+        replicas = lcm(*map(len, ranks.values()))
+    return bool(every and every * (replicas or 1) == tree.get(("training", "num_microbatches")))
+
+
+def _planned_keys(found: Tree) -> Iterator[tuple[str, Keys]]:
+    """Yield the keys of a plan that have a key of a config, and that key."""
+    for key, keys in TARGETS.items():
+        if found.value.get(key) and (key != "recompute_ratio" or not found.value.get("recompute_layers")):
+            yield key, keys
+
+
+def _contradictions(tree: Tree, found: Tree, plan: Plan, path: str) -> Iterator[Problem]:
+    """Yield the contradictions between a config and its plan."""
+    for key, keys in _planned_keys(found):
+        value = tree.get(keys)
+        if value is None or value == "auto" or _same(key, value, found.value[key], plan):
+            continue
+        yield Problem(f"{tree.name(keys)} is {_shown(value)}, but {key} in the plan '{path}' is "
+                      f"{_shown(found.value[key])}", "keep one of the two: leave the key out, or parallel.plan",
+                      tree.where(keys))
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, dict) else describe(value)
+
+
+def _same(key: str, value: Any, planned: Any, plan: Plan) -> bool:
+    if not key.startswith("recompute"):
+        return bool(value == planned)
+    try:
+        recompute: Recompute = value
+        return recomputed_layers(recompute, plan.partition) == plan.recomputed
+    except (UserError, TypeError):
+        return False

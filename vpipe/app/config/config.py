@@ -1,0 +1,515 @@
+"""Define the keys of a config, and load the config of a run from a native or a flat VPipe file and the command line.
+
+The description of a field gives its meaning and unit. A key whose feature does not exist is accepted with its neutral
+value only, so that no value that a user writes is ignored.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf, lcm
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from vpipe.app.config.apply_plan import PLAN, apply_plan, drop_derived
+from vpipe.app.config.machines import machine_mistakes
+from vpipe.app.config.options import OPTIONS, option_problems
+from vpipe.app.config.parallel import SCHEDULE_OF_SCHEDULERS, SCHEDULERS, ParallelSection, used_codecs
+from vpipe.app.config.shipped import find_config
+from vpipe.app.config.validation import (
+    CHECKED,
+    MOST_SAMPLES,
+    MOST_STEPS,
+    FilePath,
+    Mistake,
+    MistakesError,
+    Name,
+    Section,
+    Texts,
+    validated,
+)
+from vpipe.app.config.yaml_tree import Place, Tree, describe, parse, read_yaml, write
+from vpipe.description.execution import THREADED
+from vpipe.description.order import Order, order_of
+from vpipe.description.precision import Precision, PrecisionName
+from vpipe.errors import UserError
+from vpipe.extras.legacy.vpipe_flat import FLAT_KEYS, REPLACED_SECTIONS, to_native
+from vpipe.model import LARGEST_SIZE, MOST_BLOCKS
+from vpipe.runtime.executors.registry import NO_TIMELINE
+from vpipe.schedules.prepare import is_file, microbatches_of
+from vpipe.schedules.registry import recipe_if_any
+from vpipe.schedules.size import MOST_MICROBATCHES
+
+DEEPEST = 8
+"""Largest number of names in a key of ``--set``; keys of a config have at most four."""
+
+
+def _scale(value: Any) -> Any:
+    if value == "dynamic":
+        return value
+    if type(value) not in (int, float) or not 0 < value < inf:
+        raise MistakesError(Mistake((), f"must be a number above 0, or dynamic, got {describe(value)}",
+                                    "loss_scale: by what fp16 multiplies the loss, such as 1024; dynamic finds it"))
+    return float(value)
+
+
+def _compile(value: Any) -> Any:
+    if not isinstance(value, bool | str) or value == "":
+        raise MistakesError(Mistake((), f"must be true, false or the name of a backend, got {describe(value)}",
+                                    "compile: true for inductor, or a backend of torch.compile, such as aot_eager"))
+    return value
+
+
+Absolute = Annotated[FilePath, AfterValidator(lambda path: Path(os.path.abspath(path)))]
+LossScale = Annotated[float | Literal["dynamic"], BeforeValidator(_scale)]
+Compile = Annotated[bool | str, BeforeValidator(_compile)]
+Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+
+
+def neighbours(size: int, divisor: int) -> tuple[int, int]:
+    """Return the nearest multiples of ``divisor`` below and above ``size``, which is no multiple."""
+    low = size // divisor * divisor
+    return low, low + divisor
+
+
+class ModelSection(Section):
+    """The model. Sizes given here override those of ``preset`` or ``config_file``."""
+
+    name: Name = Field(description="model family, such as bert, gpt, llama or translation")
+    preset: str | None = Field(None, description=(
+        "named sizes of the family: for bert tiny, mini, small, medium, base or large; for gpt small, medium, large "
+        "or xl; for llama 15m, 110m, 135m, 360m, 1b, 7b or 13b; for translation tiny, small, base or big"))
+    hidden_size: Size | None = Field(None, description="hidden size: features of a layer's output")
+    num_layers: int | None = Field(None, ge=1, le=MOST_BLOCKS, description=(
+        "number of transformer blocks, for translation of the encoder and of the decoder; each is split into two "
+        "layers, one of a decoder with an encoder into three"))
+    num_heads: Size | None = Field(None, description="attention heads per block; must divide hidden_size")
+    num_kv_heads: Size | None = Field(None, description=(
+        "heads of keys and values per block, for llama: groups of num_heads share one; null gives every head its own"))
+    sequence_length: Size = Field(128, description="tokens per sample")
+    vocab_size: int = Field(-1, ge=-1, le=LARGEST_SIZE, description=(
+        "tokens in the vocabulary; -1 takes it from config_file, else from the data set"))
+    dropout: float | None = Field(None, ge=0, lt=1, description="dropout probability; null takes the family's default")
+    tie_weights: bool | None = Field(None, description=(
+        "share the weights of the word embeddings with the output layer; null takes config_file's value, else the "
+        "family's default"))
+    config_file: FilePath | None = Field(None, description=(
+        "Hugging Face config with the sizes, such as bert_config.json, relative to the current folder"))
+    options: dict[str, Any] | None = Field(None, description=(
+        "keys of the family's own, for one that register_model gives some; null takes their defaults"))
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.vocab_size == 0:
+            yield Mistake(("vocab_size",), "is 0", "give the number of tokens, or -1 to ask the data set")
+        if self.preset and self.config_file:
+            yield Mistake(("preset",), f"is '{self.preset}', but the sizes also come from the config_file "
+                                       f"'{self.config_file}'", "keep one of the two")
+        if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
+            low, high = neighbours(self.hidden_size, self.num_heads)
+            yield Mistake(("hidden_size",), f"is {self.hidden_size}, which {self.num_heads} heads do not divide",
+                          f"the nearest sizes are {low} and {high}" if low else f"the nearest size is {high}")
+
+
+class DatasetSection(Section):
+    """The data."""
+
+    name: Name = Field(description=(
+        "registered data set, such as text, code_search_net, bert_hdf5, huggingface, pairs or synthetic"))
+    path: FilePath | None = Field(None, description="file or folder of the data, relative to the current folder")
+    batch_size: int = Field(ge=1, le=MOST_SAMPLES, description=(
+        "samples per batch, which is split into num_microbatches microbatches; with a flush, one update per batch"))
+    max_tokens: int | None = Field(None, ge=1, le=10**12, description=(
+        "largest number of samples times the longest side of a batch of pairs, padding included; a batch then has any "
+        "multiple of batch_size samples; null: exactly batch_size"))
+    language: Name | None = Field(None, description=(
+        "language of the text that the data set text finds on this machine without a path, as catalogues of programs "
+        "name it, such as zh_CN; null takes English prose"))
+    source_language: Name | None = Field(None, description=(
+        "language that pairs are translated from, where a data set has several; null takes the data set's first"))
+    target_language: Name | None = Field(None, description=(
+        "language that pairs are translated into; null takes the other one, or of catalogues that with the most"))
+    num_workers: int = Field(0, ge=0, le=1024, description=(
+        "batches that a thread prepares ahead on each rank that reads data; 0 prepares each batch when it is needed"))
+    samples: int | None = Field(None, ge=1, le=10**12, description=(
+        "largest number of training samples; a synthetic data set makes exactly as many, with null 1024 or 8 batches"))
+    tokenizer: FilePath | None = Field(None, description=(
+        "tokenizer.json for text, such as that of imported weights, relative to the current folder; null trains one "
+        "on the data"))
+    cache_directory: FilePath | None = Field(None, description=(
+        "folder for prepared data and tokenizers; null takes ~/.cache/vpipe"))
+    seed: Seed | None = Field(None, description="seed of the sample order and of masking; null takes training.seed")
+
+
+class TrainingSection(Section):
+    """The length of the training, and its updates.
+
+    A run ends at the first of ``epochs``, ``max_steps`` and ``max_minutes`` that it reaches; one that is
+    null does not count, and the data repeat as often as needed. With none of the three it is one epoch.
+    """
+
+    learning_rate: float = Field(gt=0, description="learning rate after the warm-up, such as 1e-3")
+    epochs: Steps | None = Field(None, description=(
+        "stop after this many passes over the data; 1 when neither max_steps nor max_minutes is given"))
+    max_steps: Steps | None = Field(None, description="stop after this many steps")
+    max_minutes: float | None = Field(None, gt=0, le=MOST_STEPS, description="stop after this many minutes of training")
+    num_microbatches: int | None = Field(None, ge=1, le=MOST_MICROBATCHES, description=(
+        "microbatches per batch; must divide dataset.batch_size; null takes 1 with a flush, without one as many as "
+        "stages, times replicas, and then an update takes the whole batch"))
+    optimizer: Literal["sgd", "adam", "adamw", "nadam", "lamb", "muon", "soap"] = Field("adamw", description=(
+        "optimizer; muon and soap step the matrices of hidden layers, and AdamW the other parameters at the same "
+        "learning rate"))
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
+    lr_policy: Literal["constant", "step", "polynomial", "cosine"] = Field("constant", description=(
+        "learning rate after the warm-up: constant; step divides it by 10 after each third of the updates; polynomial "
+        "(a straight line) and cosine fall to 0 at the last update"))
+    warmup_steps: float = Field(0, ge=0, le=MOST_STEPS, description=(
+        "steps over which the learning rate rises from 0; a value below 1 is a share of all steps of the run"))
+    weight_decay: float = Field(0.0, ge=0, description=(
+        "decoupled weight decay, or an L2 term in the gradient (sgd, adam); not applied to biases and norms"))
+    grad_clip: float | None = Field(None, gt=0, description="largest norm of the gradient over all stages")
+    on_nan: Literal["stop", "skip"] = Field("stop", description=(
+        "reaction to a loss or gradient that is not finite: stop ends the run; skip leaves the update out, with a "
+        "flush on all stages, without one on the stage concerned"))
+    delay_correction: Literal["none", "extrapolate"] = Field("none", description=(
+        "correction of late gradients without a flush; extrapolate continues every step of the optimizer over the mean "
+        "delay of its stage, in updates"))
+    delay_correction_strength: float = Field(1.0, gt=0, description=(
+        "share of that delay, or a multiple of it, over which extrapolate continues"))
+    precision: PrecisionName = Field("fp32", description=(
+        "arithmetic of the layers; bf16 and fp16 use autocast, bf16_pure also rounds the weights and keeps fp32 "
+        "master weights"))
+    loss_scale: LossScale = Field("dynamic", description=(
+        "factor of the loss in fp16; dynamic finds it while training and skips updates that overflow"))
+    seed: Seed = Field(0, description="seed of initial weights and dropout")
+    evaluate_every: Steps | None = Field(None, description="steps between evaluations; the run always ends with one")
+    evaluation_batches: Steps = Field(8, description="batches per evaluation")
+    compile: Compile = Field(False, description=(
+        "compile every layer with torch.compile: true for inductor, or the name of another backend, such as aot_eager; "
+        "schedules that split the backward are refused"))
+    profile_iteration: Steps | None = Field(None, description=(
+        "update to record with torch's profiler on every rank, counted from 1 as in the progress lines"))
+    sample_prompts: Texts = Field((), description=(
+        "texts that the model continues at the end, as it was before the training and after it; for BERT, texts with "
+        "[MASK] for words to fill in"))
+    exit_after_profile: bool = Field(False, description="end the run normally after profile_iteration")
+    print_frequency: Steps = Field(10, description=(
+        "updates between two progress lines in the ranks' logs, and on a screen without a progress bar"))
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads per rank")
+
+    @property
+    def needs_norms(self) -> bool:
+        """Return whether stages exchange the norms of their gradients, under a schedule with a flush."""
+        return self.grad_clip is not None or self.on_nan == "skip" or self.computed.scaled
+
+    @property
+    def computed(self) -> Precision:
+        """The precision that layers compute in."""
+        return Precision(self.precision, None if self.loss_scale == "dynamic" else self.loss_scale)
+
+    @property
+    def extrapolation(self) -> float | None:
+        """Return the strength of the correction of late gradients; None where they are not corrected."""
+        return None if self.delay_correction == "none" else self.delay_correction_strength
+
+    def warmup_updates(self, total: int) -> int:
+        """Return the updates of the warm-up in a run of ``total`` updates."""
+        return int(self.warmup_steps * total if self.warmup_steps < 1 else self.warmup_steps)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_epoch(cls, data: Any) -> Any:
+        limits = ("epochs", "max_steps", "max_minutes")
+        if isinstance(data, dict) and all(data.get(key) is None for key in limits):
+            return {**data, "epochs": 1}
+        return data
+
+    def mistakes(self) -> Iterator[Mistake]:
+        endless = self.epochs is None and self.max_steps is None
+        remedy = "give max_steps or epochs as well; the run still ends at the first limit it reaches"
+        if endless and self.lr_policy != "constant":
+            yield Mistake(("lr_policy",), f"is {self.lr_policy}, which depends on the number of updates, but "
+                                          "max_minutes alone does not give it", remedy)
+        if 0 < self.warmup_steps < 1 and endless:
+            yield Mistake(("warmup_steps",), f"is {self.warmup_steps}, a share of all updates, but max_minutes "
+                                             "alone does not give their number", remedy)
+        if self.warmup_steps > 1 and self.warmup_steps % 1:
+            yield Mistake(("warmup_steps",), f"is {self.warmup_steps}", "give whole updates, or a share below 1")
+        if self.loss_scale != "dynamic" and self.precision != "fp16":
+            yield Mistake(("loss_scale",), f"is {self.loss_scale:g}, but the precision is {self.precision}",
+                          "only fp16 scales its loss: leave it out, or set precision: fp16")
+        if self.momentum != 0.9 and self.optimizer != "sgd":
+            yield Mistake(("momentum",), f"is {self.momentum}, but the optimizer is {self.optimizer}",
+                          "momentum belongs to sgd: leave it out, or set optimizer: sgd")
+        if self.delay_correction_strength != 1 and self.delay_correction == "none":
+            yield Mistake(("delay_correction_strength",), f"is {self.delay_correction_strength:g}, but nothing is "
+                          "corrected", "leave it out, or set delay_correction: extrapolate")
+        if self.exit_after_profile and self.profile_iteration is None:
+            yield Mistake(("exit_after_profile",), "is true, but no profile_iteration says which update is profiled",
+                          "set profile_iteration, or leave it out")
+
+
+class LaunchSection(Section):
+    """The start of ranks, above all those on other hosts."""
+
+    ssh_options: Texts = Field((), description=(
+        "options for ssh, such as [-p, '2222', -i, /home/me/.ssh/cluster]; ssh never asks for a password"))
+    python: Name | None = Field(None, description="Python on the other hosts; null takes the path of this one")
+    directory: Name | None = Field(None, description=(
+        "folder on the other hosts that paths are relative to; null takes the path of this one"))
+    keep_memory: bool = Field(True, description=(
+        "keep freed memory for the next tensors of a rank, on every host whose C library is glibc"))
+
+
+class CheckpointSection(Section):
+    """The checkpoints of a run."""
+
+    every_steps: Steps | None = Field(None, description=(
+        "steps between two checkpoints; null writes none before the end"))
+    keep: int | None = Field(3, ge=1, le=MOST_STEPS, description="number of newest checkpoints to keep; null keeps all")
+    at_end: bool = Field(True, description="write a checkpoint at the end of the run, and when a signal stops it")
+    directory: Absolute | None = Field(None, description=(
+        "parent folder of the runs' checkpoint folders, on a disk that all hosts see; null writes checkpoints into "
+        "the run folder"))
+
+    @property
+    def makes_any(self) -> bool:
+        """Return whether a run writes any checkpoint."""
+        return self.at_end or self.every_steps is not None
+
+
+class MetricsSection(Section):
+    """The metrics of a run beside ``metrics.jsonl``."""
+
+    peak_tflops: float | None = Field(None, gt=0, le=10**9, description=(
+        "peak of one device in 10^12 operations per second, for MFU and HFU; null takes it from a table of GPUs, else "
+        "measures it"))
+    rank_times_every: Steps | None = Field(None, description=(
+        "updates between two reports of the time and the traffic of each rank; null for none"))
+    tensorboard: bool = Field(False, description="write TensorBoard events into the run folder")
+    wandb: Literal["offline", "online"] | None = Field(None, description=(
+        "log the run with Weights & Biases: offline writes files into the run folder, online uploads them; null does "
+        "neither"))
+
+
+class Config(Section):
+    """Everything that decides a run. Paths are taken from the current folder."""
+
+    model: ModelSection = Field(description="model to train")
+    dataset: DatasetSection = Field(description="training data")
+    training: TrainingSection = Field(description="length of the training, optimizer and numerics")
+    parallel: ParallelSection = Field(description="stages, their ranks and their schedule")
+    checkpoint: CheckpointSection | None = Field(None, description="when checkpoints are written, and where")
+    launch: LaunchSection = Field(default_factory=lambda: LaunchSection.model_validate({}), description=(
+        "start of the ranks, above all on other hosts"))
+    metrics: MetricsSection = Field(default_factory=lambda: MetricsSection.model_validate({}), description=(
+        "metrics beside metrics.jsonl"))
+    machines: Texts | None = Field(None, description=(
+        "host:gpu of each rank, such as [hostA:0, hostA:1, hostB:0]; the first is this host, the others are reached "
+        "over ssh; null runs all ranks on this host"))
+    container: str | None = Field(None, description="container image for the ranks, run with apptainer or singularity")
+    log_directory: FilePath = Field(Path("output"), description="parent folder of the run folders")
+    trace: bool = Field(False, description="write the timeline of the run")
+    elastic: bool = Field(False, description="restart with fewer ranks when a host stays away")
+
+    @property
+    def saving(self) -> CheckpointSection:
+        """The checkpoint section; its defaults if the config has none."""
+        return self.checkpoint or CheckpointSection.model_validate({})
+
+    @property
+    def order(self) -> Order:
+        """The schedule; a stand-in where it is planned."""
+        parallel = self.parallel.standing_in
+        return order_of(parallel.schedule, parallel.chunks, update_every=parallel.update_every,
+                        warmup=parallel.depths, delay_correction=self.training.extrapolation or 0.0)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per batch: ``training.num_microbatches``, or what null means."""
+        microbatches = self.training.num_microbatches or self._default_microbatches()
+        assert microbatches is not None, "mistakes() refuses it"
+        return microbatches
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples per microbatch."""
+        return self.dataset.batch_size // self.microbatches
+
+    def _default_microbatches(self) -> int | None:
+        """Return what ``training.num_microbatches: null`` means; None if nothing fits the batch.
+
+        Without a flush a batch is an update, and every replica takes at least as many microbatches of it as it starts
+        before its first backward ends; so the mean delay is less than one update. Up to twice as many are taken where
+        fewer do not divide the batch. A smaller batch is cut into single samples.
+        """
+        parallel, samples = self.parallel, self.dataset.batch_size
+        if is_file(parallel.schedule):
+            return microbatches_of(parallel.schedule)
+        if not parallel.asynchronous:
+            return 1
+        fewest, unit = parallel.microbatches_of_update, parallel.microbatch_unit
+        fitting = [count for count in range(fewest, 2 * fewest + 1, unit) if samples % count == 0]
+        return fitting[0] if fitting else samples if samples < fewest and samples % unit == 0 else None
+
+    @model_validator(mode="after")
+    def _microbatches_and_updates(self) -> Config:
+        """Replace ``num_microbatches: null`` by a number; a batch is then an update of a schedule without a flush."""
+        if self.training.num_microbatches is not None:
+            return self
+        training = self.training.model_copy(update={"num_microbatches": self.microbatches})
+        config = self.model_copy(update={"training": training})
+        parallel = config.parallel
+        if parallel.update_every is not None or is_file(parallel.schedule) or not parallel.asynchronous:
+            return config
+        return config.with_parallel(update_every=config.microbatches // lcm(*parallel.widths))
+
+    def mistakes(self) -> Iterator[Mistake]:
+        if self.machines is not None:
+            yield from machine_mistakes(self.machines)
+        samples, microbatches = self.dataset.batch_size, self.training.num_microbatches
+        microbatches = microbatches or self._default_microbatches()
+        if microbatches is None:
+            fewest, unit = self.parallel.microbatches_of_update, self.parallel.microbatch_unit
+            low, high = neighbours(samples, fewest)
+            yield Mistake(("dataset", "batch_size"),
+                          f"is {samples}, which cannot be cut evenly into {fewest} to {2 * fewest} microbatches"
+                          + (f", a multiple of {unit}" if unit > 1 else "")
+                          + f", as {self.parallel.schedule} has them where training.num_microbatches is not given",
+                          (f"the nearest batch sizes are {low} and {high}" if low else
+                           f"the nearest batch size is {high}") + "; or give training.num_microbatches")
+            return
+        if samples % microbatches:
+            low, high = neighbours(samples, microbatches)
+            yield Mistake(("dataset", "batch_size"),
+                          f"is {samples}, which the {microbatches} microbatches of training.num_microbatches do not "
+                          "divide", f"the nearest batch sizes are {low} and {high}" if low else
+                          f"the nearest batch size is {high}")
+        every = self.parallel.update_every or 1
+        if self.parallel.asynchronous and microbatches % every:
+            divisors = ", ".join(str(k) for k in range(1, microbatches + 1) if microbatches % k == 0)
+            yield Mistake(("parallel", "update_every"),
+                          f"is {every}, which does not divide the {microbatches} microbatches of a batch",
+                          f"use one of {divisors}, or make training.num_microbatches a multiple of {every}")
+        if self.training.extrapolation is not None and not self.parallel.asynchronous:
+            yield Mistake(("training", "delay_correction"), f"is {self.training.delay_correction}, but under the "
+                          f"schedule {self.parallel.schedule} no gradient is late: it has a flush",
+                          "set it to none, or choose a schedule without a flush, such as pipedream")
+
+        for key, what, hint in self.training.computed.refused(used_codecs(self.parallel.compress)):
+            yield Mistake(("parallel", key), what, hint)
+
+        if self.trace and self.parallel.executor == THREADED:
+            yield Mistake(("trace",), f"is true, but {NO_TIMELINE[0]}", NO_TIMELINE[1])
+
+    def with_parallel(self, parallel: ParallelSection | None = None, **changes: object) -> Config:
+        """Return this config with another section ``parallel``, or other values of it, which are not validated."""
+        return self.model_copy(update={"parallel": (parallel or self.parallel).model_copy(update=changes)})
+
+    def resolved_yaml(self) -> str:
+        """Return this config as native YAML with every key; loading it gives an equal config."""
+        return write(self.model_dump(mode="json"))
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None, *,
+                resolved: bool = False) -> Config:
+    """Load the config in the file at ``path``, native or flat; a path that does not exist may name a shipped config.
+
+    Args:
+        overrides: values of ``--set``, such as ``training.learning_rate=3e-4``: native keys; for a flat file its own
+            keys, too.
+        scheduler: value of ``--scheduler``; it overrides the schedule and the executor of the file.
+        resolved: the file is the config of a run, which has every key; keys that derive from an overridden key are
+            derived anew.
+
+    Raises:
+        UserError: all mistakes in the files and on the command line.
+    """
+    tree = config_tree(path, overrides, scheduler, resolved=resolved)
+    given = isinstance(tree.get(OPTIONS), dict)
+    return validated(Config, tree, option_problems(tree) if given else ())
+
+
+def config_tree(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None, *,
+                resolved: bool = False) -> Tree:
+    """Return the native keys of a config before they are validated; see :func:`load_config`."""
+    file = find_config(path)
+    tree = read_yaml(file)
+    settings = [_setting(text) for text in overrides]
+    if _is_flat(tree.value):
+        flat = [(key, part) for key, part in settings if key in FLAT_KEYS]
+        settings = [(key, part) for key, part in settings if key not in FLAT_KEYS]
+        for key, part in flat:
+            tree.put((key,), part)
+        tree = to_native(tree, file.parent, Config.model_fields, shipped=file != path)
+    if scheduler is not None and scheduler not in SCHEDULERS and recipe_if_any(scheduler) is not None:
+        raise UserError(f"'{scheduler}' is a schedule; a scheduler is {' or '.join(SCHEDULERS)}",
+                        hint=f"write --set parallel.schedule={scheduler}", where="--scheduler")
+    if scheduler is not None:
+        place = Place("--scheduler", "--scheduler", "--scheduler")
+        overridden = {key for key, _ in settings}
+        settings.append(("parallel.scheduler", Tree.leaf(scheduler, place)))
+        if scheduler in SCHEDULERS:
+            meant = {"parallel.schedule": SCHEDULE_OF_SCHEDULERS, "parallel.executor": scheduler}
+            settings += [(key, Tree.leaf(value, place)) for key, value in meant.items() if key not in overridden]
+            drop_derived(tree, {"parallel.schedule": SCHEDULE_OF_SCHEDULERS})
+    if resolved:
+        drop_removed(tree)
+        if settings:
+            drop_derived(tree, {key: part.value for key, part in settings})
+    for key, part in settings:
+        tree.put(tuple(key.split(".")), part)
+    if isinstance(plan := tree.get(PLAN), str):
+        apply_plan(tree, plan, [key for key, _ in settings])
+    return tree
+
+
+def load_resolved(path: Path) -> Config:
+    """Load the config of a job that another process of this run wrote; its rules are not checked again."""
+    return Config.model_validate(read_yaml(path).value, context=CHECKED)
+
+
+def parse_resolved(text: str) -> Config:
+    """Parse the YAML of the config of a job that another process of this run has; see :func:`load_resolved`."""
+    return Config.model_validate(parse(text, "", "config").value, context=CHECKED)
+
+
+def config_row(config: Config) -> dict[str, Any]:
+    """Return every key of a config by its path, such as ``training.learning_rate``, in order."""
+    complete = config.model_copy(update={"checkpoint": config.saving})  # so that every row has the same columns
+    return dict(flatten(complete.model_dump(mode="json")))
+
+
+def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key of a section by its path, and its value."""
+    for key, value in section.items():
+        if isinstance(value, dict) and key not in ("stage_to_rank_map", "options"):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def drop_removed(tree: Tree) -> None:
+    """Drop the keys of a run's config that older versions had on by default and this one refuses."""
+    tree.drop(("parallel", "compress_feedback"))
+
+
+def _is_flat(values: Iterable[str]) -> bool:
+    """Return whether a file with these top-level keys has VPipe's flat form: flat keys, and no native section."""
+    keys = set(values)
+    return bool(keys & FLAT_KEYS - set(Config.model_fields)) and not keys & REPLACED_SECTIONS
+
+
+def _setting(text: str) -> tuple[str, Tree]:
+    """Parse the ``key=value`` of a ``--set``; the value is YAML."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    where = f"--set {key}"
+    if not equals or not all(parts := key.split(".")) or len(parts) > DEEPEST:
+        raise UserError(f"{describe(text)} does not set a key", where=where,
+                        hint="write --set training.learning_rate=3e-4")
+    return key, parse(value, key, where)

@@ -1,0 +1,90 @@
+"""Parse the list ``machines``: the host and the device of each rank."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from vpipe.app.config.validation import Mistake
+from vpipe.distributed.network import is_this_host
+
+LOCAL = ("localhost", "127.0.0.1")
+_MACHINE = re.compile(r"((?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.-]*):(\d{1,4})", re.ASCII)
+"""``host:gpu``; never a word that ssh takes for an option."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The host and the device of a rank: the destination for ssh, such as ``me@hostB``, and the number of the GPU."""
+
+    login: str
+    gpu: int
+
+    @classmethod
+    def parse(cls, text: str) -> Machine | None:
+        """Parse ``hostB:0``; return None if the text has another form."""
+        found = _MACHINE.fullmatch(text)
+        return None if found is None else cls(found[1], int(found[2]))
+
+
+def machine_mistakes(machines: Sequence[str]) -> Iterator[Mistake]:
+    """Yield the mistakes in the form of the list."""
+    if not machines:
+        yield Mistake(("machines",), "is empty", "give one host:gpu per rank, or leave it out")
+    logins: dict[str, str] = {}
+    for i, text in enumerate(machines):
+        machine = Machine.parse(text)
+        if machine is None:
+            yield Mistake(("machines", i), f"is '{text}'", "write host:gpu, such as localhost:0")
+        elif (other := logins.setdefault(host_of(machine.login), machine.login)) != machine.login:
+            yield Mistake(("machines", i), f"is '{text}', but another rank of that host is reached as '{other}'",
+                          "write one login for a host")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The login and the device of every rank, and the logins that mean this host."""
+
+    logins: tuple[str, ...]
+    devices: tuple[int, ...]
+    here: frozenset[str]
+
+    @classmethod
+    def from_machines(cls, machines: Sequence[str]) -> Hosts:
+        """Return the hosts of a valid list."""
+        entries = [machine for text in machines if (machine := Machine.parse(text)) is not None]
+        assert len(entries) == len(machines), "the config has checked the form"
+        here = frozenset(login for login in {entry.login for entry in entries}
+                         if host_of(login) in LOCAL or is_this_host(host_of(login)))
+        return cls(tuple(entry.login for entry in entries), tuple(entry.gpu for entry in entries), here)
+
+    @property
+    def others(self) -> list[str]:
+        """Logins of the other hosts, in the order of their first ranks."""
+        return [login for login in dict.fromkeys(self.logins) if login not in self.here]
+
+    @property
+    def first(self) -> str:
+        """Name of this host, which has the first rank."""
+        name = host_of(next(login for login in self.logins if login in self.here))
+        return socket.gethostname() if name in LOCAL else name  # which others are not called, too
+
+    def on(self, login: str | None) -> Mapping[int, int]:
+        """Return the device of each rank on a host; None means this host."""
+        return {rank: device for rank, (name, device) in enumerate(zip(self.logins, self.devices, strict=True))
+                if (name in self.here if login is None else name == login)}
+
+    def name(self, rank: int) -> str:
+        """Return the host of a rank, for messages."""
+        return self.first if self.logins[rank] in self.here else host_of(self.logins[rank])
+
+    def described(self, rank: int, description: str) -> str:
+        """Add the host to the description of a rank: ``rank 2 (stage 1) on hostB``; not if there is one host."""
+        return f"{description} on {self.name(rank)}" if self.others else description
+
+
+def host_of(login: str) -> str:
+    """Return the host of a login: ``hostB`` of ``me@hostB``."""
+    return login.rpartition("@")[2]

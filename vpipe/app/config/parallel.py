@@ -1,0 +1,503 @@
+"""Define the section ``parallel`` of a config: stages, their ranks, their schedule, and devices."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from math import lcm
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from vpipe import accelerator
+from vpipe.app.config.validation import (
+    FilePath,
+    Ints,
+    Mistake,
+    MistakesError,
+    Name,
+    Section,
+    check_entries,
+    is_share,
+)
+from vpipe.app.config.yaml_tree import describe
+from vpipe.description.cut import Cut
+from vpipe.description.execution import THREADED, Executor
+from vpipe.description.recompute import MOST_LAYERS, ranges
+from vpipe.description.transfers import Transfers
+from vpipe.errors import UserError, nearest_registered
+from vpipe.plan.plan import Plan
+from vpipe.runtime.executors.registry import threads_refused
+from vpipe.schedules.build import check_warmup, places_copies
+from vpipe.schedules.prepare import has_flush, is_file
+from vpipe.schedules.registry import (
+    DEFAULT_ASYNCHRONOUS,
+    DEFAULT_SCHEDULE,
+    recipe_if_any,
+    recipe_named,
+    schedule_names,
+)
+from vpipe.schedules.size import (
+    MOST_MICROBATCHES,
+    MOST_RANKS,
+    MOST_STAGES,
+    Placement,
+    default_warmup,
+    first_missing,
+)
+from vpipe.units import parse_size
+
+Scheduler = Literal["naive", "async_threaded"]
+SCHEDULERS: tuple[str, ...] = get_args(Scheduler)
+
+SCHEDULE_OF_SCHEDULERS = "gpipe"
+"""The schedule that OurGPipe's schedulers run."""
+
+AUTO = "auto"
+"""Value of keys that are planned when the run starts."""
+
+
+def _layers_or_auto(value: Any) -> Any:
+    hint = "partition: the number of layers of each stage such as [3, 2, 2, 2], or auto"
+    if value == AUTO:
+        return value
+    if not isinstance(value, (list, tuple)) or not value:
+        raise MistakesError(Mistake((), f"must be a list of whole numbers or auto, got {describe(value)}", hint))
+    layers = check_entries(value, lambda entry: type(entry) is int and entry >= 1, "a whole number of at least 1", hint)
+    if sum(layers) > MOST_LAYERS:
+        raise MistakesError(Mistake((), f"has {sum(layers):,} layers in all, more than {MOST_LAYERS:,}", hint))
+    return layers
+
+
+def _depths_or_auto(value: Any) -> Any:
+    hint = "warmup_depth: the forwards of each stage before its first backward, such as [5, 3, 1, 0], or auto"
+    if value is None or value == AUTO:
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise MistakesError(Mistake((), f"must be a list of whole numbers or auto, got {describe(value)}", hint))
+    return check_entries(value, lambda entry: type(entry) is int and 0 <= entry <= MOST_MICROBATCHES,
+                         f"a whole number from 0 to {MOST_MICROBATCHES:,}", hint)
+
+
+def _recompute(value: Any) -> Any:
+    """Validate a share, or for each stage a share or a list of layers."""
+    hint = ("recompute: the share of a stage's layers to recompute, counted from its end: 0..1; or a list with a "
+            "share, or a list of layers, per stage; or auto")
+    if value == AUTO:
+        return value
+    if not isinstance(value, (list, tuple)):
+        return float(check_entries(value, is_share, "a number from 0 to 1", hint))
+    wrong = [Mistake((i, j), f"must be the number of a layer, got {describe(layer)}", hint)
+             for i, entry in enumerate(value) if isinstance(entry, (list, tuple))
+             for j, layer in enumerate(entry) if type(layer) is not int or layer < 0]
+    wrong += [Mistake((i,), f"must be a number from 0 to 1, got {describe(entry)}", hint)
+              for i, entry in enumerate(value) if not isinstance(entry, (list, tuple)) and not is_share(entry)]
+    if wrong:
+        raise MistakesError(*wrong)
+    return tuple(tuple(entry) if isinstance(entry, (list, tuple)) else float(entry) for entry in value)
+
+
+def _size(value: Any) -> Any:
+    try:
+        return None if value is None else parse_size(value, "")
+    except UserError as error:
+        [problem] = error.problems
+        raise MistakesError(Mistake((), problem.what.lstrip(), problem.hint)) from None
+
+
+_DEVICES = rf"cpu|({'|'.join(accelerator.KINDS)})(:\d{{1,4}})?"
+
+
+def _device(value: Any) -> Any:
+    if value is None or (isinstance(value, str) and re.fullmatch(_DEVICES, value, re.ASCII)):
+        return value
+    raise MistakesError(Mistake((), f"must be cpu, cuda or a GPU such as cuda:1, got {describe(value)}",
+                                "device: leave it out to compute on GPUs where there are any"))
+
+
+def _codecs(value: Any) -> Any:
+    return check_entries(value, lambda name: name in get_args(Codec), "none, bf16 or int8",
+                         "compress: how tensors travel between stages: one word, or a list with one per cut")
+
+
+def used_codecs(compress: Codec | tuple[Codec, ...]) -> tuple[Codec, ...]:
+    """Return the codecs that ``parallel.compress`` names."""
+    return compress if isinstance(compress, tuple) else (compress,)
+
+
+Codec = Literal["none", "bf16", "int8"]
+Codecs = Annotated[Codec | tuple[Codec, ...], BeforeValidator(_codecs)]
+Recomputed = Annotated[float | tuple[float | tuple[int, ...], ...] | Literal["auto"], BeforeValidator(_recompute)]
+Bytes = Annotated[int | None, BeforeValidator(_size)]
+DeviceName = Annotated[str | None, BeforeValidator(_device)]
+
+
+OF_STAGES = ("model_parallel_size", "partition", "stage_to_rank_map", "warmup_depth")
+OF_SCHEDULE = ("update_every", "chunks", "warmup_depth")
+"""Keys that hold for a number of stages, and for a schedule: with another one they say nothing."""
+
+
+class ParallelSection(Section):
+    """The stages, their ranks, their schedule, and the devices."""
+
+    model_parallel_size: int = Field(ge=1, le=MOST_STAGES, description=(
+        "number of stages; optional where partition or stage_to_rank_map gives it"))
+    data_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description=(
+        "replicas of the whole pipeline, where stage_to_rank_map does not give the ranks of each stage"))
+    schedule: str = Field(DEFAULT_SCHEDULE, min_length=1, description=(
+        "order of forwards, backwards and updates, such as gpipe, 1f1b or pipedream; auto takes the fastest with a "
+        "flush; or a CSV file of actions, relative to the current folder"))
+    chunks: int | None = Field(None, ge=1, le=MOST_STAGES, description=(
+        "stages per rank, for schedules with a variable number (interleaved, interleaved_zb, looped_bfs, hanayo); null "
+        "takes the schedule's default"))
+    scheduler: Scheduler | None = Field(None, description=(
+        "OurGPipe's name for schedule gpipe with this executor; --scheduler on the command line overrides the "
+        "schedule and the executor of the config"))
+    use_orion_scheduler: bool = Field(False, description=(
+        "share a GPU between microbatches by priority, with the executor async_threaded: kernels of the first one go "
+        "at once, others wait while it is at work; also USE_ORION_SCHEDULER=1"))
+    orion_strict: bool = Field(False, description=(
+        "refuse to train where use_orion_scheduler has no effect, instead of a warning"))
+    executor: Executor = Field("overlapped", description=(
+        "how a rank runs its actions, with the same results: overlapped sends and receives during compute; naive ends "
+        "each action before the next; async_threaded, for gpipe on GPUs, runs each microbatch's forwards in a thread "
+        "and a stream of its own"))
+    partition: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_layers_or_auto)] = Field(
+        "auto", description=(
+        "layers per stage; auto measures the layers when the run starts and takes the fastest partition; under a "
+        "schedule from a file, auto balances the parameters"))
+    recompute: Recomputed = Field(0.0, description=(
+        "share of a stage's layers, counted from its end, whose activations are recomputed in the backward; one "
+        "number, or per stage a share or a list of layers; auto recomputes what the memory requires"))
+    memory: Bytes = Field(None, description=(
+        "bytes that a rank may use where something is auto, also as 8GiB or 500MB; null takes the device's memory, on "
+        "a CPU the host's divided by its ranks"))
+    plan: FilePath | None = Field(None, description=(
+        "plan file of vpipe plan, relative to the current folder; it gives partition, recompute, stage_to_rank_map, "
+        "schedule, update_every, warmup_depth and training.num_microbatches"))
+    update_every: int | None = Field(None, ge=1, le=MOST_MICROBATCHES, description=(
+        "microbatches per update of an asynchronous schedule, and per rank of a stage; null takes all of a batch where "
+        "training.num_microbatches is null, else the smallest possible number"))
+    stage_to_rank_map: dict[str, Ints] | None = Field(None, description=(
+        'ranks of each stage, such as {"0": [0, 1], "1": [2]}: with several, microbatch i goes to replica i mod their '
+        "number; null takes the schedule's placement"))
+    backend: Literal["gloo", "nccl", "xccl", "hccl"] | None = Field(None, description=(
+        "communication between ranks; null takes nccl where every rank has a GPU of its own, else gloo"))
+    device: DeviceName = Field(None, description=(
+        "device of a rank: cpu; cuda, the GPU with the rank's number on its host, shared where ranks outnumber GPUs; "
+        "cuda:1, that GPU; null takes cuda where there is a GPU, else cpu"))
+    master_port: int | None = Field(None, ge=1, le=65535, description=(
+        "TCP port of the rendezvous; null takes a free one"))
+    master_address: Name | None = Field(None, description=(
+        "name or address of rank 0's host, as the others reach it; null finds it"))
+    interface: Name | None = Field(None, description=(
+        "network interface between ranks, such as eth0; null takes the one on the route to rank 0's host"))
+    compress: Codecs = Field("none", description=(
+        "encoding of activations and gradients between stages on different ranks: none sends them as they are, bf16 "
+        "takes half the bytes of fp32, int8 a quarter; one word, or a list with one per cut"))
+    compress_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="rounding of int8")
+    compress_feedback: bool = Field(False, description="always false: error feedback on gradients was removed")
+    shared_memory: bool = Field(True, description=(
+        "whether ranks of one host that compute on CPUs pass tensors through shared memory; false, or where there is "
+        "none: gloo"))
+    timeout_s: float = Field(60.0, gt=0, le=10**6, description=(
+        "seconds that a rank waits for another before the run fails"))
+    warmup_depth: Annotated[tuple[int, ...] | Literal["auto"] | None, BeforeValidator(_depths_or_auto)] = Field(
+        None, description=(
+        "forwards of each stage before its first backward; null takes (ranks of this and later stages - 1) // ranks "
+        "of this stage; without a flush more of them hide transfers, at the price of memory and delay; auto takes as "
+        "few more as the measured transfers need"))
+
+    @property
+    def to_plan(self) -> tuple[str, ...]:
+        """Return the keys that are planned when the run starts; a schedule from a file is not planned for."""
+        cut = self.model_parallel_size > 1 and not is_file(self.schedule)
+        return tuple(key for key in ("partition", "recompute", "schedule", "warmup_depth")
+                     if getattr(self, key) == AUTO and (key not in ("partition", "warmup_depth") or cut))
+
+    @property
+    def standing_in(self) -> ParallelSection:
+        """Return this section with stand-ins for keys to be planned: the default schedule, no recomputation."""
+        return self.model_copy(update={"schedule": DEFAULT_SCHEDULE if self.schedule == AUTO else self.schedule,
+                                       "recompute": 0.0 if self.recompute == AUTO else self.recompute,
+                                       "warmup_depth": self.depths})
+
+    @property
+    def settled(self) -> ParallelSection:
+        """Return this section without an auto for which there is nothing to choose: the forwards ahead of one stage."""
+        return self if "warmup_depth" in self.to_plan else self.model_copy(update={"warmup_depth": self.depths})
+
+    def following(self, plan: Plan, placement: Placement) -> ParallelSection:
+        """Return this section with the cut and the schedule of a plan; ``placement`` is today's."""
+        changes: dict[str, Any] = {
+            "partition": plan.partition, "model_parallel_size": len(plan.partition), "plan": None,
+            "recompute": tuple(tuple(sorted(own)) for own in plan.recomputed) if any(plan.recomputed) else 0.0,
+            "schedule": plan.schedule or self.standing_in.schedule, "update_every": plan.update_every,
+            "warmup_depth": plan.warmup}
+        if plan.groups != placement:
+            changes |= {"stage_to_rank_map": {str(stage): ranks for stage, ranks in enumerate(plan.groups)},
+                        "data_parallel_size": 1, "chunks": None}
+        return self.model_copy(update=changes)
+
+    def cut_anew(self, stages: int, replicas: int = 1, *, ahead: bool = False) -> ParallelSection:
+        """Return this section for other stages, whose layers are to be planned.
+
+        Args:
+            ahead: forwards before the first backward that are listed become auto; 1F1B's are taken else.
+        """
+        return self.model_copy(update={
+            "model_parallel_size": stages, "data_parallel_size": replicas, "partition": AUTO, "plan": None,
+            "stage_to_rank_map": None, "warmup_depth": AUTO if ahead and self.depths else None})
+
+    @property
+    def warmup(self) -> tuple[int, ...] | Literal["auto"] | None:
+        """Return the forwards of each stage before its first backward, auto where they are planned."""
+        return "auto" if self.warmup_depth == AUTO else self.depths
+
+    @property
+    def depths(self) -> tuple[int, ...] | None:
+        """Return the forwards of each stage before its first backward where they are listed, and not 1F1B's."""
+        depths = self.warmup_depth
+        return depths if isinstance(depths, tuple) and depths != default_warmup(self.widths) else None
+
+    @property
+    def asks_for_gpus(self) -> bool:
+        """Return whether the config requires GPUs; otherwise they are used if there are any."""
+        return self.backend in accelerator.DIRECT or self.device not in (None, "cpu")
+
+    @property
+    def devices(self) -> str:
+        """Describe device and backend as far as the config gives them."""
+        where = self.device or next(
+            (kind for kind, own in accelerator.COLLECTIVES.items() if own == self.backend),
+            "GPUs where there are any, else cpu")
+        between = self.backend or ("gloo" if self.device == "cpu" else "nccl where each has a GPU, else gloo")
+        return f"ranks compute on {where}; {between} between them"
+
+    @property
+    def asynchronous(self) -> bool:
+        """Return whether the schedule has no flush."""
+        return not has_flush(self.schedule)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Return the number of replicas of every stage; a stage without one in a wrong map counts as if not named."""
+        named = self.stage_to_rank_map or {}
+        return tuple(len(named.get(str(stage), ())) or self.data_parallel_size
+                     for stage in range(self.model_parallel_size))
+
+    @property
+    def in_flight(self) -> int:
+        """Return the most microbatches that a replica of a stage has in flight: as many as stages, without replicas."""
+        return 1 + max(self.depths or default_warmup(self.widths))
+
+    @property
+    def microbatch_unit(self) -> int:
+        """Return what divides the microbatches of an update without a flush on all stages: replicas, update_every."""
+        return lcm(*self.widths) * (self.update_every or 1)
+
+    @property
+    def microbatches_of_update(self) -> int:
+        """Return the fewest microbatches, on all replicas, with which no gradient is a whole update late on average.
+
+        Every replica takes as many as it has in flight.
+        """
+        fewest = max(self.in_flight, recipe_named(self.schedule).update_every(self.in_flight)) * lcm(*self.widths)
+        return -(-fewest // self.microbatch_unit) * self.microbatch_unit
+
+    @property
+    def placement(self) -> Placement | None:
+        """Return the ranks per stage; None if the schedule places them."""
+        ranks = self.stage_to_rank_map
+        return None if ranks is None else tuple(ranks[str(stage)] for stage in range(len(ranks)))
+
+    @property
+    def cut(self) -> Cut:
+        """How the model is cut; a partition to be planned is the number of stages."""
+        assert not isinstance(self.recompute, str), "see standing_in"
+        return Cut(self.model_parallel_size if isinstance(self.partition, str) else self.partition, self.recompute,
+                   self.placement or self.data_parallel_size)
+
+    @property
+    def transfers(self) -> Transfers:
+        """The transfers between stages. The ranks are joined already, whatever the backend."""
+        codecs = [f"{name}_stochastic" if name == "int8" and self.compress_rounding == "stochastic" else name
+                  for name in used_codecs(self.compress)]
+        return Transfers(None, self.timeout_s, self.shared_memory,
+                         codecs if isinstance(self.compress, tuple) else codecs[0])
+
+    @property
+    def order_text(self) -> str:
+        """Name the schedule, and the executor if it is not the default one."""
+        return self.schedule + ("" if self.executor == "overlapped" else f", executor {self.executor}")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, data: Any) -> Any:
+        """Replace ``scheduler`` by the schedule and the executor that it means, and count the stages."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        if (scheduler := data.get("scheduler")) in SCHEDULERS:
+            meant = {"schedule": SCHEDULE_OF_SCHEDULERS, "executor": scheduler}
+            hint = "leave one of the two out, the scheduler of a file with --set parallel.scheduler=null"
+            wrong = [Mistake((key,), f"is {describe(data[key])}, but scheduler: {scheduler} means {key}: {value}", hint)
+                     for key, value in meant.items() if data.get(key, value) != value]
+            if wrong:
+                raise MistakesError(*wrong)
+            data |= {**meant, "scheduler": None}
+        if data.get("model_parallel_size") is None:
+            data.pop("model_parallel_size", None)
+            for stages in (data.get("partition"), data.get("stage_to_rank_map")):
+                if isinstance(stages, (list, tuple, dict)) and stages:
+                    return {**data, "model_parallel_size": len(stages)}
+        return data
+
+    def mistakes(self) -> Iterator[Mistake]:
+        stages = self.model_parallel_size
+        for key, entries in (("partition", self.partition), ("recompute", self.recompute),
+                             ("warmup_depth", self.warmup_depth)):
+            if isinstance(entries, tuple) and len(entries) != stages:
+                yield Mistake((key,), f"has {_count(entries)} for {stages} stages", "give one entry per stage")
+        if self.backend in accelerator.DIRECT and self.device == "cpu":
+            yield Mistake(("device",), f"is cpu, but {self.backend} carries tensors of GPUs only", "write "
+                          "backend: gloo, or leave device out")
+        yield from self._recomputed()
+        yield from self._compression()
+        if self.stage_to_rank_map is not None:
+            yield from rank_map_mistakes(self.stage_to_rank_map, stages, self.schedule)
+            if self.data_parallel_size > 1 and any(len(own) != self.data_parallel_size
+                                                   for own in self.stage_to_rank_map.values()):
+                yield Mistake(("data_parallel_size",), f"is {self.data_parallel_size}, but stage_to_rank_map gives the "
+                              f"stages {', '.join(str(len(own)) for own in self.stage_to_rank_map.values())} ranks",
+                              "leave it out: the map says it")
+        yield from self._schedule()
+        if self.executor == THREADED and (refused := threads_refused(self.schedule)):
+            yield Mistake(("executor",), f"is {refused[0]}", refused[1])
+        if self.use_orion_scheduler and self.executor != THREADED:
+            yield Mistake(("use_orion_scheduler",), f"is true, but the executor is {self.executor}, which has one "
+                          "stream for all microbatches", f"set executor: {THREADED}, or use_orion_scheduler: false")
+        yield from self._warmup()
+
+    def _warmup(self) -> Iterator[Mistake]:
+        depths = self.warmup
+        if depths is None or (len(depths) != self.model_parallel_size and depths != AUTO):
+            return
+        shown = depths if isinstance(depths, str) else list(depths)
+        recipe = None if is_file(self.schedule) or self.schedule == AUTO else recipe_if_any(self.schedule)
+        if is_file(self.schedule):
+            yield Mistake(("warmup_depth",), f"is {shown}, but the schedule is a file, '{self.schedule}', which says "
+                          "the order of its actions", "leave it out, or name a schedule")
+        elif self.schedule == AUTO:
+            yield Mistake(("warmup_depth",), f"is {shown}, but the schedule is auto, which takes one with a flush",
+                          "leave it out, or choose a schedule without a flush, such as " + DEFAULT_ASYNCHRONOUS)
+        elif recipe is not None:
+            try:
+                check_warmup(recipe, self.widths, depths)
+            except UserError as error:
+                [problem] = error.problems
+                yield Mistake(("warmup_depth",), problem.what.removeprefix("warmup_depth "), problem.hint)
+
+    def _recomputed(self) -> Iterator[Mistake]:
+        named = {stage: entry for stage, entry in enumerate(self.recompute) if isinstance(entry, tuple)} if isinstance(
+            self.recompute, tuple) else {}
+        if named and isinstance(self.partition, str):
+            yield Mistake(("recompute",), "names layers, but the partition, which decides whose they are, is auto",
+                          "write the partition, or recompute: auto")
+        elif named and not isinstance(self.partition, str) and len(self.partition) == self.model_parallel_size:
+            here = ranges(self.partition)
+            yield from (Mistake(("recompute", stage), f"names layer {layer}, but stage {stage} has the layers "
+                                f"{here[stage].start} to {here[stage].stop - 1}", "layers are those of the model, "
+                                "counted from 0") for stage, layers in named.items() if stage < len(here)
+                        for layer in layers if layer not in here[stage])
+
+    def _compression(self) -> Iterator[Mistake]:
+        cuts = self.model_parallel_size - 1
+        if isinstance(self.compress, tuple) and len(self.compress) != cuts:
+            yield Mistake(("compress",), f"has {_count(self.compress)} for the {cuts} cuts between "
+                          f"{self.model_parallel_size} stages", "give one word, or one entry per cut")
+        if self.compress_rounding != "nearest" and "int8" not in used_codecs(self.compress):
+            yield Mistake(("compress_rounding",), f"is {self.compress_rounding}, but nothing is sent as int8",
+                          "leave it out, or set compress: int8")
+        if self.compress_feedback and set(used_codecs(self.compress)) != {"none"}:
+            yield Mistake(("compress_feedback",), "is true, but error feedback was removed: it made gradients less "
+                          "exact", "leave it out")
+
+    def _schedule(self) -> Iterator[Mistake]:
+        if self.schedule == AUTO and self.chunks is not None:
+            yield Mistake(("chunks",), f"is {self.chunks}, but the schedule is auto",
+                          "leave it out, or name a schedule")
+        if is_file(self.schedule) and self.recompute == AUTO:
+            yield Mistake(("recompute",), f"is auto, but the schedule is a file, '{self.schedule}', under which "
+                          "nothing is planned", "write what is recomputed, or name a schedule")
+        if not is_file(self.schedule) and self.schedule not in schedule_names():
+            yield Mistake(("schedule",), f"is '{self.schedule}', which is no schedule of this version",
+                          nearest_registered(self.schedule, schedule_names()))
+            return
+        try:
+            flush = has_flush(self.schedule)
+        except UserError as error:  # of a file
+            [problem] = error.problems
+            place = f" ({problem.where})" if problem.where else ""
+            yield Mistake(("schedule",), f"names no schedule: {problem.what}{place}", problem.hint)
+            return
+        if (self.update_every or 1) > 1 and flush:
+            yield Mistake(("update_every",), f"is {self.update_every}, but the schedule {self.schedule} updates once "
+                          "per batch", "leave it out; training.num_microbatches says how many microbatches a batch has")
+
+
+def _count(entries: tuple[object, ...]) -> str:
+    return "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
+
+
+def rank_map_mistakes(ranks: Mapping[str, tuple[int, ...]], stages: int, schedule: str) -> Iterator[Mistake]:
+    """Yield the mistakes in ``stage_to_rank_map``; the schedule is a name, a file, or auto."""
+    key = "stage_to_rank_map"
+    expected = [str(stage) for stage in range(stages)]
+    if set(ranks) != set(expected):
+        yield Mistake((key,), f"names the stages {', '.join(sorted(ranks)) or 'none'}; there are {stages}: "
+                              f"{', '.join(expected)}",
+                              "name each stage once, as \"0\", \"1\", ..., or correct model_parallel_size")
+        return
+    places = [(stage, rank) for stage in expected for rank in ranks[stage]]
+    highest = max((rank for _, rank in places), default=0)
+    hint = f"give each stage ranks of its own: {len(places)} of them are numbered 0 to {len(places) - 1}"
+    stage_of: dict[int, str] = {}
+    twice = {(stage, rank) for stage in expected for rank, times in Counter(ranks[stage]).items() if times > 1}
+    for stage in expected:
+        if not ranks[stage]:
+            yield Mistake((key, stage), f"puts stage {stage} on no rank", "give the stage a rank, or several")
+    for stage, rank in places:
+        other = stage_of.setdefault(rank, stage)
+        if rank < 0:
+            yield Mistake((key, stage), f"puts stage {stage} on rank {rank}", hint)
+        elif (stage, rank) in twice:
+            yield Mistake((key, stage), f"names rank {rank} twice for stage {stage}", hint)
+            return
+        elif other != stage:
+            both = f"puts stage {stage} on rank {rank}, where stage {other} is already; "
+            if _one_stage_per_rank(schedule, stages):
+                yield Mistake((key, stage), f"{both}{schedule} holds one stage on each rank",
+                              f"{hint}, or choose a schedule with several stages per rank, such as interleaved")
+            elif ranks[other] != ranks[stage] and not _places_copies(schedule, stages):
+                yield Mistake((key, stage), f"{both}stage {other} has ranks {list(ranks[other])}, stage {stage} "
+                              f"{list(ranks[stage])}",
+                              "let the two share all of their ranks, in the same order, or none")
+    missing = first_missing(rank for _, rank in places)
+    if missing < highest:
+        yield Mistake((key,), f"names ranks up to {highest}, but never rank {missing}",
+                      "number the ranks from 0 without a gap")
+
+
+def _one_stage_per_rank(schedule: str, stages: int) -> bool:
+    if schedule == "auto":
+        return True
+    recipe = recipe_if_any(schedule)  # None of a file, or a name that is refused anyway
+    return (recipe is not None and recipe.chunks == 1 and not recipe.any_chunks
+            and not places_copies(recipe, stages))
+
+
+def _places_copies(schedule: str, stages: int) -> bool:
+    recipe = recipe_if_any(schedule)
+    return recipe is not None and places_copies(recipe, stages)

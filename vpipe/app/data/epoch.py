@@ -1,0 +1,211 @@
+"""Make the batches of an epoch from arrays: shuffle rows, cut batches, turn them into tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from math import log
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vpipe.app.data.dataset import SPLITS, Field, Split
+from vpipe.errors import UserError, counted, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Array = NDArray[np.generic]
+Rows = NDArray[np.int64]
+INPUT_IDS, LABELS = "input_ids", "labels"
+_COUNTED_AT_ONCE = 1 << 22
+
+
+def needed_fields(known: Mapping[str, Field], fields: Collection[str] | None) -> frozenset[str]:
+    """Return the fields a rank needs, None meaning all. Raises :class:`UserError` for a name that no batch has."""
+    for name in fields or ():
+        if name not in known:
+            raise UserError(f"a batch has no field '{name}'", hint=nearest(name, list(known)))
+    return frozenset(known if fields is None else fields)
+
+
+def check_split(split: str) -> None:
+    """Raise :class:`UserError` unless ``split`` is ``train`` or ``test``."""
+    if split not in SPLITS:
+        raise UserError(f"no split is called '{split}'", hint=nearest(split, SPLITS))
+
+
+def check_batch_size(split: Split, samples: int, batch_size: int, *, whole: bool = True) -> None:
+    """Raise :class:`UserError` unless the split holds at least one batch, or unless ``whole`` one sample."""
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}", hint="a batch holds at least 1 sample")
+    if samples < (batch_size if whole else 1):
+        raise UserError(f"the {split} split holds {counted(samples, 'sample')}, fewer than one batch of {batch_size}",
+                        hint=f"use a batch size of at most {samples}, or more data" if samples else "add data")
+
+
+def epoch_rows(samples: int, batch_size: int, *, seed: int | None, whole: bool = True) -> Iterator[Rows]:
+    """Yield the row numbers of each batch; shuffled by ``seed``, or in order when it is None.
+
+    Args:
+        whole: leave out the last batch if it has fewer samples.
+    """
+    order = np.arange(samples) if seed is None else seeded_generator(seed).permutation(samples)
+    for start in range(0, samples - batch_size + 1 if whole else samples, batch_size):
+        yield order[start:start + batch_size]
+
+
+def seeded_generator(*seeds: int) -> np.random.Generator:
+    """Return a random generator of its own for every tuple of integers, negative ones included."""
+    return np.random.default_rng([2 * seed if seed >= 0 else -2 * seed - 1 for seed in seeds])  # numpy: not negative
+
+
+def tensors(fields: Mapping[str, Field], batch_size: int, rows: Mapping[str, Array]) -> dict[str, Tensor]:
+    """Return a batch: fields that ``rows`` holds (``[batch_size, *shape]`` each) as data, the others on ``meta``."""
+    import torch
+
+    return {name: torch.from_numpy(rows[name]).to(field.dtype) if name in rows
+            else torch.empty((batch_size, *field.shape), dtype=field.dtype, device="meta")
+            for name, field in fields.items()}
+
+
+class ArrayDataset:
+    """A data set whose samples lie in arrays, in memory or mapped from disk: one array per field.
+
+    ``load(split, field)`` returns an array ``[N, *shape]`` of any integer type; it is called at the start of an epoch,
+    for needed fields only. ``counts`` holds the samples of each split, at most as many as the arrays have rows.
+    ``describe`` returns the fields; it is called when they are first asked for, since their types are torch's.
+    ``tokenizer_path``: of the ``tokenizer.json`` that made the samples; None without one.
+    """
+
+    def __init__(self, vocab_size: int, sequence_length: int, describe: Callable[[], Mapping[str, Field]],
+                 counts: Mapping[Split, int], load: Callable[[Split, str], Array],
+                 tokenizer_path: Path | None = None) -> None:
+        self.vocab_size = vocab_size
+        self.sequence_length = sequence_length
+        self.tokenizer_path = tokenizer_path
+        self._describe = describe
+        self._counts = dict(counts)
+        self._load = load
+
+    @cached_property
+    def fields(self) -> Mapping[str, Field]:
+        """Return the fields of a batch, by name."""
+        return self._describe()
+
+    def samples(self, split: Split) -> int:
+        """Return the number of samples in the split."""
+        check_split(split)
+        return self._counts[split]
+
+    def batches(self, split: Split, batch_size: int, *, seed: int,
+                fields: Collection[str] | None = None, first: int = 0) -> Iterator[dict[str, Tensor]]:
+        """Yield one epoch; see :class:`~vpipe.app.data.dataset.Dataset`."""
+        check_batch_size(split, self.samples(split), batch_size, whole=split == "train")
+        needed = needed_fields(self.fields, fields)
+        return self._epoch(split, batch_size, seed if split == "train" else None, needed, first)
+
+    def _epoch(self, split: Split, batch_size: int, seed: int | None, needed: frozenset[str],
+               first: int) -> Iterator[dict[str, Tensor]]:
+        arrays = {name: self._load(split, name) for name in self.fields if name in needed}
+        for rows in islice(epoch_rows(self._counts[split], batch_size, seed=seed, whole=split == "train"), first, None):
+            taken = {name: array[rows] for name, array in arrays.items()}
+            self._check(split, taken)
+            yield tensors(self.fields, len(rows), taken)
+
+    def _check(self, split: Split, taken: Mapping[str, Array]) -> None:
+        """Raise :class:`UserError` for impossible values; to be overridden."""
+
+
+def first_samples(counts: Mapping[Split, int], samples: int | None) -> dict[Split, int]:
+    """Return those counts, with at most ``samples`` for training; None = all."""
+    return dict(counts) if samples is None else {**counts, "train": min(counts["train"], samples)}
+
+
+def for_language_model(fields: Collection[str]) -> bool:
+    """Return whether a model that reads these fields predicts the next token, which BERT does not."""
+    return LABELS in fields
+
+
+def samples_in(tokens: int, sequence_length: int) -> int:
+    """Return the number of samples in so many tokens. Raises :class:`UserError` for a length that no sample can have.
+    """
+    if sequence_length < 1:
+        raise UserError(f"sequence_length is {sequence_length}", hint="a sample has at least 1 token")
+    return max(0, tokens - 1) // sequence_length
+
+
+@dataclass(frozen=True)
+class HeldOutText:
+    """What the losses on a held-out text compare with.
+
+    Attributes:
+        tokens: of the text, a token at the end of each document included.
+        bytes: of the text in UTF-8.
+        unigram_entropy: of the text, in nats per token: the lowest loss of a model that sees no context.
+    """
+
+    tokens: int
+    bytes: int
+    unigram_entropy: float
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Return what a byte of the text costs at a loss in nats per token; it does not depend on the tokenizer."""
+        return loss / log(2) * self.tokens / self.bytes
+
+
+class TokenDataset(ArrayDataset):
+    """A language model's data set: ``input_ids`` and ``labels`` [S], int64, cut from one long row of tokens per split.
+
+    ``labels[t]`` is the token after ``input_ids[t]``. A batch with a token out of the vocabulary raises
+    :class:`UserError`.
+
+    Args:
+        counts: samples of each split, at most as many as its tokens have (:func:`samples_in`).
+        tokens: split -> its tokens [T], of any type of integers; a map of a file is read where samples are asked for.
+        held_out_bytes: of the text that the tokens of ``test`` stand for; None where they stand for none.
+        lines: what a run says of it, see :class:`~vpipe.app.data.dataset.Described`.
+    """
+
+    def __init__(self, vocab_size: int, sequence_length: int, counts: Mapping[Split, int],
+                 tokens: Callable[[Split], Array], tokenizer_path: Path | None = None,
+                 held_out_bytes: int | None = None, lines: Sequence[str] = ()) -> None:
+        samples_in(0, sequence_length)
+        self.lines = lines
+        self._tokens, self._held_out_bytes = tokens, held_out_bytes
+
+        def load(split: Split, field: str) -> Array:
+            row = tokens(split)
+            first, samples = int(field == LABELS), samples_in(len(row), sequence_length)
+            return row[first:first + samples * sequence_length].reshape(samples, sequence_length)
+
+        def describe() -> dict[str, Field]:
+            import torch
+
+            return {name: Field((sequence_length,), torch.int64) for name in (INPUT_IDS, LABELS)}
+
+        super().__init__(vocab_size, sequence_length, describe, counts, load, tokenizer_path)
+
+    @cached_property
+    def held_out_text(self) -> HeldOutText | None:
+        """Count the tokens of ``test``; None where they stand for no text."""
+        if not self._held_out_bytes:
+            return None
+        tokens = self._tokens("test")
+        counts = np.zeros(self.vocab_size, np.int64)
+        for start in range(0, len(tokens), _COUNTED_AT_ONCE):
+            counts += np.bincount(tokens[start:start + _COUNTED_AT_ONCE], minlength=self.vocab_size)
+        shares = counts[counts > 0] / len(tokens)
+        return HeldOutText(len(tokens), self._held_out_bytes, float(-(shares * np.log(shares)).sum()))
+
+    def _check(self, split: Split, taken: Mapping[str, Array]) -> None:
+        largest = max((int(np.max(values)) for values in taken.values()), default=0)
+        if largest >= self.vocab_size:
+            raise UserError(f"the {split} split has the token {largest}, but the vocabulary ends at "
+                            f"{self.vocab_size - 1}: the prepared data is damaged",
+                            hint="remove its folder: the next run prepares it again",
+                            where=str(self.tokenizer_path.parent) if self.tokenizer_path else None)

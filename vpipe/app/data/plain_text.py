@@ -1,0 +1,154 @@
+"""Read documents from a folder of plain text files, and split English prose into sentences."""
+
+from __future__ import annotations
+
+import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Iterator
+from pathlib import Path
+
+from vpipe.app.data.cache import existing_files
+from vpipe.errors import UserError
+
+_ABBREVIATIONS = frozenset({
+    "e.g", "i.e", "cf", "vs", "viz", "resp", "approx", "ca", "al", "fig", "figs", "eq", "eqs", "sec", "no", "nos",
+    "vol", "pp", "p", "ch", "ref", "refs", "dr", "mr", "mrs", "ms", "prof", "st", "jr", "sr", "inc", "ltd", "dept",
+    "est", "jan", "feb", "mar", "apr", "jun", "jul", "aug", "sep", "sept", "oct", "nov", "dec",
+})
+# A closing mark, perhaps quotes or brackets after it, space, and something that can open a sentence; or a closing mark
+# of Chinese and Japanese, after which no space stands.
+_BOUNDARY = re.compile(r"""(?P<mark>[.!?]+)["')\]]*\s+(?=["'(\[]*[A-Z0-9])|[。！？]+[”’」』）】]*\s*(?=.)""")
+_LAST_WORD = re.compile(r"""[^\s"'(\[]*$""")
+
+
+def split_sentences(text: str) -> list[str]:
+    """Return the sentences of ``text``, in order, with every run of white space made one space.
+
+    A boundary is ``.``, ``!`` or ``?`` (or several, as in an ellipsis) followed by white space and a capital letter
+    or a digit. It is not one after an abbreviation (``e.g. Python``), after a single capital (``D. Knuth``),
+    or within a number (``3.14``: no white space). ``etc.`` may end a sentence, so it does when a capital follows.
+    Of Chinese and Japanese, ``。``, ``！`` and ``？`` are boundaries.
+    """
+    text = " ".join(text.split())
+    sentences, start = [], 0
+    for boundary in _BOUNDARY.finditer(text):
+        if boundary["mark"] == "." and _is_abbreviated(text[start:boundary.start()]):
+            continue
+        sentences.append(text[start:boundary.end()].rstrip())
+        start = boundary.end()
+    if start < len(text):
+        sentences.append(text[start:])
+    return sentences
+
+
+def _is_abbreviated(before: str) -> bool:
+    """Return whether the full stop after ``before`` belongs to its last word."""
+    last = _LAST_WORD.search(before)
+    assert last is not None, "the pattern matches the empty string too"
+    word = last.group()
+    return word.lower() in _ABBREVIATIONS or (len(word) == 1 and word.isupper() and word != "I")
+
+
+BYTE_ORDER_MARK = "\ufeff"
+"""Begins a file, and is no text of it, nor of a file that it was joined to."""
+
+
+def text_files(folder: Path) -> list[Path]:
+    """Return the .txt files in ``folder`` and below, sorted, or the one that it is.
+
+    Raises :class:`UserError` without any.
+    """
+    if not folder.exists():
+        raise UserError(f"the folder {folder} does not exist", hint="name a folder that holds *.txt files")
+    if folder.is_file() and folder.suffix == ".txt":
+        return [folder]
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file, not a folder", hint="name a *.txt file, or the folder that holds them")
+    files = existing_files(folder.rglob("*.txt"))
+    if not files:
+        others = sum(1 for _ in folder.iterdir())
+        raise UserError(f"no *.txt file in {folder} or below it ({others} other entries)",
+                        hint="put text there, documents separated by blank lines, in files that end in .txt")
+    return files
+
+
+def read_documents(folder: Path) -> list[list[str]]:
+    """Return documents of at least two sentences, in the order of the files' names. Lines may be wrapped."""
+    documents = (split_sentences(" ".join(block)) for block in read_blocks(folder))
+    return [document for document in documents if len(document) >= 2]
+
+
+def read_blocks(folder: Path) -> Iterator[list[str]]:
+    """Yield the lines of every document, in the order of the files' names.
+
+    Blank lines separate documents; the end of a file does too. Raises :class:`UserError` for a folder without text, a
+    file that cannot be read, or text that is not UTF-8.
+    """
+    for path in text_files(folder):
+        try:
+            text = decoded(path.read_bytes())
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path.name} is not UTF-8 (byte {error.start})", where=str(path),
+                            hint=conversion_hint(error)) from error
+        except OSError as error:
+            raise UserError(f"{path.name} cannot be read: {error.strerror}", hint="repair it, or remove it",
+                            where=str(path)) from error
+        block: list[str] = []
+        for line in [*re.split("\r\n?|\n", text), ""]:  # other characters that end a line are text
+            if line.strip():
+                block.append(line)
+            elif block:
+                yield block
+                block = []
+
+
+def decoded(content: bytes) -> str:
+    """Return a text in UTF-8 without byte order marks, which also begin files that were joined to others.
+
+    Raises:
+        UnicodeDecodeError: it is not, or it has a byte 0, as ASCII in UTF-16 does.
+    """
+    text = content.decode()
+    if (place := content.find(0)) >= 0:
+        raise UnicodeDecodeError("utf-8", content, place, place + 1, "is 0")
+    return text.replace(BYTE_ORDER_MARK, "")
+
+
+def conversion_hint(error: UnicodeDecodeError) -> str:
+    """Return how to make a text UTF-8 that :func:`decoded` has refused."""
+    content, place = error.object, error.start
+    if not content[place] and _FEWEST_ZEROS * content.count(0) < len(content) - place:
+        return "the byte is 0, which is no text: tr -d '\\0' removes such bytes"
+    if (place > 1 and not content[place]) or (place and content.startswith(_UTF16, place)):
+        return "a file in UTF-16 was joined to it there: join what iconv -f UTF-16 -t UTF-8 makes of that file"
+    return f"convert it: iconv -f {likely_encoding(content)} -t UTF-8"
+
+
+_UTF16 = (BOM_UTF16_LE, BOM_UTF16_BE)
+_FEWEST_ZEROS = 10  # one byte in so many, from the first on, in UTF-16
+_LOOKED_AT = 1 << 20
+
+
+def likely_encoding(content: bytes) -> str:
+    """Return how a text that is not UTF-8 is likely encoded: in UTF-16, as Chinese files often are, or Western ones."""
+    if content.startswith(_UTF16):
+        return "UTF-16"
+    if b"\0" in content:  # a byte of whatever is ASCII
+        content = content[:_LOOKED_AT]
+        return max(("UTF-16LE", "UTF-16BE"), key=lambda name: sum(
+            character.isascii() or "\u3000" <= character <= "\u9fff" for character in content.decode(name, "replace")))
+    content = content.lstrip(bytes(range(128)))[:_LOOKED_AT]
+    shares = {name: _common_share(content, name, *bounds) for name, bounds in _COMMON.items()}
+    likely = max(shares, key=shares.__getitem__)
+    return likely if shares[likely] > 0.5 else "LATIN1"
+
+
+_COMMON = {"GB18030": (b"\xb0\xa1", b"\xd7\xf9"), "BIG5": (b"\xa4\x40", b"\xc6\x7e")}
+"""The codes of the most common characters of an encoding, two bytes each."""
+
+
+def _common_share(content: bytes, encoding: str, first: bytes, last: bytes) -> float:
+    codes = [character.encode(encoding) for character in content.decode(encoding, errors="ignore")
+             if not character.isascii()]
+    return sum(first <= code <= last and (encoding == "BIG5" or code[1] >= first[1]) for code in codes) / max(
+        1, len(codes))

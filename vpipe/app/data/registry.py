@@ -1,0 +1,71 @@
+"""Find data sets by name.
+
+A data set is added by one file in this folder, or by a package that names it under the entry-point group
+``vpipe.datasets``, with a decorated factory in it::
+
+    @register_dataset("text")
+    def text(settings: DatasetSettings) -> Dataset: ...
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+
+import vpipe.app.data
+from vpipe.app.data.dataset import Dataset, DatasetSettings
+from vpipe.errors import UserError, nearest_registered
+from vpipe.plugins import announced, is_own, load, unregistered
+
+Factory = Callable[[DatasetSettings], Dataset]
+ENTRY_POINTS = "vpipe.datasets"
+_factories: dict[str, Factory] = {}
+
+
+def register_dataset(name: str) -> Callable[[Factory], Factory]:
+    """Register the decorated factory as ``name``. Raises :class:`UserError` when another one has that name."""
+    def register(factory: Factory) -> Factory:
+        if not is_own(factory.__module__):
+            _find_own()  # so that the names of vpipe's own data sets are known to be taken
+        known = _factories.setdefault(name, factory)
+        if (known.__module__, known.__qualname__) != (factory.__module__, factory.__qualname__):
+            raise UserError(f"two data sets are called '{name}': {known.__module__}.{known.__qualname__} "
+                            f"and {factory.__module__}.{factory.__qualname__}", hint="rename one of them")
+        return factory
+
+    return register
+
+
+def dataset_names() -> list[str]:
+    """Return every name that :func:`dataset_named` knows, sorted."""
+    _find_own()
+    return sorted({*_factories, *announced(ENTRY_POINTS)})
+
+
+def dataset_named(name: str) -> Factory:
+    """Return the factory. Raises UserError when there is none, or not one alone, or its package cannot be imported."""
+    _find_own()
+    own = name in _factories and is_own(_factories[name].__module__)
+    entry = load(ENTRY_POINTS, "data set", name, own=own)
+    if name not in _factories:
+        if entry is not None:
+            raise unregistered(entry, "data set")
+        raise UserError(f"no data set is called '{name}'", hint=nearest_registered(name, dataset_names()))
+    return _factories[name]
+
+
+def prepare(name: str, settings: DatasetSettings) -> int:
+    """Make the data set in one process before the ranks start, which then find the work done; return the vocabulary.
+
+    ``text`` builds its cache, ``bert_hdf5`` checks its shards; torch is imported only when tensors are asked for.
+    """
+    return dataset_named(name)(settings).vocab_size
+
+
+@cache
+def _find_own() -> None:
+    """Import every module of this folder, so that its decorators run."""
+    for module in pkgutil.iter_modules(vpipe.app.data.__path__, prefix="vpipe.app.data."):
+        importlib.import_module(module.name)

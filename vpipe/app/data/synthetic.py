@@ -1,0 +1,149 @@
+"""The data set ``synthetic``: random samples for BERT, a language model or a translation model, for timing and tests.
+
+Nothing is read.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from zlib import crc32
+
+import numpy as np
+
+from vpipe.app.data.bert_samples import (
+    STORAGE,
+    BertDataset,
+    Samples,
+    SentencePair,
+    check_lengths,
+    default_max_predictions,
+    mask_tokens,
+    pack,
+)
+from vpipe.app.data.dataset import DatasetSettings, Split
+from vpipe.app.data.epoch import Array, TokenDataset, for_language_model, seeded_generator
+from vpipe.app.data.registry import register_dataset
+from vpipe.app.data.tokenizers import DEFAULT_VOCAB_SIZE, PAIR_TOKENS
+from vpipe.errors import UserError
+from vpipe.extras.translation.length_buckets import SOURCE_IDS, LengthBuckets, PairDataset, TokenPairs
+
+
+def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: int, *, seed: int = 0) -> TokenDataset:
+    """Return samples of S tokens, each drawn evenly from the vocabulary and independent of the others.
+
+    So no model gets below a loss of ln(vocab_size) on the test split. The arguments decide every value. Values are made
+    when an epoch first needs one, and kept in memory: 4 S bytes a sample. Raises :class:`UserError` for wrong sizes.
+    """
+    if vocab_size < 2:
+        raise UserError(f"vocab_size is {vocab_size}", hint="use at least 2, so that there is something to predict")
+    counts: dict[Split, int] = {"train": train, "test": test}
+
+    @cache
+    def drawn(split: Split) -> Array:
+        rng = seeded_generator(seed, crc32(split.encode()))
+        return rng.integers(vocab_size, size=counts[split] * sequence_length + 1, dtype=np.uint32)
+
+    return TokenDataset(vocab_size, sequence_length, counts, drawn)
+
+
+_SPECIAL = 5  # ids 0 .. 4: padding, unknown, [CLS], [SEP], [MASK]
+_CLS, _SEP, _MASK = 2, 3, 4
+_DEFAULT_SAMPLES = 1024
+_MOST_SAMPLES, _MOST_TOKENS = 1 << 24, 1 << 28  # all of them are in memory
+_TEST_SHARE = 8  # one test sample for so many training samples
+
+
+def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAULT_SAMPLES, *, seed: int = 0,
+                   max_predictions: int | None = None, batch_size: int = 1) -> BertDataset:
+    """Return ``samples`` training samples of random words, half a length to a full one, and some test samples.
+
+    Those are an eighth as many, but no fewer than ``batch_size``. The arguments decide every value. Values are made
+    when an epoch first needs one, and kept in memory: 6 S + 8 P + 1 bytes a sample. Raises :class:`UserError` for wrong
+    sizes.
+    """
+    predictions = default_max_predictions(sequence_length) if max_predictions is None else max_predictions
+    check_lengths(sequence_length, predictions)
+    if vocab_size <= _SPECIAL:
+        raise UserError(f"vocab_size is {vocab_size}, but {_SPECIAL} ids are special tokens",
+                        hint=f"use at least {_SPECIAL + 1}")
+    counts = _counts(samples, batch_size)
+
+    @cache
+    def made(split: Split) -> Samples:
+        rng = seeded_generator(seed, crc32(split.encode()))
+        drawn = random_pairs(counts[split], vocab_size, sequence_length, rng)
+        fields = pack(drawn, sequence_length, cls=_CLS, sep=_SEP)
+        mask_tokens(fields, predictions, special=np.arange(_SPECIAL, dtype=np.int32), mask_id=_MASK,
+                    words=np.arange(_SPECIAL, vocab_size, dtype=np.int32), rng=rng)
+        return fields
+
+    return BertDataset(vocab_size, sequence_length, predictions, counts, lambda split, field: made(split)[field])
+
+
+def random_pairs(count: int, vocab_size: int, sequence_length: int, rng: np.random.Generator) -> list[SentencePair]:
+    """Return pairs of passages of random words; with their special tokens they have S/2 to S tokens."""
+    room = sequence_length - 3
+    lengths = rng.integers(max(2, room // 2), room + 1, size=count)
+    words = rng.integers(_SPECIAL, vocab_size, size=(count, room), dtype=STORAGE["input_ids"])
+    middles = rng.integers(1, lengths)
+    labels = rng.random(count) < 0.5
+    return [SentencePair(row[:middle].tolist(), row[middle:length].tolist(), bool(label))
+            for row, middle, length, label in zip(words, middles, lengths, labels, strict=True)]
+
+
+def _counts(samples: int, batch_size: int) -> dict[Split, int]:
+    """Return the samples of each split; the test split holds one batch at least."""
+    if samples < 1:
+        raise UserError(f"samples is {samples}", hint="a data set holds at least 1 sample")
+    return {"train": samples, "test": max(batch_size, samples // _TEST_SHARE)}
+
+
+def synthetic_pairs(vocab_size: int, sequence_length: int, samples: int = _DEFAULT_SAMPLES, *, seed: int = 0,
+                    batch_size: int = 1, max_tokens: int | None = None) -> PairDataset:
+    """Return ``samples`` training pairs of random tokens, either side half a length to a full one, and some test pairs.
+
+    Those are an eighth as many, but no fewer than ``batch_size``. The arguments decide every value. All are kept in
+    memory: 8 S bytes a pair at most. Raises :class:`UserError` for wrong sizes.
+    """
+    if sequence_length < 2:
+        raise UserError(f"sequence_length is {sequence_length}", hint="a side has at least a token and its end")
+    if vocab_size <= len(PAIR_TOKENS):
+        raise UserError(f"vocab_size is {vocab_size}, but {len(PAIR_TOKENS)} ids are special tokens",
+                        hint=f"use at least {len(PAIR_TOKENS) + 1}")
+    pairs: dict[Split, TokenPairs] = {}
+    for split, count in _counts(samples, batch_size).items():
+        rng = seeded_generator(seed, crc32(split.encode()))
+        lengths = rng.integers(max(1, sequence_length // 2 - 1), sequence_length, size=(count, 2))
+        source, target = (rng.integers(len(PAIR_TOKENS), vocab_size, size=int(total), dtype=np.uint32)
+                          for total in lengths.sum(0))
+        pairs[split] = TokenPairs.from_lengths(source, target, lengths)
+    LengthBuckets(pairs["train"].widths, batch_size, max_tokens)  # which checks the sizes
+    return PairDataset(vocab_size, sequence_length, pairs, 0, 1, max_tokens)
+
+
+@register_dataset("synthetic")
+def synthetic(settings: DatasetSettings) -> BertDataset | TokenDataset | PairDataset:
+    """Return random samples of the sizes in ``settings``, for the model that reads ``settings.fields``.
+
+    For -1 the vocabulary is 8192 and a sequence 128 tokens; for None there are 1024 samples, or 8 batches where those
+    are more.
+    """
+    if settings.path is not None:
+        raise UserError(f"dataset.path is '{settings.path}', but the data set 'synthetic' reads nothing",
+                        hint="leave it out, or name the data set that reads it as dataset.name")
+    vocab_size = DEFAULT_VOCAB_SIZE if settings.vocab_size == -1 else settings.vocab_size
+    length = 128 if settings.sequence_length == -1 else settings.sequence_length
+    size = settings.batch_size
+    samples = max(_DEFAULT_SAMPLES, _TEST_SHARE * size) if settings.samples is None else settings.samples
+    if samples > _MOST_SAMPLES or samples * length > _MOST_TOKENS:
+        raise UserError(f"{samples:,} synthetic samples of {length:,} tokens are too many to be kept in memory",
+                        hint=f"use {min(_MOST_SAMPLES, _MOST_TOKENS // length):,} at most: set dataset.samples, or a "
+                             "smaller dataset.batch_size or model.sequence_length")
+    if SOURCE_IDS in settings.fields:
+        return synthetic_pairs(vocab_size, length, samples, seed=settings.seed, batch_size=size,
+                               max_tokens=settings.max_tokens)
+    if for_language_model(settings.fields):
+        counts = _counts(samples, size)
+        return synthetic_tokens(vocab_size, length, counts["train"], counts["test"], seed=settings.seed)
+    return synthetic_bert(vocab_size, length, samples, seed=settings.seed, max_predictions=settings.max_predictions,
+                          batch_size=size)

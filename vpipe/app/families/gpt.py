@@ -1,0 +1,244 @@
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners") in layers of half a block each.
+
+A layer is norm + attention + add, or norm + MLP + add (pre-norm). The embeddings ride with the first layer. The last
+layer is the last norm and the head. So n blocks make 2n + 1 layers. In eval mode the order of operations is that of
+Hugging Face's ``GPT2LMHeadModel``.
+
+Shapes, as names end: b batch (samples), s sequence (tokens), h hidden size, a attention heads, d = h / a head size,
+i inner size of the MLP, v vocabulary size; 3 = query, key, value.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vpipe.app.families.kv_cache import KeyValueCache, PerToken
+from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
+from vpipe.app.families.transformer import (
+    Blocks,
+    ConfigKeys,
+    NextTokenHead,
+    attention,
+    decoder,
+    decoder_copies,
+    decoder_names,
+)
+from vpipe.model.layer import Model
+
+KEYS = ConfigKeys(
+    "GPT",
+    # Radford et al., table 2; the names are those the weights were published under. cpm: the Chinese GPT of Zhang et
+    # al. 2020 (arXiv:2012.00413), table 1, whose small and medium have GPT-2's sizes.
+    presets={name: {"n_layer": blocks, "n_embd": hidden, "n_head": heads} for name, blocks, hidden, heads in (
+        ("small", 12, 768, 12), ("medium", 24, 1024, 16), ("large", 36, 1280, 20), ("xl", 48, 1600, 25),
+        ("cpm", 32, 2560, 32))},
+    fixed={"model_type": "gpt2", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+           "reorder_and_upcast_attn": False, "add_cross_attention": False, "is_encoder_decoder": False,
+           "pruned_heads": {}},
+    silent={"architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "gradient_checkpointing",
+            "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "n_ctx", "task_specific_params",
+            "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict", "problem_type",
+            "is_decoder", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+            "summary_use_proj"},
+    choices={"activation_function": ("gelu", "gelu_new", "gelu_pytorch_tanh")})
+
+
+@dataclass(frozen=True)
+class GptConfig:
+    """The sizes of a GPT under the key names of Hugging Face's ``GPT2Config``, with its defaults but for one.
+
+    The dropouts (``resid`` after a sublayer, ``embd`` after the embeddings, ``attn`` of attention) are probabilities in
+    [0, 1). ``n_inner`` is 4 ``n_embd`` where it is None. ``activation_function`` is the exact GELU, ``gelu``, which is
+    the fastest, unless a published model has ``gelu_new`` or ``gelu_pytorch_tanh``, its approximation by tanh.
+    Raises one UserError naming every value out of range.
+    """
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: Blocks = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    activation_function: str = "gelu"
+    resid_pdrop: float = 0.1
+    embd_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        KEYS.check(self, "n_embd n_head")
+
+    @property
+    def inner(self) -> int:
+        """Return the width of the MLP."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+
+def config_from_settings(settings: ModelSettings) -> GptConfig:
+    """Merge the preset, ``overrides`` (the contents of a ``config.json``) and the settings' fields; the later wins.
+
+    A ``config.json`` without an ``activation_function`` means ``gelu_new``. Without ``n_positions`` there are positions
+    for as many tokens as a sample has, and for 1,024 at least.
+    """
+    KEYS.check_no_groups(settings)
+    overrides = {"activation_function": "gelu_new", **settings.overrides} if settings.overrides else {}
+    values = KEYS.merge(GptConfig, settings.preset, overrides, {
+        "vocab_size": settings.vocab_size, "n_embd": settings.hidden_size, "n_layer": settings.num_layers,
+        "n_head": settings.num_heads, "resid_pdrop": settings.dropout, "embd_pdrop": settings.dropout,
+        "attn_pdrop": settings.dropout, "tie_word_embeddings": settings.tie_weights})
+    positions = max(settings.sequence_length or 1, GptConfig.n_positions)
+    return GptConfig(**{"n_positions": positions, **values})
+
+
+def from_huggingface(found: Mapping[str, object]) -> ModelSettings:
+    """Return the settings for a ``config.json``. Missing keys have the defaults of ``GPT2Config``."""
+    values: dict[str, Any] = {**vars(GptConfig()), "activation_function": "gelu_new", **found}
+    config = config_from_settings(ModelSettings(values["vocab_size"], overrides=values))
+    return ModelSettings(config.vocab_size, tie_weights=config.tie_word_embeddings, overrides=values)
+
+
+def huggingface_config(settings: ModelSettings) -> dict[str, object]:
+    """Return every field, and no tokens to begin and end with, which ``transformers`` else takes of GPT-2."""
+    return {**vars(config_from_settings(settings)), "bos_token_id": None, "eos_token_id": None}
+
+
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+"""Suffixes of the names of matrices that GPT-2 stores as [inputs, outputs]."""
+
+# (ours, theirs) below a layer, without .weight and .bias; in Hugging Face's order.
+_ATTENTION = (("norm", "ln_1"), ("qkv", "attn.c_attn"), ("output", "attn.c_proj"))
+_MLP = (("norm", "ln_2"), ("expand", "mlp.c_fc"), ("contract", "mlp.c_proj"))
+
+
+def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
+    """Map Hugging Face's names of the weights to ours; ``config`` holds the keys of a ``GPT2Config``."""
+    return decoder_names(config, config["n_layer"], "transformer", "h", (("token", "wte"), ("position", "wpe")),
+                         _ATTENTION, _MLP, "ln_f")
+
+
+def huggingface_spelled(name: str) -> str | None:
+    """Return today's name of a weight (early files lack the prefix), or None for their masks of attention."""
+    if re.search(r"\.attn\.(masked_)?bias$", name):
+        return None
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+
+
+GELU: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    # As published files name it: that approximation in the order of operations that they were trained with.
+    "gelu_new": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))}
+
+
+def gpt(config: GptConfig) -> Model:
+    """Return GPT with the loss of the next token as 2n + 1 layers for n blocks."""
+    return decoder(config.n_layer, partial(GptEmbeddings, config), partial(GptAttention, config),
+                   partial(GptMlp, config), partial(_head, config), tied=config.tie_word_embeddings)
+
+
+def _flops(settings: ModelSettings) -> list[int]:
+    config = config_from_settings(settings)
+    h, i, s = config.n_embd, config.inner, settings.sequence_length or config.n_positions
+    norm = 2 * h
+    attention = 2 * (norm + 4 * h * h + 4 * h) + 4 * h * s
+    mlp = 2 * (norm + 2 * h * i + i + h)
+    return [*(attention, mlp) * config.n_layer, 2 * (norm + config.vocab_size * h)]
+
+
+@register_model("gpt", flops=_flops, huggingface=HuggingFace(
+    "gpt2", "GPT2LMHeadModel", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
+    decoder_copies, huggingface_spelled, TRANSPOSED))
+def gpt_from_settings(settings: ModelSettings) -> Model:
+    """Return GPT from a config file's ``model`` section. Raises UserError for a sequence longer than its positions."""
+    config = config_from_settings(settings)
+    KEYS.check_length(settings.sequence_length or 1, config.n_positions, "n_positions")
+    return gpt(config)
+
+
+class GptEmbeddings(nn.Module):
+    """Token + position embeddings: int64 [B, S] -> [B, S, H]."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(config.vocab_size, config.n_embd)
+        self.position = nn.Embedding(config.n_positions, config.n_embd)
+        self.dropout = nn.Dropout(config.embd_pdrop)
+        for table in (self.token, self.position):
+            nn.init.normal_(table.weight, std=config.initializer_range)
+
+    def forward(self, ids_bs: Tensor, start: int = 0) -> Tensor:
+        end = start + ids_bs.shape[1]
+        KEYS.check_length(end, self.position.num_embeddings, "n_positions")
+        return self.dropout(self.token(ids_bs) + self.position.weight[start:end])  # type: ignore[no-any-return]
+
+    def step(self, ids_bs: Tensor, cache: KeyValueCache) -> Tensor:
+        return self(ids_bs, cache.length)  # type: ignore[no-any-return]
+
+
+class GptAttention(nn.Module):
+    """Norm, causal self-attention, add: [B, S, H] -> [B, S, H]."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        size = config.n_embd
+        self.heads = config.n_head
+        self.attention_dropout = config.attn_pdrop
+        self.norm = nn.LayerNorm(size, eps=config.layer_norm_epsilon)
+        self.qkv = _linear(size, 3 * size, config)
+        self.output = _linear(size, size, config, residual=True)
+        self.dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, h_bsh: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        start = 0 if cache is None else cache.length
+        qkv_bs3ad = self.qkv(self.norm(h_bsh)).unflatten(-1, (3, self.heads, -1))
+        query_basd, key_basd, value_basd = qkv_bs3ad.permute(2, 0, 3, 1, 4)
+        if cache is not None:
+            key_basd, value_basd = cache.append(key_basd, value_basd)
+        mixed_basd = attention(query_basd, key_basd, value_basd, causal=start == 0,
+                               dropout=self.attention_dropout if self.training else 0.0)
+        mixed_bsh = self.output(mixed_basd.transpose(1, 2).flatten(2))
+        return h_bsh + self.dropout(mixed_bsh)  # type: ignore[no-any-return]
+
+    def step(self, h_bsh: Tensor, cache: KeyValueCache) -> Tensor:
+        return self(h_bsh, cache)  # type: ignore[no-any-return]
+
+
+class GptMlp(PerToken):
+    """Norm, expand to I, GELU, contract, add: [B, S, H] -> [B, S, H]."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.activation = config.activation_function
+        self.norm = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.expand = _linear(config.n_embd, config.inner, config)
+        self.contract = _linear(config.inner, config.n_embd, config, residual=True)
+        self.dropout = nn.Dropout(config.resid_pdrop)
+
+    def forward(self, h_bsh: Tensor) -> Tensor:
+        inner_bsi = GELU[self.activation](self.expand(self.norm(h_bsh)))
+        return h_bsh + self.dropout(self.contract(inner_bsi))  # type: ignore[no-any-return]
+
+
+def _head(config: GptConfig) -> NextTokenHead:
+    decoder = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+    nn.init.normal_(decoder.weight, std=config.initializer_range)
+    return NextTokenHead(nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon), decoder)
+
+
+def _linear(inputs: int, outputs: int, config: GptConfig, residual: bool = False) -> nn.Linear:
+    """Return a linear layer of GPT's initial weights; the ``residual`` ones join a sum of 2n (section 2.3)."""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.normal_(linear.weight, std=config.initializer_range / (math.sqrt(2 * config.n_layer) if residual else 1))
+    nn.init.zeros_(linear.bias)
+    return linear

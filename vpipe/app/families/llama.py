@@ -1,0 +1,344 @@
+"""LLaMA (Touvron et al. 2023, arXiv:2302.13971 and arXiv:2307.09288) in layers of half a block each.
+
+A layer is norm + attention + add, or norm + MLP + add, with RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), rotary
+positions, heads of keys and values that groups of heads share (Ainslie et al. 2023, arXiv:2305.13245), SwiGLU (Shazeer
+2020, arXiv:2002.05202) and no biases. The embeddings ride with the first layer. The last layer is the last norm and the
+head. So n blocks make 2n + 1 layers. In eval mode the order of operations is that of Hugging Face's
+``LlamaForCausalLM``.
+
+Shapes, as names end: b batch (samples), s sequence (tokens), h hidden size, a attention heads, g heads of keys and
+values, d = h / a head size, i inner size of the MLP, v vocabulary size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vpipe.app.families.kv_cache import KeyValueCache, PerToken
+from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
+from vpipe.app.families.transformer import (
+    Blocks,
+    ConfigKeys,
+    NextTokenHead,
+    Positive,
+    attention,
+    decoder,
+    decoder_copies,
+    decoder_names,
+)
+from vpipe.errors import UserError
+from vpipe.model.layer import Model
+
+KEYS = ConfigKeys(
+    "LLaMA",
+    # 15m and 110m: llama2.c; 135m and 360m: SmolLM2 (arXiv:2502.02737); 1b: TinyLlama (arXiv:2401.02385); 7b, 13b:
+    # LLaMA 2. Sizes alone; the small ones share the weights of the word embeddings.
+    presets={name: {"num_hidden_layers": blocks, "hidden_size": hidden, "num_attention_heads": heads,
+                    "num_key_value_heads": groups, "tie_word_embeddings": hidden < 2048}
+             for name, blocks, hidden, heads, groups in (
+                 ("15m", 6, 288, 6, 6), ("110m", 12, 768, 12, 12), ("135m", 30, 576, 9, 3), ("360m", 32, 960, 15, 5),
+                 ("1b", 22, 2048, 32, 4), ("7b", 32, 4096, 32, 32), ("13b", 40, 5120, 40, 40))},
+    fixed={"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+           "is_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}, "rope_interleaved": False,
+           "partial_rotary_factor": 1.0},
+    silent={"architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "_name_or_path",
+            "bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "is_llama_config", "is_decoder",
+            "task_specific_params", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict",
+            "problem_type", "chunk_size_feed_forward", "gradient_checkpointing"})
+
+
+LLAMA3 = "llama3"
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """LLaMA 3.1's scaling of the rotation for longer contexts: pairs whose wavelength is above
+    ``original_max_position_embeddings / low_freq_factor`` positions are ``factor`` times slower, those below
+    ``.. / high_freq_factor`` as before, those between in between.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    @classmethod
+    def parse(cls, found: Mapping[str, object] | None) -> RopeScaling | None:
+        """Parse ``rope_scaling`` of a ``config.json``; None for no scaling. Raises UserError for another kind."""
+        given: dict[str, Any] = dict(found or {})
+        kind = given.pop("rope_type", given.pop("type", "default"))
+        given.pop("type", None)
+        if kind == "default":
+            return None
+        if kind != LLAMA3:
+            raise UserError(f"the rope_type is {kind!r}, but this LLaMA computes 'default' and '{LLAMA3}' only",
+                            hint="other kinds change with the length of a sample, or attention too: train without it")
+        names = [field.name for field in fields(cls)]
+        valid = given.keys() == set(names) and all(
+            type(number) in (int, float) and 0 < number < math.inf for number in given.values())
+        if not valid or given["high_freq_factor"] <= given["low_freq_factor"]:
+            raise UserError(f"the rope_scaling of type '{LLAMA3}' is {given}",
+                            hint=f"it must give {', '.join(names)}: numbers above 0, the second below the third")
+        return cls(**given)
+
+    def as_config(self) -> dict[str, object]:
+        """Return the value for a ``config.json``."""
+        return {"rope_type": LLAMA3, **vars(self)}
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes of a LLaMA under the key names, and with the defaults, of Hugging Face's ``LlamaConfig``.
+
+    ``intermediate_size`` is 8/3 ``hidden_size``, rounded up to a multiple of 256, where it is None, which gives the
+    published sizes; ``num_key_value_heads`` is ``num_attention_heads``. Raises UserError for values out of range.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int | None = None
+    num_hidden_layers: Blocks = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_theta: Positive = 10000.0
+    rope_scaling: RopeScaling | None = None
+    attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        KEYS.check(self, "hidden_size num_attention_heads")
+        if self.num_attention_heads % self.groups:
+            raise UserError(f"LLaMA's {self.groups} heads of keys and values do not divide its "
+                            f"{self.num_attention_heads} attention heads",
+                            hint="choose a num_kv_heads (num_key_value_heads) that does")
+        if self.head_size % 2:
+            raise UserError(f"LLaMA's head size is {self.head_size} (hidden_size {self.hidden_size} / "
+                            f"{self.num_attention_heads} heads), but rotary positions turn pairs of features",
+                            hint="choose a number of heads that makes it even")
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def groups(self) -> int:
+        """Return the number of heads of keys and values."""
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+    @property
+    def inner(self) -> int:
+        """Return the width of the MLP."""
+        return -(-8 * self.hidden_size // 3 // 256) * 256 if self.intermediate_size is None else self.intermediate_size
+
+
+def config_from_settings(settings: ModelSettings) -> LlamaConfig:
+    """Merge the preset, ``overrides`` (the contents of a ``config.json``) and the settings' fields; the later wins.
+
+    ``num_heads`` without ``num_kv_heads`` gives every head keys of its own. Without ``max_position_embeddings`` there
+    are positions for as many tokens as a sample has, and for 2,048 at least.
+    """
+    overrides: dict[str, Any] = dict(settings.overrides)
+    found = overrides.pop("rope_parameters", None) or overrides.pop("rope_scaling", None) or {}
+    if not isinstance(found, Mapping):
+        raise UserError(f"rope_scaling is {found!r}", hint="it must be null, or give the rope_type and its numbers")
+    rope = dict(found)
+    theta, size = rope.pop("rope_theta", None), overrides.pop("head_dim", None)
+    overrides |= {"rope_scaling": RopeScaling.parse(rope), **({} if theta is None else {"rope_theta": theta})}
+    values = KEYS.merge(LlamaConfig, settings.preset, overrides, {
+        "vocab_size": settings.vocab_size, "hidden_size": settings.hidden_size,
+        "num_hidden_layers": settings.num_layers, "num_attention_heads": settings.num_heads,
+        "num_key_value_heads": settings.num_kv_heads or settings.num_heads, "attention_dropout": settings.dropout,
+        "tie_word_embeddings": settings.tie_weights})
+    positions = max(settings.sequence_length or 1, LlamaConfig.max_position_embeddings)
+    config = LlamaConfig(**{"max_position_embeddings": positions, **values})
+    if size not in (None, config.head_size):
+        raise UserError(f"'head_dim' is {size!r}, but this LLaMA computes {config.hidden_size} / "
+                        f"{config.num_attention_heads} = {config.head_size} only",
+                        hint="set it to that or leave it out")
+    return config
+
+
+def from_huggingface(found: Mapping[str, object]) -> ModelSettings:
+    """Return the settings for a ``config.json``. Missing keys have the defaults of Hugging Face's ``LlamaConfig``."""
+    values: dict[str, Any] = {**vars(LlamaConfig()), "intermediate_size": 11008, **found}
+    config = config_from_settings(ModelSettings(values["vocab_size"], overrides=values))
+    return ModelSettings(config.vocab_size, tie_weights=config.tie_word_embeddings, overrides=values)
+
+
+def huggingface_config(settings: ModelSettings) -> dict[str, object]:
+    """Return every field, and no tokens to begin and end with, which ``transformers`` else takes of LLaMA."""
+    config = config_from_settings(settings)
+    return {**vars(config), "intermediate_size": config.inner, "num_key_value_heads": config.groups,
+            "rope_scaling": None if config.rope_scaling is None else config.rope_scaling.as_config(),
+            "hidden_act": KEYS.fixed["hidden_act"], "bos_token_id": None, "eos_token_id": None}
+
+
+# (ours, theirs) below a layer, without .weight; in Hugging Face's order.
+_ATTENTION = (("query", "self_attn.q_proj"), ("key", "self_attn.k_proj"), ("value", "self_attn.v_proj"),
+              ("output", "self_attn.o_proj"), ("norm", "input_layernorm"))
+_MLP = (("gate", "mlp.gate_proj"), ("up", "mlp.up_proj"), ("down", "mlp.down_proj"),
+        ("norm", "post_attention_layernorm"))
+
+
+def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
+    """Map Hugging Face's names of the weights to ours; ``config`` holds the keys of a ``LlamaConfig``."""
+    return decoder_names(config, config["num_hidden_layers"], "model", "layers", (("token", "embed_tokens"),),
+                         _ATTENTION, _MLP, "norm", ("weight",))
+
+
+def huggingface_spelled(name: str) -> str | None:
+    """Return today's name of a weight, or None for the rotary frequencies of older files, which are computed."""
+    return None if name.endswith(".rotary_emb.inv_freq") else name
+
+
+def llama(config: LlamaConfig, length: int | None = None) -> Model:
+    """Return LLaMA with the loss of the next token as 2n + 1 layers for n blocks.
+
+    Each attention layer keeps the rotary tables for ``length`` tokens; None for as many as there are positions.
+    """
+    positions = config.max_position_embeddings if length is None else length
+    return decoder(config.num_hidden_layers, partial(LlamaEmbeddings, config),
+                   partial(LlamaAttention, config, positions), partial(LlamaMlp, config), partial(_head, config),
+                   tied=config.tie_word_embeddings)
+
+
+def _flops(settings: ModelSettings) -> list[int]:
+    config = config_from_settings(settings)
+    h, i, s = config.hidden_size, config.inner, settings.sequence_length or config.max_position_embeddings
+    attention = 2 * (h + 2 * h * h + 2 * h * config.groups * config.head_size) + 4 * h * s
+    mlp = 2 * (h + 3 * h * i)
+    return [*(attention, mlp) * config.num_hidden_layers, 2 * (h + config.vocab_size * h)]
+
+
+@register_model("llama", flops=_flops, huggingface=HuggingFace(
+    "llama", "LlamaForCausalLM", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
+    decoder_copies, huggingface_spelled))
+def llama_from_settings(settings: ModelSettings) -> Model:
+    """Return LLaMA from a config file's ``model`` section. Raises UserError for sequences beyond its positions."""
+    config = config_from_settings(settings)
+    KEYS.check_length(settings.sequence_length or 1, config.max_position_embeddings, "max_position_embeddings")
+    return llama(config, settings.sequence_length)
+
+
+class LlamaRMSNorm(nn.Module):
+    """Divide by the root mean square, multiply with a weight: [B, S, H] -> [B, S, H], in the dtype of the input."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+
+    def forward(self, h_bsh: Tensor) -> Tensor:
+        return F.rms_norm(h_bsh, self.weight.shape, self.weight.to(h_bsh.dtype), self.eps)
+
+
+def rotary_tables(length: int, head_size: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of rotary positions (Su et al. 2021, arXiv:2104.09864), as Hugging Face has them.
+
+    Feature j of a head and feature j + d/2 make a pair, which is turned by (position * theta^(-2j/d)). The tables are
+    fp32 [S, D/2], made on the CPU: on the meta device torch would import a compiler to compute anything, for seconds.
+    """
+    device = torch.get_default_device()
+    pairs = torch.arange(0, head_size, 2, dtype=torch.float, device="cpu")
+    turns = 1.0 / theta ** (pairs / head_size)  # radians per position
+    if scaling is not None:
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        wavelengths = scaling.original_max_position_embeddings / (2 * math.pi / turns)
+        kept = ((wavelengths - low) / (high - low)).clamp(0, 1)
+        turns = (1 - kept) * turns / scaling.factor + kept * turns
+    angles = torch.arange(length, dtype=torch.float, device="cpu")[:, None] * turns
+    return angles.cos().to(device), angles.sin().to(device)
+
+
+def rotate(x_basd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
+    """Turn queries or keys by their positions; the tables are [S, D/2] and take the dtype of ``x``."""
+    cos_sd, sin_sd = cos_sd.to(x_basd.dtype), sin_sd.to(x_basd.dtype)
+    first, second = x_basd.chunk(2, dim=-1)
+    return torch.cat((first * cos_sd - second * sin_sd, second * cos_sd + first * sin_sd), dim=-1)
+
+
+class LlamaEmbeddings(PerToken):
+    """Word embeddings: int64 [B, S] -> [B, S, H]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(config.vocab_size, config.hidden_size)
+        nn.init.normal_(self.token.weight, std=config.initializer_range)
+
+    def forward(self, ids_bs: Tensor) -> Tensor:
+        return self.token(ids_bs)  # type: ignore[no-any-return]
+
+
+class LlamaAttention(nn.Module):
+    """Norm, causal self-attention with rotary positions, add: [B, S, H] -> [B, S, H]."""
+
+    cos_sd: Tensor
+    sin_sd: Tensor
+
+    def __init__(self, config: LlamaConfig, positions: int) -> None:
+        super().__init__()
+        size, self.head_size = config.hidden_size, config.head_size
+        self.attention_dropout = config.attention_dropout
+        self.norm = LlamaRMSNorm(config)
+        self.query = _linear(size, size, config)
+        self.key = _linear(size, config.groups * self.head_size, config)
+        self.value = _linear(size, config.groups * self.head_size, config)
+        self.output = _linear(size, size, config)
+        tables = rotary_tables(positions, self.head_size, config.rope_theta, config.rope_scaling)
+        for name, table in zip(("cos_sd", "sin_sd"), tables, strict=True):
+            self.register_buffer(name, table, persistent=False)
+
+    def forward(self, h_bsh: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        start, normed_bsh = 0 if cache is None else cache.length, self.norm(h_bsh)
+        end = start + h_bsh.shape[1]
+        KEYS.check_length(end, len(self.cos_sd), "max_position_embeddings")
+        query_basd, key_bgsd, value_bgsd = (projection(normed_bsh).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+                                            for projection in (self.query, self.key, self.value))
+        cos_sd, sin_sd = self.cos_sd[start:end], self.sin_sd[start:end]
+        query_basd, key_bgsd = rotate(query_basd, cos_sd, sin_sd), rotate(key_bgsd, cos_sd, sin_sd)
+        if cache is not None:
+            key_bgsd, value_bgsd = cache.append(key_bgsd, value_bgsd)
+        mixed_basd = attention(query_basd, key_bgsd, value_bgsd, causal=start == 0,
+                               dropout=self.attention_dropout if self.training else 0.0)
+        return h_bsh + self.output(mixed_basd.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def step(self, h_bsh: Tensor, cache: KeyValueCache) -> Tensor:
+        return self(h_bsh, cache)  # type: ignore[no-any-return]
+
+
+class LlamaMlp(PerToken):
+    """Norm, SwiGLU, add: [B, S, H] -> [B, S, H]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.norm = LlamaRMSNorm(config)
+        self.gate = _linear(config.hidden_size, config.inner, config)
+        self.up = _linear(config.hidden_size, config.inner, config)
+        self.down = _linear(config.inner, config.hidden_size, config)
+
+    def forward(self, h_bsh: Tensor) -> Tensor:
+        normed_bsh = self.norm(h_bsh)
+        inner_bsi = F.silu(self.gate(normed_bsh)) * self.up(normed_bsh)
+        return h_bsh + self.down(inner_bsi)  # type: ignore[no-any-return]
+
+
+def _head(config: LlamaConfig) -> NextTokenHead:
+    return NextTokenHead(LlamaRMSNorm(config), _linear(config.hidden_size, config.vocab_size, config))
+
+
+def _linear(inputs: int, outputs: int, config: LlamaConfig) -> nn.Linear:
+    """Return a linear layer with weights normal(0, initializer_range) and no bias."""
+    linear = nn.Linear(inputs, outputs, bias=False)
+    nn.init.normal_(linear.weight, std=config.initializer_range)
+    return linear

@@ -1,0 +1,186 @@
+"""Find model families by name: a family is one file with one decorator.
+
+A built-in family called ``gpt`` lives in ``vpipe/app/families/gpt.py`` and is imported when it is asked for. An
+installed package adds a family through an entry point of its name, in the group ``vpipe.models``, that points to
+the module or the factory::
+
+    [project.entry-points."vpipe.models"]
+    mamba = "my_package.mamba"
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import vpipe.app.families
+from vpipe.arguments import shown
+from vpipe.errors import UserError, nearest_registered
+from vpipe.model.layer import Model
+from vpipe.plugins import announced, is_own, load, unregistered
+
+ENTRY_POINT_GROUP = "vpipe.models"
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model of a config file, for the factory of any family; None = the family's own default.
+
+    ``vocab_size`` is known by now (-1, the data set's, is resolved before). ``num_layers`` counts blocks as
+    in config files, not the layers a pipeline cuts between. ``num_kv_heads`` counts the heads of keys and values,
+    which groups of the ``num_heads`` share. ``dropout`` is a probability and replaces every dropout of the family.
+    ``overrides`` holds the content of a ``config_file``, such as a Hugging Face config. ``options`` is an instance of
+    the family's class of :func:`register_model`; None for a family without.
+    """
+
+    vocab_size: int
+    preset: str | None = None
+    hidden_size: int | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    sequence_length: int | None = None
+    dropout: float | None = None
+    tie_weights: bool | None = None
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    options: Any = None
+
+
+Factory = Callable[[ModelSettings], Model]
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """Convert a family's config and weights from and to Hugging Face's; a weight is ``<layer>.<parameter>`` here.
+
+    Attributes:
+        model_type: that a ``config.json`` names.
+        architecture: class of ``transformers`` that loads what is exported.
+        tokenizer: class of ``transformers`` for a ``tokenizer.json`` of the family's data.
+        settings: a ``config.json`` -> settings; a missing key has the default of ``transformers``. Raises UserError for
+            what this family does not compute.
+        config: settings -> all keys of ``config.json`` that give the sizes and the computation.
+        names: such a config -> their name of every weight -> ours, in their order. Where several lead to one of
+            ours, all are written, and the last is read.
+        copies: such a config -> further names that a file may have for tied weights: not written, and equal where read.
+        spelled: a name in a file -> as ``names`` has it; None for what is no weight of this computation.
+        transposed: suffixes of their names of the matrices that they store as [inputs, outputs].
+        special: of the tokenizer of a model that translates: ``eos_token``, with which each side ends, and others ->
+            the token, and the keys of ``config.json`` with its id. Empty for other models.
+    """
+
+    model_type: str
+    architecture: str
+    tokenizer: str
+    settings: Callable[[Mapping[str, object]], ModelSettings]
+    config: Callable[[ModelSettings], dict[str, object]]
+    names: Callable[[Mapping[str, object]], dict[str, str]]
+    copies: Callable[[Mapping[str, object]], dict[str, str]]
+    spelled: Callable[[str], str | None]
+    transposed: tuple[str, ...] = ()
+    special: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A registered family.
+
+    Attributes:
+        factory: settings -> model.
+        huggingface: its names there; None for a family that is not exported to, nor imported from, Hugging Face.
+        stage_order: settings -> weights, as ``<layer>.<parameter>``, in the order of the files
+            ``checkpoint.<stage>.pth.tar`` of the first VPipe; None for a family that it had not.
+        flops: settings -> floating-point operations of the forward per token, of every layer: 2 for each weight that a
+            token is multiplied with, biases and norms too, look-up tables not, and 4 H S for the scores and the mixing
+            of attention (H = the width of all heads together, S = ``sequence_length``, else the model's positions;
+            nothing is taken off for a causal mask). A backward has twice as many. None for a family without.
+        options: a frozen dataclass of the keys in ``model.options``; None for a family that has none.
+    """
+
+    factory: Factory
+    huggingface: HuggingFace | None = None
+    stage_order: Callable[[ModelSettings], list[str]] | None = None
+    flops: Callable[[ModelSettings], Sequence[int]] | None = None
+    options: type | None = None
+
+
+_families: dict[str, Family] = {}
+
+
+def register_model(name: str, *, huggingface: HuggingFace | None = None,
+                   stage_order: Callable[[ModelSettings], list[str]] | None = None,
+                   flops: Callable[[ModelSettings], Sequence[int]] | None = None,
+                   options: type | None = None) -> Callable[[Factory], Factory]:
+    """Register the decorated factory.
+
+    Args:
+        name: in configs.
+        huggingface: as in :class:`Family`.
+        stage_order: as in :class:`Family`.
+        flops: as in :class:`Family`.
+        options: a frozen dataclass whose fields are the keys of ``model.options``, each with a type (``int``,
+            ``float``, ``bool``, ``str``, ``Path``, ``Literal``, a tuple, or one of them or None) and a default. The
+            ``metadata`` of a field may have ``help``, a text for errors, and the bounds ``gt``, ``ge``, ``lt``, ``le``.
+
+    Raises:
+        UserError: the name is in use, or the options are no such class.
+    """
+    if options is not None:
+        _check_options(name, options)
+
+    def register(factory: Factory) -> Factory:
+        if not is_own(factory.__module__):
+            _import_own(name)  # so that the names of vpipe's own families are known to be taken
+        holder = _families[name].factory.__module__ if name in _families else factory.__module__
+        if holder != factory.__module__:  # the same module again is a reload
+            raise UserError(f"two modules register the model '{name}': {holder} and {factory.__module__}",
+                            hint="give one of them another name")
+        _families[name] = Family(factory, huggingface, stage_order, flops, options)
+        return factory
+
+    return register
+
+
+def _check_options(name: str, options: object) -> None:
+    if not isinstance(options, type) or not is_dataclass(options) or not options.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise UserError(f"the options of the model '{name}' are {shown(options)}, which is no frozen dataclass",
+                        hint="write @dataclass(frozen=True) above a class with the options and their defaults, and "
+                        "give the class")
+    for one in fields(options):
+        if one.default is MISSING and one.default_factory is MISSING:
+            raise UserError(f"the option '{one.name}' of the model '{name}' has no default",
+                            hint=f"give it one in {options.__name__}, such as {one.name}: int = 16")
+
+
+def family_named(name: str) -> Family:
+    """Return the family. Raises UserError when there is none, or not one alone, or its package cannot be imported."""
+    if name not in _families:
+        _import_own(name)
+    own = name in _families and is_own(_families[name].factory.__module__)
+    entry = load(ENTRY_POINT_GROUP, "model", name, own=own)
+    if name not in _families:
+        if entry is not None:
+            raise unregistered(entry, "model")
+        raise UserError(f"there is no model '{name}'", hint=nearest_registered(name, model_names()))
+    return _families[name]
+
+
+def _import_own(name: str) -> None:
+    if name.isidentifier() and find_spec(f"vpipe.app.families.{name}") is not None:
+        import_module(f"vpipe.app.families.{name}")
+
+
+def model_named(name: str) -> Factory:
+    """Return the factory of the family ``name``. Raises UserError, with the nearest name, when there is none."""
+    return family_named(name).factory
+
+
+def model_names() -> list[str]:
+    """Return every family: built in, registered so far, and announced by installed packages."""
+    for module in pkgutil.iter_modules(vpipe.app.families.__path__, prefix="vpipe.app.families."):
+        import_module(module.name)
+    return sorted({*_families, *announced(ENTRY_POINT_GROUP)})

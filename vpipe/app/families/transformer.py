@@ -1,0 +1,247 @@
+"""Parts that the transformer families share: keys of their configs, attention, the layers of a decoder, its loss.
+
+Shapes, as names end: b batch (samples), s sequence (tokens), h hidden size, a attention heads, g heads of keys and
+values, d head size, v vocabulary size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import Field, dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vpipe.app.families.kv_cache import KeyValueCache
+from vpipe.app.families.registry import ModelSettings
+from vpipe.errors import Problem, UserError, nearest
+from vpipe.model import LARGEST_SIZE, MOST_BLOCKS
+from vpipe.model.layer import LOSS, NO_LABEL, Layer, Model
+
+Positive = float
+"""Type of a config's field that may be any number above 0."""
+
+Blocks = int
+"""Type of a config's field with a model's number of blocks."""
+
+TokenId = int
+"""Type of a config's field with the id of a token."""
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (lambda value: type(value) is int and 1 <= value <= LARGEST_SIZE,
+            f"it must be an integer from 1 to {LARGEST_SIZE:,}"),
+    "Blocks": (lambda value: type(value) is int and 1 <= value <= MOST_BLOCKS,
+               f"it must be an integer from 1 to {MOST_BLOCKS:,}"),
+    "TokenId": (lambda value: type(value) is int and value >= 0, "it must be an integer from 0 on"),
+    "float": (lambda value: type(value) in (int, float) and 0 <= value < 1,
+              "it must be a number from 0 up to, not including, 1"),
+    "Positive": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "it must be a number above 0"),
+    "bool": (lambda value: type(value) is bool, "it must be true or false")}
+
+
+@dataclass(frozen=True)
+class ConfigKeys:
+    """The keys of a family's config. The config itself is a dataclass with the names and defaults of Hugging Face's.
+
+    Attributes:
+        family: as messages call it, such as ``GPT``.
+        presets: sizes by name.
+        fixed: keys that are no setting here, and must agree with what the family computes.
+        silent: keys that do not affect training, or that no implementation reads.
+        choices: values of the keys that are words.
+    """
+
+    family: str
+    presets: Mapping[str, Mapping[str, Any]]
+    fixed: Mapping[str, object]
+    silent: Set[str]
+    choices: Mapping[str, Collection[object]] = field(default_factory=dict)
+
+    def merge(self, config: type[Any], preset: str | None, overrides: Mapping[str, object],
+              own: Mapping[str, object]) -> dict[str, Any]:
+        """Merge the fields of ``config`` from the preset, a ``config.json`` and the settings; the later wins."""
+        if preset is not None and preset not in self.presets:
+            raise UserError(f"{self.family} has no preset '{preset}'", hint=nearest(preset, list(self.presets)))
+        problems = [Problem(f"'{key}' is {overrides[key]!r}, but this {self.family} computes {fixed!r} only",
+                            f"set '{key}' to {fixed!r} or leave it out")
+                    for key, fixed in self.fixed.items() if overrides.get(key, fixed) != fixed]
+        known = [field.name for field in fields(config)]
+        given = {key: value for key, value in overrides.items() if key not in self.silent and key not in self.fixed}
+        problems += [Problem(f"a {self.family} config has no '{key}'", nearest(key, known))
+                     for key in given if key not in known]
+        if problems:
+            raise UserError.all_of(problems)
+        return {**({} if preset is None else self.presets[preset]), **given,
+                **{key: value for key, value in own.items() if value is not None}}
+
+    def check(self, config: Any, heads: str) -> None:
+        """Raise UserError for fields of wrong types, and heads that do not divide the width (``n_embd n_head``)."""
+        problems = [problem for field in fields(config) for problem in self._wrong(field, getattr(config, field.name))]
+        width, number = (getattr(config, name) for name in heads.split())
+        if not problems and width % number:
+            divisors = [n for low in range(1, math.isqrt(width) + 1) if width % low == 0 for n in (low, width // low)]
+            closest = min(sorted(divisors), key=lambda n: abs(n - number))
+            problems.append(Problem(
+                f"{self.family}'s {heads.split()[0]} {width} is not divisible by its {number} attention heads",
+                f"set num_heads to a number that divides {width}, such as {closest}"))
+        if problems:
+            raise UserError.all_of(problems)
+
+    def check_length(self, length: int, positions: int, key: str) -> None:
+        """Raise UserError for a sequence of ``length`` tokens that is longer than the model's positions."""
+        if length > positions:
+            raise UserError(f"the sequence length is {length}, but {self.family} has position embeddings for "
+                            f"{positions} tokens", hint=f"shorten the sequences to {positions}, or raise {key} to "
+                                                        f"{length}")
+
+    def check_no_groups(self, settings: ModelSettings) -> None:
+        """Raise UserError where settings ask for grouped heads in a family without them."""
+        if settings.num_kv_heads not in (None, settings.num_heads):
+            raise UserError(f"num_kv_heads is {settings.num_kv_heads}, but every head of {self.family} has keys of its "
+                            "own", hint="leave it out, or take the model llama")
+
+    def _wrong(self, field: Field[Any], value: object) -> Iterator[Problem]:
+        what, kind = f"{self.family}'s {field.name} is {value!r}", str(field.type)
+        if value is None and kind.endswith(" | None"):
+            return
+        if field.name in self.choices:
+            if value not in self.choices[field.name]:
+                yield Problem(what, f"choose one of {', '.join(map(str, self.choices[field.name]))}")
+        elif (rule := _RULES.get(kind.removesuffix(" | None"))) is not None and not rule[0](value):
+            yield Problem(what, rule[1])
+
+
+Names = Sequence[tuple[str, str]]
+"""Submodules as (ours, Hugging Face's)."""
+
+Parameters = Sequence[str]
+
+TOKEN_EMBEDDINGS = "block0.attention.embeddings.token.weight"
+"""The weight of a decoder that its head may share."""
+
+
+def weight_names(theirs: str, ours: str, modules: Names,
+                 parameters: Parameters = ("weight", "bias")) -> dict[str, str]:
+    """Map Hugging Face's names of the parameters of submodules to ours; both prefixes stand before them."""
+    return {f"{theirs}.{their}.{parameter}": f"{ours}.{our}.{parameter}" for our, their in modules
+            for parameter in parameters}
+
+
+def block_weight_names(theirs: str, blocks: object, attention: Names, mlp: Names,
+                       parameters: Parameters = ("weight", "bias")) -> dict[str, str]:
+    """Map Hugging Face's names of the parameters of all blocks to ours, as :func:`weight_names` does."""
+    assert isinstance(blocks, int), "a checked config"
+    names: dict[str, str] = {}
+    for block in range(blocks):
+        ours = f"block{block}.attention" + (".attention" if block == 0 else "")  # the first is with the embeddings
+        names |= weight_names(f"{theirs}.{block}", ours, attention, parameters)
+        names |= weight_names(f"{theirs}.{block}", f"block{block}.mlp", mlp, parameters)
+    return names
+
+
+def decoder_names(config: Mapping[str, object], blocks: object, theirs: str, block: str, embeddings: Names,
+                  attention: Names, mlp: Names, norm: str,
+                  parameters: Parameters = ("weight", "bias")) -> dict[str, str]:
+    """Map Hugging Face's names of all weights of a decoder to ours.
+
+    ``theirs`` stands before all of them, ``block`` before the number of a block; ``norm`` is that of the head.
+    """
+    return {**weight_names(theirs, "block0.attention.embeddings", embeddings, ("weight",)),
+            **block_weight_names(f"{theirs}.{block}", blocks, attention, mlp, parameters),
+            **weight_names(theirs, "head", (("norm", norm),), parameters),
+            **({} if config["tie_word_embeddings"] else {"lm_head.weight": "head.decoder.weight"})}
+
+
+def decoder_copies(config: Mapping[str, object]) -> dict[str, str]:
+    """Map the name that some files have for the weight that ``tie_word_embeddings`` shares."""
+    return {"lm_head.weight": TOKEN_EMBEDDINGS} if config["tie_word_embeddings"] else {}
+
+
+def attention(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *, mask: Tensor | None = None,
+              causal: bool = False, dropout: float = 0.0) -> Tensor:
+    """Return scaled dot-product attention, [B, A, S, D] in the dtype of the input.
+
+    On the CPU it computes in fp32 at least: torch's backward in bf16 takes three times as long there (8.7 against 2.7
+    ms at A 8, S 128, D 32, batch 4, on a core of a Zen 4).
+
+    Args:
+        key_bgsd, value_bgsd: of G heads, which divides A: groups of A / G heads share them.
+        mask: bool, broadcast to [B, A, S, S]: True where a token is seen.
+        causal: a token sees itself and those before it.
+        dropout: share of the weights that is dropped.
+    """
+    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal,
+                               "enable_gqa": key_bgsd.shape[1] < query_basd.shape[1]}
+    if query_basd.device.type == "cpu" and query_basd.dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", enabled=False):
+            mixed_basd = F.scaled_dot_product_attention(
+                query_basd.float(), key_bgsd.float(), value_bgsd.float(), **options)
+        return mixed_basd.to(query_basd.dtype)
+    return F.scaled_dot_product_attention(query_basd, key_bgsd, value_bgsd, **options)
+
+
+def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Return the mean cross entropy, in fp32 at least, over the tokens with a label; without any it is 0, not nan.
+
+    Args:
+        logits_bsv: scores [B, S, V].
+        labels_bs: int64 [B, S]: the next token, already shifted; :data:`NO_LABEL` where there is none.
+        smoothing: share of a label's probability that is spread evenly over all V tokens.
+    """
+    precision = torch.promote_types(logits_bsv.dtype, torch.float32)
+    total = F.cross_entropy(logits_bsv.to(precision).flatten(0, 1), labels_bs.flatten(), ignore_index=NO_LABEL,
+                            reduction="sum", label_smoothing=smoothing)
+    return total / (labels_bs != NO_LABEL).sum().clamp(min=1)
+
+
+class EmbeddingsAndAttention(nn.Module):
+    """The first layer of a decoder: embeddings and the first block's attention, int64 [B, S] -> [B, S, H]."""
+
+    def __init__(self, embeddings: Callable[[], nn.Module], attention: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embeddings = embeddings()
+        self.attention = attention()
+
+    def forward(self, ids_bs: Tensor) -> Tensor:
+        return self.attention(self.embeddings(ids_bs))  # type: ignore[no-any-return]
+
+    def step(self, ids_bs: Tensor, cache: KeyValueCache) -> Tensor:
+        return self.attention.step(self.embeddings.step(ids_bs, cache), cache)  # type: ignore[operator, no-any-return]
+
+
+class NextTokenHead(nn.Module):
+    """The last layer of a decoder: norm, logits and their loss, [B, S, H] and int64 labels [B, S] -> a scalar."""
+
+    def __init__(self, norm: nn.Module, decoder: nn.Linear) -> None:
+        super().__init__()
+        self.norm = norm
+        self.decoder = decoder
+
+    def scores(self, h_bsh: Tensor) -> Tensor:
+        """Return the logits [B, S, V] of the next token."""
+        return self.decoder(self.norm(h_bsh))  # type: ignore[no-any-return]
+
+    def forward(self, h_bsh: Tensor, labels_bs: Tensor) -> Tensor:
+        return next_token_loss(self.scores(h_bsh), labels_bs)
+
+
+def decoder(blocks: int, embeddings: Callable[[], nn.Module], attention: Callable[[], nn.Module],
+            mlp: Callable[[], nn.Module], head: Callable[[], nn.Module], *, tied: bool) -> Model:
+    """Return a decoder of 2n + 1 layers for n blocks, from the functions that build each part.
+
+    Batch fields, int64 [B, S]: ``input_ids``, and ``labels``: for every token the next one; -100 where there
+    is none to learn. The only tensor between layers is ``h`` [B, S, H]. ``tied``: the head shares the token
+    embeddings' weight.
+    """
+    layers = [Layer("block0.attention", partial(EmbeddingsAndAttention, embeddings, attention), inputs=("input_ids",))]
+    for i in range(blocks):
+        if i > 0:
+            layers.append(Layer(f"block{i}.attention", attention))
+        layers.append(Layer(f"block{i}.mlp", mlp))
+    layers.append(Layer("head", head, inputs=("h", "labels"), outputs=(LOSS,),
+                        ties={"decoder.weight": TOKEN_EMBEDDINGS} if tied else {}))
+    return Model(layers, batch=("input_ids", "labels"))

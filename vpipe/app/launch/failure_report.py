@@ -1,0 +1,105 @@
+"""Write a report per rank that fails, and tell the failure of a run from the reports and from how its ranks ended."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vpipe.app.train.run_folder import failure_path, log_path
+from vpipe.distributed.excepthook import user_frames
+from vpipe.distributed.fault import End, Fault, cause
+from vpipe.distributed.watchdog import current_watchdog
+from vpipe.errors import LastingError, Problem, RunError, StartError, UserError, VpipeError
+
+
+def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
+    """Write the report of a rank that fails, for its launcher, and return it; printed if the disk is full."""
+    watch = current_watchdog()
+    fault = None if watch is None else watch.fault
+    blames = isinstance(error, RunError) and error.peer is not None if fault is None else \
+        not (fault.reported and rank in fault.ranks)
+    if isinstance(error, UserError):
+        problems = [[p.what, p.hint, p.where] for p in error.problems]
+        if not isinstance(error, StartError):  # what the user could mend before the run was found before: it has failed
+            what, hint, where = problems[0]
+            me = f"rank {rank}" if watch is None else watch.place(rank)
+            problems = [[f"{me}: {what}" + (f" ({where})" if where else ""), hint, None]]
+    else:
+        assert isinstance(error, RunError)
+        logs = _logs(fault, folder) if blames and fault is not None else "" if error.__cause__ is None else \
+            f"; the traceback is in {log_path(folder, rank)}"
+        problems = [[error.located, error.hint + logs, None]]
+    report = {"rank": rank, "time": time.time(), "blames": blames, "fault": None if fault is None else asdict(fault),
+              "reporter": watch is None or watch.is_reporter, "starting": isinstance(error, StartError),
+              "lasting": isinstance(error, (LastingError, UserError)), "problems": problems,
+              "frames": user_frames(error)}
+    partial = failure_path(folder, rank).with_suffix(f".{threading.get_ident()}.tmp")  # the watchdog may write one, too
+    try:
+        partial.write_text(json.dumps(report))
+        partial.replace(failure_path(folder, rank))
+    except OSError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        print(error, file=sys.stderr, flush=True)
+    return report
+
+
+def read_report(folder: Path, rank: int) -> dict[str, Any] | None:
+    """Return the report of a rank; None without one, or if it is incomplete or of another vpipe."""
+    try:
+        report = json.loads(failure_path(folder, rank).read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+    return report if isinstance(report, dict) and "fault" in report else None
+
+
+def read_reports(folder: Path) -> list[tuple[dict[str, Any], Fault | None]]:
+    """Return the reports of a run, each with the failure that its rank knows, in the order in which they are believed:
+    those of ranks that failed by themselves first, then that of the rank which reports for others, then by time.
+    """
+    ranks = (int(path.name[4:].partition(".")[0]) for path in folder.glob("rank*.failure.json"))
+    reports = sorted((report for rank in ranks if (report := read_report(folder, rank)) is not None),
+                     key=lambda report: (report["blames"], not report["reporter"], report["time"]))
+    return [(report, report["fault"] and Fault.from_message(report["fault"])) for report in reports]
+
+
+def find_failure(folder: Path, describe: Callable[[int], str], ends: Mapping[int, End]) -> RunError | UserError | None:
+    """Return the cause of a failed run; None where nothing failed.
+
+    Args:
+        describe: ``rank -> "rank 2 (stage 2)"``.
+        ends: of ranks, as their starter sees them; those that have reported why they end are left out.
+    """
+    reports = read_reports(folder)
+    told = {report["rank"] for report, _ in reports}
+    found = cause([fault for _, fault in reports if fault is not None],
+                  {rank: end for rank, end in ends.items() if rank not in told})
+    for report, fault in reports:
+        what = report["problems"][0][0]
+        if found is None or (fault is None and not report["blames"]) or \
+                (found.reported and report["rank"] in found.ranks):
+            return reported_error(report)
+        if fault is not None and fault.ranks == found.ranks and fault.what in what:  # and what this rank was doing
+            return RunError(what.replace(fault.what, found.what, 1), hint=found.hint + _logs(found, folder))
+    return None if found is None else RunError(found.sentence(describe), hint=found.hint + _logs(found, folder))
+
+
+def _logs(fault: Fault, folder: Path) -> str:
+    return f"; log{'s' * (len(fault.ranks) > 1)}: {', '.join(str(log_path(folder, rank)) for rank in fault.ranks)}"
+
+
+def reported_error(report: Mapping[str, Any]) -> RunError | UserError:
+    """Return the error of a report: the failure of the run, or a mistake found before it trained."""
+    if report["starting"]:
+        return UserError.all_of([Problem(*problem) for problem in report["problems"]])
+    what, hint, _ = report["problems"][0]
+    error = (LastingError if report["lasting"] else RunError)(what, hint=hint)
+    error.frames = report["frames"]
+    return error

@@ -1,0 +1,227 @@
+"""Derive the ranks of a config: how many, on which hosts and GPUs, with which command, environment and malloc."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from vpipe import accelerator
+from vpipe.app.config.config import Config
+from vpipe.app.config.machines import Hosts, host_of
+from vpipe.app.launch.container import Container
+from vpipe.distributed.environment import HOST, MEETING, RUN, SECRET, RankEnvironment
+from vpipe.distributed.network import interface_towards, meeting_address
+from vpipe.errors import UserError, counted
+from vpipe.extras.orion.scheduler import preload_variable
+from vpipe.plugins import IMPORTS, imported_files
+from vpipe.schedules.prepare import ScheduleSpec
+
+
+def ranks_of(config: Config) -> int:
+    """Return the number of ranks of the schedule. Raises UserError if there is no such schedule."""
+    cut = replace(config.parallel.standing_in.cut, recompute=0.0)  # it changes no rank
+    return ScheduleSpec(config.order, cut, config.microbatches).prepare(proved=True).ranks
+
+
+def hosts_of(config: Config) -> Hosts | None:
+    """Return the hosts of ``machines``; None when all ranks are here.
+
+    Raises:
+        UserError: they are not as many as the ranks, or the first is not this host.
+    """
+    if config.machines is None:
+        return None
+    ranks = ranks_of(config)
+    if len(config.machines) != ranks:
+        raise UserError(f"machines lists {len(config.machines)}, but the schedule has {counted(ranks, 'rank')}",
+                        hint="give one host:gpu per rank")
+    hosts = Hosts.from_machines(config.machines)
+    if hosts.logins[0] not in hosts.here:
+        raise UserError(f"the first host of machines, '{hosts.name(0)}', is not this one ('{socket.gethostname()}')",
+                        hint="start vpipe there, or begin the list with this host")
+    return hosts
+
+
+def check_gpus(config: Config, numbers: Iterable[int], started_by_others: bool = False) -> None:
+    """Refuse a config that asks for GPUs which this host lacks, or for nccl where a rank has no GPU of its own.
+
+    Args:
+        numbers: the GPU of each of this host's ranks, or of this rank.
+        started_by_others: whether torchrun or srun started the ranks: then the numbers are not those of ``machines``.
+
+    Raises:
+        UserError: a GPU is missing, or two ranks want the same one.
+    """
+    named = config.machines is not None and config.parallel.device != "cpu" and not started_by_others
+    if not config.parallel.asks_for_gpus and not named:
+        return
+    from vpipe.distributed.device import Visible, choose_device
+
+    gpus, numbers = accelerator.count(), list(numbers)
+    if named and (missing := sorted({number for number in numbers if number >= gpus > 0})):
+        raise UserError(f"machines names GPU {missing[0]}, but this host has {counted(gpus, 'GPU')}, counted from 0",
+                        hint=f"write host:0{f' to host:{gpus - 1}' * (gpus > 1)}: ranks may share a GPU, if not under "
+                        "nccl; device: cpu computes on the processor")
+    if not config.parallel.asks_for_gpus:
+        return
+    chosen = [choose_device(config.parallel.device, config.parallel.backend, Visible(gpus, number)).index
+              for number in numbers]
+    if config.parallel.backend in accelerator.DIRECT and len(set(chosen)) < len(chosen):
+        what = f": {counted(len(chosen), 'rank')}, {counted(gpus, 'GPU')}" if gpus < len(chosen) else \
+            f", but two ranks of a host are given the same: {chosen}"
+        raise UserError(f"backend {config.parallel.backend} needs a GPU per rank{what}", hint="set "
+                        "parallel.backend to gloo (in VPipe's form, 'distributed_backend': 'gloo'), under which ranks "
+                        "may share a GPU, or leave it out")
+
+
+def check_alone(command: str, environment: Mapping[str, str]) -> None:
+    """Refuse to run ``command`` once per process of torchrun or srun."""
+    # The address of rank 0 does not matter here: one at hand saves asking SLURM for it.
+    rank = RankEnvironment.parse({"MASTER_ADDR": "localhost", "MASTER_PORT": "0", **environment})
+    if rank is not None and rank.ranks > 1:
+        raise UserError(f"{command} is one of {counted(rank.ranks, 'process')} of {rank.starter}, but it starts "
+                        "its ranks itself", hint="run it alone, without torchrun or srun")
+
+
+@dataclass(frozen=True)
+class HostRanks:
+    """The ranks of one host, as its launcher starts them.
+
+    Attributes:
+        devices: rank -> the number of its GPU on this host, if it uses one.
+        world: ranks on all hosts together.
+        address, port: where rank 0 waits for the others.
+        interface: the network interface between ranks; None leaves it to gloo and nccl.
+        threads: of the CPU, per rank.
+        task: what the ranks do; see :mod:`vpipe.app.launch.rank_main`.
+        host: its name for messages; None when it is the only one.
+        container: the image that ranks run in; None without one.
+        python: runs the ranks without one.
+        interface_found: whether nobody chose the interface; then this process's environment may.
+        run: what tells it from another run at the same port.
+        secret: by which its ranks let each other in.
+        meeting: the folder where they meet, if all are on this host; only this user may enter it.
+        orion: whether the Orion library is preloaded; a container has none.
+    """
+
+    devices: Mapping[int, int]
+    world: int
+    address: str
+    port: int
+    interface: str | None
+    threads: int
+    task: Sequence[str] = ("train",)
+    host: str | None = None
+    container: Container | None = None
+    python: str = sys.executable
+    interface_found: bool = False
+    run: str = field(default_factory=lambda: token_hex(4))
+    secret: str = field(default_factory=lambda: token_hex(16), repr=False)
+    meeting: str | None = None
+    orion: bool = False
+
+    @classmethod
+    def alone(cls, ranks: int, port: int, threads: int, task: Sequence[str] = ("train",), *,
+              devices: Mapping[int, int] | None = None, container: Container | None = None,
+              address: str | None = None, interface: str | None = None, orion: bool = False) -> HostRanks:
+        """Return all ranks on this host; when no address and interface are chosen, by its loopback."""
+        found = "lo" if sys.platform == "linux" else None  # whatever the name of this host resolves to
+        return cls(devices or {rank: rank for rank in range(ranks)}, ranks, address or "127.0.0.1", port,
+                   interface or found, threads, task, container=container, interface_found=interface is None,
+                   orion=orion)
+
+    def command(self, folder: Path | str) -> list[str]:
+        """Return what every rank runs; ``folder`` tells it the rest."""
+        worker = ["-m", "vpipe.app.launch.rank_main", str(folder), *self.task]
+        if self.container is None:
+            return [self.python, *worker]
+        read = [Path(word) for word in self.task if os.path.isabs(word)]  # the checkpoint to go on from
+        met = [] if self.meeting is None else [Path(self.meeting)]
+        return self.container.wrapped(["python3", *worker],
+                                      bound=[Path(folder), *read, *met, *map(Path, imported_files())])
+
+    @property
+    def private(self) -> dict[str, str]:
+        """The part of every rank's environment that is not to be shown."""
+        return {SECRET: self.secret, MEETING: self.meeting or ""}
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return what else is set for a rank, beside what this process has; torchrun's names, with ours."""
+        variables = {
+            "RANK": str(rank), "LOCAL_RANK": str(self.devices[rank]), "WORLD_SIZE": str(self.world),
+            "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port), "OMP_NUM_THREADS": str(self.threads),
+            RUN: self.run}
+        if IMPORTS in os.environ:
+            variables[IMPORTS] = os.environ[IMPORTS]
+        if self.interface is not None:
+            variables |= {name: value for name, value in interface_variables(self.interface).items()
+                          if not (self.interface_found and name in os.environ)}
+        if self.host is not None:
+            variables[HOST] = self.host
+        if self.container is not None:
+            variables |= self.container.environment
+        elif self.orion:
+            variables |= preload_variable()
+        return variables
+
+
+def ranks_here(config: Config, hosts: Hosts | None, ranks: int, port: int) -> HostRanks:
+    """Return the ranks of this host, which is the first.
+
+    Raises:
+        UserError: there is no container, or no way by which other hosts would reach this one.
+    """
+    container = Container.from_config(config) if config.container else None
+    threads, parallel = config.training.threads, config.parallel
+    if hosts is None or not hosts.others:
+        devices = None if hosts is None else hosts.on(None)
+        return HostRanks.alone(ranks, port, threads, devices=devices, container=container,
+                               address=parallel.master_address, interface=parallel.interface,
+                               orion=parallel.use_orion_scheduler)
+    address = parallel.master_address or meeting_address(hosts.first, [host_of(login) for login in hosts.others])
+    return HostRanks(hosts.on(None), ranks, address, port, parallel.interface or interface_towards(address), threads,
+                     host=hosts.first, container=container, interface_found=parallel.interface is None,
+                     orion=parallel.use_orion_scheduler)
+
+
+def interface_variables(interface: str) -> dict[str, str]:
+    """Return what tells gloo and nccl the network interface."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of ``malloc.h``."""
+
+NEVER, MOST_BYTES = -1, 32 << 20
+"""Values of the two: the free end of the heap is never given back; only blocks above 32 MiB, the most that can be set,
+are still mapped by themselves. To keep those, too (``M_MMAP_MAX`` 0), leaves holes in the heap: it made a rank with
+logits of 64 MiB half as large again."""
+
+TUNABLES = "GLIBC_TUNABLES"
+
+
+def keep_memory(environment: Mapping[str, str] = os.environ) -> str:
+    """Let this process keep the memory that it frees, if its C library is glibc and the environment does not tune
+    malloc. Returns a line for the log.
+
+    By default glibc gives a freed large block back to the system. The next tensor of the same size then costs a page
+    fault for each of its pages, which the system fills with zeros. Source: mallopt(3).
+    """
+    tuned = sorted(name for name in environment if name.startswith("MALLOC_"))
+    if "glibc.malloc." in environment.get(TUNABLES, ""):
+        tuned.append(TUNABLES)
+    if tuned:
+        return f"malloc is left as {', '.join(tuned)} in the environment says"
+    library: Any = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version") or not hasattr(library, "mallopt"):
+        return "the C library is not glibc: malloc is left as it is"
+    library.mallopt(M_MMAP_THRESHOLD, MOST_BYTES)
+    library.mallopt(M_TRIM_THRESHOLD, NEVER)
+    return "malloc keeps what is freed"

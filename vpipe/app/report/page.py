@@ -1,0 +1,177 @@
+"""Write ``RUN/report.html``: one self-contained page of what happened in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from statistics import fmean
+from typing import Any
+
+from vpipe.app.report.figures import Points, in_window, steady_window, typical_window
+from vpipe.app.report.idle_bars import idle_bars, stage_table
+from vpipe.app.report.line_chart import Line, chart, is_drawable, smooth, thinned
+from vpipe.app.report.report_data import ReportData
+from vpipe.app.report.style import operation_fills, render
+from vpipe.app.report.timeline import Lane, chunks, timeline_figure
+from vpipe.app.visualize.table import compact, milliseconds
+from vpipe.errors import counted
+from vpipe.metric_formulas import averaged_losses, perplexity, share_text
+from vpipe.units import parse_size, size_text
+
+_DRAWN, _FEWEST, _MOST = 800, 32, 48  # actions of all ranks together and of a rank, in each timeline
+_MOST_CURVES = 16
+
+
+def page(data: ReportData) -> str:
+    """Return the page as HTML."""
+    found, runs = _Page(data), [data.recording] if data.expected is None else [data.recording, data.expected.recording]
+    ops = {done.op for run in runs for track in run.tracks for done in track.actions}
+    model = [_at(data.config, "model", key) for key in ("name", "preset")]
+    return render("page.html", page=found, data=data, unit=found.unit, counted=counted,
+                  model=" ".join(str(part) for part in model if part),
+                  fills=operation_fills(ops, chunks(data.recording)), timeline=timeline_figure(found.lanes, found.unit),
+                  idle_bars=idle_bars(data, found.unit), stage_table=stage_table(data, found.unit),
+                  progress=list(found.progress()), memory=found.memory())
+
+
+class _Page:
+    """The words, figures and charts of the page."""
+
+    def __init__(self, data: ReportData) -> None:
+        self._data, self._run = data, data.recording
+        assignment, expected = self._run.assignment, data.expected
+        whole = all(assignment.per_update(stage) == assignment.per_step for stage in range(len(self._run.placement)))
+        self.unit = "update" if whole else "step"
+        # A window of the run and one of the expected run, with equally many steps.
+        most = min(max(_FEWEST, _DRAWN // len(self._run.tracks)), _MOST)
+        ran = typical_window(self._run, most)
+        if expected is not None:
+            steps = min(ran.steps, max(1, steady_window(expected.recording).steps))
+            if steps < ran.steps:
+                ran = typical_window(self._run, most, steps)
+        self.lanes = [Lane("As run", self._run, data.producers, ran)]
+        if expected is not None:
+            self.lanes.insert(0, Lane("As planned" if expected.prediction is not None else "At medians",
+                                      expected.recording, expected.producers,
+                                      typical_window(expected.recording, most, ran.steps)))
+
+    def headlines(self) -> Iterator[tuple[str, str, str]]:
+        data, figures, expected = self._data, self._data.figures, self._data.expected
+        history, unit, totals = data.history, self.unit, data.totals
+        yield ("samples per second", f"{totals.samples_per_s:,.1f}",
+               "" if totals.tokens_per_s is None else f"{totals.tokens_per_s:,.0f} tokens/s")
+        against = ""
+        if expected is not None:
+            planned_s = expected.figures.step_s if expected.prediction is None else expected.prediction.step_s
+            word = "at medians" if expected.prediction is None else "predicted"
+            apart = f" ({(totals.step_s / planned_s - 1) * 100:+.1f} %)" if planned_s else ""
+            against = f"{word} {milliseconds(planned_s)}{apart}"
+        yield f"median {unit}", milliseconds(totals.step_s), against
+        planned = ""
+        if expected is not None:
+            planned = (f"at medians {share_text(expected.figures.bubble)}" if expected.prediction is None else
+                       f"planned {share_text(expected.prediction.bubble)}")
+        yield "bubble", share_text(totals.bubble), planned
+        yield ("MFU", share_text(totals.mfu), "metrics.jsonl has none" if totals.mfu is None else
+               f"HFU {share_text(totals.hfu)}" + ("" if totals.peak is None else f", of {totals.peak}"))
+        stale = [stage.staleness for stage in figures.stages]
+        low, high = min(stale), max(stale)
+        mean = max(stage.mean_delay for stage in figures.stages)
+        yield ("staleness", f"{low}–{high}" if low != high else str(high),
+               f"updates that a gradient was late, by stage; mean up to {mean:.3g}" if high else
+               "every backward uses the latest weights")
+        if totals.memory_bytes is not None:
+            yield "memory", size_text(totals.memory_bytes), "peak of the fullest rank's process, or of its GPU"
+        peaks = figures.kept_bytes
+        if peaks:
+            worst = max(peaks, key=lambda rank: peaks[rank])
+            limit = self._limit
+            yield ("kept tensors", size_text(peaks[worst]),
+                   f"at most, on rank {worst}" + (f", of {size_text(limit)} allowed" if limit else ""))
+        if history.losses:
+            few = averaged_losses(len(history.losses))
+            after = f"; evaluation {self._loss(history.evaluations[-1:])}" if history.evaluations else ""
+            yield ("training loss", _mean(history.losses[-few:]), f"from {_mean(history.losses[:few])}"
+                   f"{self._perplexity(history.losses[-few:])}{after}")
+
+    def _loss(self, losses: Points) -> str:
+        """Return the mean of losses as text, with the perplexity of a model of next tokens."""
+        return _mean(losses) + self._perplexity(losses)
+
+    def _perplexity(self, losses: Points) -> str:
+        if not self._data.history.next_tokens or not all(is_drawable(loss) for _, loss in losses):
+            return ""
+        found = perplexity(fmean(loss for _, loss in losses))
+        return "" if found is None else f", perplexity {compact(found)}"
+
+    @property
+    def _limit(self) -> int | None:
+        limit = _at(self._data.config, "parallel", "memory")
+        return None if limit is None else parse_size(limit, "parallel.memory")
+
+    def progress(self) -> Iterator[str]:
+        """Yield the charts of training."""
+        history, unit = self._data.history, self.unit
+        if not history.losses:
+            return
+        yield chart("Loss", [*self._smoothed("training loss", history.losses, "var(--train)"),
+                             Line("evaluation loss", history.evaluations, "var(--eval)", "dot")],
+                    f"training loss from {self._loss(history.losses[:1])} to {self._loss(history.losses[-1:])}",
+                    unit, compact)
+        yield chart("Throughput", self._smoothed("tokens/s", history.speeds, "var(--speed)"),
+                    f"tokens per second over {history.speeds[-1][0]:.0f} seconds", "seconds", compact, bottom=0.0)
+
+    def _smoothed(self, name: str, points: Points, colour: str) -> list[Line]:
+        if len(points) <= 100:
+            return [Line(name, points, colour)]
+        return [Line(f"each {self.unit}", thinned(points), colour, "thin"),
+                Line(f"{name} (smoothed)", smooth(points), colour)]
+
+    def memory(self) -> tuple[str, list[str]]:
+        """Return remarks on the charts of kept tensors, and the charts, of the ranks that hold most."""
+        expected, peaks, limit = self._data.expected, self._data.figures.kept_bytes, self._limit
+        ran, before = self.lanes[-1].window, self.lanes[0].window
+        parts, planned = in_window(self._data.figures.memory, ran), dict[int, Points]()
+        if expected is not None:
+            planned = in_window(dict(enumerate(expected.memory)), before)
+        ranks = sorted(sorted(parts, key=lambda rank: -peaks[rank])[:_MOST_CURVES])
+        end = 1e3 * ran.span_s
+        top = max((held for rank in ranks for held in (peaks[rank], *(held for _, held in planned.get(rank, ())))),
+                  default=0.0)
+        close = limit is not None and limit < 2 * top  # a limit far above would flatten the curves
+        charts = []
+        for rank in ranks:
+            curve = _in_ms(parts[rank], ran.start_s)
+            lines = [Line("as run", [*curve, (end, curve[-1][1])] if curve else [], "var(--train)", "area", True)]
+            if own := planned.get(rank):
+                lines.append(Line("as planned", _in_ms(own, before.start_s), "var(--plan)", "dash", True))
+            if close and limit is not None:
+                lines.append(Line("limit", [(0.0, limit), (end, limit)], "var(--late)", "dash"))
+            if curve:
+                charts.append(chart(f"rank {rank}: {size_text(peaks[rank])} at most in the run", lines,
+                                    f"up to {size_text(peaks[rank])}", "ms", size_text, height=110, bottom=0.0,
+                                    top=top, x_end=end, unit=binary_unit(top)))
+        return (("" if limit is None or close else f" The limit of {size_text(limit)} is above the charts.")
+                + (f" Of {len(parts)} ranks the {_MOST_CURVES} that hold most." if len(parts) > len(ranks) else ""),
+                charts)
+
+
+def _in_ms(curve: Points, start_s: float) -> list[tuple[float, float]]:
+    return [(1e3 * (second - start_s), held) for second, held in curve]
+
+
+def _mean(losses: Points) -> str:
+    """Return the mean of losses as text; "no number" if one of them is none."""
+    return f"{fmean(loss for _, loss in losses):.3f}" if all(is_drawable(loss) for _, loss in losses) else "no number"
+
+
+def binary_unit(size: float) -> float:
+    """Return the largest of 1, KiB, MiB, GiB and TiB of which ``size`` has two."""
+    return max(unit for unit in (1.0, 1024.0, 1024.0**2, 1024.0**3, 1024.0**4) if unit == 1 or size >= 2 * unit)
+
+
+def _at(config: Mapping[str, Any], *keys: str) -> Any:
+    """Return a value of the config; None where it has none."""
+    value: Any = config
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value

@@ -1,0 +1,137 @@
+"""Write ``RUN/trace.json``: the run in the trace-event format, which Perfetto opens.
+
+Each rank is a process with three rows: compute, transfers, idle. A flow leads from every send to the action that uses
+it. A counter shows the kept tensors.
+
+Source: Google, *Trace Event Format* (phases X, M, C, s, f; times in microseconds).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from heapq import merge
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from vpipe.app.report.idle_causes import Producers, time_slices
+from vpipe.app.report.recording import Recording, Track, describe
+from vpipe.app.visualize.table import row_name
+from vpipe.schedules.action_record import RecordedAction
+from vpipe.schedules.kinds import Needed
+from vpipe.schedules.setting import Setting
+
+MOST_ACTIONS = 250_000
+"""Limit for all ranks together: about 110 MB of JSON. Perfetto in a browser holds no much larger file."""
+SHORTEST_IDLE_US = 5.0
+
+_COMPUTE, _TRANSFERS, _IDLE = 1, 2, 3
+_ROWS = {_COMPUTE: "compute", _TRANSFERS: "transfers", _IDLE: "idle"}
+Event = tuple[float, dict[str, Any]]
+
+
+def write_trace(recording: Recording, producers: Producers, path: Path, most: int = MOST_ACTIONS,
+                say: Callable[[str], None] = lambda text: None) -> str | None:
+    """Write the file, whole or not at all; returns a sentence on what was left out, if anything.
+
+    Args:
+        most: actions; later ones are left out.
+        say: called now and then with the progress.
+    """
+    ends = sorted(done.end_s for track in recording.tracks for done in track.actions)
+    until_s, note = ends[most - 1] if len(ends) > most else recording.end_s, None
+    if until_s < recording.end_s:
+        note = (f"trace.json shows the first {until_s:.1f} s of {recording.end_s:.1f} s, {most:,} actions: Perfetto "
+                "opens no much larger file.")
+    flows = _flows(recording, producers.setting, until_s)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        file.write(",\n".join(_dumped(event) for event in _names(recording)))
+        ranks = [_of_rank(recording, track, producers, flows, until_s) for track in recording.tracks]
+        for count, (at_us, event) in enumerate(merge(*ranks, key=itemgetter(0))):
+            file.write(",\n" + _dumped(event))
+            if count % 20_000 == 0:
+                say(f"writing {path.name}, {at_us / 1e6:.1f} of {min(until_s, recording.end_s):.1f} s")
+        about = {"schedule": recording.schedule, "idle": f"shorter than {SHORTEST_IDLE_US:g} us is left out",
+                 "notes": [*recording.notes, *([note] if note else [])]}
+        file.write(f'\n],"otherData":{_dumped(about)}}}\n')
+    partial.replace(path)
+    return note
+
+
+_dumped = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
+
+
+def _names(recording: Recording) -> Iterator[dict[str, Any]]:
+    for track in recording.tracks:
+        rank = track.rank
+        name = row_name(recording.placement, rank) + (f" on {track.host}" if track.host else "")
+        yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+        for row, what in _ROWS.items():
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": what}}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": row, "args": {"sort_index": row}}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Mapping[Needed, int],
+             until_s: float) -> Iterator[Event]:
+    """Yield a rank's slices, flows and counters, in order."""
+    rank, versions = track.rank, dict.fromkeys(track.weight_bytes, 1)
+    static, before = sum(track.static_bytes.values()), (-1, -1)
+    for start_s, end_s, cause, done in time_slices(recording, track, producers):
+        if end_s > until_s:
+            return
+        start, end = _us(start_s), _us(end_s)
+        row = _IDLE if cause is not None or done is None else _COMPUTE if done.op.works else _TRANSFERS
+        event = {"ph": "X", "pid": rank, "tid": row, "ts": start, "dur": round(end - start, 3)}
+        if cause is not None or done is None:
+            if end - start >= SHORTEST_IDLE_US:
+                yield start, {**event, "name": "evaluation" if cause is None else cause.value,
+                              "args": {} if done is None else {"before": str(done.action)}}
+            continue
+        yield start, {**event, "name": str(done.action), "cat": str(done.op), "args": {
+            "what": describe(done), "waited_ms": round(done.waited_s * 1e3, 4), "held_bytes": done.held_bytes,
+            "versions": done.versions}}
+        ends = _ends(done, producers.setting)
+        if ends is not None and (number := flows.get(ends[1])) is not None:
+            flow = {"ph": ends[0], "id": number, "pid": rank, "tid": row, "ts": start, "name": "transfer",
+                    "cat": "transfer"}
+            yield start, flow if ends[0] == "s" else {**flow, "bp": "e"}
+        if done.op.works:
+            if done.stage in versions:
+                versions[done.stage] = done.versions
+            held = done.held_bytes, sum(count * track.weight_bytes[stage] for stage, count in versions.items())
+            if held != before:
+                before = held
+                yield end, {"ph": "C", "pid": rank, "ts": end, "name": "kept tensors", "args": {
+                    "activations": held[0], "weight versions": held[1], "gradients and optimizer": static}}
+
+
+def _ends(done: RecordedAction, setting: Setting) -> tuple[str, Needed] | None:
+    """Return which end of a flow an action is, and what flows; None for others."""
+    op, stage, index, *_ = done
+    if not op.per_microbatch or op.receives:
+        return None
+    if op.transfer is not None:
+        return "s", (op.transfer.value, stage + op.transfer.value_offset, index)
+    used = [needed for needed in op.needs(setting, stage, index, 0) if needed[0].carrier is not None]
+    return ("f", used[0]) if used else None
+
+
+def _flows(recording: Recording, setting: Setting, until_s: float) -> dict[Needed, int]:
+    """Number the flows whose ends are both shown and in order: two hosts' clocks may differ."""
+    sent: dict[Needed, float] = {}
+    used: dict[Needed, float] = {}
+    for track in recording.tracks:
+        for done in track.actions:
+            if done.end_s <= until_s and (ends := _ends(done, setting)) is not None:
+                (sent if ends[0] == "s" else used)[ends[1]] = done.begun_s
+    both = (use for use, begun_s in sent.items() if use in used and _us(begun_s) <= _us(used[use]))
+    return {use: number for number, use in enumerate(both, 1)}

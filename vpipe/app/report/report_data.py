@@ -1,0 +1,241 @@
+"""Gather the data of a report: the run, and beside it the expected run, by its plan or by the run's own medians.
+
+The expected run is simulated and has the form of a recording, so that the same code computes the figures of both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from vpipe.app.report.figures import Figures, Points, step_ends
+from vpipe.app.report.idle_causes import Cause, Producers, medians, time_slices
+from vpipe.app.report.recording import Recording, Track, read_recording
+from vpipe.app.report.run_metrics import History, Totals, read_history
+from vpipe.description.cut import Cut
+from vpipe.description.order import Order
+from vpipe.errors import CheckError, UserError, counted
+from vpipe.plan.plan import Plan, Prediction
+from vpipe.plan.predict import predict
+from vpipe.plan.profile import Profile
+from vpipe.schedules.action import Action
+from vpipe.schedules.action_record import RecordedAction
+from vpipe.schedules.costs import Costs, Link, StageCosts
+from vpipe.schedules.kinds import is_own, kind_with
+from vpipe.schedules.peaks import recomputations
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import Timeline
+
+_LONGEST = 24  # steps that are simulated
+_IN_A_ROW, _FEWEST, _ACTIONS = 8, 4, 60_000  # simulated batches of a schedule with a flush; so many actions are quick
+
+
+def as_recording(timeline: Timeline, like: Recording) -> Recording:
+    """Return a simulated timeline as a recording with the sizes of another; idle ranks wait for their next action."""
+    schedule, tracks = timeline.schedule, []
+    for rank, events in enumerate(timeline.events):
+        actions: list[RecordedAction] = []
+        now = 0.0
+        for event in events:
+            start, end = float(event.start_s), float(event.end_s)
+            actions.append(RecordedAction(event.action.op, event.action.stage, event.action.microbatch, now, end,
+                                          max(0.0, start - now), 0, 0))
+            now = end
+        tracks.append(Track(rank, "", actions))
+    return replace(like, schedule=schedule.name, placement=schedule.placement, flush=schedule.flush,
+                   microbatches=schedule.update_every if schedule.flush else like.microbatches,
+                   update_every=schedule.update_every, tracks=tuple(tracks), notes=())
+
+
+def repeat_batches(timeline: Timeline, batches: int) -> Timeline:
+    """Return the timeline of so many batches of a schedule with a flush, where ``timeline`` is of one."""
+    schedule = timeline.schedule
+    count = schedule.microbatches
+    programs = [[action._replace(microbatch=action.microbatch + batch * (count if action.op.per_microbatch else 1))
+                 for batch in range(batches) for action in program] for program in schedule.programs]
+    return simulate(replace(schedule.with_programs(programs), microbatches=batches * count), timeline.costs)
+
+
+def replay_medians(recording: Recording, producers: Producers) -> Timeline | None:
+    """Simulate the recorded order of actions at the run's own medians: the run without stragglers.
+
+    None where not even one step was recorded whole.
+    """
+    ends, assignment = step_ends(recording), recording.assignment
+    first = min(ends, default=0)
+    steps = next((number for number in range(len(ends)) if first + number not in ends), len(ends))
+    steps = min(steps, max(_LONGEST, 3 * len(recording.placement)))
+    if not steps:
+        return None
+    before = first * assignment.per_step  # microbatches of earlier attempts of the run
+    last = steps * assignment.per_step
+
+    def taken(done: RecordedAction) -> int:
+        return 1 if done.op.per_microbatch else assignment.per_update(done.stage)
+
+    programs = [[Action(done.op, done.stage, done.number - before // taken(done)) for done in track.actions
+                 if done.op.works and (done.number + 1) * taken(done) <= before + last]
+                for track in recording.tracks]
+    ranks, stages = len(programs), len(recording.placement)
+    schedule = Schedule(recording.schedule, recording.placement, tuple(map(tuple, programs)), last,
+                        assignment.update_every, recording.flush, (last * stages,) * ranks, (last + 1,) * stages, {})
+    return simulate(schedule, _median_costs(recording, producers, programs))
+
+
+def _median_costs(recording: Recording, producers: Producers, programs: Sequence[Sequence[Action]]) -> Costs:
+    usual = medians(recording)
+    early = {stage for program in programs for stage, _ in recomputations(program)}
+
+    def stage(number: int) -> StageCosts:
+        def of(trait: str) -> float:
+            return usual.get((number, kind_with(trait)), 0.0)
+
+        whole, split = of("whole_backward"), (number, kind_with("first_half")) in usual
+        halves = (of("first_half"), of("second_half")) if split else (whole, 0.0)
+        return StageCosts(of("uses_version"), *halves, recompute_s=of("recomputation") if number in early else 0.0,
+                          step_s=of("makes_version"))
+
+    waits = [piece.end_s - piece.start_s for track in recording.tracks
+             for piece in time_slices(recording, track, producers) if piece.cause is Cause.TRANSFER]
+    return Costs(tuple(map(stage, range(len(recording.placement)))), Link(median(waits) if waits else 0.0),
+                 seconds={(kind, stage): seconds for (stage, kind), seconds in usual.items() if not is_own(kind)})
+
+
+@dataclass(frozen=True)
+class ExpectedRun:
+    """The run as it was expected.
+
+    Attributes:
+        recording, producers, figures: of the simulated run.
+        prediction: of the plan; None where the simulation uses the run's own durations.
+        memory: per rank the planned curve (second, bytes); empty without a prediction.
+        basis: a sentence on what was simulated.
+    """
+
+    recording: Recording
+    producers: Producers
+    figures: Figures
+    prediction: Prediction | None
+    memory: Sequence[Points]
+    basis: str
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """The data of a report.
+
+    Attributes:
+        name: of the run's folder.
+        config: the resolved config; empty where the run has none.
+        recording, producers, history: of the run.
+        figures: of the steady part of the recording.
+        totals: of the whole run.
+        expected: None where nothing can be simulated.
+        notes: sentences for the reader of the report.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    recording: Recording
+    producers: Producers
+    figures: Figures
+    history: History
+    totals: Totals
+    expected: ExpectedRun | None
+    notes: Sequence[str]
+
+
+def load_report_data(folder: Path, config: Mapping[str, Any],
+                     say: Callable[[str], None] = lambda text: None) -> ReportData:
+    """Read the run in ``folder``, and simulate what was expected of it.
+
+    Args:
+        config: of the run, as plain values; empty where it has none.
+        say: called with lines of progress.
+
+    Raises:
+        UserError: there is no such run, it was not recorded, or a file is damaged.
+    """
+    recording, history = read_recording(folder, say), read_history(folder)
+    notes = [*recording.notes, *history.notes, *_unwritten(recording, history)]
+    say("working out why ranks were idle")
+    producers = Producers.from_recording(recording)
+    figures = Figures.from_recording(recording, producers)
+    profile = Profile.load(path) if (path := folder / "profile.json").is_file() else None
+    plan = Plan.load(path) if (path := folder / "plan.json").is_file() else None
+    say("simulating what was to be expected")
+    expected, expected_notes = _expected(recording, producers, profile, plan)
+    totals = Totals.from_history(history, figures)
+    if totals.doubt is not None:
+        notes.append(f"{totals.doubt[0].upper()}{totals.doubt[1:]}.")
+    return ReportData(folder.resolve().name, config, recording, producers, figures, history, totals, expected,
+                      (*notes, *expected_notes))
+
+
+def _unwritten(recording: Recording, history: History) -> Iterator[str]:
+    """Yield a note on steps of an ended run that only the metrics have: a rank writes its record every few seconds."""
+    if not (history.losses and any(track.broken_off for track in recording.tracks)):
+        return
+    recorded, logged = max(step_ends(recording), default=-1), max(step for step, _ in history.losses)
+    if logged > recorded:
+        reached = f"up to step {recorded:,}" if recorded >= 0 else "not one whole step"
+        yield (f"The record holds {reached}, metrics.jsonl continues to step {logged:,.0f}: the last seconds of a rank "
+               "were not recorded.")
+
+
+def _expected(recording: Recording, producers: Producers, profile: Profile | None,
+              plan: Plan | None) -> tuple[ExpectedRun | None, list[str]]:
+    """Return the expected run, and notes on it."""
+    notes: list[str] = []
+    stages, ranks = len(recording.placement), len(recording.tracks)
+    if plan is not None and (len(plan.partition) != stages or plan.ranks != ranks):
+        notes.append(f"plan.json is for {counted(len(plan.partition), 'stage')} on {counted(plan.ranks, 'rank')}, the "
+                     f"run had {counted(stages, 'stage')} on {counted(ranks, 'rank')}: it is left aside.")
+        plan = None
+    if profile is not None:
+        try:
+            return _of_profile(recording, profile, plan), notes
+        except UserError as error:
+            notes.append(f"The plan cannot be simulated: {error.problems[0].what}.")
+    try:
+        timeline = replay_medians(recording, producers)
+    except CheckError:
+        return None, [*notes, "The recorded order of actions cannot be simulated: actions are missing from it."]
+    if timeline is None:
+        return None, [*notes, "There is no expected run to compare with: no whole step was recorded."]
+    why = "there is no profile.json to simulate" if profile is None else "its profile.json does not serve"
+    return _made(recording, timeline, None,
+                 "At medians: the run's own order of actions, each at its median duration. It shows what waiting and "
+                 f"stragglers cost, not how good a prediction was ({why})."), notes
+
+
+def _of_profile(recording: Recording, profile: Profile, plan: Plan | None) -> ExpectedRun:
+    basis = "As planned: plan.json, simulated at the costs in profile.json."
+    if plan is None:
+        basis = "As planned: the run's partition and schedule, simulated at the costs in profile.json."
+        plan = Plan(Cut(recording.partition, recording.recomputed, recording.placement), Order(recording.schedule))
+    predicted = predict(profile, plan, schedule=recording.schedule, microbatches=recording.microbatches,
+                        update_every=None if recording.flush else recording.update_every)
+    return _made(recording, predicted.timeline, predicted.prediction, basis)
+
+
+def _made(recording: Recording, timeline: Timeline, prediction: Prediction | None, basis: str) -> ExpectedRun:
+    schedule = timeline.schedule
+    if schedule.flush and schedule.microbatches == schedule.update_every:
+        timeline = repeat_batches(timeline, max(_FEWEST, min(_IN_A_ROW, _ACTIONS // sum(map(len, schedule.programs)))))
+    simulated = as_recording(timeline, recording)
+    producers = Producers.from_recording(simulated, simulated=True)
+    memory: list[Points] = []
+    if prediction is not None:
+        static = Counter[int]()
+        for stage in prediction.stages:
+            for rank in stage.ranks:
+                static[rank] += stage.memory.gradients + stage.memory.optimizer
+        for rank, curve in enumerate(timeline.memory):  # of equal seconds the last
+            memory.append(sorted({float(second): float(held) + static[rank] for second, held in curve}.items()))
+    return ExpectedRun(simulated, producers, Figures.from_recording(simulated, producers), prediction, memory, basis)

@@ -1,0 +1,41 @@
+"""Style a report: its templates, and colours that differ for colour-blind eyes, on a light and on a dark page."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vpipe.app.report.idle_causes import Cause
+from vpipe.app.visualize.svg import mixed
+from vpipe.schedules.kinds import Kind, kinds
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+FILLS = {Cause.SCHEDULE: "var(--idle)", Cause.TRANSFER: "url(#transfer)", Cause.STRAGGLER: "url(#straggler)",
+         Cause.DISPATCH: "url(#dispatch)", Cause.UNKNOWN: "url(#unknown)"}
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a template of this folder with its values, which it escapes unless it says that they are safe."""
+    return _templates().get_template(template).render(values)
+
+
+@cache
+def _templates() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, for most commands write no page
+
+    return Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+                       trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+
+
+def operation_fills(used: set[Kind], chunks: int) -> dict[str, str]:
+    """Return the colour of each class of CSS: an operation, and the number of the stage on its rank."""
+    return {f"{op}{chunk}": shade(op, chunk, chunks) for op in kinds() if op.works and op in used
+            for chunk in range(chunks if op.per_microbatch else 1)}
+
+
+def shade(op: Kind, chunk: int, chunks: int) -> str:
+    """Return the colour of an operation on the rank's stage number ``chunk`` of ``chunks``; later ones are paler."""
+    return mixed(op.colour, 0.6 * chunk / max(1, chunks - 1))

@@ -1,0 +1,261 @@
+"""Save the checkpoints of a run from its loop, report on them, and load one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from statistics import median
+from time import perf_counter
+from types import TracebackType
+
+from vpipe.app.train.job import Job, device_of
+from vpipe.app.train.metrics import Metrics
+from vpipe.app.train.resume import RUN
+from vpipe.app.train.run_folder import checkpoints_root
+from vpipe.checkpoint.directory import Checkpoints, step_of
+from vpipe.checkpoint.load import load_tensors
+from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
+from vpipe.checkpoint.save import Saver, SaveResult
+from vpipe.checkpoint.shared_folder import check_shared_folder
+from vpipe.distributed.environment import HOST
+from vpipe.distributed.init import exchange
+from vpipe.distributed.watchdog import activity
+from vpipe.errors import RunError, UserError, counted
+from vpipe.pipeline import Pipeline
+from vpipe.runtime.state_dict import Position
+
+log = logging.getLogger("vpipe")
+
+LAST_SAVE_S = 5.0
+"""Longest wait of a rank that fails by itself for a save that is being written."""
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Steps after which the pipeline drains for a checkpoint or an evaluation.
+
+    Derived from the config alone, so a resumed run drains after the same steps.
+    """
+
+    save: int | None  # steps between two checkpoints
+    evaluate: int | None  # steps between two evaluations
+    end: int | None  # the last step
+
+    def __call__(self, steps: int) -> int | None:
+        """Return how many steps are done when the pipeline next drains."""
+        ends = [steps - steps % every + every for every in (self.save, self.evaluate) if every is not None]
+        found = min(ends, default=None)
+        return None if found is None or (self.end is not None and found >= self.end) else found
+
+    def saves(self, before: int, steps: int) -> bool:
+        """Return whether a checkpoint is due after ``steps``, if ``before`` were done at the last call."""
+        return self.save is not None and steps // self.save > before // self.save
+
+    def evaluates(self, before: int, steps: int) -> bool:
+        """Return the same for an evaluation."""
+        return self.evaluate is not None and steps // self.evaluate > before // self.evaluate
+
+
+class Checkpointing:
+    """Save a run. Every rank makes one and calls the same methods after the same steps.
+
+    If not all hosts see the run's folder, that is an error where the config has a section ``checkpoint``; without one,
+    no checkpoints are made, and a note says so.
+
+    Args:
+        hosts: number of hosts of the run.
+        folder: of the run.
+        note: shows a line.
+
+    Attributes:
+        root: folder of the checkpoints; None when none are made.
+
+    Raises:
+        UserError: checkpoints cannot be written, or not all ranks see the folder.
+    """
+
+    def __init__(self, job: Job, pipe: Pipeline, hosts: int, folder: Path, metrics: Metrics,
+                 note: Callable[[str], None]) -> None:
+        self._job, self._pipe, self._folder, self._metrics, self._note = job, pipe, folder, metrics, note
+        self._reported = 0  # of the saver's results, in metrics.jsonl
+        self._saved: int | None = job.steps_done or None  # steps of the latest
+        self._saver: Saver | None = None  # opened by the first save
+        self._reserve_due = False
+        self.root: Path | None = None
+        config = job.config
+        if not config.saving.makes_any:
+            return
+        root = Path(os.path.abspath(checkpoints_root(config, folder)))
+        try:
+            if hosts == 1:
+                _make_writable(root)
+            else:
+                root = Path(exchange().from_rank(str(root)))
+                check_shared_folder(root, exchange(), os.environ.get(HOST) or socket.gethostname())
+        except UserError as error:
+            if config.checkpoint is not None:
+                raise
+            note(f"no checkpoints are made: {error.problems[0].what} ({error.problems[0].hint})")
+            return
+        self.root = root
+        self._config = config.resolved_yaml()  # not in a pause
+        self._data = job.fingerprint() if pipe.rank == 0 else ""
+        self._reserve_due = config.saving.every_steps is not None and job.schedule.flush  # then nothing is in flight
+
+    def _open_saver(self, root: Path) -> Saver:
+        if self._saver is None:
+            self._saver = Saver(root, self._job.config.saving.keep, exchange("checkpoints"), self._metrics.sync)
+        return self._saver
+
+    def save(self) -> None:
+        """Save the state after the last step; the pipeline is empty, or drains. Training then goes on."""
+        steps = self._metrics.steps
+        if self.root is None or self._saved == steps:
+            return
+        began = perf_counter()
+        with activity.during("saving a checkpoint"):
+            tensors = self._pipe.local_state()
+            self._open_saver(self.root).save(self._info(), tensors, began)
+        self._saved = steps
+        self.report()
+
+    def report(self) -> None:
+        """Report the results of earlier saves; called between two steps."""
+        if self._reserve_due and self.root is not None and self._metrics.steps > self._job.steps_done:
+            self._reserve_due = False  # now that the optimizer has its state
+            self._open_saver(self.root).reserve((tensor.nbytes for tensor in self._pipe.local_state().values()),
+                                                pinned=self._pipe.device.type != "cpu")
+        self._report(wait_for_drains=True)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete or given up."""
+        if self._saver is not None:
+            with activity.during("waiting for the last checkpoint"):
+                self._saver.wait()
+            self._report(wait_for_drains=False)
+
+    def _report(self, wait_for_drains: bool) -> None:
+        for saved in self._results[self._reported:]:
+            drained = self._job.schedule.flush or self._metrics.steps >= saved.step + len(self._job.placement)
+            if wait_for_drains and not drained:
+                break
+            facts: dict[str, float | str] = {"error": saved.error} if saved.error else {
+                "pause_s": round(saved.pause_s, 4), "save_s": round(saved.seconds, 4), "bytes": saved.bytes,
+                "drain_s": round(self._drain_s(saved), 4)}
+            self._metrics.checkpoint(saved.step - 1, f"step-{saved.step}", **facts)
+            log.info("checkpoint of step %d: %s", saved.step, facts)
+            self._reported += 1
+        for warning in [] if self._saver is None else self._saver.warnings():
+            self._note(f"warning: {warning}")
+
+    @property
+    def is_saved(self) -> bool:
+        """Return whether the state after the last step is in a checkpoint; valid after :meth:`finish`."""
+        return self._saved == self._metrics.steps and not (self._results and self._results[-1].error)
+
+    def check_end(self) -> None:
+        """Refuse to end well where the result of the run is lost.
+
+        Raises:
+            RunError: the last checkpoint was given up.
+        """
+        last = self._results[-1] if self._results else None
+        if last is not None and last.error and last.step == self._metrics.steps:
+            assert self.root is not None, "a save was tried there"
+            newest = Checkpoints(self.root).newest()
+            rest = "there is no checkpoint to resume from" if newest is None else \
+                f"then go on from step {step_of(newest)} with: vpipe train --resume {quote(str(self._folder))}"
+            raise RunError(f"the last checkpoint, of step {last.step}, could not be saved: {last.error}",
+                           hint="make room, or set checkpoint.directory, or lower the learning rate where weights are "
+                           f"not finite; {rest}")
+
+    def summary(self) -> list[str]:
+        """Return the number, size, place and cost of the saves, in lines."""
+        complete = [saved for saved in self._results if not saved.error]
+        if not complete:
+            return []
+        assert self.root is not None, "the saves are there"
+        kept = len(Checkpoints(self.root).all())
+        lines = [f"{counted(len(complete), 'checkpoint')} of {complete[-1].bytes / 1e6:,.1f} MB"
+                 + (f", {kept} kept" if kept < len(complete) else "")
+                 + f", the last of step {complete[-1].step} in "
+                 f"{self.root if self._folder.is_absolute() else os.path.relpath(self.root)}",
+                 f"for each training paused {1e3 * median(s.pause_s for s in complete):.0f} ms, and it was complete "
+                 f"after {median(s.seconds for s in complete):.2f} s (medians)"]
+        drains = [self._drain_s(saved) for saved in complete if self._metrics.steps > saved.step]
+        if drains and not self._job.schedule.flush:
+            lines.append(f"running empty and filling again cost {median(drains):.2f} s for each (median)")
+        return lines
+
+    @property
+    def _results(self) -> list[SaveResult]:
+        return [] if self._saver is None else self._saver.results
+
+    def _info(self) -> CheckpointInfo:
+        job, pipe = self._job, self._pipe
+        position = pipe.position
+        return CheckpointInfo(
+            position.steps, position.samples, job.config.training.seed, self._data,
+            self._config, {
+                "partition": list(pipe.partition), "placement": [list(ranks) for ranks in pipe.placement],
+                "schedule": pipe.schedule, "update_every": pipe.update_every, "microbatches": pipe.microbatches,
+                "recompute": [sorted(layers) for layers in pipe.recomputed], "drained": not job.schedule.flush,
+                RUN: os.path.abspath(self._folder)},
+            position.as_numbers(pipe.microbatches))
+
+    def _drain_s(self, saved: SaveResult) -> float:
+        """Return by how much the steps around a save, as many before and after as there are stages, took longer."""
+        if self._job.schedule.flush or self._metrics.steps <= saved.step:
+            return 0.0
+        at, steps = saved.step - self._job.steps_done, len(self._job.placement)
+        around = self._metrics.update_s[max(0, at - steps):at + steps]
+        return max(0.0, sum(around) - saved.pause_s - len(around) * median(self._metrics.update_s))
+
+    def __enter__(self) -> Checkpointing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._saver is None:
+            return
+        if error is None:
+            self._saver.close()
+        elif isinstance(error, Exception) and getattr(error, "peer", None) is None:
+            with activity.during("waiting for the last checkpoint"):
+                self._saver.leave(min(LAST_SAVE_S, self._job.config.parallel.timeout_s / 2))
+
+
+def _make_writable(root: Path) -> None:
+    """Make the folder of the checkpoints of a run on one host.
+
+    Raises:
+        UserError: it cannot be made, or not be written.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root, buffering=0) as probe:
+            probe.write(b"0")  # a full disk shows here
+    except OSError as error:
+        raise UserError(f"checkpoints cannot be written to '{root}': {error.strerror or error}",
+                        hint="set checkpoint.directory to a folder that can be written") from None
+
+
+def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> str | None:
+    """Load a checkpoint, whose files were hashed before any rank started, into a new pipeline. All ranks call it.
+
+    Returns:
+        The line of :meth:`vpipe.Pipeline.restore`.
+
+    Raises:
+        UserError: it does not fit, or a file cannot be read.
+    """
+    with activity.during("reading a checkpoint"):
+        position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, pipe.microbatches)
+        return pipe.restore(position, lambda wants: load_tensors(
+            checkpoint, manifest, filter(wants, manifest.tensors), device_of(job.config), checked=True))

@@ -1,0 +1,484 @@
+"""Turn a config into a job: its data, model, partition and proved schedule, checked before a process starts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from inspect import signature
+from itertools import count, islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vpipe import accelerator
+from vpipe.app.config.config import Config
+from vpipe.app.config.options import all_options
+from vpipe.app.data.dataset import Dataset, DatasetSettings, Tokenized, VaryingBatches
+from vpipe.app.data.epoch import HeldOutText, TokenDataset
+from vpipe.app.data.registry import dataset_named
+from vpipe.app.data.tokenizers import load_wordpiece
+from vpipe.app.families.registry import model_named
+from vpipe.app.train.epochs import Epochs
+from vpipe.app.train.model_section import model_file, model_flops, model_settings
+from vpipe.app.train.optimizers import (
+    MATRIX_OPTIMIZERS,
+    LearningRatePolicy,
+    OptimizerSettings,
+    hidden_matrices,
+)
+from vpipe.app.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
+from vpipe.app.train.tensorboard import check_tensorboard
+from vpipe.app.train.weights_and_biases import check_wandb
+from vpipe.description.cut import Cut
+from vpipe.description.description import Description
+from vpipe.description.execution import THREADED, Execution
+from vpipe.description.update import Update
+from vpipe.distributed.device import DeviceMap, Visible, choose_device, device_name, make_current
+from vpipe.distributed.init import join_world
+from vpipe.errors import UserError
+from vpipe.extras.generation.sampling import BERT, masked_ids
+from vpipe.extras.translation.length_buckets import SOURCE_IDS, PairDataset
+from vpipe.model.layer import Model, seed_of
+from vpipe.model.split import balanced, parameter_counts, split, ties_between
+from vpipe.plan.plan import Plan
+from vpipe.plan.profile import Profile
+from vpipe.profiling.cache import load_by_digest, to_stderr
+from vpipe.profiling.fingerprint import digest, structure
+from vpipe.runtime.compiled import check_compiled, compile_backend
+from vpipe.schedules.delays import mean_delay
+from vpipe.schedules.prepare import ScheduleSpec, has_flush
+from vpipe.schedules.schedule import Schedule, describe_rank
+from vpipe.schedules.size import Placement
+
+_STAND_IN = 8192
+"""Size of the vocabulary while it is not known: the model is then only asked for its batch fields."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A config with its data, model and schedule.
+
+    Keys that are planned when the run starts have stand-ins until then: balanced stages, no recomputation, 1F1B.
+    """
+
+    config: Config  # resolved: with the values of the data and the plan file; keys to be planned are still "auto"
+    dataset: Dataset
+    model: Model  # its layers are not materialized
+    cut: Cut  # with the layers of every stage
+    schedule: Schedule  # lowered and proved; for a stream, the finite part that was proved
+    updates: int | None  # steps that the run makes at most; None when only a time limit ends it
+    plan: Plan | None  # that the job follows
+    steps_done: int = 0  # by earlier attempts of the run
+    samples_done: int = 0
+
+    @classmethod
+    def from_config(cls, config: Config, *, checked: bool = False, proved: bool = False) -> Job:
+        """Open the data, describe the model, cut it, and prove the schedule.
+
+        Args:
+            checked: ``config`` is the :attr:`config` of a job that another process has made and checked.
+            proved: another process proves the same schedule at the same time.
+
+        Raises:
+            UserError: the config does not fit the data, the model or this machine.
+        """
+        if config.metrics.tensorboard and not checked:
+            check_tensorboard()
+        if config.metrics.wandb is not None and not checked:
+            check_wandb()
+        overrides = model_file(config.model)
+        vocab_size = config.model.vocab_size
+        if vocab_size == -1 and type(vocab_size := overrides.get("vocab_size", -1)) is not int:
+            raise UserError(f"vocab_size is {vocab_size!r}", hint="give a whole number")
+        describe = model_named(config.model.name)
+        model = describe(model_settings(config.model, _STAND_IN if vocab_size == -1 else vocab_size, overrides))
+        dataset = dataset_named(config.dataset.name)(DatasetSettings(
+            path=config.dataset.path, sequence_length=config.model.sequence_length, vocab_size=vocab_size,
+            samples=config.dataset.samples, cache_directory=config.dataset.cache_directory, seed=_data_seed(config),
+            fields=model.batch, batch_size=config.dataset.batch_size, tokenizer=config.dataset.tokenizer,
+            max_tokens=config.dataset.max_tokens, language=config.dataset.language,
+            source_language=config.dataset.source_language, target_language=config.dataset.target_language))
+        if checked:
+            return cls._prepare(config, dataset, model, None, proved=True)
+        if vocab_size == -1:
+            vocab_size = dataset.vocab_size
+            model = describe(model_settings(config.model, vocab_size, overrides))
+        elif dataset.vocab_size > vocab_size:
+            raise UserError(f"the data set has {dataset.vocab_size} tokens, but the model only {vocab_size}",
+                            hint=f"set model.vocab_size to {dataset.vocab_size} or more, or to -1")
+        _check_data(model, dataset, config)
+        options = model_settings(config.model, vocab_size, overrides).options
+        config = config.model_copy(update={"model": config.model.model_copy(update={
+            "vocab_size": vocab_size, "options": None if options is None else all_options(options)})})
+        plan = None
+        if config.parallel.plan is not None:
+            plan = Plan.load(config.parallel.plan)
+            plan.check_fits(len(model), where=str(config.parallel.plan))
+            config = config.with_parallel(plan=None)  # the config has all of its values
+        job = cls._prepare(config, dataset, model, plan, proved=proved)
+        job._check()
+        return job
+
+    def _check(self) -> None:
+        """Check what else could fail in a rank: plan, profiled step, FLOPs, optimizer, evaluation, first batch."""
+        check_plan(self)
+        profiled, last = self.config.training.profile_iteration, self.updates
+        if profiled is not None and last is not None and profiled > last:
+            raise UserError(f"training.profile_iteration is {profiled}, but the run ends after {self.step_name} {last}",
+                            hint=f"profile one of the {self.step_name}s 1 to {last}, or let the run be longer")
+        model_flops(self.config.model, len(self.model))
+        self.lr_policy()
+        self.optimizer()
+        self.evaluation_batches(())
+        next(self.dataset.batches("train", self.config.dataset.batch_size, seed=0, fields=()))
+        if self.config.training.sample_prompts:
+            self._check_prompts()
+
+    def _check_prompts(self) -> None:
+        """Check that the model can do something with ``training.sample_prompts``."""
+        name, what = self.config.model.name, "training.sample_prompts are given, but"
+        if self.tokenizer_path is None:
+            raise UserError(f"{what} the data set '{self.config.dataset.name}' has no tokenizer",
+                            hint="leave them out (training.sample_prompts=[]), or train on texts")
+        if name == BERT:
+            tokenizer = load_wordpiece(self.tokenizer_path)
+            for prompt in self.config.training.sample_prompts:
+                masked_ids(tokenizer, prompt, self.config.model.sequence_length)
+        elif not self.learns_next_tokens:
+            raise UserError(f"{what} the model '{name}' predicts neither next nor masked tokens",
+                            hint="leave them out")
+
+    @classmethod
+    def _prepare(cls, config: Config, dataset: Dataset, model: Model, plan: Plan | None, *,
+                 proved: bool = False) -> Job:
+        """Cut the model and prepare the schedule."""
+        to_plan, parallel, training = config.parallel.to_plan, config.parallel.standing_in, config.training
+        cut = parallel.cut
+        if isinstance(cut.stages, int):
+            cut = replace(cut, stages=balanced(parameter_counts(model), cut.stages))
+        ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(split(model, cut.partition)).items()}
+        schedule = ScheduleSpec(config.order, cut, config.microbatches, None, ties, training.needs_norms,
+                                last_first=parallel.executor == THREADED).prepare(proved=proved)
+        if training.compile:
+            check_compiled(compile_backend(training.compile), schedule)
+        config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
+        if "partition" not in to_plan:
+            config = config.with_parallel(partition=cut.partition)
+        config = config.with_parallel(config.parallel.settled)
+        return cls(config, dataset, model, cut, schedule,
+                   _updates(config, _epochs(config, dataset), schedule), plan)
+
+    def with_plan(self, plan: Plan, *, proved: bool = False) -> Job:
+        """Return this job with the partition, schedule and microbatches of a plan.
+
+        Raises:
+            UserError: the plan is for another model, or its numbers do not fit the batch.
+        """
+        plan.check_fits(len(self.model))
+        parallel, training = self.config.parallel, self.config.training
+        followed = parallel.following(plan, self.placement)
+        microbatches = plan.microbatches or self.config.microbatches
+        if self.config.dataset.batch_size % microbatches:
+            raise UserError(f"the plan cuts a batch into {microbatches} microbatches, which do not divide its "
+                            f"{self.config.dataset.batch_size} samples",
+                            hint="change dataset.batch_size, or plan again")
+        late = {"delay_correction": "none", "delay_correction_strength": 1.0} if has_flush(followed.schedule) else {}
+        config = self.config.with_parallel(followed).model_copy(update={
+            "training": training.model_copy(update={"num_microbatches": microbatches, **late})})
+        return self._prepare(config, self.dataset, self.model, plan, proved=proved).resumed(
+            self.steps_done, self.samples_done)
+
+    def resumed(self, steps: int, samples: int) -> Job:
+        """Return this job after ``steps`` steps of ``samples`` samples in total, under whatever schedule."""
+        if not samples:
+            return self
+        return replace(self, steps_done=steps, samples_done=samples, updates=_updates(
+            self.config, self.epochs, self.schedule, steps, self.epochs.microbatches_done(samples)))
+
+    def keep_plan(self, folder: Path) -> None:
+        """Write the plan that the job follows, if any, into the run folder; also its profile, if it is cached."""
+        if self.plan is None:
+            return
+        self.plan.save(folder / PLAN)
+        if self.plan.profile is not None:
+            profile = load_by_digest(self.plan.profile, self.config.dataset.cache_directory)
+            if profile is not None and profile.identity.model == model_digest(self):
+                self.with_correction(profile).save(folder / PROFILE)
+
+    def with_correction(self, profile: Profile) -> Profile:
+        """Return a profile that says whether this job extrapolates its steps, which is not measured."""
+        return replace(profile, extrapolates=self.config.training.extrapolation is not None)
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return self.cut.partition
+
+    @property
+    def recomputed(self) -> tuple[frozenset[int], ...]:
+        """Recomputed layers of each stage, by their numbers in the model."""
+        return self.cut.recomputed
+
+    @property
+    def description(self) -> Description:
+        """The whole description of the pipeline."""
+        config, training, parallel = self.config, self.config.training, self.config.parallel
+        update = Update(self.optimizer(), self.lr_policy(), training.grad_clip, training.on_nan == "skip")
+        return Description(self.cut, config.order, config.microbatches, update, training.computed, parallel.transfers,
+                           Execution(device_of(config), parallel.executor, training.compile or False), training.seed)
+
+    @property
+    def placement(self) -> Placement:
+        """Ranks of each stage, one per replica."""
+        return self.schedule.placement
+
+    def describe(self, rank: int) -> str:
+        """Describe a rank with its stages."""
+        return describe_rank(self.placement, rank)
+
+    @property
+    def step_name(self) -> str:
+        """Name a step of training: "update", or "step" if stages make different numbers of updates in it."""
+        assignment = self.schedule.assignment
+        updates = {assignment.per_update(stage) for stage in range(len(self.placement))}
+        return "update" if updates == {assignment.per_step} else "step"
+
+    @cached_property
+    def epochs(self) -> Epochs:
+        """The epochs of training."""
+        return _epochs(self.config, self.dataset)
+
+    @property
+    def samples_per_update(self) -> int:
+        """Samples of a step of training; their mean where they differ."""
+        return self.epochs.per_step(self.schedule.assignment.per_step)[0]
+
+    def microbatch_samples(self, size: int) -> int:
+        """Return the samples of a microbatch of the largest batch, where one of ``dataset.batch_size`` has ``size``."""
+        return size * self._largest_batch // self.config.dataset.batch_size
+
+    @cached_property
+    def _largest_batch(self) -> int:
+        size = self.config.dataset.batch_size
+        return len(self.dataset.largest_batch(size)[self.model.batch[0]]) \
+            if isinstance(self.dataset, VaryingBatches) else size
+
+    @property
+    def mean_delay(self) -> float:
+        """Largest mean delay of the gradients of a stage, in updates."""
+        return max(mean_delay(self.schedule, stage) for stage in range(self.schedule.stages))
+
+    @property
+    def tokens_per_update(self) -> int:
+        """Tokens of a step of training, padding excluded; their mean where they differ."""
+        return self.epochs.per_step(self.schedule.assignment.per_step)[1]
+
+    @property
+    def learns_next_tokens(self) -> bool:
+        """Whether the loss is the mean over tokens of the cross-entropy of the next one."""
+        fields = self.dataset.fields
+        return set(self.model.batch) == {"input_ids", "labels"} and fields["labels"].shape == fields["input_ids"].shape
+
+    @property
+    def translates(self) -> bool:
+        """Whether the model translates held-out pairs whose texts are there."""
+        return SOURCE_IDS in self.model.batch and isinstance(self.dataset, PairDataset) and bool(self.dataset.held_out)
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The ``tokenizer.json`` of the data; None where it has none."""
+        return self.dataset.tokenizer_path if isinstance(self.dataset, Tokenized) else None
+
+    @cached_property
+    def held_out_text(self) -> HeldOutText | None:
+        """What the loss of a model of next tokens compares with; None for other models, and without a text."""
+        dataset = self.dataset
+        if isinstance(dataset, PairDataset):
+            return dataset.held_out_text
+        return dataset.held_out_text if self.learns_next_tokens and isinstance(dataset, TokenDataset) else None
+
+    def same_program(self, other: Job) -> bool:
+        """Return whether both jobs run the same actions on the same partition, whatever their schedules are called."""
+        mine, theirs = ((job.partition, job.recomputed, job.config.microbatch_size, job.config.parallel.executor,
+                         replace(job.schedule, name="", peak_activations=(), versions=())) for job in (self, other))
+        return mine == theirs
+
+    def lr_policy(self) -> LearningRatePolicy:
+        """Return the factor of ``training.learning_rate`` as a function of the step."""
+        training, total = self.config.training, self.updates or 1
+        return LearningRatePolicy(training.lr_policy, total, training.warmup_updates(total))
+
+    def optimizer(self) -> OptimizerSettings:
+        """Return the settings from which a stage makes its optimizer."""
+        training = self.config.training
+        return OptimizerSettings(training.optimizer, training.learning_rate, weight_decay=training.weight_decay,
+                                 momentum=training.momentum, matrices=self._hidden_matrices)
+
+    @cached_property
+    def _hidden_matrices(self) -> frozenset[str] | None:
+        """Return the parameters that an optimizer of matrices steps; None where the config has none."""
+        return hidden_matrices(self.model) if self.config.training.optimizer in MATRIX_OPTIMIZERS else None
+
+    def training_batches(self, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
+        """Yield the batches of all epochs, each epoch in its own order; other fields are on the meta device.
+
+        Begins with the batch that holds the first sample that is not done.
+        """
+        epochs, at = self.config.training.epochs, self.epochs.locate(self.samples_done)
+        for epoch in count(at.epoch) if epochs is None else range(at.epoch, epochs):
+            yield from self._epoch(epoch, fields, at.batch if epoch == at.epoch else 0)
+
+    def _epoch(self, epoch: int, fields: tuple[str, ...], first: int = 0) -> Iterator[Mapping[str, Tensor]]:
+        """Return an epoch from batch ``first`` on; earlier ones are read only if the data set cannot skip them."""
+        size, seed = self.config.dataset.batch_size, self.epochs.seed(epoch)
+        batches = self.dataset.batches
+        if "first" in signature(batches).parameters:
+            return batches("train", size, fields=fields, seed=seed, first=first)
+        return islice(batches("train", size, fields=fields, seed=seed), first, None)
+
+    def fingerprint(self) -> str:
+        """Return a short hash of the vocabulary's size, the numbers of samples and the first training batch.
+
+        Every rank reads the data itself, so all hosts must have the same.
+        """
+        content = hashlib.sha256(repr((self.config.model.vocab_size, self.dataset.samples("train"),
+                                       self.dataset.samples("test"))).encode())
+        for name, values in sorted(next(self._epoch(0, tuple(self.model.batch))).items()):
+            if name in self.model.batch:
+                content.update(f"\0{name} {values.dtype} {tuple(values.shape)}\0".encode() + values.numpy().tobytes())
+        return content.hexdigest()[:12]
+
+    def evaluation_batches(self, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
+        """Return the first held-out batches, the same at every evaluation."""
+        held_out = self.dataset.batches("test", self.config.dataset.batch_size, seed=0, fields=fields)
+        return (batch for batch, _ in zip(held_out, range(self.config.training.evaluation_batches), strict=False))
+
+
+def _epochs(config: Config, dataset: Dataset) -> Epochs:
+    """Return the epochs of a config's training."""
+    return Epochs(dataset, config.dataset.batch_size, config.microbatches, config.model.sequence_length,
+                  partial(seed_of, _data_seed(config)))
+
+
+def _updates(config: Config, epochs: Epochs, schedule: Schedule, steps_done: int = 0,
+             microbatches_done: int = 0) -> int | None:
+    """Return the number of steps at which the first limit that counts steps or epochs is reached."""
+    training, per_step = config.training, schedule.assignment.per_step
+    limits = []
+    if training.max_steps is not None:
+        batch_steps = schedule.microbatches // per_step if not schedule.stream else 1  # a file ends with its batch
+        limits.append(-(-max(0, training.max_steps - steps_done) // batch_steps) * batch_steps)
+    if training.epochs is not None:
+        microbatches = training.epochs * epochs.batches * config.microbatches
+        limits.append(-(-max(0, microbatches - microbatches_done) // per_step))
+    return steps_done + min(limits) if limits else None
+
+
+def _check_data(model: Model, dataset: Dataset, config: Config) -> None:
+    name, given = config.dataset.name, config.dataset.tokenizer
+    if given is not None and (not isinstance(dataset, Tokenized) or dataset.tokenizer_path is None):
+        raise UserError(f"dataset.tokenizer is '{given}', but the data set '{name}' holds no text that it could cut",
+                        hint="leave it out, or choose a data set of text")
+    if config.dataset.max_tokens is not None and not isinstance(dataset, VaryingBatches):
+        raise UserError(f"dataset.max_tokens is {config.dataset.max_tokens}, but all samples of the data set '{name}' "
+                        "have equally many tokens", hint="leave it out, and set dataset.batch_size")
+    if missing := [field for field in model.batch if field not in dataset.fields]:
+        raise UserError(f"the model '{config.model.name}' reads {missing}, which the data set '{name}' does not hold "
+                        f"(it holds {sorted(dataset.fields)})", hint="choose a data set made for this model"
+                        + (", such as text or synthetic" if "input_ids" in model.batch else
+                           ", such as pairs" if SOURCE_IDS in model.batch else ""))
+
+
+def _data_seed(config: Config) -> int:
+    return config.training.seed if config.dataset.seed is None else config.dataset.seed
+
+
+def on_processors(config: Config) -> bool:
+    """Return whether ranks on this host compute on its processors."""
+    parallel = config.parallel
+    return parallel.device == "cpu" or (not parallel.asks_for_gpus and accelerator.count() == 0)
+
+
+def device_of(config: Config) -> torch.device:
+    """Return the device of this rank and make it the current one.
+
+    Raises:
+        UserError: the device does not exist.
+    """
+    device = choose_device(config.parallel.device, config.parallel.backend, Visible.here())
+    make_current(device)
+    return device
+
+
+def join(config: Config) -> DeviceMap:
+    """Initialise the process group of a run, see :func:`~vpipe.distributed.init.join_world`."""
+    return join_world(config.parallel.backend, config.parallel.timeout_s, config.parallel.device)
+
+
+def check_plan(job: Job, warn: Callable[[str], None] = to_stderr) -> None:
+    """Check that the plan of a job was made for it; warn where its predictions do not hold.
+
+    Raises:
+        UserError: the plan is for another model.
+    """
+    made_for = None if job.plan is None else job.plan.profiled
+    if made_for is None:
+        return
+    here = model_digest(job)
+    if made_for.get("model") != here:
+        raise UserError(f"the plan is for another model: {made_for.get('model_name')} (digest {made_for.get('model')}) "
+                        f"there, {model_name(job)} (digest {here}) here",
+                        hint="vpipe plan CONFIG makes a plan for the model of a config")
+    wanted: dict[str, object] = {"microbatch_size": job.microbatch_samples(job.config.microbatch_size),
+                                 "precision": job.config.training.precision}
+    if on_processors(job.config):  # only ranks know the name of a GPU
+        wanted["device"] = device_name(torch.device("cpu"))
+    made_for = {"precision": "fp32", **made_for}  # older plans lack it
+    others = [f"{name.replace('_', ' ')} {made_for.get(name)}, not {value}" for name, value in wanted.items()
+              if made_for.get(name) != value]
+    if others:
+        warn(f"warning: the plan was made for {' and '.join(others)}: its predictions do not hold here")
+
+
+def model_name(job: Job) -> str:
+    """Return the family and preset of a job's model."""
+    model = job.config.model
+    return model.name + (f" {model.preset}" if model.preset else "")
+
+
+def model_digest(job: Job) -> str:
+    """Return the digest of a job's model in the identity of a profile."""
+    return digest(job.model, [structure(layer) for layer in job.model.layers],
+                  microbatch_of(job, job.config.microbatch_size))
+
+
+def microbatch_of(job: Job, size: int) -> Mapping[str, Tensor]:
+    """Return the first ``size`` training samples, repeated if a batch has fewer.
+
+    Where batches differ, ``size`` is that of a batch with ``dataset.batch_size`` samples, and the samples are those
+    of a microbatch of the largest batch.
+    """
+    dataset, batch_size = job.dataset, job.config.dataset.batch_size
+    if isinstance(dataset, VaryingBatches):
+        batch = dataset.largest_batch(batch_size)
+        size = job.microbatch_samples(size)
+    else:
+        batch = next(job.training_batches(job.model.batch))
+    return {name: batch[name][torch.arange(size) % len(batch[name])] for name in job.model.batch}
+
+
+def new_run(job: Job) -> Path:
+    """Make and lock the folder of a new run; write its config and plan into it.
+
+    Raises:
+        UserError: see :func:`~vpipe.app.train.run_folder.make_run_folder`.
+    """
+    config = job.config
+    folder = make_run_folder(config.log_directory, config.resolved_yaml(),
+                             config.saving.directory if config.saving.makes_any else None)
+    lock_run(folder)
+    job.keep_plan(folder)
+    return folder

@@ -1,0 +1,476 @@
+"""Train on one rank: the loop over steps, and what accompanies it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import count
+from math import inf, isfinite
+from pathlib import Path
+from shlex import quote
+from time import perf_counter
+from typing import Any, NoReturn
+
+import torch
+
+from vpipe.app.config.config import config_row
+from vpipe.app.data.prefetch import Prefetcher
+from vpipe.app.progress import message_if_slow
+from vpipe.app.signals import Stopped, graceful_stop
+from vpipe.app.train.checkpointing import Cadence, Checkpointing, restore
+from vpipe.app.train.csv_rows import csv_text
+from vpipe.app.train.headline import delay_line, delay_warning, size_lines
+from vpipe.app.train.job import Job, join
+from vpipe.app.train.load_balance import MEASURED, BalanceCheck
+from vpipe.app.train.load_balance import WARM_UP as BALANCE_WARM_UP
+from vpipe.app.train.metrics import Efficiency, EventWriter, Metrics, PastMetrics, ProgressBar, StepSize
+from vpipe.app.train.rank_times import RankTimes
+from vpipe.app.train.run_folder import METRICS, SUMMARY, running
+from vpipe.app.train.summary import RunFigures, evaluation_text, samples, summary
+from vpipe.app.train.tensorboard import TensorBoardWriter
+from vpipe.app.train.torch_profiler import TorchProfiler
+from vpipe.app.train.trace_writer import TraceWriter
+from vpipe.app.train.weights_and_biases import WandbWriter
+from vpipe.checkpoint.directory import Checkpoints, step_of
+from vpipe.checkpoint.manifest import Manifest
+from vpipe.description.execution import THREADED
+from vpipe.distributed.init import exchange, join_world
+from vpipe.distributed.watchdog import activity, forget_stop, note_to, stop_asked
+from vpipe.errors import LastingError, RunError, StartError, UserError, counted
+from vpipe.extras.orion.run import Orion, orion, orion_lines
+from vpipe.extras.translation.translations import translation_lines
+from vpipe.metric_formulas import WARM_UP, counted_updates
+from vpipe.pipeline import Pipeline
+from vpipe.runtime.collectives import LocalUsage
+from vpipe.runtime.executors.registry import NO_GAIN
+from vpipe.runtime.microbatches import Batch
+from vpipe.runtime.step_results import Step
+from vpipe.schedules.prepare import few_microbatches, note_of
+
+log = logging.getLogger("vpipe")
+
+
+def train(job: Job, folder: Path, checkpoint: Path | None = None, manifest: Manifest | None = None) -> Stopped | None:
+    """Train as the config says; rank 0 shows progress and writes ``metrics.jsonl`` and the summary.
+
+    All ranks call this. The run ends with an evaluation, after the steps or the minutes of the config. When any rank
+    gets a signal, all ranks stop after the same step and save.
+
+    Args:
+        checkpoint: to resume from; ``folder`` is prepared for that (:func:`~vpipe.app.train.resume.prepare_run`).
+
+    Returns:
+        The signal that stopped the run before its end; None at its end.
+
+    Raises:
+        LastingError: a loss is not finite, or lines of ``metrics.jsonl`` are lost.
+        RunError: the last checkpoint could not be saved.
+    """
+    torch.set_num_threads(job.config.training.threads)
+    try:
+        return _train(job, folder, checkpoint, manifest)
+    finally:
+        forget_stop()  # a request to stop concerns this run alone, even one from before its first step
+
+
+def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest | None) -> Stopped | None:
+    devices = join(job.config)
+    first = devices.rank == 0
+    if first:
+        print(f"{size_lines(job)}\n{devices.line(job.config.parallel.shared_memory)}", flush=True)
+    log.info("rank %d computes on %s", devices.rank, devices.own)
+    with running(folder) if first else nullcontext():
+        if checkpoint is not None:
+            manifest = manifest or Manifest.load(checkpoint)
+            job = job.resumed(manifest.step, manifest.samples)
+        if job.config.parallel.to_plan:
+            from vpipe.app.train.planning import plan_job  # slow to import
+
+            with activity.during("planning"):
+                job = plan_job(job, folder)
+        if first and (line := delay_line(job)) is not None:
+            print(line, flush=True)
+        pipe = build_pipeline(job)
+        if checkpoint is not None and manifest is not None:
+            with message_if_slow(f"reading {checkpoint.name}", first):
+                try:
+                    line = restore(pipe, job, checkpoint, manifest)
+                except UserError as error:  # of a copy on this rank's host, or damaged since its files were hashed
+                    raise StartError.all_of(error.problems) from None
+            if first and line is not None:
+                print(f"warning: {line}", file=sys.stderr, flush=True)
+        with orion(job, pipe) as scheduler:
+            return _TrainingRun(job, pipe, devices.hosts, folder, scheduler).train()
+
+
+class _TrainingRun:
+    """The training of a run on this rank, from its first step to its end."""
+
+    def __init__(self, job: Job, pipe: Pipeline, hosts: int, folder: Path, scheduler: Orion | None) -> None:
+        self._job, self._pipe, self._hosts, self._folder, self._orion = job, pipe, hosts, folder, scheduler
+        self._policy = job.lr_policy()
+        self._fields = tuple(name for stage in pipe.stages for name in stage.fields)
+        self._warm_usage: LocalUsage | None = None  # at the first step that the figures count
+        self._cadence = Cadence(job.config.saving.every_steps, job.config.training.evaluate_every, job.updates)
+        log.info("stages %s, layers %s, batch fields %s", [stage.index for stage in pipe.stages],
+                 [list(stage.layers) for stage in pipe.stages], list(self._fields))
+
+    def train(self) -> Stopped | None:
+        """See :func:`train`."""
+        job, pipe, config, show = self._job, self._pipe, self._job.config, self._pipe.rank == 0
+        past, self._evaluated = PastMetrics(), 0  # steps done at the latest evaluation
+        if job.steps_done:
+            if show:
+                past = PastMetrics.read(self._folder / METRICS, job.steps_done)
+            past.time_s, last = exchange().from_rank([past.time_s, past.evaluations[-1:]])
+            self._evaluated = last[0][0] + 1 if last else 0
+        size = StepSize(job.samples_per_update, job.tokens_per_update, Efficiency.from_job(job, show),
+                        job.learns_next_tokens, job.epochs.steps(job.samples_done, job.schedule.assignment.per_step))
+        events: list[EventWriter] = []
+        if show and config.metrics.tensorboard:
+            events.append(TensorBoardWriter(self._folder, job.steps_done))
+        if show and config.metrics.wandb is not None:
+            events.append(WandbWriter(self._folder, config.metrics.wandb, config_row(config)))
+        with Metrics(self._folder / METRICS if show else None, size, past, job.steps_done, events) as self._metrics:
+            with ExitStack() as self._exits:
+                self._open()
+                stopped = self._run_steps()
+                self._saving.finish()
+                if self._trace is not None:
+                    self._trace.end()
+                result = None if stopped is None else Stopped(stopped, self._saving.is_saved)
+                if result is not None:
+                    self._progress.note(self._stop_note(result))
+            pipe.check_replicas()
+            counted_steps = len(counted_updates(self._metrics.update_s))
+            before = self._warm_usage if counted_steps < len(self._metrics.update_s) else None
+            usages = pipe.usage(before)
+            gated = None if self._orion is None else self._orion.figures()
+            if show:
+                self._summarize(RunFigures.from_metrics(self._metrics, usages, job.placement,
+                                                        None if before is None else counted_steps, job.mean_delay),
+                                gated)
+            if config.training.sample_prompts and stopped is None:
+                self._show_samples()
+            if job.translates and stopped is None:
+                self._show_translations()
+        if show:
+            self._saving.check_end()
+            self._metrics.check_end()
+        return result
+
+    def _open(self) -> None:
+        """Open the progress bar, the checkpoints, the checks, and the trace and profile that the config asks for."""
+        job, pipe, config, enter = self._job, self._pipe, self._job.config, self._exits.enter_context
+        self._progress = enter(ProgressBar(job.updates, config.training.print_frequency, pipe.rank == 0, job.step_name,
+                                           job.steps_done, config.training.max_minutes))
+        note = self._progress.note
+        self._trace = enter(TraceWriter(self._folder, pipe, job.samples_per_update)) if config.trace else None
+        self._rank_times = None
+        if config.metrics.rank_times_every is not None:
+            self._rank_times = RankTimes(job, pipe, self._folder, note)
+            self._exits.callback(self._rank_times.close)
+        profiled = config.training.profile_iteration
+        self._profile = enter(TorchProfiler(job, pipe, self._folder, note)) \
+            if profiled is not None and profiled > job.steps_done else None
+        self._saving = enter(Checkpointing(job, pipe, self._hosts, self._folder, self._metrics, note))
+        enter(graceful_stop())
+        note_to(self._progress.show)
+        on_cpu = pipe.device.type == "cpu"
+        if config.parallel.executor == THREADED and on_cpu:
+            note(NO_GAIN)
+        if self._orion is not None and self._orion.inactive is not None and pipe.rank == 0:
+            note(f"warning: {self._orion.inactive}")
+        if pipe.rank == 0 and (left_out := note_of(config.parallel.schedule)) is not None:
+            note(left_out)
+        slow = few_microbatches(job.schedule, "training.num_microbatches", config.dataset.batch_size)
+        for warning in (slow, delay_warning(job)) if pipe.rank == 0 else ():
+            if warning is not None:
+                note(f"warning: {warning}")
+        self._divergence = DivergenceCheck(job, self._saving, note)
+        # On a GPU, no process knows how long its actions compute.
+        long_enough = job.updates is None or job.updates - job.steps_done >= BALANCE_WARM_UP + MEASURED
+        self._balance = BalanceCheck(job, pipe, self._folder, note) \
+            if on_cpu and long_enough and job.schedule.ranks > 1 else None
+
+    def _summarize(self, figures: RunFigures | None, gated: dict[str, Any] | None) -> None:
+        """Print the summary, and write it to the log, ``metrics.jsonl`` and the CSV file."""
+        text = summary(self._job, self._metrics, figures, self._saving.summary())
+        if gated is not None:
+            text = "\n".join([text, "", *orion_lines(gated)])
+        log.info("summary\n%s", text)
+        print(text, flush=True)
+        if figures is None:
+            return
+        self._metrics.summary(figures.as_json() | ({} if gated is None else {"orion": gated}))
+        try:
+            (self._folder / SUMMARY).write_text(csv_text([config_row(self._job.config) | figures.as_row()]),
+                                                  encoding="utf-8")
+        except OSError as error:  # the log has the figures, too
+            self._progress.note(f"warning: cannot write '{self._folder / SUMMARY}': {error.strerror}")
+
+    def _show_samples(self) -> None:
+        weights = self._pipe.state_dict()  # all ranks take part
+        if self._pipe.rank == 0:
+            for line in samples(self._job, weights, self._metrics.steps):
+                print(line, flush=True)
+
+    def _show_translations(self) -> None:
+        weights = self._pipe.state_dict()  # all ranks take part
+        if self._pipe.rank == 0:
+            for line in translation_lines(self._job, weights, self._metrics.steps):
+                log.info("%s", line.strip())
+                print(line, flush=True)
+
+    def _run_steps(self) -> str | None:
+        """Train to the end or until a signal; return the signal's name."""
+        job, pipe, metrics = self._job, self._pipe, self._metrics
+        minutes = job.config.training.max_minutes
+        deadline = inf if minutes is None else perf_counter() + 60 * minutes - metrics.time_s
+        signal: str | None = None
+
+        def stop() -> bool:  # called on the rank of the last stage
+            nonlocal signal
+            signal = stop_asked()
+            return signal is not None or perf_counter() > deadline
+
+        if job.steps_done:
+            self._begin_resumed()
+        left = None if job.updates is None else job.updates - job.steps_done
+        if left == 0:
+            self._progress.note(f"nothing is left to do: {counted(job.steps_done, job.step_name)} are done; raise "
+                                "training.max_steps or epochs to continue")
+        batches = self._exits.enter_context(self._read(job.training_batches(self._fields), "batch"))
+        if self._profile is not None:
+            self._profile.before(job.steps_done)
+        for step in pipe.train(batches, self._cadence, updates=left, stop=stop) if left != 0 else ():
+            if step.index < metrics.steps:
+                continue  # drained and recorded in a pause
+            self._record(step)
+            if step.stop or (self._profile is not None and self._profile.ends_run):
+                break
+            if self._pause_is_due(step.index, step.index + 1):
+                self._pause(step.index)
+            if self._profile is not None:
+                self._profile.before(metrics.steps)
+        self._drain()
+        if self._balance is not None:
+            self._balance.report()
+        if self._rank_times is not None:
+            self._rank_times.end()
+        complete = metrics.steps == job.updates
+        if not complete:
+            signal = exchange().from_rank(signal, self._pipe.placement[-1][0])
+            if signal is None and perf_counter() > deadline:
+                of = f" of {job.updates}" if job.updates is not None else ""
+                self._progress.note(f"training.max_minutes, {minutes:g}, is over: {job.step_name} {metrics.steps}{of} "
+                                    "was the last")
+        if signal is None or complete:
+            if self._evaluated != metrics.steps:
+                self._evaluate()
+            signal = None
+        if job.config.saving.at_end or self._cadence.saves(metrics.steps - 1, metrics.steps):
+            self._saving.save()
+        return signal
+
+    def _begin_resumed(self) -> None:
+        """Report on a resumed run, and make the evaluation that a signal prevented."""
+        done = self._job.steps_done
+        self._progress.note(f"resuming after {self._job.step_name} {done}")
+        if missing := self._metrics.past.missing:
+            self._progress.note(f"warning: {METRICS} lacks lines of steps that are done: " + ", ".join(
+                str(first) if first == last else f"{first} to {last}" for first, last in missing))
+        if self._cadence.evaluates(done - 1, done) and self._evaluated != done:
+            self._evaluate()
+
+    def _record(self, *steps: Step) -> None:
+        # The config's rate, which is the first stage's: this rank may have none, or with replicas another.
+        training = self._job.config.training
+        steps = tuple(replace(step, learning_rate=training.learning_rate * self._policy(step.index)) for step in steps)
+        self._metrics.update(*steps)
+        if self._warm_usage is None and len(self._metrics.update_s) >= WARM_UP:
+            self._warm_usage = self._pipe.local_usage()
+        if self._profile is not None and self._profile.after(self._metrics.steps):
+            self._metrics.exclude_time()
+        for step in steps:
+            self._progress.update(step, self._metrics)
+            if self._balance is not None:
+                self._balance.step()
+            self._divergence.check_step(step)
+        for warning in self._metrics.warnings():
+            self._progress.note(f"warning: {warning}")
+        if self._rank_times is not None:
+            self._rank_times.step(self._metrics.steps)
+        if self._trace is not None:
+            self._trace.step()
+        self._saving.report()
+
+    def _drain(self) -> None:
+        if self._balance is not None:
+            self._balance.before_drain()
+        self._record(*self._pipe.drain())
+
+    def _pause_is_due(self, before: int, steps: int) -> bool:
+        return steps != self._job.updates and (self._cadence.saves(before, steps)
+                                               or self._cadence.evaluates(before, steps))
+
+    def _pause(self, before: int) -> None:
+        """Drain the pipeline between two steps; evaluate, then save, so that the checkpoint follows the evaluation.
+
+        Args:
+            before: steps that were done at the last pause; draining may complete more.
+        """
+        self._drain()
+        if self._balance is not None:
+            self._balance.after_drain()
+        steps = self._metrics.steps
+        if steps != self._job.updates:
+            if self._cadence.evaluates(before, steps):
+                self._evaluate()
+            if self._cadence.saves(before, steps):
+                self._saving.save()
+        if self._balance is not None:
+            self._balance.before_refill()
+
+    def _evaluate(self) -> None:
+        with self._read(self._job.evaluation_batches(self._fields), "evaluation batch") as batches:
+            loss = self._pipe.evaluate(batches)
+        steps = self._evaluated = self._metrics.steps
+        self._metrics.evaluation(steps - 1, loss)
+        self._progress.note(evaluation_text(self._job, steps, loss))
+        self._divergence.check_evaluation(steps, loss)
+
+    def _read(self, batches: Iterable[Batch], kind: str) -> AbstractContextManager[Iterator[Batch]]:
+        return read_batches(batches, kind, self._pipe, self._job.config.dataset.num_workers if self._fields else 0)
+
+    def _stop_note(self, stopped: Stopped) -> str:
+        steps = self._metrics.steps
+        how = f"saved; go on with: vpipe train --resume {quote(str(self._folder))}" if stopped.saved else "not saved"
+        return f"stopped by {stopped.by} after {self._job.step_name} {steps}: {how}"
+
+
+def build_pipeline(job: Job) -> Pipeline:
+    """Create the pipeline of a job on this rank's device; the ranks of the run have been joined."""
+    description = job.description
+    world = join_world(None, description.transfers.timeout_s, description.execution.device)
+    return Pipeline.prepared(job.model, description, job.schedule, world)
+
+
+@contextmanager
+def read_batches(batches: Iterable[Batch], kind: str, pipe: Pipeline, prefetch: int) -> Iterator[Iterator[Batch]]:
+    """Iterate over batches; an error while reading one becomes a :class:`RunError` that names the rank and the batch.
+
+    Args:
+        kind: "batch" or "evaluation batch".
+        prefetch: batches that a thread prepares ahead, from the second on; 0 reads each when it is needed.
+    """
+    with closing(_prefetched(batches, prefetch)) if prefetch else nullcontext(iter(batches)) as source:
+        yield _with_located_errors(source, kind, pipe)
+
+
+def _prefetched(batches: Iterable[Batch], prefetch: int) -> Generator[Batch]:
+    """Yield the first batch, made in this thread as a check, and the others, which a thread prepares.
+
+    Raises:
+        UserError: making a batch draws from torch's default generator, which dropout shares: the numbers would depend
+            on timing.
+    """
+    source, before = iter(batches), torch.get_rng_state()
+    first = next(source, None)
+    if not torch.equal(torch.get_rng_state(), before):
+        raise UserError("the data set draws random numbers from torch's default generator, or seeds it, which a thread "
+                        "beside the training must not",
+                        hint="give it a torch.Generator of its own, or set dataset.num_workers to 0")
+    if first is not None:
+        with Prefetcher(source, prefetch) as others:
+            yield first
+            yield from others
+
+
+def _with_located_errors(source: Iterator[Batch], kind: str, pipe: Pipeline) -> Iterator[Batch]:
+    stages = [stage.index for stage in pipe.stages]
+    for number in count():
+        try:
+            batch = next(source)
+        except StopIteration:
+            return
+        except RunError:
+            raise
+        except Exception as error:
+            if isinstance(error, UserError):
+                problem = error.problems[0]
+                failed, hint = problem.what + (f" ({problem.where})" if problem.where else ""), problem.hint
+            else:
+                failed, hint = f"the data set raised {type(error).__name__}: {error}", "fix what raised it"
+            raise RunError(failed, hint=hint, rank=pipe.rank, stage=stages[0] if len(stages) == 1 else None,
+                           action=f"reading {kind} {number}") from error
+        yield batch
+
+
+MOST_SKIPPED = 20
+"""Skipped steps in a row after which ``on_nan: skip`` stops: the weights are lost."""
+
+MOST_OVERFLOWS = 100
+"""Overflows in a row after which the loss scale is not the cause: 24 halvings make it the smallest."""
+
+
+class DivergenceCheck:
+    """Stop a run with a loss that is not finite, or note skipped steps. All ranks check the same steps."""
+
+    def __init__(self, job: Job, saving: Checkpointing, note: Callable[[str], None]) -> None:
+        self._job, self._saving, self._note = job, saving, note
+        self._skips = job.config.training.on_nan == "skip"
+        self._scaled = job.config.training.computed.scaled
+        self._in_a_row = 0
+
+    def check_step(self, step: Step) -> None:
+        """Check a step.
+
+        Raises:
+            LastingError: the run must end.
+        """
+        if isfinite(step.loss) and isfinite(step.gradient_norm or 0.0) and not step.skipped:
+            self._in_a_row = 0
+            return
+        what = f"loss is {step.loss}" if not isfinite(step.loss) else "the gradient is not finite"
+        overflow = self._scaled and step.skipped and isfinite(step.loss)
+        if overflow:
+            what = "a gradient is beyond fp16's range at this loss scale"
+        if self._skips or overflow:
+            self._note(f"{self._job.step_name} {step.index + 1} was skipped: {what}")
+            self._in_a_row += 1
+            most = MOST_OVERFLOWS if overflow else MOST_SKIPPED
+            if self._in_a_row < most:
+                return
+            what = f"{most} {self._job.step_name}s in a row were skipped; {what}"
+            scale = self._job.config.training.computed.loss_scale
+            if overflow and scale is not None:
+                self._stop(f"{what} at step {step.index}", f"lower training.loss_scale, which is {scale:g}, or let it "
+                           "be found", "training.loss_scale=dynamic")
+            if overflow:
+                self._stop(f"{what} at step {step.index}", "bf16 has fp32's range", "training.precision=bf16")
+        self._stop(f"{what} at step {step.index}", microbatch=step.not_finite)
+
+    def check_evaluation(self, steps: int, loss: float) -> None:
+        """Check an evaluation; with ``on_nan: skip`` its loss may be infinite.
+
+        Raises:
+            LastingError: the run must end.
+        """
+        if not isfinite(loss) and not self._skips:
+            self._stop(f"the evaluation loss is {loss} after {self._job.step_name} {steps}")
+
+    def _stop(self, what: str, remedy: str = "", setting: str = "", microbatch: int | None = None) -> NoReturn:
+        self._saving.finish()  # the save of an earlier step
+        newest = Checkpoints(self._saving.root).newest() if self._saving.root is not None else None
+        hint = remedy or "lower training.learning_rate" + ("" if self._skips else ", or set training.on_nan: skip")
+        stage = None if microbatch is None else len(self._job.partition) - 1
+        if newest is None:
+            raise LastingError(what, hint=f"{hint}; there is no checkpoint before it", stage=stage,
+                               microbatch=microbatch)
+        setting = setting or f"training.learning_rate={self._job.config.training.learning_rate / 2:g}"
+        raise LastingError(what, hint=f"{hint}, and go on from step {step_of(newest)}, such as: vpipe train --resume "
+                           f"{quote(str(newest))} --set {setting}", stage=stage, microbatch=microbatch)

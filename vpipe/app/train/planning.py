@@ -1,0 +1,228 @@
+"""Profile and plan a job in the ranks of its run: all measure the layers, rank 0 plans, all follow the plan."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vpipe import accelerator
+from vpipe.app.config.config import Config
+from vpipe.app.config.parallel import AUTO
+from vpipe.app.progress import message_if_slow
+from vpipe.app.train.job import Job, device_of, join, microbatch_of, model_name
+from vpipe.app.train.optimizers import OptimizerSettings
+from vpipe.app.train.run_folder import CONFIG, PROFILE
+from vpipe.distributed.init import exchange
+from vpipe.errors import PlanningError, Problem, UserError
+from vpipe.plan.plan import Plan
+from vpipe.plan.profile import Identity, Profile
+from vpipe.plan.solver import PlanRequest, Solution, solve
+from vpipe.profiling.cache import cached, store
+from vpipe.profiling.fingerprint import identify
+from vpipe.profiling.measure import measure
+from vpipe.profiling.rank_group import RankGroup
+from vpipe.schedules.registry import planned_schedules
+
+log = logging.getLogger("vpipe")
+
+
+def plan_job(job: Job, folder: Path) -> Job:
+    """Return the job with a plan for the keys that its config leaves open; the same job if it leaves none.
+
+    All ranks call this and get the same job. Rank 0 writes the plan, the profile and the resolved config into the run
+    folder.
+
+    Raises:
+        PlanningError: no plan fits into the memory; on every rank.
+    """
+    if not job.config.parallel.to_plan:
+        return job
+    first, size = is_first_rank(), job.config.microbatch_size
+    profile = profile_job(job, [size], report=show_line)[size]
+    outcome: dict[str, Any] = {}
+    if first:
+        try:
+            with message_if_slow("planning"):
+                solution = solve(request_of(job, {job.config.microbatches: profile}))
+                planned = job.with_plan(solution.plan)
+        except UserError as error:
+            outcome = {"problems": [[problem.what, problem.hint] for problem in error.problems]}
+        else:
+            outcome = {"plan": solution.plan.as_json()}
+            show_line(_plan_summary(job, solution))
+    outcome = exchange().from_rank(outcome)
+    if "problems" in outcome:
+        raise PlanningError.all_of([Problem(what, hint) for what, hint in outcome["problems"]])
+    if not first:
+        return job.with_plan(Plan.of_json(outcome["plan"]), proved=True)
+    planned.keep_plan(folder)
+    profile.save(folder / PROFILE)
+    partial = folder / f"{CONFIG}.tmp"
+    partial.write_text(planned.config.resolved_yaml())
+    partial.replace(folder / CONFIG)
+    return planned
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def show_line(line: str) -> None:
+    """Write a line to the log, and on rank 0 to stderr."""
+    log.info(line)
+    if is_first_rank():
+        print(line, file=sys.stderr, flush=True)
+
+
+def memory_limit(config: Config, profile: Profile) -> int | None:
+    """Return the bytes that a rank may use: ``parallel.memory``, or its device's, or its share of the host's.
+
+    None if the memory of the device is unknown.
+    """
+    if config.parallel.memory is not None:
+        return config.parallel.memory
+    sharing = 1 if profile.cores is None else profile.identity.ranks_per_host
+    return profile.device_bytes // sharing or None
+
+
+def request_of(job: Job, profiles: Mapping[int, Profile]) -> PlanRequest:
+    """Return the planning request for the keys that a config leaves open; stages, ranks and microbatches stay.
+
+    Args:
+        profiles: by microbatches per batch.
+    """
+    parallel, microbatches = job.config.parallel, job.config.microbatches
+    return PlanRequest(
+        profiles, job.schedule.ranks, memory_limit(job.config, profiles[microbatches]),
+        planned_schedules(flush=True) if parallel.schedule == AUTO else (parallel.schedule,),
+        {microbatches: parallel.update_every}, job.placement,
+        None if "partition" in parallel.to_plan else job.partition,
+        None if isinstance(parallel.recompute, str) else parallel.recompute,
+        warmup=parallel.warmup)
+
+
+def _plan_summary(job: Job, solution: Solution) -> str:
+    """Describe a plan in a line."""
+    plan = solution.plan
+    assert plan.predictions is not None, "a solution's plan has them"
+    recomputed = sum(map(len, plan.recomputed))
+    return (f"planned in {solution.seconds:.1f} s: stages of {list(plan.partition)} layers, "
+            + (f"{recomputed} of {len(job.model)} layers recomputed" if recomputed else "nothing recomputed")
+            + f", schedule {plan.schedule}"
+            + (f" with {list(plan.warmup)} forwards before the first backward" if plan.warmup else "")
+            + f"; expected are {1e3 * plan.predictions.step_s:.0f} ms per {job.step_name}")
+
+
+PROGRESS_S = 2.0
+"""Seconds between two lines of progress."""
+
+
+def file_of(size: int) -> str:
+    """Return the file name of the profile for a microbatch size."""
+    return f"profile-{size}.json"
+
+
+def profile_rank(job: Job, folder: Path, words: Sequence[str]) -> None:
+    """Run a rank of ``vpipe profile``: measure with the others; rank 0 writes the profiles into the folder.
+
+    Args:
+        words: microbatch sizes; ``again`` among them ignores the cache.
+    """
+    torch.set_num_threads(job.config.training.threads)
+    join(job.config)
+    found = profile_job(job, [int(word) for word in words if word != "again"], again="again" in words,
+                        report=show_line)
+    if is_first_rank():
+        for size, profile in found.items():
+            profile.save(folder / file_of(size))
+
+
+def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = False,
+                report: Callable[[str], None] = lambda line: None) -> dict[int, Profile]:
+    """Return the profiles of a job for several microbatch sizes; measure and cache those that are not cached.
+
+    Every rank of the world calls this; a process alone measures no transfers.
+
+    Args:
+        sizes: samples per microbatch; the config's by default.
+        again: ignore the cache.
+        report: shows progress, on every rank.
+
+    Returns:
+        Profiles by size, the same on every rank.
+
+    Raises:
+        UserError, RunError: a layer cannot be run.
+    """
+    config = job.config
+    torch.set_num_threads(config.training.threads)
+    device = device_of(config)
+    world = RankGroup(device)
+    wanted = sorted(set(sizes or [config.microbatch_size]))
+    identities = identities_of(job, wanted, world.ranks_per_host, world.ranks, len(set(world.hosts)), world.cores())
+    directory = config.dataset.cache_directory
+    known: dict[str, object] = {}
+    if world.rank == 0 and not again:
+        known = {str(size): profile.as_json() for size, identity in zip(wanted, identities, strict=True)
+                 if (profile := cached(identity, directory, report)) is not None}
+    shared = world.all_gather([known, [asdict(identity) for identity in identities]])[0]
+    found = {int(size): Profile.of_json(content) for size, content in shared[0].items()}
+    missing = [(size, Identity(**identity)) for size, identity in zip(wanted, shared[1], strict=True)
+               if size not in found]
+    if missing:
+        shown_s = -PROGRESS_S
+
+        def progress(line: str) -> None:
+            nonlocal shown_s
+            if monotonic() - shown_s >= PROGRESS_S:
+                shown_s = monotonic()
+                report(line)
+
+        measured = measure(job.model, [microbatch_of(job, size) for size, _ in missing], job.optimizer().from_named,
+                           identities=[identity for _, identity in missing], device=device, seed=config.training.seed,
+                           timeout_s=config.parallel.timeout_s, tell=progress,
+                           shared_memory=config.parallel.shared_memory)
+        found |= {size: profile for (size, _), profile in zip(missing, measured, strict=True)}
+    if world.rank == 0:
+        for size, _ in missing:
+            try:
+                store(found[size], directory)
+            except UserError as error:  # the profile is used all the same
+                report(f"{error.problems[0].what}; {error.problems[0].hint}")
+                break
+    return {size: job.with_correction(found[size]) for size in wanted}
+
+
+def identity_of(job: Job, size: int, ranks_per_host: int, ranks: int | None = None, hosts: int = 1,
+                cores: int | None = None) -> Identity:
+    """Return the identity of a profile of the job on this kind of device; arguments as for ``identify``."""
+    config, device = job.config, device_of(job.config)
+    parallel, own_gpus = config.parallel, device.type != "cpu" and cores is None
+    backend = parallel.backend or (accelerator.collectives() if own_gpus else "gloo")
+    beside = " and shared memory" if parallel.shared_memory and device.type == "cpu" else ""
+    return identify(job.model, microbatch_of(job, size), model_name=model_name(job),
+                    optimizer=_optimizer(job.optimizer()), device=device, ranks_per_host=ranks_per_host,
+                    backend=backend + beside, threads=config.training.threads, ranks=ranks, hosts=hosts, cores=cores,
+                    precision=config.training.precision)
+
+
+def identities_of(job: Job, sizes: Sequence[int], ranks_per_host: int, ranks: int | None = None, hosts: int = 1,
+                  cores: int | None = None) -> list[Identity]:
+    """Return the identities for several microbatch sizes; inspects the layers once."""
+    first = identity_of(job, sizes[0], ranks_per_host, ranks, hosts, cores)
+    return [replace(first, microbatch_size=job.microbatch_samples(size)) for size in sizes]
+
+
+def _optimizer(settings: OptimizerSettings) -> str:
+    """Return an optimizer's name and the settings that change its memory or its work."""
+    return (settings.name + (" with momentum" if settings.name == "sgd" and settings.momentum else "")
+            + (" and weight decay" if settings.weight_decay else ""))

@@ -1,0 +1,117 @@
+"""Report the times of every rank, every few updates: in its log, on the screen, and in ``rank_times.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from vpipe.app.train.job import Job
+from vpipe.app.train.metrics import LineWriter, finite
+from vpipe.app.train.run_folder import RANK_TIMES
+from vpipe.app.visualize.table import fitted, ms_text, terminal_columns
+from vpipe.distributed.init import exchange
+from vpipe.pipeline import Pipeline
+from vpipe.runtime.stage_usage import StageUsage
+from vpipe.schedules.schedule import stages_of_rank
+from vpipe.units import size_text
+
+FIGURES = ("forward_s", "backward_s", "step_s", "communication_s", "idle_s", "others_s", "bytes_sent")
+"""Fields of :class:`~vpipe.runtime.stage_usage.StageUsage`, reported as means per update."""
+
+_HEADS = ("forward", "backward", "step", "comm", "idle", "other", "sent")
+
+log = logging.getLogger("vpipe")
+
+
+class _Report(NamedTuple):
+    """The figures of several updates on their way to rank 0: all ranks have sent them after update ``due``."""
+
+    first: int
+    last: int
+    gathered: Callable[[], list[dict[str, list[float]]]]
+    due: int
+
+
+class RankTimes:
+    """Report every ``metrics.rank_times_every`` updates. All ranks make one, and call it after the same updates.
+
+    No rank waits for another: each sends its figures to rank 0, which shows them when all must have arrived.
+
+    Args:
+        note: shows lines on rank 0.
+    """
+
+    def __init__(self, job: Job, pipe: Pipeline, folder: Path, note: Callable[[str], None]) -> None:
+        self._job, self._pipe, self._note = job, pipe, note
+        every = job.config.metrics.rank_times_every
+        assert every is not None, "a run without reports makes no RankTimes"
+        self._every = every
+        self._exchange = exchange(timeout_s=job.config.parallel.timeout_s)
+        # Without a flush a rank is ahead of another by a few updates at most.
+        self._lead = 1 if job.schedule.flush else 2 * len(job.placement)
+        self._pending: deque[_Report] = deque()
+        self._reported = job.steps_done
+        self._before = self._usage()
+        self._file = LineWriter(folder / RANK_TIMES, truncate=True) if pipe.rank == 0 else None
+
+    def step(self, done: int) -> None:
+        """Report if due after ``done`` updates, those of earlier attempts included."""
+        while self._pending and self._pending[0].due <= done:
+            self._show(self._pending.popleft())
+        if done // self._every > self._reported // self._every:
+            self._report(done)
+
+    def end(self) -> None:
+        """Show the reports that are pending, after the last update."""
+        while self._pending:
+            self._show(self._pending.popleft())
+
+    def close(self) -> None:
+        """Close the file, also of a run that failed."""
+        if self._file is not None:
+            self._file.close()
+
+    def _usage(self) -> Mapping[int, Mapping[int, StageUsage]]:
+        return self._pipe.local_usage()
+
+    def _report(self, done: int) -> None:
+        usage, steps = self._usage(), done - self._reported
+        here = {}
+        for rank, stages in usage.items():
+            spent = StageUsage.of_rank([own.since(self._before[rank][stage]) for stage, own in stages.items()])
+            here[str(rank)] = [getattr(spent, name) / steps for name in FIGURES]
+            heads, (texts,) = _columns([here[str(rank)]])
+            cells = ", ".join(map(" ".join, zip(heads, texts, strict=True)))
+            log.info("rank %d, %s: %s", rank, self._title(self._reported + 1, done), cells)
+        gathered = self._exchange.gather(here, "sharing where its time went")
+        self._pending.append(_Report(self._reported + 1, done, gathered, done + self._lead))
+        self._reported, self._before = done, usage
+
+    def _show(self, report: _Report) -> None:
+        found = {int(rank): values for here in report.gathered() for rank, values in here.items()}
+        if self._file is None:
+            return
+        self._file.write(json.dumps({
+            "first_step": report.first - 1, "last_step": report.last - 1,
+            "ranks": [{"rank": rank, **dict(zip(FIGURES, (finite(float(f"{value:.6g}")) for value in values),
+                                                strict=True))} for rank, values in found.items()]}))
+        heads, cells = _columns(list(found.values()))
+        rows = [[str(rank), " ".join(map(str, stages_of_rank(self._job.placement, rank))), *texts]
+                for rank, texts in zip(found, cells, strict=True)]
+        self._note("\n".join([f"{self._title(report.first, report.last)}:",
+                              *fitted(("rank", "stage", *heads), rows, terminal_columns(), names=2)]))
+
+    def _title(self, first: int, last: int) -> str:
+        name = self._job.step_name
+        return f"{name}s {first} to {last}, in milliseconds per {name}"
+
+
+def _columns(rows: Sequence[Sequence[float]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads, and the texts of each row's figures; packages' kinds have a column where they took time."""
+    shown = [at for at, head in enumerate(_HEADS) if head != "other" or any(row[at] for row in rows)]
+    return [_HEADS[at] for at in shown], [[size_text(row[at]) if _HEADS[at] == "sent" else ms_text(row[at])
+                                           for at in shown] for row in rows]

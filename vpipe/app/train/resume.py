@@ -1,0 +1,495 @@
+"""Resume a run: find it and its checkpoint, check that the config fits, and make the run's folder ready."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from vpipe.app.config.config import (
+    CheckpointSection,
+    Config,
+    ModelSection,
+    config_row,
+    config_tree,
+    drop_removed,
+    flatten,
+    load_config,
+)
+from vpipe.app.config.parallel import AUTO
+from vpipe.app.config.validation import validated
+from vpipe.app.config.yaml_tree import Tree, describe, parse
+from vpipe.app.data.dataset import Tokenized
+from vpipe.app.train.run_folder import (
+    CONFIG,
+    EARLIER,
+    METRICS,
+    PLAN,
+    begin_attempt,
+    checkpoints_root,
+    last_step,
+    lock_run,
+    next_attempt,
+    why_unsaved,
+)
+from vpipe.checkpoint.directory import Checkpoints, find_checkpoint, step_of
+from vpipe.checkpoint.integrity import newest_intact_before, older_intact_hint
+from vpipe.checkpoint.manifest import Manifest, no_longer_used
+from vpipe.description.recompute import recomputed_layers
+from vpipe.errors import Problem, UserError, counted
+from vpipe.plan.plan import Plan
+from vpipe.schedules.prepare import is_file
+
+if TYPE_CHECKING:
+    from vpipe.app.train.job import Job
+
+IMPORTED = "imported"
+"""Entry of the arrangement of a checkpoint that no run made: it has weights, and no past."""
+
+RUN = "run"
+"""Entry of a checkpoint's arrangement: the folder of the run that made it."""
+
+_BINDING = {"training.seed": "the initial weights, dropout and the order of the data follow from it",
+            "dataset.batch_size": "which samples are done follows from it",
+            "dataset.max_tokens": "which samples are done follows from it",
+            "training.optimizer": "the state in the checkpoint is the other optimizer's"}
+"""Keys that a resumed run may not change, and why."""
+
+_UPDATES = (("training", "num_microbatches"), ("parallel", "update_every"))
+"""Keys of the samples of an update."""
+
+_CHANGE_NUMBERS = {"training.num_microbatches", "training.precision", "training.loss_scale", "parallel.compress",
+                   "parallel.compress_rounding", "training.delay_correction", "training.delay_correction_strength"}
+"""Keys of how a run is arranged that change its numbers under every schedule."""
+
+_CHANGE_NUMBERS_WITHOUT_FLUSH = {
+    "parallel.partition", "parallel.update_every", "parallel.stage_to_rank_map", "parallel.data_parallel_size",
+    "checkpoint.every_steps", "training.evaluate_every"}
+"""Keys that do so without a flush; with one at most the order of sums is another."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The run and the checkpoint, by its absolute path, from which training resumes."""
+
+    folder: Path | None  # None for a new run that takes a checkpoint from elsewhere
+    checkpoint: Path | None  # None for the beginning, when a run ended before its first checkpoint
+    _loaded: Manifest | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """Return the manifest of the checkpoint; it is loaded once.
+
+        Raises:
+            UserError: it is damaged or too new; the hint names an older checkpoint, if there is one.
+        """
+        if self.checkpoint is None or self._loaded is not None:
+            return self._loaded
+        try:
+            return Manifest.load(self.checkpoint)
+        except UserError as error:
+            [problem] = error.problems
+            if newest_intact_before(self.checkpoint) is None:
+                raise
+            raise UserError(problem.what, where=problem.where,
+                            hint=f"{problem.hint}; here {older_intact_hint(self.checkpoint)}") from None
+
+    @property
+    def folders(self) -> list[Path]:
+        """Return the paths that must exist to resume."""
+        return [path for path in (self.folder, self.checkpoint) if path is not None]
+
+
+def find_resume_point(path: Path) -> ResumePoint:
+    """Find the run and the checkpoint that ``--resume`` names: the folder of a run, its checkpoints, or one of them.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    path = absolute_path(path)
+    if (path / CONFIG).is_file():
+        roots = list(checkpoint_roots(path))
+        newest = next((found for root in roots if (found := Checkpoints(root).newest()) is not None), None)
+        if newest is not None:
+            return ResumePoint(path, newest)
+        config = run_config(path)
+        every = "" if config.saving.every_steps is not None else " --set checkpoint.every_steps=N"
+        raise UserError(f"there is no checkpoint of the run in '{path}': {why_unsaved(config, path)}",
+                        where=f"looked in {', '.join(map(str, roots))}",
+                        hint=f"start a new run: vpipe train {quote(str(path / CONFIG))}{every}")
+    elsewhere = ResumePoint(None, absolute_path(find_checkpoint(path)))
+    checkpoint, manifest = elsewhere.checkpoint, elsewhere.manifest
+    assert checkpoint is not None
+    assert manifest is not None
+    if manifest.arrangement.get(IMPORTED):
+        return elsewhere
+    made_by = manifest.arrangement.get(RUN)
+    for run in (checkpoint.parent.parent, *([Path(made_by)] if isinstance(made_by, str) else [])):
+        # Only where the run would look for it, too: a copy of a checkpoint is the beginning of another run.
+        with suppress(UserError):
+            if (run / CONFIG).is_file() and checkpoint.parent in checkpoint_roots(run):
+                return ResumePoint(run, checkpoint, manifest)
+    return elsewhere
+
+
+def absolute_path(path: Path) -> Path:
+    """Return the same path from anywhere, links as they are."""
+    return Path(os.path.abspath(path))
+
+
+def run_config(folder: Path) -> Config:
+    """Return the config of an attempt of a run, with what was planned for it.
+
+    Raises:
+        UserError: its ``config.yaml`` cannot be read.
+    """
+    return load_config(folder / CONFIG, resolved=True)
+
+
+def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str], scheduler: str | None) -> Config:
+    """Return the config of a resumed run: that of ``path``, or else the run's own, with ``settings`` over it.
+
+    Raises:
+        UserError: it is no config, or it contradicts the checkpoint.
+    """
+    if path is not None:
+        config = load_config(path, settings, scheduler)
+        if start.manifest is not None and (numbers := _numbers_of_updates(
+                config, start.manifest, config_tree(path, settings, scheduler))):
+            settings = [*settings, *numbers]
+            config = load_config(path, settings, scheduler)
+        plan = None if start.folder is None else start.folder / PLAN
+        if plan is not None and plan.exists() and _still_holds(Plan.load(plan), config, settings):
+            config = load_config(path, [*settings, f"parallel.plan={json.dumps(str(plan))}"], scheduler)
+    elif start.folder is not None:
+        config = load_config(start.folder / CONFIG, settings, scheduler, resolved=True)
+    else:
+        raise UserError(f"the checkpoint '{start.checkpoint}' is in no run's folder, so nothing says what to train",
+                        hint="name a config, too: vpipe train CONFIG --resume CHECKPOINT")
+    if start.manifest is not None:
+        check_config(config, start.manifest)
+    return config
+
+
+def _numbers_of_updates(config: Config, manifest: Manifest, written: Tree) -> list[str]:
+    """Return settings that keep a run's numbers where its config leaves them to the defaults.
+
+    An older version had other defaults without a flush. With other stages or replicas the defaults are taken anew.
+    """
+    parallel = config.parallel.model_dump(mode="json")
+    before = parse(manifest.config, "", "the checkpoint's config")
+    if not config.parallel.asynchronous or is_file(config.parallel.schedule) or any(
+            written.get(key) is not None or before.get(key) is None for key in _UPDATES) or any(
+            before.get(("parallel", key)) != parallel[key]
+            for key in ("schedule", "model_parallel_size", "data_parallel_size", "stage_to_rank_map")):
+        return []
+    return [f"{'.'.join(key)}={before.get(key)}" for key in _UPDATES]
+
+
+def _still_holds(plan: Plan, config: Config, settings: Sequence[str]) -> bool:
+    """Return whether the plan of a run fits its config and the settings."""
+    parallel = config.parallel
+    if not parallel.to_plan or any(text.startswith(f"parallel.{key}") for text in settings
+                                   for key in ("partition", "recompute", "schedule", "plan")):
+        return False
+    try:
+        recomputed = isinstance(parallel.recompute, str) or recomputed_layers(parallel.recompute, plan.partition) == \
+            plan.recomputed
+    except UserError:
+        return False
+    return (len(plan.partition) == parallel.model_parallel_size and parallel.partition in (AUTO, plan.partition)
+            and (parallel.schedule == AUTO or plan.schedule in (None, parallel.schedule)) and recomputed
+            and plan.microbatches in (None, config.microbatches))
+
+
+def check_config(config: Config, manifest: Manifest) -> None:
+    """Refuse a config with which the steps of the checkpoint would have been others.
+
+    Raises:
+        UserError: each entry that differs, with both values.
+    """
+    if manifest.arrangement.get(IMPORTED):
+        return
+    before = parse(manifest.config, "", "the checkpoint's config")
+    problems = []
+    for key, why in _BINDING.items():
+        section, _, name = key.partition(".")
+        then, now = before.get((section, name)), getattr(getattr(config, section), name)
+        if then is not None and then != now:
+            problems.append(Problem(f"{key} is {describe(now)}, but the checkpoint was made with {describe(then)}",
+                                    f"leave it as it was: {why}"))
+    if problems:
+        raise UserError.all_of(problems)
+
+
+def changed_keys(manifest: Manifest, config: Config) -> list[str]:
+    """Return the keys that differ from the checkpoint's config, with both values and the effect.
+
+    Such as ``training.max_steps 60 -> 80 (the learning rate follows the new end)``. None for a script's checkpoint.
+    """
+    before = parse(manifest.config, "", "the checkpoint's config")
+    drop_removed(before)
+    if not isinstance(before.value, dict):
+        return []
+    no_section = CheckpointSection.model_validate({}).model_dump(mode="json")
+    then = _options_apart(flatten({name: no_section if name == "checkpoint" and section is None else section
+                         for name, section in before.value.items()}))
+    had_flush = not manifest.arrangement.get("drained")
+    found = []
+    for key, value in _options_apart(config_row(config).items()).items():
+        if key in then and then[key] != value:
+            effect = _effect(key, config, had_flush=had_flush)
+            found.append(f"{key} {describe(then[key])} -> {describe(value)}" + (f" ({effect})" if effect else ""))
+    return found
+
+
+def _options_apart(row: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the keys of a config by path, with those of a model family's own apart."""
+    keys = dict(row)
+    options = keys.pop("model.options", None)
+    return keys | {f"model.options.{name}": value for name, value in (options or {}).items()}
+
+
+def _effect(key: str, config: Config, *, had_flush: bool) -> str:
+    """Return the effect of another value on the losses from here on; empty without one."""
+    training, flush = config.training, not config.parallel.asynchronous
+    if key in ("training.max_steps", "training.epochs"):
+        return "the learning rate follows the new end" if training.lr_policy != "constant" or \
+            0 < training.warmup_steps < 1 else ""
+    if key == "parallel.schedule" and flush != had_flush:
+        return f"with{'' if flush else 'out'} a flush, so another run from here on"
+    if key in _CHANGE_NUMBERS:
+        return "other losses from here on"
+    if key in _CHANGE_NUMBERS_WITHOUT_FLUSH and not flush and not had_flush:
+        return "without a flush, so another run from here on"
+    return ""
+
+
+def checkpoint_roots(run: Path) -> Iterator[Path]:
+    """Yield the absolute folders in which checkpoints of a run may be, the latest attempt's first.
+
+    Raises:
+        UserError: the run's ``config.yaml`` cannot be read.
+    """
+    root = absolute_path(checkpoints_root(run_config(run), run))
+    yield root
+    texts, found = {(run / CONFIG).read_text(errors="replace")}, {root}
+    earlier = [path for path in (run / EARLIER).glob("*") if path.name.isdecimal()]
+    for path in sorted(earlier, key=lambda path: int(path.name), reverse=True):
+        with suppress(OSError, UserError):  # that of another version
+            text = (path / CONFIG).read_text(errors="replace")
+            if text in texts:
+                continue
+            texts.add(text)
+            root = absolute_path(checkpoints_root(run_config(path), run))
+            if root not in found:
+                found.add(root)
+                yield root
+
+
+def _next_root(config: Config, run: Path) -> Path:
+    """Return the folder for the next checkpoints of a run.
+
+    Raises:
+        UserError: it holds checkpoints of another run, which would be overwritten.
+    """
+    root = absolute_path(checkpoints_root(config, run))
+    other = None if root.is_relative_to(run) else _made_by(root)
+    if other is not None and (other / CONFIG).is_file() and not other.samefile(run):
+        raise UserError(f"the checkpoints in '{root}' are those of another run, '{other}'",
+                        hint="resume that one, or set checkpoint.directory to another folder")
+    return root
+
+
+def _made_by(root: Path) -> Path | None:
+    """Return the run that made the newest readable checkpoint in a folder."""
+    for path in reversed(Checkpoints(root).all()):
+        with suppress(UserError):
+            made_by = Manifest.load(path).arrangement.get(RUN)
+            return Path(made_by) if isinstance(made_by, str) else None
+    return None
+
+
+def _move_later(root: Path, steps: int, attempt: str) -> list[str]:
+    """Move checkpoints of later steps to ``earlier/<attempt>``; return their names, the oldest first.
+
+    The newest is moved first: if this process is killed, a run can resume from the newest that is left.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    folder, moved = Checkpoints(root), list[str]()
+    if not root.is_dir():
+        return moved
+    try:
+        folder.clear_leftovers()
+        for path in reversed(folder.all()):
+            if step_of(path) > steps:
+                aside = root / EARLIER / attempt
+                aside.mkdir(parents=True, exist_ok=True)
+                path.rename(aside / path.name)
+                moved.insert(0, path.name)
+        folder.update_latest()
+    except OSError as error:
+        raise UserError(f"cannot tidy the folder of checkpoints '{root}': {error.strerror}",
+                        hint="make it writable") from None
+    return moved
+
+
+def nothing_left(start: ResumePoint, job: Job) -> str | None:
+    """Return a message for a run that has made all its steps and its last evaluation; None for another.
+
+    Raises:
+        UserError: the run is still going; the checkpoint does not fit the job.
+    """
+    manifest = start.manifest
+    if start.folder is None or manifest is None:
+        return None
+    from vpipe.app.train.metrics import PastMetrics  # which needs torch, as a job does
+
+    steps = manifest.step
+    if job.resumed(steps, manifest.samples).updates != steps:
+        return None
+    evaluations = PastMetrics.read(start.folder / METRICS, steps).evaluations
+    if not evaluations or evaluations[-1][0] != steps - 1:
+        return None  # a signal ended it just there
+    lock_run(start.folder)
+    check_fits_job(manifest, job)
+    longer = [f"training.{key}={2 * limit}" for key in ("max_steps", "epochs")
+              if (limit := getattr(job.config.training, key)) is not None]
+    return (f"nothing is left to do: {counted(steps, job.step_name)} are done; to continue, give a larger limit: vpipe "
+            f"train --resume {start.folder} --set {' --set '.join(longer)}")
+
+
+def prepare_run(start: ResumePoint, job: Job) -> Path:
+    """Prepare and lock the folder of a run for its next attempt; a new folder for a checkpoint from elsewhere.
+
+    The files of earlier attempts move to ``earlier/<n>/``, and so do checkpoints after the one to resume from: their
+    steps are repeated. A note on stderr names the repeated steps and the changed keys.
+
+    Raises:
+        UserError: the run is still going; the checkpoint does not fit the job; a folder cannot be written.
+    """
+    from vpipe.app.train.job import new_run
+    from vpipe.app.train.metrics import PastMetrics  # which needs torch, as a job does
+
+    manifest, steps = start.manifest, 0
+    if manifest is not None:
+        check_fits_job(manifest, job)
+        steps = manifest.step
+        if warning := no_longer_used(manifest):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+    if (folder := start.folder) is None:
+        folder = new_run(job)
+        if manifest is not None:
+            print(_begins_with(manifest, start), file=sys.stderr, flush=True)
+            if warning := other_tokens(manifest, job):
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
+        return folder
+    lock_run(folder)
+    roots = list(dict.fromkeys([_next_root(job.config, folder), *checkpoint_roots(folder)]))
+    attempt, last = next_attempt([folder, *roots]), last_step(folder)
+    # First the checkpoints: a process that is killed here leaves none that is ahead of metrics.jsonl.
+    moved = [name for root in roots for name in _move_later(root, steps, attempt)]
+    begin_attempt(folder, attempt, job.config.resolved_yaml(), PastMetrics.read(folder / METRICS, steps).lines)
+    job.keep_plan(folder)
+    if (folder / PLAN).exists() and Plan.load(folder / PLAN).partition != job.partition:
+        (folder / PLAN).unlink()  # this attempt does not follow it
+    if (last is not None and last >= steps) or moved:
+        print(_repeated(job.step_name, steps, last, moved, attempt), file=sys.stderr, flush=True)
+    if manifest is not None and (changed := changed_keys(manifest, job.config)):
+        print(f"changed since step {steps}: {'; '.join(changed)}", file=sys.stderr, flush=True)
+    return folder
+
+
+def _begins_with(manifest: Manifest, start: ResumePoint) -> str:
+    """Return ``begins with the weights in 'start': 46 tensors from Hugging Face``."""
+    tensors, arrangement = counted(len(manifest.tensors), "tensor"), manifest.arrangement
+    if arrangement.get(IMPORTED):
+        return f"begins with the weights in '{start.checkpoint}': {tensors} from {arrangement.get('from', 'elsewhere')}"
+    return f"begins with the checkpoint '{start.checkpoint}': {tensors} after step {manifest.step}"
+
+
+def other_tokens(manifest: Manifest, job: Job) -> str | None:
+    """Return a warning about imported weights whose tokenizer the data do not use."""
+    data, given = job.dataset, job.config.dataset.tokenizer
+    own = data.tokenizer_path if isinstance(data, Tokenized) else None
+    if not manifest.arrangement.get(IMPORTED) or given is not None or own is None:
+        return None
+    return (f"the data's tokens are those of '{own}'; unless that is the imported weights' tokenizer, an id means "
+            "another word to them: for text, give theirs with --set dataset.tokenizer=FOLDER/tokenizer.json")
+
+
+def _repeated(step: str, steps: int, last: int | None, moved: Sequence[str], attempt: str) -> str:
+    """Return ``updates 41 to 60 are repeated; their lines and step-60 are in earlier/1``."""
+    aside = [*(["their lines"] if last is not None and last >= steps else []), *moved]
+    listed = " and ".join(filter(None, [", ".join(aside[:-1]), aside[-1]]))
+    where = f"earlier/{attempt}"
+    text = f"{listed} {'is' if len(aside) == 1 and moved else 'are'} in {where}"
+    if last is None or last < steps:
+        return f"put aside: {text}"
+    return (f"{step} {steps + 1} is" if last == steps else f"{step}s {steps + 1} to {last + 1} are") + \
+        f" repeated; {text}"
+
+
+def check_fits_job(manifest: Manifest, job: Job) -> None:
+    """Refuse a checkpoint that is not one of this model, these data and these batches.
+
+    Raises:
+        UserError: with what differs.
+    """
+    from vpipe.checkpoint.load import check_compatible  # which needs torch, as a job does
+    from vpipe.runtime.state_dict import Position
+
+    was = parse(manifest.config, "", "").get(("model", "name"))
+    if was is not None and was != job.config.model.name:
+        raise UserError(f"the checkpoint is of the model '{was}', but model.name is '{job.config.model.name}'",
+                        hint=f"set model.name to {was}, with its sizes: vpipe checkpoint show prints them")
+    check_compatible(manifest, job.model)
+    if problems := list(_differences(manifest, job)):
+        raise UserError.all_of(problems)
+    Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, job.config.microbatches)
+
+
+def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:
+    for difference in _other_model(manifest, job):
+        yield Problem(f"the checkpoint is of another model: {difference}", "set model.* as it was")
+    if manifest.arrangement.get(IMPORTED):
+        return
+    data = job.fingerprint()
+    if manifest.data and manifest.data != data:
+        yield Problem(f"the data are not those of the checkpoint: their fingerprint is {data}, it was {manifest.data} "
+                      "(a hash of the vocabulary's size, the numbers of samples and the first batch)",
+                      "set dataset.* as it was, or bring the files back")
+    at = job.epochs.locate(manifest.samples)
+    size = at.samples // job.config.microbatches
+    if at.done % size:
+        yield Problem(f"the checkpoint was made after {manifest.samples} samples, which are no whole number of "
+                      f"microbatches of {size}", "set training.num_microbatches as it was")
+    if not job.schedule.stream and at.done:
+        yield Problem(f"the checkpoint was made after {at.done} of the {at.samples} samples of a batch, "
+                      f"but the schedule {job.config.parallel.schedule} takes whole batches", "go on with the schedule "
+                      "that made it, or from a checkpoint at the end of a batch")
+
+
+def _other_model(manifest: Manifest, job: Job) -> list[str]:
+    """Return differences that names and shapes do not show, such as the number of attention heads."""
+    from vpipe.app.train.checkpoint_model import model_differences
+    from vpipe.app.train.model_section import model_file, model_settings
+
+    ours, before = job.config.model, parse(manifest.config, "", "the checkpoint's config")
+    if before.get(("model",)) is None:
+        return []  # made by a script
+    with suppress(UserError):  # its config_file may be gone by now
+        theirs = validated(ModelSection, before.at(("model",)))
+        if theirs.name == ours.name:
+            return model_differences(ours.name, *(model_settings(section, section.vocab_size, model_file(section))
+                                                  for section in (ours, theirs)))
+    return []

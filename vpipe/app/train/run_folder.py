@@ -1,0 +1,261 @@
+"""Make the folder of a run, lock it, and make it ready for another attempt."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from vpipe.errors import UserError, counted
+
+if TYPE_CHECKING:  # commands that list checkpoints need no pydantic
+    from vpipe.app.config.config import Config
+
+CONFIG = "config.yaml"
+PLAN = "plan.json"  # that the run follows
+PROFILE = "profile.json"  # that the plan was made from
+METRICS = "metrics.jsonl"  # a line per step
+SUMMARY = "summary.csv"  # the config and the figures of a run that has ended, on one row
+RANK_TIMES = "rank_times.jsonl"  # the times of every rank, a line per metrics.rank_times_every updates
+EARLIER = "earlier"  # the files of earlier attempts: earlier/1 has those of the first
+RUNNING = "running"  # locked while a run is going; names the process
+LAUNCHED = "launched"  # the same for the process that started the run, from before its ranks start until it ends
+
+TAIL_BYTES = 1 << 16
+"""End of metrics.jsonl that is searched for the last step."""
+
+
+def make_run_folder(log_directory: Path, resolved_config: str, checkpoints: Path | None = None) -> Path:
+    """Make ``<log_directory>/<timestamp>/`` with the resolved config in it.
+
+    Args:
+        checkpoints: ``checkpoint.directory``; a folder of the same name is made there. Runs of other log directories
+            may share it and begin in the same second.
+
+    Raises:
+        UserError: a folder cannot be made or written.
+    """
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        for attempt in count():
+            folder = log_directory / (stamp if attempt == 0 else f"{stamp}.{attempt}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                if log_directory.is_dir():
+                    continue  # two runs in one second
+                raise
+            if checkpoints is not None and not _make_checkpoints(checkpoints / folder.name, folder):
+                continue
+            (folder / CONFIG).write_text(resolved_config)
+            return folder
+    except OSError as error:
+        raise UserError(f"cannot make the run's folder in '{log_directory}': {error.strerror}",
+                        hint="set log_directory to a folder that can be written") from None
+    raise AssertionError("count() does not end")
+
+
+def _make_checkpoints(checkpoints: Path, run: Path) -> bool:
+    """Make the folder of a run's checkpoints; if it exists, remove the run's own, which is empty, and return False."""
+    try:
+        checkpoints.mkdir(parents=True)
+    except OSError as error:
+        run.rmdir()
+        if isinstance(error, FileExistsError) and checkpoints.is_dir():
+            return False
+        raise UserError(f"cannot make the folder of the run's checkpoints '{checkpoints}': {error.strerror}",
+                        hint="set checkpoint.directory to a folder that can be written") from None
+    return True
+
+
+def checkpoints_root(config: Config, folder: Path) -> Path:
+    """Return the folder of a run's checkpoints: in the run's, or one of its own in ``checkpoint.directory``."""
+    directory = config.saving.directory
+    return folder / "checkpoints" if directory is None else directory / folder.name
+
+
+def next_attempt(folders: Iterable[Path]) -> str:
+    """Return a name in ``earlier`` that none of these folders has yet."""
+    before = [int(found.name) for folder in folders for found in (folder / EARLIER).glob("*") if found.name.isdecimal()]
+    return str(max(before, default=0) + 1)
+
+
+def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str]) -> None:
+    """Prepare a run's folder for another attempt: files of the one before move to ``earlier/<attempt>/``.
+
+    The logs stay and are continued. If the process is killed meanwhile, the folder can be prepared again, unless a
+    checkpoint has more steps than ``lines``.
+
+    Args:
+        attempt: see :func:`next_attempt`.
+        config: the resolved config of the new attempt.
+        lines: of ``metrics.jsonl`` that stay.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    try:
+        earlier = folder / EARLIER / attempt
+        earlier.mkdir(parents=True)
+        for name in (CONFIG, METRICS, PLAN, PROFILE):
+            if (folder / name).exists():
+                shutil.copyfile(folder / name, earlier / name)
+        for path in [*sorted(folder.glob("rank*.failure.json")), folder / SUMMARY, folder / RANK_TIMES,
+                     folder / "trace"]:
+            if path.exists():
+                path.rename(earlier / path.name)
+        _replace(folder / METRICS, "".join(f"{line}\n" for line in lines))
+        _replace(folder / CONFIG, config)
+    except OSError as error:
+        raise UserError(f"cannot write into the run's folder '{folder}': {error.strerror}",
+                        hint="make it writable, or make room") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    """Replace a file at once or not at all."""
+    partial = path.with_name(f"{path.name}.tmp")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[None]:
+    """Lock a run while it trains; the system unlocks it when this process ends.
+
+    Raises:
+        UserError: another process has locked it.
+    """
+    file = _lock(folder, RUNNING)
+    try:
+        _write_holder(file)
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / RUNNING).unlink()
+        file.close()
+
+
+def check_not_running(folder: Path) -> None:
+    """Refuse a run that is still going.
+
+    Raises:
+        UserError: it is; the text says which process.
+    """
+    if (folder / RUNNING).exists():
+        _lock(folder, RUNNING).close()
+
+
+_locked: dict[Path, IO[str]] = {}
+"""The runs that this process has locked by :func:`lock_run`."""
+
+
+@atexit.register
+def unlock_runs() -> None:
+    """Unlock all runs that this process has locked by :func:`lock_run`."""
+    while _locked:
+        folder, file = _locked.popitem()
+        with suppress(OSError):
+            (folder / LAUNCHED).unlink()
+        file.close()
+
+
+def lock_run(folder: Path) -> None:
+    """Lock a run before its ranks start, so that only one of two processes resumes it.
+
+    A process may lock it twice; :func:`unlock_runs` or the end of the process unlocks it.
+
+    Raises:
+        UserError: another process has locked it, or the run is still going.
+    """
+    if folder not in _locked:
+        try:
+            _locked[folder] = _lock(folder, LAUNCHED)
+        except OSError as error:
+            raise UserError(f"cannot write into the run's folder '{folder}': {error.strerror}",
+                            hint="make it writable, or make room") from None
+        _write_holder(_locked[folder])
+    check_not_running(folder)
+
+
+def _lock(folder: Path, name: str) -> IO[str]:
+    """Lock a file of a run; closing it unlocks it."""
+    path = folder / name
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "a process that has just begun"
+            file.close()
+            raise UserError(f"the run in '{folder}' is still going ({holder})",
+                            hint="wait until it has ended, or end it first") from None
+        except OSError:
+            return file  # a file system that knows no locks
+        with suppress(FileNotFoundError):
+            if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                return file
+        file.close()  # whoever held it has just removed it
+
+
+def _write_holder(file: IO[str]) -> None:
+    with suppress(OSError):  # of a full disk: it is locked all the same
+        file.truncate(0)
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    """Return the log of a rank."""
+    return folder / f"rank{rank}.log"
+
+
+def failure_path(folder: Path, rank: int) -> Path:
+    """Return the file in which a rank that fails writes why, for its launcher."""
+    return folder / f"rank{rank}.failure.json"
+
+
+def why_unsaved(config: Config, folder: Path) -> str:
+    """Return ``its first is due after step 20, and it made 12 steps``.
+
+    Args:
+        config: of the run in ``folder``.
+    """
+    every, last = config.saving.every_steps, last_step(folder)
+    done = 0 if last is None else last + 1
+    if not done:
+        return "it made no step"
+    if every is None:
+        return "checkpoint.every_steps is not set"
+    if done < every:
+        return f"its first is due after step {every}, and it made {counted(done, 'step')}"
+    return f"no save came to its end, see {log_path(folder, 0)}"
+
+
+def last_step(folder: Path) -> int | None:
+    """Return the last step that a run recorded."""
+    try:
+        with (folder / METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # cut short
+        if isinstance(entry, dict) and "loss" in entry:
+            return int(entry["step"])
+    return None

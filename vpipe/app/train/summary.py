@@ -1,0 +1,279 @@
+"""Summarise a run at its end: figures for its table, its files and comparisons, and the text of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
+from math import isfinite
+from statistics import fmean, median
+from textwrap import indent
+from typing import Any
+
+from torch import Tensor
+
+from vpipe.app.data.tokenizers import load_tokenizer, load_wordpiece
+from vpipe.app.train.job import Job, on_processors
+from vpipe.app.train.metrics import Metrics, finite
+from vpipe.app.train.peak_flops import PeakFlops
+from vpipe.app.visualize.table import clipped, compact, filled, fitted, milliseconds, ms_text, terminal_columns
+from vpipe.errors import counted
+from vpipe.extras.generation.generate import load_weights
+from vpipe.extras.generation.sampling import BERT, TextModel, decoding_for, masked_ids, prompt_ids
+from vpipe.metric_formulas import averaged_losses, bubble, counted_updates, p95, perplexity, share_text
+from vpipe.runtime.stage_usage import StageUsage
+from vpipe.schedules.delays import describe_delays, mean_delay
+from vpipe.schedules.size import Placement
+from vpipe.units import size_text
+
+_COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "idle", "other", "sent", "versions",
+            "staleness", "mean delay", "in flight", "memory")
+
+
+def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Sequence[str] = ()) -> str:
+    """Return losses, a table of figures, and a row per stage and rank, in lines that fit the terminal.
+
+    For a resumed run, times are those of this attempt and losses those of all.
+
+    Args:
+        figures: None for an attempt that made no step.
+        saves: lines about its checkpoints.
+    """
+    lines = []
+    if figures is not None:
+        lines.append(f"{counted(figures.steps, job.step_name)}"
+                     + (f" (of {figures.steps_done})" if figures.steps_done != figures.steps else "")
+                     + f" in {figures.time_s:.1f} s")
+    if metrics.skipped:
+        lines.append(f"{metrics.skipped} of {counted(len(metrics.losses), job.step_name)} were skipped: not finite")
+    if metrics.skipped and metrics.skipped == len(metrics.losses):
+        scale = job.config.training.computed.loss_scale
+        lines.append("warning: nothing was trained, and the speed below is that of nothing" + (
+            "" if scale is None else f"; lower training.loss_scale, which is {scale:g}, or leave it out"))
+    losses = [loss for loss in (*metrics.past.losses, *metrics.losses) if isfinite(loss)]
+    if losses and figures is not None:
+        few = averaged_losses(len(losses))
+        assert figures.first_loss is not None, "there are losses"
+        assert figures.last_loss is not None, "there are losses"
+        first, last = perplexity(figures.first_loss), perplexity(figures.last_loss)
+        lines.append(f"training loss {figures.first_loss:.3f} -> {figures.last_loss:.3f}"
+                     + (f", perplexity {compact(first)} -> {compact(last)} "
+                        if job.learns_next_tokens and first is not None and last is not None else " ")
+                     + (f"(mean of the first {few}, mean of the last {few})" if few > 1 else "(the first, the last)"))
+    evaluations = [*metrics.past.evaluations, *metrics.evaluations]
+    lines += [evaluation_text(job, step + 1, loss) for step, loss in evaluations]
+    if evaluations and (compared := compared_with_unigrams(job, evaluations[-1][1])) is not None:
+        lines.append(compared)
+        if figures is not None and learned_by_heart(job, figures.last_loss, evaluations[-1][1]):
+            lines.append(f"it learned its data by heart: the training loss, {figures.last_loss:.2f}, is far below that "
+                         "entropy; what helps is more data, else fewer steps, a smaller model, or a larger "
+                         "model.dropout or training.weight_decay")
+    lines += saves
+    return "\n".join(lines if figures is None else [*lines, "", *_figures(job, figures), "", *_stages(job, figures)])
+
+
+def evaluation_text(job: Job, steps: int, loss: float) -> str:
+    """Describe an evaluation; where the loss is that of next tokens with perplexity and, on a text, bits per byte."""
+    per_token = perplexity(loss) if job.learns_next_tokens else None
+    behind = "" if per_token is None else f", perplexity {compact(per_token)}"
+    if per_token is not None and (text := job.held_out_text) is not None:
+        behind += f", {text.bits_per_byte(loss):.2f} bits per byte"
+    return f"evaluation loss after {counted(steps, job.step_name)}: {loss:.4f}{behind}"
+
+
+def compared_with_unigrams(job: Job, loss: float) -> str | None:
+    """Compare a held-out loss with that of a model that sees no context; None without a text of next tokens."""
+    text = job.held_out_text
+    if text is None:
+        return None
+    less = text.unigram_entropy - loss
+    return (f"that is {abs(less):.2f} nats per token {'below' if less >= 0 else 'above'} the unigram entropy of the "
+            f"held-out text, {text.unigram_entropy:.2f}")
+
+
+BY_HEART = 1.0
+"""Nats per token by which a model that learned its training text by heart is better on it than one without context."""
+
+
+def learned_by_heart(job: Job, training_loss: float | None, held_out_loss: float) -> bool:
+    """Return whether a model knows its training text, and of another one less than a model without context."""
+    text = job.held_out_text
+    return text is not None and training_loss is not None and \
+        training_loss <= text.unigram_entropy - BY_HEART and held_out_loss > text.unigram_entropy
+
+
+def _figures(job: Job, figures: RunFigures) -> list[str]:
+    columns = figure_columns(figures.as_row())
+    left_out = figures.steps - figures.counted_steps
+    notes = [f"without the first {counted(left_out, job.step_name)}"] if left_out else []
+    notes.append("no MFU: the family does not say what its layers compute" if figures.peak is None else
+                 f"MFU, HFU: of {figures.peak}")
+    width = terminal_columns()
+    lines = [*fitted(list(columns), [list(columns.values())], width, names=0),
+             *filled("(bubble: share of time in which ranks wait for others; memory: peak of the fullest "
+                     f"{'process' if on_processors(job.config) else 'GPU'}; sent: by all, per {job.step_name})",
+                     width),
+             *filled(f"({'; '.join(notes)})", width)]
+    return lines if figures.doubt is None else [*lines, f"warning: {figures.doubt}"]
+
+
+def _stages(job: Job, figures: RunFigures) -> list[str]:
+    partition, steps, width = job.partition, figures.usage_steps, terminal_columns()
+    late = describe_delays(job.schedule) is not None
+    others = any(usage.others_s for usage in figures.stages)  # actions of kinds that a package has added
+    columns = [name for name in _COLUMNS if (late or name != "mean delay") and (others or name != "other")]
+    ends = list(accumulate(partition))
+    homes = [(stage, rank) for stage, ranks in enumerate(job.placement) for rank in ranks]
+    rows = []
+    for (stage, rank), usage in zip(homes, figures.stages, strict=True):
+        times = (usage.forward_s, usage.backward_s, usage.step_s, usage.communication_s, usage.idle_s,
+                 *([usage.others_s] if others else []))
+        first, end = ends[stage] - partition[stage], ends[stage]
+        rows.append([str(stage), str(rank), f"{first}-{end - 1}" if first < end - 1 else str(first),
+                     *(ms_text(seconds / steps) for seconds in times), size_text(usage.bytes_sent / steps),
+                     str(usage.versions), str(usage.staleness),
+                     *([f"{mean_delay(job.schedule, stage):.3g}"] if late else []), str(usage.peak_activations),
+                     size_text(usage.peak_memory_bytes)])
+    return [*fitted(columns, rows, width, names=2),
+            *filled(f"(forward to idle: milliseconds per {job.step_name}; idle: waiting for other ranks; sent: per "
+                    f"{job.step_name}; " + "staleness: most updates that a gradient was late; mean delay: of the "
+                    "schedule, in updates; " * late + "in flight: microbatches)", width)]
+
+
+_SHOWN_TOKENS, _SHOWN_LINES, _SHOWN_COLUMNS = 64, 10, 100
+_SHOWN_TEMPERATURE = 0.5  # lower than that of vpipe sample: a short training makes likely words alone
+
+
+def samples(job: Job, weights: Mapping[str, Tensor], steps: int) -> Iterator[str]:
+    """Yield lines with what the model makes of ``training.sample_prompts``, before its training and after it.
+
+    Args:
+        weights: of the whole model after ``steps`` steps, as :meth:`vpipe.Pipeline.state_dict` returns them.
+    """
+    training, window = job.config.training, job.config.model.sequence_length
+    assert job.tokenizer_path is not None, "checked"
+    masks = job.config.model.name == BERT
+    tokenizer = (load_wordpiece if masks else load_tokenizer)(job.tokenizer_path)
+    trained = load_weights(job.model, weights, training.seed, draw=True).float()
+    states = {"before training": job.model.materialize(training.seed).eval(),
+              f"after {counted(steps, job.step_name)}": trained}
+    for prompt in training.sample_prompts:
+        yield ""
+        for when, modules in states.items():
+            text = TextModel(job.model, modules, tokenizer, window)
+            if masks:
+                found = "\n".join([prompt, *text.filled(masked_ids(tokenizer, prompt, window)).lines()[:-1]])
+            else:
+                continued = text.continued(prompt_ids(tokenizer, prompt), decoding_for(
+                    tokenizer, _SHOWN_TOKENS, seed=training.seed, temperature=_SHOWN_TEMPERATURE))
+                found = prompt + "".join(continued)
+            yield f"{when}:\n{indent(printable(found), '    ')}"
+
+
+def printable(text: str) -> str:
+    """Return the first lines of a text with a space for what is no character, so that it cannot move the cursor."""
+    lines = "".join(each if each.isprintable() or each == "\n" else " " for each in text.expandtabs(4)).split("\n")
+    return "\n".join(clipped(line, _SHOWN_COLUMNS).rstrip() for line in lines[:_SHOWN_LINES])
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """The figures of one attempt of a run; ``None`` where a figure is unknown."""
+
+    ranks: int
+    steps: int  # of this attempt
+    steps_done: int  # of all attempts
+    samples_per_step: int
+    skipped: int  # steps of this attempt that were skipped, since something was not finite
+    time_s: float  # of the steps, without evaluations
+    counted_steps: int  # steps that the figures count, see metric_formulas.counted_updates
+    samples_per_s: float
+    tokens_per_s: float
+    step_median_s: float
+    step_p95_s: float
+    peak: PeakFlops | None
+    mfu: float | None
+    hfu: float | None
+    bubble: float | None
+    memory_bytes: int  # largest peak of any rank: resident for a process, allocated for a GPU
+    sent_bytes: float  # by all ranks, per step
+    versions: int  # largest of any stage
+    staleness: int  # largest of any stage
+    mean_delay: float | None  # largest of any stage of the schedule, in updates; None where the caller gives none
+    first_loss: float | None  # mean of the first finite losses of all attempts, at most ten
+    last_loss: float | None  # mean of the last ones
+    evaluation_loss: float | None  # of the latest evaluation
+    doubt: str | None  # why mfu or hfu cannot be right
+    stages: tuple[StageUsage, ...]  # usage of each replica of each stage in usage_steps
+    usage_steps: int  # steps that bubble, sent_bytes and stages count: the counted ones, if they can be told apart
+
+    @classmethod
+    def from_metrics(cls, metrics: Metrics, usages: Sequence[StageUsage], placement: Placement,
+                     usage_steps: int | None = None, mean_delay: float | None = None) -> RunFigures | None:
+        """Compute the figures from rank 0's metrics and the usage of all ranks; None for an attempt without a step.
+
+        Args:
+            usages: of each replica of each stage.
+            usage_steps: number of last steps that ``usages`` count; None for all of the attempt.
+            mean_delay: largest of any stage of the schedule, in updates.
+        """
+        steps, size = len(metrics.losses), metrics.size
+        if not steps:
+            return None
+        usage_steps = usage_steps or steps
+        counted = counted_updates(metrics.update_s)
+        per_s = [sum(own[-len(counted):]) / sum(counted) for own in (metrics.samples, metrics.tokens)]
+        efficiency = size.efficiency
+        used = None if efficiency is None else efficiency.utilization(per_s[1])
+        stages_of: dict[int, list[StageUsage]] = {}
+        for rank, usage in zip((rank for ranks in placement for rank in ranks), usages, strict=True):
+            stages_of.setdefault(rank, []).append(usage)
+        ranks = [StageUsage.of_rank(own) for own in stages_of.values()]
+        losses = [loss for loss in (*metrics.past.losses, *metrics.losses) if isfinite(loss)]
+        few = averaged_losses(len(losses))
+        evaluated = [loss for _, loss in (*metrics.past.evaluations, *metrics.evaluations)][-1:]
+        return cls(
+            ranks=len(ranks), steps=steps, steps_done=metrics.steps, samples_per_step=size.samples,
+            skipped=metrics.skipped, time_s=metrics.attempt_s, counted_steps=len(counted),
+            samples_per_s=per_s[0], tokens_per_s=per_s[1], step_median_s=median(counted),
+            step_p95_s=p95(counted), peak=None if efficiency is None else efficiency.peak,
+            mfu=None if used is None else used.model, hfu=None if used is None else used.hardware,
+            bubble=finite(bubble((rank.idle_s, rank.working_s) for rank in ranks)),
+            memory_bytes=max(usage.peak_memory_bytes for usage in usages),
+            sent_bytes=sum(rank.bytes_sent for rank in ranks) / usage_steps,
+            versions=max(usage.versions for usage in usages), staleness=max(usage.staleness for usage in usages),
+            mean_delay=mean_delay,
+            first_loss=fmean(losses[:few]) if losses else None, last_loss=fmean(losses[-few:]) if losses else None,
+            evaluation_loss=evaluated[0] if evaluated and isfinite(evaluated[0]) else None,
+            doubt=None if efficiency is None or used is None else efficiency.warning(used), stages=tuple(usages),
+            usage_steps=usage_steps)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return :meth:`as_row` and the stages, as values for JSON."""
+        return {**self.as_row(), "usage_steps": self.usage_steps, "stages": [
+            {**asdict(usage), "idle_s": finite(usage.idle_s)} for usage in self.stages]}
+
+    def as_row(self) -> dict[str, float | str | None]:
+        """Return the figures by name, one value each; times in seconds, sizes in bytes."""
+        row = {name: _short(getattr(self, name)) for name in OWN}
+        if self.peak is None:
+            return row | dict.fromkeys(PEAK)
+        return row | dict(zip(PEAK, (_short(self.peak.tflops), self.peak.devices, str(self.peak)), strict=True))
+
+
+OWN = tuple(field.name for field in fields(RunFigures) if field.name not in ("peak", "stages", "usage_steps"))
+PEAK = ("peak_tflops", "devices", "peak_is")
+"""Keys of :meth:`RunFigures.as_row`: first the former, then the latter."""
+
+
+def _short(value: Any) -> Any:
+    """Round a number to six digits; the others are noise."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def figure_columns(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the figures of a row as text, by column title."""
+    return {"samples/s": f"{row['samples_per_s']:,.1f}", "tokens/s": f"{row['tokens_per_s']:,.0f}",
+            "median": milliseconds(row["step_median_s"]), "p95": milliseconds(row["step_p95_s"]),
+            "MFU": share_text(row["mfu"]), "HFU": share_text(row["hfu"]), "bubble": share_text(row["bubble"]),
+            "memory": size_text(row["memory_bytes"]), "sent": size_text(row["sent_bytes"])}

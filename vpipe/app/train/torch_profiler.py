@@ -1,0 +1,138 @@
+"""Record a step with torch's profiler into ``RUN/profiler_<name>/rank<N>/``, for TensorBoard and Perfetto."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+
+from torch._C._profiler import _ExperimentalConfig
+from torch.autograd.profiler import profile, record_function
+
+from vpipe import accelerator
+from vpipe.app.config.config import Config
+from vpipe.app.progress import message_if_slow
+from vpipe.app.train.job import Job
+from vpipe.distributed.watchdog import activity
+from vpipe.errors import UserError
+from vpipe.pipeline import Pipeline
+from vpipe.schedules.prepare import is_file
+
+log = logging.getLogger("vpipe")
+
+
+class TorchProfiler:
+    """Record step ``training.profile_iteration`` on this rank, with the names of its actions.
+
+    Without a flush, ranks are at different microbatches, but each records the work of one step. With a schedule from a
+    file, all steps of a batch end at once, so the batch is recorded.
+
+    Args:
+        job: its profiled step is not done yet.
+        folder: of the run.
+        note: shows a line.
+
+    Attributes:
+        made: whether the step was recorded in this attempt.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+
+    def __init__(self, job: Job, pipe: Pipeline, folder: Path, note: Callable[[str], None]) -> None:
+        training = job.config.training
+        self._pipe, self._note, self._step_name, self._exit = pipe, note, job.step_name, training.exit_after_profile
+        assert training.profile_iteration is not None, "a run without a profiled step makes no TorchProfiler"
+        self._step, self.made = training.profile_iteration, False
+        # All steps of a schedule from a file are done before the first of them is reported.
+        at_once = 1 if job.schedule.stream else job.schedule.microbatches // job.schedule.assignment.per_step
+        self._gpu = pipe.device.type != "cpu"
+        self._begins = (self._step - 1) // at_once * at_once
+        self._recording: tuple[profile, ExitStack] | None = None
+        self._root = folder / f"profiler_{profile_name(job.config, pipe.schedule)}"
+        self._file = self._root / f"rank{pipe.rank}" / f"rank{pipe.rank}.{self._step}.pt.trace.json"
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write the profile '{self._file}': {error.strerror}",
+                            hint="make room there, or leave training.profile_iteration out") from None
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler prints a line as it starts
+        with self._recorder():
+            pass  # on a GPU the first start takes seconds, which the step would seem to take
+
+    def before(self, steps: int) -> None:
+        """Begin to record if the next step is due; called directly before it.
+
+        Args:
+            steps: that are done.
+        """
+        if self._recording is not None or self.made or steps != self._begins:
+            return
+        recorder, stack = self._recorder(), ExitStack()
+        if self._gpu:
+            accelerator.synchronize(self._pipe.device)  # work of earlier steps does not belong to this one
+        stack.enter_context(self._pipe.labelled())
+        stack.enter_context(recorder)
+        stack.enter_context(record_function(f"ProfilerStep#{self._step}"))
+        self._recording = recorder, stack
+
+    def after(self, steps: int) -> bool:
+        """End the record if its step has ended; return whether that took time that is not training."""
+        if self._recording is None or steps < self._step:
+            return False
+        self.made = True
+        with activity.during("writing a profile"), message_if_slow("writing the profile", self._pipe.rank == 0):
+            self._export(self._end())
+        self._note(f"{self._step_name} {self._step} is profiled: TensorBoard and Perfetto open {self._root}, a folder "
+                   "per rank" + ("; the run ends here (training.exit_after_profile)" if self._exit else ""))
+        return True
+
+    @property
+    def ends_run(self) -> bool:
+        """Return whether the run must end now."""
+        return self.made and self._exit
+
+    def _recorder(self) -> profile:
+        """Return the base of torch.profiler.profile, which itself takes seconds to import torch's compiler."""
+        return profile(use_kineto=True, use_device=self._pipe.device.type if self._gpu else None,
+                       experimental_config=_ExperimentalConfig(profile_all_threads=True))  # executors may have several
+
+    def _end(self) -> profile:
+        assert self._recording is not None, "a record was begun"
+        (recorder, stack), self._recording = self._recording, None
+        stack.close()
+        return recorder
+
+    def _export(self, recorder: profile) -> None:
+        """Write the file completely or not at all, since a reader may be open. A full disk costs only the profile."""
+        partial = self._file.with_name(f"{self._file.name}.tmp")
+        try:
+            recorder.export_chrome_trace(str(partial))  # type: ignore[no-untyped-call]
+            partial.replace(self._file)
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError
+            self._note(f"warning: the profile '{self._file}' could not be written: {error}; training continues")
+
+    def __enter__(self) -> TorchProfiler:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._recording is not None:
+            self._end()
+        if not self.made:
+            with suppress(OSError):
+                self._file.parent.rmdir()
+                self._file.parents[1].rmdir()
+            if error is None:
+                self._note(f"no profile was made: the run ended before {self._step_name} {self._step} did")
+
+
+def profile_name(config: Config, schedule: str) -> str:
+    """Return the name of a profile: the executor, or with the default executor the schedule."""
+    executor = config.parallel.executor
+    named = executor if executor != "overlapped" else Path(schedule).stem if is_file(schedule) else schedule
+    return re.sub(r"[^\w.-]+", "_", named)

@@ -1,0 +1,360 @@
+"""Explain a plan in words and tables: its times, memory and limits, and how other plans compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from vpipe.app.visualize.table import Column, columns, compact, filled, listed, ms_text
+from vpipe.errors import counted
+from vpipe.plan.plan import Plan, StagePrediction
+from vpipe.plan.profile import Profile
+from vpipe.plan.solver.request import Alternative
+from vpipe.plan.solver.warmup import TOLERANCE
+from vpipe.plan.stage_costs import StageMemory, combined_memory
+from vpipe.schedules.build import build
+from vpipe.schedules.delays import describe_delays, fewer_updates, mean_delay, warn_of_delay
+from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.schedule import passes
+from vpipe.units import size_text
+
+BAR = 20
+"""Columns of a bar."""
+
+SATURATED = 0.9
+"""Share of the time from which on the cores that ranks share limit a plan."""
+
+EVEN = 0.05
+"""Share by which a rank may work more than the average one before it is the bottleneck."""
+
+_KINDS = {"weights": "weights", "stashed": "older versions of the weights", "gradients": "gradients of the weights",
+          "optimizer": "what the optimizer keeps", "activations": "activations",
+          "working": "what a backward needs for a while"}
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclass(frozen=True)
+class PlanExplanation:
+    """A plan with predictions, the profile that it was made from, and all else that its explanation needs.
+
+    Attributes:
+        limit_bytes: that a rank may hold; None without a limit.
+        limit_from: the origin of the limit, such as ``--memory``.
+        solver: a text on how good the plan is.
+        others: plans to compare with.
+        limit_without_recompute: bytes per rank with which nothing is recomputed, and the plan for them; None where
+            nothing is recomputed.
+        shallow: the plan with the warm-up depths of 1F1B; None where these were not chosen.
+    """
+
+    plan: Plan
+    profile: Profile
+    limit_bytes: int | None
+    limit_from: str
+    solver: str
+    others: Sequence[Alternative]
+    limit_without_recompute: tuple[int, Plan] | None = None
+    shallow: Plan | None = None
+
+    def text(self, width: int) -> str:
+        """Return the explanation in lines of ``width``; a table without columns to spare may be wider."""
+        parts = [self._headline(),
+                 [*times_table(self.plan, width),
+                  *filled("in ms: forward, backward and recompute of one microbatch; step of the optimizer; comm "
+                          f"(transfers, mostly while it computes) and idle of a rank per {self._step_name}", width)],
+                 memory_table(self.plan, self.limit_bytes, width),
+                 [line for text in (self._bottleneck(), self._memory(), self._recompute(), *self._cuts(),
+                                    *self._warmup(), *self._delay(), f"solver: {self.solver}")
+                  for line in filled(text, width)],
+                 alternatives_table(self.plan, self.others, width)]
+        return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+
+    def _headline(self) -> list[str]:
+        plan, identity, found = self.plan, self.profile.identity, self.plan.predicted
+        limit = "" if self.limit_bytes is None else f" of {size_text(self.limit_bytes)} ({self.limit_from})"
+        return [f"{identity.model_name}: {counted(identity.layers, 'layer')} on {counted(plan.ranks, 'rank')}{limit}",
+                f"plan: {plan.schedule}, {counted(len(plan.partition), 'stage')} {cut_text(plan.partition, 60)}, "
+                f"{counted(self._microbatches, 'microbatch')} of {counted(identity.microbatch_size, 'sample')} per "
+                f"{self._step_name}",
+                f"predicted: {_time(found.step_s)} per {self._step_name}, "
+                f"{compact(1 / found.seconds_per_sample)} samples/s, bubble {100 * found.bubble:.0f} %"]
+
+    @property
+    def _microbatches(self) -> int:
+        return self.plan.predicted.samples_per_step // self.profile.identity.microbatch_size
+
+    @property
+    def _step_name(self) -> str:
+        widths = {len(stage.ranks) for stage in self.plan.predicted.stages}
+        return "update" if len(widths) == 1 or recipe_named(self.plan.schedule or "").flush else "step"
+
+    def _bottleneck(self) -> str:
+        found = self.plan.predicted
+        if self.plan.ranks == 1:
+            return "bottleneck: none, there is one rank"
+        if (shared := self._shared_cores()) is not None:
+            return shared
+        number, stage = found.bottleneck, found.stages[found.bottleneck]
+        busy, average = 1 - stage.idle_s / found.step_s, 1 - found.bubble
+        ranks = _numbered("rank", stage.ranks)
+        where = f"stage {number} (layer{'s' * (stage.layers > 1)} {_layer_range(stage)}, {ranks})"
+        together = next(group for group in stages_by_ranks(self.plan) if number in group)
+        if len(together) > 1:
+            where = f"{ranks} ({_numbered('stage', together)})"
+        if busy <= (1 + EVEN) * average:
+            return (f"bottleneck: none, the ranks are even, busy {100 * average:.0f} % of the time; most {where}")
+        return (f"bottleneck: {where}, busy {_time(busy * found.step_s)} of {_time(found.step_s)}, "
+                f"{100 * (busy / average - 1):.0f} % more than the average rank")
+
+    def _shared_cores(self) -> str | None:
+        """Return the text for ranks whose computing fills the cores that they share; None for others."""
+        found, cores, ranks = self.plan.predicted, self.profile.cores, self.profile.identity.ranks_per_host
+        ranks = min(ranks, self.plan.ranks)
+        if cores is None or cores >= ranks:
+            return None
+        hosts = self.plan.ranks / ranks
+        used = sum(len(stage.ranks) * self._work_s(stage) for stage in found.stages) / (cores * hosts * found.step_s)
+        if used < SATURATED:
+            return None
+        left = max(0.0, 1 - used)
+        gain = f"more than the other {100 * left:.0f} %" if left >= 0.005 else "anything"
+        return (f"bottleneck: the {counted(cores, 'core')} that {ranks} ranks of a host share, which compute "
+                f"{100 * (1 - left):.0f} % of the time: no cut and no schedule gains {gain}")
+
+    def _work_s(self, stage: StagePrediction) -> float:
+        """Return the seconds that one of the stage's ranks works in a step, with a core to itself."""
+        share = self._microbatches / len(stage.ranks)
+        updates = 1.0 if recipe_named(self.plan.schedule or "").flush else share / (self.plan.update_every or 1)
+        return share * (stage.forward_s + stage.backward_s + stage.recompute_s) + updates * stage.step_s
+
+    def _memory(self) -> str:
+        groups = stages_by_ranks(self.plan)
+        held = [rank_memory(self.plan, group) for group in groups]
+        most = max(range(len(groups)), key=lambda number: held[number].peak)
+        peak, kind = held[most].peak, max(_KINDS, key=lambda name: int(getattr(held[most], name)))
+        limit = "" if self.limit_bytes is None else f" of {size_text(self.limit_bytes)}"
+        return (f"memory: {_numbered('stage', groups[most])} hold{'s' * (len(groups[most]) == 1)} most, "
+                f"{size_text(peak)}{limit} on a rank, {100 * getattr(held[most], kind) / peak:.0f} % of it "
+                f"{_KINDS[kind]}")
+
+    def _cuts(self) -> Iterator[str]:
+        """Yield what one microbatch sends through the cuts between stages; equal cuts in a row together."""
+        activations, cuts = self.profile.activations, list(accumulate(self.plan.partition))[:-1]
+        groups = [list(group) for _, group in groupby(enumerate(cuts), lambda cut: activations.crossing(cut[1]))]
+        said = []
+        for group in groups:
+            cut = group[0][1]
+            tensors = [f"{tensor.name} {size_text(tensor.bytes)}" for tensor in activations.crossing(cut)]
+            forward, back = activations.output_bytes(cut), activations.gradient_bytes(cut)
+            said.append(f"{size_text(forward)} forward" + (" and back" if back == forward else
+                                                           f", {size_text(back)} back")
+                        + f" behind {_numbered('stage', [stage for stage, _ in group])}"
+                        + (f" ({', '.join(tensors)})" if len(tensors) > 1 else f" ({tensors[0].split()[0]})"))
+        if said:
+            yield f"sent by one microbatch: {'; '.join(said)}"
+
+    def _delay(self) -> Iterator[str]:
+        """Yield the delay of gradients without a flush, and a warning where it costs much."""
+        name, microbatches = self.plan.schedule or "", self._microbatches
+        if recipe_named(name).flush:
+            return
+        schedule = build(name, self.plan.groups, microbatches, self.plan.update_every, warmup=self.plan.warmup)
+        if (delays := describe_delays(schedule)) is None:
+            return
+        batch = (self.plan.microbatches or microbatches) * self.profile.identity.microbatch_size
+        better = fewer_updates(schedule, self.plan.microbatches or microbatches, batch,
+                               ("training.num_microbatches", "parallel.update_every"))
+        warning = warn_of_delay(schedule, [better] if better else [])
+        yield f"{delays}; less with {better}" if better and not warning else delays
+        if warning:
+            yield f"warning: {warning}"
+
+    def _recompute(self) -> str:
+        count, found = sum(map(len, self.plan.recomputed)), self.plan.predicted
+        if not count:
+            return "recompute: none, all activations fit"
+        again = sum(stage.recompute_s for stage in found.stages)
+        work = again + sum(stage.forward_s + stage.backward_s for stage in found.stages)
+        text = f"recompute: {count} of {sum(self.plan.partition)} layers, {100 * again / work:.0f} % of the computing"
+        if self.limit_without_recompute is None:
+            return text
+        limit, plan = self.limit_without_recompute
+        rate, new_rate = (1 / each.predicted.seconds_per_sample for each in (self.plan, plan))
+        return (f"{text}; none from {size_text(limit, up=True)} per rank on, which would give "
+                f"{compact(new_rate)} samples/s ({difference(new_rate, rate)})")
+
+
+    def _warmup(self) -> list[str]:
+        """Return the text on forwards ahead, with what more of them than 1F1B's gain and cost."""
+        plan, shallow = self.plan, self.shallow
+        if shallow is None:
+            return []
+        if plan.warmup == shallow.warmup:
+            return [f"warm-up: {_depths(plan)} forwards before the first backward, as 1F1B; more would gain less than "
+                    f"{100 * TOLERANCE:.0f} %, or do not fit"]
+        rate, before = (1 / each.predicted.seconds_per_sample for each in (plan, shallow))
+        return [f"warm-up: {_depths(plan)} forwards before the first backward instead of 1F1B's {_depths(shallow)}, so "
+                f"that transfers hide: {difference(rate, before)} samples/s; the mean delay of gradients is "
+                f"{_delays(plan)} updates instead of {_delays(shallow)}, the fullest rank holds "
+                f"{size_text(peak_bytes(plan))} instead of {size_text(peak_bytes(shallow))}"]
+
+
+def _depths(plan: Plan) -> str:
+    return " ".join(map(str, plan.warmup or ()))
+
+
+def _delays(plan: Plan) -> str:
+    """Return the mean delay of every stage, in updates."""
+    assert plan.schedule is not None
+    schedule = build(plan.schedule, plan.groups, plan.microbatches or 1, plan.update_every, warmup=plan.warmup)
+    return " ".join(f"{mean_delay(schedule, stage):.3g}" for stage in range(schedule.stages))
+
+
+def _layer_range(stage: StagePrediction) -> str:
+    first = stage.first_layer
+    return f"{first}-{first + stage.layers - 1}" if stage.layers > 1 else str(first)
+
+
+def _numbered(word: str, numbers: Sequence[int]) -> str:
+    return f"{word}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 9.9995 else f"{compact(1e3 * seconds)} ms"
+
+
+def times_table(plan: Plan, width: int) -> list[str]:
+    """Return a row per stage: milliseconds of one microbatch, then of one rank in a step."""
+    found = plan.predicted
+    stages = found.stages
+    again = [len(layers) for layers in plan.recomputed]
+    busy = [1 - stage.idle_s / found.step_s for stage in stages]
+    return columns([
+        Column("stage", [str(number) for number in range(len(stages))]),
+        Column("layers", [_layer_range(stage) for stage in stages]),
+        Column("ranks" if any(len(stage.ranks) > 1 for stage in stages) else "rank",
+               [_span(stage.ranks) for stage in stages]),
+        Column("forward", [ms_text(stage.forward_s) for stage in stages]),
+        Column("backward", [ms_text(stage.backward_s) for stage in stages]),
+        Column("recompute", [f"{ms_text(stage.recompute_s)} ({count} of {stage.layers})" if count else "-"
+                             for stage, count in zip(stages, again, strict=True)]),
+        Column("step", [ms_text(stage.step_s) for stage in stages]),
+        Column("comm", [ms_text(stage.communication_s) for stage in stages]),
+        Column("idle", [ms_text(stage.idle_s) for stage in stages]),
+        Column("busy", [f"{100 * share:.0f} %" for share in busy], spare=True),
+        Column("", [bar(share) for share in busy], spare=True)], width)
+
+
+def memory_table(plan: Plan, limit_bytes: int | None, width: int) -> list[str]:
+    """Return a row per stage, or per group of stages that share ranks: the memory of one of its ranks at its peak."""
+    groups = stages_by_ranks(plan)
+    sums = [rank_memory(plan, group) for group in groups]
+    peaks = [memory.peak for memory in sums]
+    unit = next((name for name in reversed(_UNITS) if max(peaks) >= 10 * _UNITS[name]), "KiB")
+    cells = {kind: [_in_unit(getattr(memory, kind) / _UNITS[unit]) for memory in sums] for kind in (*_KINDS, "peak")}
+    shares = [peak / (limit_bytes or max(peaks)) for peak in peaks]
+    of_limit = Column("of limit", [f"{100 * share:.0f} %" for share in shares], spare=True)
+    lines = columns([
+        Column("stage" if all(len(group) == 1 for group in groups) else "stages",
+               [listed(group) for group in groups]),
+        *(Column(kind, cells[kind]) for kind in cells),
+        *([] if limit_bytes is None else [of_limit]), Column("", [bar(share) for share in shares], spare=True)], width)
+    return [f"memory of a rank when it holds most, in {unit}", *lines]
+
+
+def _in_unit(value: float) -> str:
+    return "0" if not value else f"{value:,.0f}" if value >= 999.5 else f"{value:.1f}"
+
+
+def stages_by_ranks(plan: Plan) -> list[list[int]]:
+    """Group stages by the ranks that hold them, in order of the first."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, stage in enumerate(plan.predicted.stages):
+        groups.setdefault(tuple(sorted(stage.ranks)), []).append(number)
+    return list(groups.values())
+
+
+def rank_memory(plan: Plan, stages: Sequence[int]) -> StageMemory:
+    """Return the memory of a rank when each of its stages holds most; it works on one at a time."""
+    return combined_memory([plan.predicted.stages[stage].memory for stage in stages])
+
+
+def peak_bytes(plan: Plan) -> int:
+    """Return the bytes of the rank that holds most."""
+    return plan.predicted.fullest_rank[1]
+
+
+def alternatives_table(best: Plan, others: Sequence[Alternative], width: int) -> list[str]:
+    """Return the plan and others, by samples per second; below them those that are impossible, with the reason."""
+    rate = 1 / best.predicted.seconds_per_sample
+    rows = [("this plan", best, rate, True)]
+    rows += [(other.what, other.plan, 1 / other.seconds_per_sample, other.simulated) for other in others
+             if other.plan is not None and other.seconds_per_sample is not None]
+    plans = [plan for _, plan, _, _ in rows]
+    replicas = [_replicas_text(plan) for plan in plans]
+    lines = columns([
+        Column("", [what for what, _, _, _ in rows], left=True),
+        Column("schedule", [plan.schedule or "" for plan in plans], left=True),
+        Column("layers per stage", [cut_text(plan.partition, 24) for plan in plans], left=True),
+        *([Column("replicas", replicas)] if set(replicas) != {"-"} else []),
+        Column("m", [str(plan.microbatches) for plan in plans]),
+        Column("recompute", [f"{count} of {sum(plan.partition)}" if (count := sum(map(len, plan.recomputed))) else "-"
+                             for plan in plans]),
+        Column("samples/s", [("" if simulated else "~") + compact(value) for _, _, value, simulated in rows]),
+        Column("", ["" if plan is best else difference(value, rate) for _, plan, value, _ in rows]),
+        Column("peak", [size_text(peak_bytes(plan)) if plan.predictions else "" for plan in plans], spare=True)], width)
+    if not all(simulated for _, _, _, simulated in rows):
+        lines.append("~ by the solver's formula, not simulated")
+    reasons: dict[str, list[str]] = {}
+    for other in others:
+        if other.plan is None:
+            reasons.setdefault(other.why, []).append(other.what)
+    return lines + [line for why, names in reasons.items() for line in filled(f"{', '.join(names)}: {why}", width)]
+
+
+def cut_text(partition: Sequence[int], room: int) -> str:
+    """Return ``[2, 2, 2, 3]``; a long one in words."""
+    text = str(list(partition))
+    if len(text) <= room:
+        return text
+    low, high = min(partition), max(partition)
+    return f"{len(partition)} stages of {low}" + (f"-{high}" if low < high else "")
+
+
+def _replicas_text(plan: Plan) -> str:
+    """Return ``-``, ``2 each``, or, where the schedule places copies of every stage by itself, ``2 copies``."""
+    widths = list(map(len, plan.groups))
+    copies = sum(widths) // (plan.ranks * passes(plan.groups, plan.groups[0][0]))
+    text = _widths_text([width // copies for width in widths])
+    return text if copies < 2 else f"{text}, {copies} copies".removeprefix("-, ")
+
+
+def _widths_text(widths: Sequence[int]) -> str:
+    if len(set(widths)) == 1:
+        return "-" if widths[0] == 1 else f"{widths[0]} each" if len(widths) > 1 else str(widths[0])
+    return "-".join(map(str, widths)) if len(widths) <= 8 else f"{min(widths)} to {max(widths)}"
+
+
+def difference(value: float, of: float) -> str:
+    """Return ``+4.2 %``."""
+    percent = 100 * (value / of - 1)
+    return "same" if abs(percent) < 0.05 else f"{percent:+.1f} %" if abs(percent) < 10 else f"{percent:+.0f} %"
+
+
+def bar(share: float) -> str:
+    """Return ``##########..........``."""
+    full = round(BAR * min(1.0, max(0.0, share)))
+    return "#" * full + "." * (BAR - full)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """Return ``0-3`` for ranks in a row."""
+    first, last = numbers[0], numbers[-1]
+    in_a_row = list(numbers) == list(range(first, last + 1)) and last > first + 1
+    return f"{first}-{last}" if in_a_row else " ".join(map(str, numbers))
+
+
+
+

@@ -1,0 +1,213 @@
+"""Summarise a schedule: its timeline at given costs, and what every rank and stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from vpipe.app.visualize.table import number, percent, plain, table
+from vpipe.errors import counted
+from vpipe.plan.predict import step_period
+from vpipe.schedules.check import check
+from vpipe.schedules.costs import Costs, Link, Number, StageCosts, ratio
+from vpipe.schedules.graph import Graph
+from vpipe.schedules.peaks import RankPeaks, StagePeaks, rank_peaks, recomputations, stage_peaks
+from vpipe.schedules.repeating import Repeating
+from vpipe.schedules.schedule import Schedule, passes, stages_of_rank
+from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import Timeline
+from vpipe.schedules.size import Placement
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """Costs of one microbatch on a whole rank; each of the stages that it passes there takes an equal share of each.
+
+    Attributes:
+        forward_s: F.
+        input_s: I, the input half of a backward; a whole one takes ``input_s + weight_s``.
+        weight_s: W, the weight half.
+        transfer_s: of any transfer between ranks: activations, their gradients, and of a replicated stage every
+            part of a sum of gradients.
+        step_s: an optimizer step.
+        activation_bytes: held from F until B or I; as much again from I until W.
+        version_bytes: one version of the weights.
+    """
+
+    forward_s: Number = 1
+    input_s: Number = 1
+    weight_s: Number = 1
+    transfer_s: Number = 0
+    step_s: Number = 0
+    activation_bytes: Number = 1
+    version_bytes: Number = 0
+
+    def of(self, placement: Placement, recomputing: Collection[int] = ()) -> Costs:
+        """Return the costs of every stage; those ``recomputing`` repeat their forward."""
+        stages = []
+        for stage, (rank, *_) in enumerate(placement):
+            share = passes(placement, rank)
+            forward_s, input_s, weight_s, step_s, held, version = (ratio(number, share) for number in (
+                self.forward_s, self.input_s, self.weight_s, self.step_s, self.activation_bytes, self.version_bytes))
+            stages.append(StageCosts(forward_s, input_s, weight_s, step_s=step_s, activation_bytes=held,
+                                     weight_half_bytes=held, version_bytes=version,
+                                     recompute_s=forward_s if stage in recomputing else 0))
+        return Costs(tuple(stages), Link(self.transfer_s))
+
+    def __str__(self) -> str:
+        return (f"F {number(self.forward_s)}, I {number(self.input_s)}, W {number(self.weight_s)}, "
+                f"transfer {number(self.transfer_s)}" + (f", step {number(self.step_s)}" if self.step_s else ""))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A schedule of compute actions and steps that has passed every rule, its simulated run, and its peaks.
+
+    Attributes:
+        repeating: how it repeats, where it is too long to list; then the schedule has the programs of a shorter one,
+            and the timeline only the first and the last events.
+    """
+
+    schedule: Schedule
+    costs: RankCosts
+    timeline: Timeline
+    ranks: tuple[RankPeaks, ...]
+    stages: tuple[StagePeaks, ...]
+    repeating: Repeating | None = None
+
+    @classmethod
+    def of(cls, schedule: Schedule, costs: RankCosts) -> Summary:
+        """Check, simulate and count the compute actions of ``schedule``.
+
+        Raises:
+            CheckError: they break a rule.
+        """
+        computed = schedule.compute_only()
+        check(computed)
+        recomputing = {stage for program in computed.programs for stage, _ in recomputations(program)}
+        timeline = simulate(computed, costs.of(computed.placement, recomputing))
+        return cls(computed, costs, timeline, rank_peaks(computed), stage_peaks(computed))
+
+    @classmethod
+    def of_repeating(cls, found: Repeating, costs: RankCosts) -> Summary:
+        """Summarise a schedule that is too long to list, proved and simulated."""
+        return cls(found.schedule, costs, found.timeline, found.ranks, found.stages, found)
+
+    @property
+    def left_out(self) -> tuple[Number, Number] | None:
+        """Return the times between which a picture has nothing, because the schedule is too long to list."""
+        return None if self.repeating is None else self.repeating.left_out_s
+
+    def said_left_out(self, begin_s: Number, end_s: Number) -> str:
+        """Return what a picture without the times from ``begin_s`` to ``end_s`` leaves out as text."""
+        assert self.repeating is not None
+        return (f"times {number(begin_s)} to {number(end_s)} of {number(self.timeline.makespan_s)} are left out, in "
+                f"which the ranks repeat {self.repeating.copies:,} times what they do for "
+                f"{counted(self.repeating.step, 'microbatch')}")
+
+    @property
+    def versions_used(self) -> Mapping[tuple[int, int], int]:
+        """Return the weight version of every (stage, microbatch), in forward and backward; nothing for a flush."""
+        if self.schedule.flush:
+            return {}
+        if self.repeating is None:
+            return Graph.from_schedule(self.schedule).version
+        short, assignment = self.repeating.short, self.schedule.assignment
+        later = self.schedule.microbatches - short.microbatches  # what the end has in place of the short one's
+        first = Graph.from_schedule(short).version
+        return {**first, **{(stage, microbatch + later): version + later // assignment.per_update(stage)
+                            for (stage, microbatch), version in first.items()
+                            if microbatch + later >= short.microbatches}}
+
+    @property
+    def chunks(self) -> str:
+        """Return the stages per rank that a microbatch passes, such as ``2`` or, of ranks that differ, ``1-2``."""
+        counts = sorted({passes(self.schedule.placement, rank) for rank in range(self.schedule.ranks)})
+        return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+
+    @property
+    def copies(self) -> bool:
+        """Tell whether a rank holds stages that no one microbatch passes all."""
+        placement = self.schedule.placement
+        return any(len(stages_of_rank(placement, rank)) > passes(placement, rank) for rank in range(len(self.ranks)))
+
+    @cached_property
+    def chunk_of(self) -> Sequence[int]:
+        """Return, by stage, which of its rank's stages it is, from 0."""
+        placement = self.schedule.placement
+        return [stages_of_rank(placement, ranks[0]).index(stage) for stage, ranks in enumerate(placement)]
+
+    def per_rank(self, peak: str) -> list[str]:
+        """Return for every rank a peak of each of its stages: ``versions`` or ``staleness``."""
+        return [" ".join(str(getattr(self.stages[stage], peak))
+                         for stage in stages_of_rank(self.schedule.placement, rank)) for rank in range(len(self.ranks))]
+
+    @property
+    def period_s(self) -> float:
+        """Return the time from one step of training to the next; of a stream, in its steady state."""
+        return step_period(self.schedule, self.timeline.costs)
+
+    @property
+    def peak(self) -> Number:
+        """Return the most activations that a rank holds, in microbatches of the whole rank."""
+        return max(ratio(facts.peak_activations, passes(self.schedule.placement, rank))
+                   for rank, facts in enumerate(self.ranks))
+
+    def times(self) -> str:
+        """Return bubble and makespan as text."""
+        return (f"bubble {number(self.timeline.bubble_s)} ({percent(self.timeline.bubble_share)}), "
+                f"makespan {number(self.timeline.makespan_s)}")
+
+    def as_json(self) -> Mapping[str, object]:
+        """Return the object that ``--format json`` writes."""
+        schedule = self.schedule
+        return {
+            "schedule": schedule.name,
+            "placement": [list(ranks) for ranks in schedule.placement],
+            "programs": [[str(action) for action in program] for program in schedule.programs],
+            "makespan": plain(self.timeline.makespan_s),
+            "bubble": plain(self.timeline.bubble_s),
+            "period": plain(self.period_s),
+            "peak_activations": [rank.peak_activations for rank in self.ranks],
+            "versions": [stage.versions for stage in self.stages],
+            "staleness": [stage.staleness for stage in self.stages],
+            **({"warmup_depth": list(schedule.warmup)} if schedule.warmup else {}),
+        }
+
+
+def compare(found: Mapping[str, Summary | str]) -> str:
+    """Return one line per schedule, the least bubble first; below them those that are impossible, with the reason.
+
+    Args:
+        found: by name, the summary or the reason.
+    """
+    summaries = sorted((one for one in found.values() if isinstance(one, Summary)),
+                       key=lambda one: (one.timeline.bubble_s, one.peak, one.schedule.name))
+    head = ["schedule", "stages/rank", "bubble", "share", "makespan", "peak activations", "versions", "staleness"]
+    rows = [[one.schedule.name, one.chunks, number(one.timeline.bubble_s), share_text(one),
+             number(one.timeline.makespan_s), _peak_text(one), str(max(stage.versions for stage in one.stages)),
+             str(max(stage.staleness for stage in one.stages))] for one in summaries]
+    lines = table(head, rows, left=1)
+    reasons = [(name, why) for name, why in sorted(found.items()) if isinstance(why, str)]
+    longest = max(map(len, found), default=0)
+    lines += [f"{name:{longest}}  not possible: {why}" for name, why in reasons]
+    lines += ["", "peak activations: of the rank that holds most, in microbatches of a whole rank (of one stage);",
+              "versions, staleness: of the stage with most"]
+    if two := [one.schedule.name for one in summaries if one.copies]:
+        lines.append(f"copies: {', '.join(two)} {'have' if len(two) > 1 else 'has'} two of every stage, so that a rank "
+                     "holds twice the weights")
+    if streams := [one.schedule.name for one in summaries if not one.schedule.flush]:
+        lines.append(f"once: without a flush ({', '.join(streams)}) the bubble comes once in a run, not at every "
+                     "update")
+    return "\n".join(lines) + "\n"
+
+
+def share_text(summary: Summary) -> str:
+    """Return the bubble's share of an update; ``once`` where it comes only once in a run."""
+    return percent(summary.timeline.bubble_share) if summary.schedule.flush else "once"
+
+
+def _peak_text(summary: Summary) -> str:
+    most = max(facts.peak_activations for facts in summary.ranks)
+    return number(summary.peak) + (f" ({most})" if summary.chunks != "1" else "")

@@ -1,0 +1,473 @@
+"""Continue a text with a model of next tokens, and fill in masked words with BERT.
+
+A text grows in passes over the layers: the first has the prompt, every later one a token for each row. Rows are the
+beams of a beam search; a text that is drawn has one. :class:`StageDecoder` computes a pass, with caches of keys and
+values where all layers have a ``step`` (:mod:`vpipe.app.families.kv_cache`); :class:`Sampler` or :class:`BeamSearch`
+chooses the next tokens by its scores; :class:`Rows` makes the next pass of them. :func:`decode` does so in one process,
+:mod:`vpipe.extras.generation.pipelined` on several ranks.
+
+Shapes, as names end: b batch (samples), r rows, s sequence (tokens), h hidden size, p masked positions, v vocabulary
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import inf
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.app.families.bert import BertHead
+from vpipe.app.families.kv_cache import KeyValueCache
+from vpipe.app.families.transformer import EmbeddingsAndAttention
+from vpipe.errors import UserError
+from vpipe.model.layer import Model, build_outline, set_parameter, share_modules, without_random_values
+from vpipe.model.split import alive, resolve_tie
+from vpipe.units import size_text
+
+
+def load_weights(model: Model, weights: Mapping[str, Tensor], seed: int, draw: bool = False,
+                 layers: range | None = None) -> nn.ModuleDict:
+    """Return layers of a model with these weights, in eval mode.
+
+    Args:
+        weights: of all their parameters and buffers, ``<layer>.<parameter>``, tied ones under their owner's name.
+        seed: of the run, for what its layers draw beside the weights.
+        draw: whether they draw at all; without, building is faster.
+        layers: their numbers; None for all.
+    """
+    here = {number: model.layers[number] for number in (range(len(model)) if layers is None else layers)}
+    with nullcontext() if draw else without_random_values():
+        modules = {layer.name: layer.materialize(number, seed) for number, layer in here.items()}
+    share_modules(modules, {layer.name: layer.shared for layer in here.values()})
+    parameters: dict[str, nn.Parameter] = {}
+    for layer in here.values():
+        module = modules[layer.name]
+        module.load_state_dict({name: weights[f"{layer.name}.{name}"] for name in module.state_dict()
+                                if name not in layer.ties}, strict=False)
+        for own, target in layer.ties.items():
+            owner = resolve_tie(model, target)
+            if owner not in parameters:  # its layer is not here
+                parameters[owner] = nn.Parameter(weights[owner])
+            set_parameter(module, own, parameters[owner])
+        parameters |= {f"{layer.name}.{name}": parameter for name, parameter in module.named_parameters()}
+    whole = nn.ModuleDict()
+    whole._modules.update(modules)  # layer names may hold dots, which add_module refuses
+    return whole.eval()
+
+
+# -- what is asked for ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the tokens of a text are chosen: drawn one by one, or by a beam search.
+
+    Attributes:
+        tokens: most tokens of a text, with the one that ends it.
+        vocabulary: ids from here on are no tokens, though the model may have scores for them.
+        end: the token that ends a text; None: only ``tokens`` does.
+        barred: a token that is never chosen, such as padding.
+        temperature: divides the scores; 0 takes the most probable token.
+        top_k: number of most probable tokens to draw from; None for all.
+        top_p: draw from the fewest most probable tokens whose probabilities add up to this share (Holtzman et al. 2020,
+            arXiv:1904.09751), after the temperature and ``top_k``; None for all.
+        seed: of the draws.
+        beams: rows of a beam search, which draws nothing; None draws.
+        length_penalty: exponent of the length by which a beam search divides, see :class:`BeamSearch`.
+        best: texts that a beam search returns.
+    """
+
+    tokens: int
+    vocabulary: int
+    end: int | None = None
+    barred: int | None = None
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    beams: int | None = None
+    length_penalty: float = 0.6
+    best: int = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how its text is chosen.
+
+    Attributes:
+        prompt: tokens that the text continues; of a translation the one that starts it.
+        source: tokens of the sentence to translate.
+    """
+
+    prompt: tuple[int, ...]
+    decoding: Decoding
+    source: tuple[int, ...] = ()
+
+
+class Text(NamedTuple):
+    """A finished text: its tokens behind the prompt without the one that ends it, and its score in a beam search."""
+
+    tokens: tuple[int, ...]
+    score: float | None = None
+
+
+class Chosen(NamedTuple):
+    """The next token of every row, the earlier row that each continues, and at the end the texts, the best first."""
+
+    tokens: list[int]
+    parents: list[int]
+    texts: list[Text] | None = None
+
+
+# -- choosing tokens -----------------------------------------------------------------------------------------------
+
+
+class Sampler:
+    """Draw the tokens of a text one by one. Equal seeds and scores give equal tokens."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self._decoding, self._tokens = decoding, list[int]()
+        self._generator = torch.Generator().manual_seed(decoding.seed)
+
+    def choose(self, scores_rv: Tensor) -> Chosen:
+        """Choose the next token by the scores [1, V].
+
+        Raises:
+            UserError: a score is not a finite number.
+        """
+        decoding = self._decoding
+        token = self._draw(_allowed(scores_rv, decoding)[0])
+        self._tokens.append(token)
+        ended = token == decoding.end
+        return Chosen([token], [0], [Text(tuple(self._tokens[:-1] if ended else self._tokens))]
+                      if ended or len(self._tokens) == decoding.tokens else None)
+
+    def _draw(self, scores_v: Tensor) -> int:
+        decoding = self._decoding
+        if decoding.temperature == 0:
+            return int(scores_v.argmax())
+        if decoding.top_k is None and decoding.top_p is None:
+            return self._draw_from(scores_v - scores_v.max())
+        best, tokens = scores_v.topk(min(len(scores_v), decoding.top_k or len(scores_v)))
+        best = best - best[0]
+        if decoding.top_p is not None:
+            shares = (best / decoding.temperature).softmax(0)
+            before = shares.cumsum(0) - shares  # the share of those that are more probable
+            best = best[before < decoding.top_p]
+        return int(tokens[self._draw_from(best)])
+
+    def _draw_from(self, scores: Tensor) -> int:
+        """Return a place; the largest score is 0: no temperature overflows."""
+        return int(torch.multinomial((scores / self._decoding.temperature).softmax(0), 1, generator=self._generator))
+
+
+class BeamSearch:
+    """Keep the ``beams`` most probable beginnings of a text; return the best texts that have ended.
+
+    The score of a text Y of a prompt X is log P(Y | X) / ((5 + |Y|) / 6)^a with the length penalty a, as in section 7
+    of Wu et al. 2016 (arXiv:1609.08144), without their coverage penalty; |Y| counts the token that ends it. A text ends
+    where its end is among the best ``beams`` candidates. The search ends when no beginning could still give a better
+    text than the worst of ``beams`` ended ones; texts that are cut at their greatest length count as ended.
+    """
+
+    def __init__(self, decoding: Decoding) -> None:
+        assert decoding.beams is not None, "a beam search"
+        self._decoding, self._beams = decoding, decoding.beams
+        self._rows: list[tuple[int, ...]] = [()]
+        self._sums_r = torch.zeros(1, dtype=torch.float64)  # log probabilities of the rows
+        self._ended: list[Text] = []
+
+    def choose(self, scores_rv: Tensor) -> Chosen:
+        """Choose the next tokens of all rows by their scores [R, V].
+
+        Raises:
+            UserError: a score is not a finite number.
+        """
+        decoding = self._decoding
+        logs_rv = self._sums_r[:, None] + _allowed(scores_rv, decoding).log_softmax(-1)
+        best, places = logs_rv.flatten().topk(min(2 * self._beams, logs_rv.numel()))  # half of them may be ends
+        length = len(self._rows[0]) + 1
+        rows, tokens, parents, sums = list[tuple[int, ...]](), list[int](), list[int](), list[float]()
+        for rank, (total, place) in enumerate(zip(best.tolist(), places.tolist(), strict=True)):
+            parent, token = divmod(place, logs_rv.shape[1])
+            if total == -inf:
+                break
+            if token == decoding.end:
+                if rank < self._beams:
+                    self._ended.append(Text(self._rows[parent], total / self._penalty(length)))
+            elif len(rows) < self._beams:
+                rows.append((*self._rows[parent], token))
+                tokens.append(token)
+                parents.append(parent)
+                sums.append(total)
+        last = length == decoding.tokens
+        if last:
+            self._ended += [Text(row, total / self._penalty(length)) for row, total in zip(rows, sums, strict=True)]
+        self._ended = sorted(self._ended, key=lambda text: -(text.score or 0.0))[:self._beams]
+        self._rows, self._sums_r = rows, torch.tensor(sums, dtype=torch.float64)
+        done = last or not rows or (len(self._ended) == self._beams and sums[0] / self._penalty(
+            decoding.tokens) <= (self._ended[-1].score or 0.0))
+        return Chosen(tokens, parents, self._ended[:decoding.best] if done else None)
+
+    def _penalty(self, length: int) -> float:
+        return float(((5 + length) / 6) ** self._decoding.length_penalty)
+
+
+def chooser(decoding: Decoding) -> Sampler | BeamSearch:
+    """Return what chooses the tokens of one text."""
+    return Sampler(decoding) if decoding.beams is None else BeamSearch(decoding)
+
+
+def _allowed(scores_rv: Tensor, decoding: Decoding) -> Tensor:
+    """Return the scores of what may be chosen, in fp64."""
+    scores_rv = _finite(scores_rv[:, :decoding.vocabulary])
+    return scores_rv if decoding.barred is None else scores_rv.index_fill(1, torch.tensor([decoding.barred]), -inf)
+
+
+def _finite(scores: Tensor) -> Tensor:
+    scores = scores.double()
+    if not scores.abs().max() < inf:
+        raise UserError("the model's scores are not finite numbers: its weights are lost",
+                        hint="sample an older checkpoint with --step; vpipe checkpoint ls RUN lists them")
+    return scores
+
+
+# -- passes over the layers ----------------------------------------------------------------------------------------
+
+
+class Pass(NamedTuple):
+    """What is computed next for a request.
+
+    Attributes:
+        rows: the earlier row that each continues, with its caches; None: each begins anew, with all its tokens.
+        ids_rs: the tokens of each row, int64 [R, S]; S is 1 where rows continue.
+    """
+
+    rows: list[int] | None
+    ids_rs: Tensor
+
+
+class Rows:
+    """The rows of a request as they grow, and the passes that they need.
+
+    Args:
+        window: of a longer text the model reads this many tokens, the last ones. Their positions change with every
+            token, so that their keys and values do, too: from there on every pass begins anew.
+        cached: whether layers keep keys and values.
+    """
+
+    def __init__(self, request: Request, window: int, cached: bool) -> None:
+        self._rows, self._window, self._cached = [list(request.prompt)], window, cached
+        self._decoding, self._length = request.decoding, len(request.prompt) + request.decoding.tokens
+        self._began = self._pass_began = perf_counter()
+        self._kind = 1, True  # of the pass at hand: its rows, whether it began anew
+        self._timed = {self._kind}  # a prompt says nothing of the passes behind it
+
+    def first(self) -> Pass:
+        """Return the pass of the prompt."""
+        return self._anew()
+
+    def next(self, chosen: Chosen) -> Pass:
+        """Return the pass behind a choice.
+
+        Raises:
+            UserError: a beam search would take longer than a minute.
+        """
+        self._check_time()
+        self._rows = [[*self._rows[parent], token] for parent, token in zip(chosen.parents, chosen.tokens, strict=True)]
+        self._kind = len(self._rows), not self._cached or len(self._rows[0]) > self._window
+        return self._anew() if self._kind[1] else Pass(chosen.parents, torch.tensor(chosen.tokens)[:, None])
+
+    def _check_time(self) -> None:
+        """Refuse beams that take too long, by the first pass of a kind.
+
+        A pass of fewer rows, most of which is not in proportion to them, tells it only where one pass takes too long.
+        """
+        now, beams = perf_counter(), self._decoding.beams or 1
+        pass_s, self._pass_began = now - self._pass_began, now
+        if beams > BEAMS_OF_ANY_TIME and self._kind not in self._timed:
+            self._timed.add(self._kind)
+            rows, left = len(self._rows), self._length - len(self._rows[0]) - 1
+            seconds = now - self._began + pass_s * (left if rows == beams else min(left, 1) * beams / rows)
+            if seconds > MOST_SEARCH_S:
+                fitting = max(BEAMS_OF_ANY_TIME, int(beams * MOST_SEARCH_S / seconds))
+                raise UserError(f"{beams:,} beams would take about {seconds:,.0f} s for a prompt",
+                                hint=f"give --beams {fitting} at most, for about a minute; or fewer --tokens")
+
+    def _anew(self) -> Pass:
+        return Pass(None, torch.tensor([row[-self._window:] for row in self._rows]))
+
+
+BEAMS_OF_ANY_TIME, MOST_SEARCH_S = 16, 60.0
+"""A search with more beams is refused where a prompt would take longer."""
+
+_SCORE_BYTES = 28
+"""For each score of a row at once: in fp32, and three times in fp64."""
+
+TRANSLATES = frozenset({"source_ids", "source_mask", "target_ids", "labels"})
+"""Fields of a batch of a model that translates."""
+
+
+class DecoderModel:
+    """A model of next tokens, as it is computed token by token.
+
+    Attributes:
+        translates: whether its text is the translation of a source, and not what continues a prompt.
+        grows: by layer, whether it depends on the text, and not on a source alone.
+        cached: whether every layer of them can keep keys and values (:mod:`vpipe.app.families.kv_cache`).
+
+    Raises:
+        UserError: it is no model of next tokens.
+    """
+
+    def __init__(self, model: Model) -> None:
+        outlines = [build_outline(layer, number) for number, layer in enumerate(model.layers)]
+        self.model, self.translates = model, set(model.batch) == TRANSLATES
+        if not hasattr(outlines[-1], "scores") or not (self.translates or set(model.batch) == {"input_ids", "labels"}):
+            raise UserError("the model does not predict the next token of a text",
+                            hint="sample a model of the family gpt, llama or translation, or one whose last layer is "
+                                 "a NextTokenHead")
+        self.growing = "target_ids" if self.translates else "input_ids"
+        self.grows: list[bool] = []
+        growing = {self.growing}
+        for layer in model.layers:
+            self.grows.append(not growing.isdisjoint(layer.inputs))
+            growing = growing | set(layer.outputs) if self.grows[-1] else growing - set(layer.outputs)
+        self.cached = all(_has_step(outline) for outline, grows in zip(outlines[:-1], self.grows[:-1], strict=True)
+                          if grows)
+
+    def crossing(self, cut: int, begins: bool) -> tuple[str, ...]:
+        """Return the tensors that cross the cut before a layer, in a pass that begins anew or in another one."""
+        writer = {name: number for number, layer in enumerate(self.model.layers[:cut]) for name in layer.outputs}
+        return tuple(name for name in alive(self.model, cut) if begins or self.grows[writer[name]])
+
+
+def _has_step(module: nn.Module) -> bool:
+    parts = (module.embeddings, module.attention) if isinstance(module, EmbeddingsAndAttention) else (module,)
+    return all(hasattr(part, "step") for part in parts)
+
+
+class StageDecoder:
+    """Compute the passes of requests with the layers of a stage, or of the whole model.
+
+    Args:
+        modules: of these layers, in eval mode.
+        layers: their numbers; None for all.
+        window: see :class:`Rows`.
+        free_bytes: memory for the rows of a request.
+    """
+
+    def __init__(self, decoder: DecoderModel, modules: nn.ModuleDict, window: int, layers: range | None = None,
+                 free_bytes: float = inf) -> None:
+        model = decoder.model
+        layers = range(len(model)) if layers is None else layers
+        self.window, self.cached, self._decoder, self._free_bytes = window, decoder.cached, decoder, free_bytes
+        self.is_last = layers.stop == len(model)
+        self._layers = [(decoder.grows[number], model.layers[number], modules[model.layers[number].name])
+                        for number in layers]
+        self._crossing = {begins: [decoder.crossing(cut, begins) for cut in (layers.start, layers.stop)]
+                          for begins in (True, False)}
+        self._caches: dict[int, tuple[int, dict[str, KeyValueCache]]] = {}  # by slot: rows, caches by layer
+
+    def run(self, request: Request, slot: int, one: Pass, received: Sequence[Tensor]) -> list[Tensor]:
+        """Run a pass; return the tensors for the next stage, on the last one the scores [R, V] of the next tokens.
+
+        Args:
+            slot: where the caches of the request are. A pass that begins anew drops what is there.
+            received: the tensors of the stage before.
+
+        Raises:
+            UserError: the memory has no room for so many beams; after the first pass.
+        """
+        inputs, outputs = self._crossing[one.rows is None]
+        tensors = {self._decoder.growing: one.ids_rs, **dict(zip(inputs, received, strict=True))}
+        if self._decoder.translates:
+            source_rs = torch.tensor(request.source).expand(len(one.ids_rs), -1)
+            tensors |= {"source_ids": source_rs, "source_mask": torch.ones_like(source_rs)}
+        with torch.inference_mode():
+            caches = self._caches_for(request, slot, one) if self.cached else None
+            for grows, layer, module in self._layers:
+                if not grows and one.rows is not None:
+                    continue
+                if layer is self._decoder.model.layers[-1]:
+                    scores_rv = module.scores(tensors[layer.inputs[0]][:, -1:])[:, 0]  # type: ignore[operator]
+                    self._check_memory(request, caches or {}, scores_rv.shape[1])
+                    return [scores_rv]
+                arguments = [tensors.get(name) for name in layer.inputs]
+                found = module(*arguments) if caches is None or not grows else \
+                    module.step(*arguments, caches[layer.name])  # type: ignore[operator]
+                tensors.update(zip(layer.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+            self._check_memory(request, caches or {}, 0)
+            return [tensors[name] for name in outputs]
+
+    def _check_memory(self, request: Request, caches: Mapping[str, KeyValueCache], scores: int) -> None:
+        """Refuse more beams than there is memory for, by what a row has; the caches of one layer at a time are copied.
+        """
+        sizes, beams = [cache.row_bytes for cache in caches.values()], request.decoding.beams or 1
+        row_bytes = sum(sizes) + max(sizes, default=0) + _SCORE_BYTES * scores
+        if beams > 1 and beams * row_bytes > self._free_bytes:
+            raise UserError(f"{beams:,} beams need {size_text(beams * row_bytes)}, but there is room for "
+                            f"{size_text(self._free_bytes)}",
+                            hint=f"give --beams {max(1, int(self._free_bytes / row_bytes))} at most, or fewer --tokens")
+
+    def _caches_for(self, request: Request, slot: int, one: Pass) -> dict[str, KeyValueCache]:
+        if one.rows is None:
+            capacity = min(self.window, len(request.prompt) + request.decoding.tokens)
+            caches = {layer.name: KeyValueCache(capacity) for grows, layer, _ in self._layers if grows}
+        else:
+            before, caches = self._caches[slot]
+            if one.rows != list(range(before)):
+                rows = torch.tensor(one.rows)
+                for cache in caches.values():
+                    cache.select(rows)
+        self._caches[slot] = len(one.ids_rs), caches
+        return caches
+
+
+def decode(stage: StageDecoder, request: Request) -> Iterator[Chosen]:
+    """Yield the choices of a request one by one, in this process; the last has its texts.
+
+    Raises:
+        UserError: a score is not a finite number.
+    """
+    rows, choose = Rows(request, stage.window, stage.cached), chooser(request.decoding).choose
+    chosen = choose(stage.run(request, 0, rows.first(), ())[0])
+    while chosen.texts is None:
+        yield chosen
+        chosen = choose(stage.run(request, 0, rows.next(chosen), ())[0])
+    yield chosen
+
+
+# -- masked words --------------------------------------------------------------------------------------------------
+
+
+def fill_masks(model: Model, modules: nn.ModuleDict, ids: Sequence[int], positions: Sequence[int],
+               vocabulary: int) -> Tensor:
+    """Return the probabilities [P, V] of the tokens at masked positions of a text, by BERT.
+
+    Args:
+        modules: the layers of ``model``, in eval mode.
+        ids: of the text, with the tokens that begin and end it.
+        vocabulary: ids from here on are no tokens.
+
+    Raises:
+        UserError: it is no BERT, or a score is not a finite number.
+    """
+    head = modules[model.layers[-1].name]
+    if not isinstance(head, BertHead):
+        raise UserError("the model does not predict masked tokens", hint="sample a model of the family bert")
+    input_ids = torch.tensor([ids])
+    tensors = {"input_ids": input_ids, "segment_ids": torch.zeros_like(input_ids),
+               "input_mask": torch.ones_like(input_ids)}
+    with torch.inference_mode():
+        for layer in model.layers[:-1]:
+            found = modules[layer.name](*(tensors[name] for name in layer.inputs))
+            tensors.update(zip(layer.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+        scores_bpv, _ = head.scores(tensors[model.layers[-1].inputs[0]], torch.tensor([positions]))
+        return _finite(scores_bpv[0, :, :vocabulary]).softmax(-1)

@@ -1,0 +1,133 @@
+"""Show what a translation model has learnt: BLEU of held-out pairs, and some of them, before training and after it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.app.data.tokenizers import END, PADDING, ids_in, load_tokenizer, token_id
+from vpipe.app.families.kv_cache import KeyValueCache
+from vpipe.app.train.job import Job
+from vpipe.app.train.summary import printable
+from vpipe.errors import counted
+from vpipe.extras.generation.generate import load_weights
+from vpipe.extras.translation.length_buckets import SOURCE_IDS, SOURCE_MASK, PairDataset
+from vpipe.model.layer import Model
+
+MOST_PAIRS, _AT_ONCE = 256, 64
+"""Held-out pairs that are translated, and how many at once."""
+
+_SHOWN, _FEWEST_WORDS = 4, 3
+
+
+@torch.inference_mode()
+def translate(model: Model, modules: nn.ModuleDict, sources: Mapping[str, Tensor], start: int, end: int,
+              vocabulary: int, most: int) -> list[list[int]]:
+    """Return a translation of each source: always the most probable next token, up to the end.
+
+    Args:
+        modules: the layers of ``model``, a translation model, in eval mode.
+        sources: ``source_ids`` and ``source_mask``, int64 [B, S].
+        start: what a target begins with; never chosen.
+        end: what it ends with, which is not returned.
+        vocabulary: ids from here on are no tokens.
+        most: tokens of a translation, with its end.
+    """
+    first = next(number for number, layer in enumerate(model.layers) if "target_ids" in layer.inputs)
+    tensors: dict[str, Tensor | None] = dict(sources)
+    for layer in model.layers[:first]:
+        tensors[layer.outputs[0]] = modules[layer.name](*(tensors[name] for name in layer.inputs))
+    *decoder, last = model.layers[first:]
+    caches = {layer.name: KeyValueCache(most) for layer in decoder}
+    tensors["target_ids"] = torch.full((len(sources[SOURCE_IDS]), 1), start)
+    found: list[Tensor] = []
+    ended = torch.zeros(len(sources[SOURCE_IDS]), dtype=torch.bool)
+    while len(found) < most and not ended.all():
+        for layer in decoder:
+            tensors[layer.outputs[0]] = modules[layer.name].step(  # type: ignore[operator]
+                *(tensors[name] for name in layer.inputs), caches[layer.name])
+        tensors["memory"] = None  # it is in the caches
+        scores_bv = modules[last.name].scores(tensors["h"])[:, -1, :vocabulary]  # type: ignore[operator]
+        scores_bv[:, start] = -torch.inf
+        found.append(scores_bv.argmax(-1))
+        ended |= found[-1] == end
+        tensors["target_ids"] = found[-1][:, None]
+    return [[*row[:row.index(end) if end in row else None]] for row in torch.stack(found, 1).tolist()]
+
+
+def translation_lines(job: Job, weights: Mapping[str, Tensor], steps: int) -> Iterator[str]:
+    """Yield lines with BLEU of the first held-out pairs by greedy decoding, and with some of them.
+
+    Args:
+        weights: of the whole model after ``steps`` steps, as :meth:`vpipe.Pipeline.state_dict` returns them.
+    """
+    dataset, seed = job.dataset, job.config.training.seed
+    assert isinstance(dataset, PairDataset), "asked for of pairs alone"
+    pairs, after = dataset.held_out[:MOST_PAIRS], f"after {counted(steps, job.step_name)}"
+    states = {"before training": job.model.materialize(seed).eval(),
+              after: load_weights(job.model, weights, seed, draw=True).float()}
+    texts = {"source": [source for source, _ in pairs], "reference": [target for _, target in pairs],
+             **{when: _translations(job, dataset, modules, len(pairs)) for when, modules in states.items()}}
+    found_bleu = {name: bleu(found, texts["reference"]) for name, found in texts.items()}
+    scores = {name: found.score for name, found in found_bleu.items() if found is not None}
+    how = f"of {counted(len(pairs), 'held-out pair')}, translated greedily"
+    if (reference := found_bleu["reference"]) is None:
+        yield f"\nno BLEU {how}: it needs sacrebleu (pip install vpipe[bleu])"
+    else:
+        yield (f"\nBLEU {how}: {scores[after]:.1f}; before training {scores['before training']:.1f}, the source as it "
+               f"is {scores['source']:.1f} ({reference.signature})")
+    shown = [number for number, (source, _) in enumerate(pairs) if len(source.split()) >= _FEWEST_WORDS][:_SHOWN]
+    width = max(map(len, texts))
+    for number in shown:
+        yield "\n" + "\n".join(f"{name:{width}}  {printable(found[number])}" for name, found in texts.items())
+
+
+class Bleu(NamedTuple):
+    """The BLEU of a corpus, 0 to 100, and the signature by which sacrebleu says what it computed."""
+
+    score: float
+    signature: str
+
+
+def bleu(translations: Sequence[str], references: Sequence[str]) -> Bleu | None:
+    """Return the BLEU of a corpus (Post 2018, arXiv:1804.08771); None without sacrebleu.
+
+    Words are those of the references' script: sacrebleu's ``zh`` for Chinese, characters where a script has no spaces,
+    else ``13a``.
+    """
+    try:
+        from sacrebleu.metrics.bleu import BLEU
+    except ImportError:
+        return None
+    metric = BLEU(tokenize=_words_of("".join(references)))
+    score = metric.corpus_score(list(translations), [list(references)])
+    return Bleu(float(score.score), str(metric.get_signature()))
+
+
+_WITHOUT_SPACES = {"char": re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff]"),  # Thai to Khmer, kana
+                   "zh": re.compile("[\u3400-\u9fff]")}
+
+
+def _words_of(text: str) -> str:
+    """Return sacrebleu's tokenizer for the script of a text: one that over a tenth of its letters are of."""
+    letters = sum(map(str.isalpha, text))
+    return next((name for name, script in _WITHOUT_SPACES.items() if 10 * len(script.findall(text)) > letters), "13a")
+
+
+def _translations(job: Job, dataset: PairDataset, modules: nn.ModuleDict, count: int) -> list[str]:
+    """Translate the first ``count`` held-out pairs."""
+    assert job.tokenizer_path is not None, "pairs have one"
+    tokenizer = load_tokenizer(job.tokenizer_path)
+    start, end = token_id(tokenizer, PADDING), token_id(tokenizer, END)
+    found: list[str] = []
+    for first in range(0, count, _AT_ONCE):
+        rows = torch.arange(first, min(count, first + _AT_ONCE)).numpy()
+        sources = dataset.batch("test", rows, (SOURCE_IDS, SOURCE_MASK))
+        ids = translate(job.model, modules, {name: sources[name] for name in (SOURCE_IDS, SOURCE_MASK)}, start, end,
+                        ids_in(tokenizer), job.config.model.sequence_length)
+        found += tokenizer.decode_batch(ids)
+    return found

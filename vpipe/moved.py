@@ -1,0 +1,69 @@
+"""Refuse the old path of a module with its new one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+
+MOVED = {
+    "vpipe.draw.summary": "vpipe.app.visualize.summary",
+    "vpipe.draw.text": "vpipe.app.visualize.terminal",
+    "vpipe.draw": "vpipe.app.visualize",
+    "vpipe.checkpoint.export": "vpipe.app.weights.export",
+    "vpipe.checkpoint.import_weights": "vpipe.app.weights.import_weights",
+    "vpipe.checkpoint.vpipe_stage_files": "vpipe.extras.legacy.vpipe_stage_files",
+    "vpipe.cli": "vpipe.app.cli",
+    "vpipe.commands.compare": "vpipe.extras.comparison.command",
+    "vpipe.commands.orion": "vpipe.extras.orion.command",
+    "vpipe.commands.sample": "vpipe.extras.generation.command",
+    "vpipe.config.vpipe_flat": "vpipe.extras.legacy.vpipe_flat",
+    "vpipe.data.bert_hdf5": "vpipe.extras.bert_hdf5.shards",
+    "vpipe.data.catalogues": "vpipe.extras.catalogues.catalogues",
+    "vpipe.data.length_buckets": "vpipe.extras.translation.length_buckets",
+    "vpipe.data.pairs": "vpipe.extras.translation.pairs",
+    "vpipe.distributed.orion": "vpipe.extras.orion.scheduler",
+    "vpipe.distributed.signals": "vpipe.app.signals",
+    "vpipe.model.bert": "vpipe.app.families.bert",
+    "vpipe.model.generate": "vpipe.extras.generation.generate",
+    "vpipe.model.gpt": "vpipe.app.families.gpt",
+    "vpipe.model.kv_cache": "vpipe.app.families.kv_cache",
+    "vpipe.model.llama": "vpipe.app.families.llama",
+    "vpipe.model.loss": "vpipe.app.families.loss",
+    "vpipe.model.registry": "vpipe.app.families.registry",
+    "vpipe.model.transformer": "vpipe.app.families.transformer",
+    "vpipe.model.translation": "vpipe.extras.translation.model",
+    "vpipe.profiling.kernels": "vpipe.extras.orion.kernels",
+    "vpipe.profiling.peak_flops": "vpipe.app.train.peak_flops",
+    "vpipe.progress": "vpipe.app.progress",
+    "vpipe.runtime.generation": "vpipe.extras.generation.pipelined",
+    "vpipe.train.generation": "vpipe.extras.generation.job",
+    "vpipe.train.orion": "vpipe.extras.orion.run",
+    "vpipe.train.sampling": "vpipe.extras.generation.sampling",
+    "vpipe.train.translations": "vpipe.extras.translation.translations",
+    "vpipe.verify.compression": "vpipe.testing.compression",
+    "vpipe.verify.differences": "vpipe.app.verify",
+    "vpipe.verify.reference": "vpipe.testing.reference",
+    "vpipe.verify.reference_model": "vpipe.testing.reference_model",
+    "vpipe.verify.reference_optimizer": "vpipe.testing.reference_optimizer",
+    "vpipe.verify.trajectory": "vpipe.testing.trajectory",
+    "vpipe.verify": "vpipe.app.verify",
+    "vpipe.compare": "vpipe.extras.comparison",
+    "vpipe.commands": "vpipe.app.commands",
+    "vpipe.config": "vpipe.app.config",
+    "vpipe.data": "vpipe.app.data",
+    "vpipe.launch": "vpipe.app.launch",
+    "vpipe.report": "vpipe.app.report",
+    "vpipe.train": "vpipe.app.train",
+    "vpipe.visualize": "vpipe.app.visualize",
+}
+"""Modules and folders: old, new."""
+
+
+class MovedModules(MetaPathFinder):
+    """Ask this finder last: for what nobody has found."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        for old, new in MOVED.items():
+            if name == old or name.startswith(f"{old}."):
+                raise ModuleNotFoundError(f"{name} is {new}{name.removeprefix(old)} now", name=name)

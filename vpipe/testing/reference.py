@@ -1,0 +1,298 @@
+"""Compute what a pipeline must compute, in a plain sequential program: the oracle.
+
+It shares the model, the seeds and the cut with the engine, and nothing else: no actions, no stage workers, no
+transfers. With a flush it is plain PyTorch with gradient accumulation. Without one, the weight version that each stage
+uses for a microbatch follows from the microbatch's number: see :data:`vpipe.schedules.registry.VersionRule`;
+gradients are applied to the latest version.
+
+On one CPU thread the pipeline's losses and weights equal the oracle's bit for bit, in any precision. The order of sums
+matters for that. Plain PyTorch adds the gradients of an update microbatch by microbatch. A stage with several replicas
+adds those of each replica, then the sums; a weight tied across two stages adds those of each copy, then the sums. Such
+a sum of m numbers (2m with a tie, for m microbatches) differs by at most as many rounding errors; for m = 1 it does not
+differ. The asynchronous oracle adds in the pipeline's order. The flush oracle does so if ``partition`` is given;
+otherwise it is exactly plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, chain, islice
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from vpipe import accelerator
+from vpipe.model.layer import LOSS, NO_LABEL, Model, seed_of
+from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS
+from vpipe.testing.reference_model import FP32, ReferenceModel, ReferencePrecision
+from vpipe.testing.reference_optimizer import (
+    GradientSums,
+    InitialState,
+    ReferenceLossScale,
+    StageVersions,
+    TrainingRecipe,
+    Versions,
+    mean_delay,
+    optimizer_tensors,
+    rescale_at_cut,
+    rescaled,
+    version_rule,
+)
+from vpipe.testing.trajectory import Trajectory
+
+Batch = Mapping[str, Tensor]
+
+FROM_SCRATCH = InitialState()
+
+
+@dataclass
+class ReferenceRun:
+    """The result of an oracle.
+
+    Attributes:
+        losses: of every step.
+        gradient_norms: of every update, if gradients are clipped.
+        skipped: steps in which an update was skipped.
+        state: the weights at the end, named as in ``Pipeline.state_dict``.
+        tensors: of a checkpoint at the end, by their names there.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
+    skipped: set[int] = field(default_factory=set)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def end_step(self, losses: Sequence[Tensor], trajectory: Trajectory | None) -> None:
+        """Record the mean loss of a step after its updates."""
+        self.losses.append(float(torch.stack(list(losses)).double().mean()))
+        if trajectory is not None:
+            trajectory.end_step(self.losses[-1])
+
+
+def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe, partition: Sequence[int] | None = None,
+                 widths: Sequence[int] | None = None, start: InitialState = FROM_SCRATCH) -> ReferenceRun:
+    """Train on one device with plain PyTorch: accumulate the gradients of the microbatches, then step the optimizer.
+
+    Args:
+        partition: layers per stage. Weights tied across its stages get a gradient per copy, summed before the step.
+        widths: replicas per stage, one by default. Gradients are summed per replica, then in the order of the replicas.
+        start: the state at the end of a batch.
+    """
+    partition = [len(model)] if partition is None else partition
+    precision = recipe.precision
+    reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision,
+                               recipe.device)
+    reference.load(start.tensors)
+    copies = reference.separate_tied_weights()
+    parameters, masters = reference.parameters, reference.masters
+    sums = GradientSums(reference.stage_of, reference.owners, reference.widths)
+    optimizers = recipe.optimizers(masters, start)
+    run, scale = ReferenceRun(), ReferenceLossScale.create(precision, 0, start.tensors)
+    for update, batch in enumerate(batches):
+        losses, number = [], update + start.microbatches // recipe.microbatches
+        for m, fields in enumerate(_microbatches(batch, recipe.microbatches, recipe.device)):
+            with reference.replica(m):
+                loss = _forward(model, fields, lambda i, arguments: reference.layers[i](*arguments),
+                                (recipe.seed, number, m), partial(recipe.compress, number * recipe.microbatches + m, m),
+                                precision)
+                recipe.backward(loss, recipe.microbatches, scale)
+            losses.append(loss.detach())
+            sums.add(m, _pop_gradients(parameters | copies))
+        result = recipe.apply(sums.pop(parameters), masters, optimizers, update, recipe.factor(start.steps + update),
+                              scale)
+        if result.norm is not None:
+            run.gradient_norms.append(result.norm)
+        if result.skipped:
+            run.skipped.add(start.steps + update)
+        reference.copy_masters()
+        with torch.no_grad():
+            for name, copy in copies.items():
+                copy.copy_(parameters[reference.owners[name]])
+        run.end_step(losses, recipe.trajectory)
+    run.state = reference.state()
+    run.tensors = reference.checkpoint_tensors() | optimizer_tensors(optimizers, masters) | _scale_tensors([scale])
+    return run
+
+
+def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe, partition: Sequence[int],
+                        update_every: int = 1, drained_at: Sequence[int] = (),
+                        version_of: Versions | None = None, widths: Sequence[int] | None = None,
+                        start: InitialState = FROM_SCRATCH, known: int | None = None) -> ReferenceRun:
+    """Train as an asynchronous pipeline does, in one sequential program.
+
+    An update of a stage applies the mean gradient of ``update_every`` microbatches on each of its replicas. A step,
+    which has one loss, ends with the microbatch at which every stage has just made an update. A tied weight follows the
+    stage that owns it: its versions, and which microbatches make an update.
+
+    In fp16 every stage has a loss scale of its own. A gradient that crosses a cut is multiplied by the scale of the
+    stage that receives it and divided by that of the sender. A stage that sends a non-finite gradient, through a cut or
+    of a tied weight, skips its update and halves its scale, as if its own weights had got that gradient.
+
+    Args:
+        update_every: k, microbatches per update and replica.
+        drained_at: microbatches, counted over all of the run, before which the pipeline was empty (evaluation, a
+            checkpoint, a new call of ``train``). Incomplete updates and the incomplete step are made from the
+            microbatches there are; later microbatches see the latest version at every stage, as the pipeline fills.
+        version_of: the version of every microbatch; that of PipeDream by default.
+        widths: replicas per stage, one by default.
+        start: the state to begin with.
+        known: microbatches of which ``version_of`` knows the version; None: it knows that of all.
+    """
+    version_of = version_of or version_rule(DEFAULT_ASYNCHRONOUS)
+    precision = recipe.precision
+    reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision,
+                               recipe.device)
+    sums, layers = GradientSums(reference.stage_of, reference.owners, reference.widths), _CallInside(reference.layers)
+    first = [0, *accumulate(partition)]  # layers
+    stages = [StageVersions(reference.stage_parameters(s), recipe, update_every, width, width / reference.widths[0],
+                            start, first[s], 0.0 if recipe.extrapolation is None else
+                            mean_delay(version_of, s, reference.widths, update_every, known))
+              for s, width in enumerate(reference.widths)]
+    reference.load(start.tensors, dict(chain.from_iterable(stage.factors.items() for stage in stages)))
+    for stage in stages:
+        stage.keep_version()
+    cuts = {first[s]: (stages[s - 1], stages[s]) for s in range(1, len(stages))} if precision.dynamic else {}
+    round_of_all = update_every * math.lcm(*reference.widths)
+    run, empty = ReferenceRun(), start.microbatches  # the microbatch before which the pipeline was last empty
+    losses: list[Tensor] = []  # of the step that is not complete yet
+
+    def complete(ending: bool = False) -> None:
+        """Make the updates and the step that have all their microbatches; with ``ending``, also incomplete ones."""
+        for stage in stages:
+            if stage.seen == stage.span or (ending and stage.seen):
+                step = start.steps + len(run.losses)
+                if not stage.update(sums.pop(stage.parameters), step):
+                    run.skipped.add(step)
+        if len(losses) == round_of_all or (ending and losses):
+            run.end_step(losses, recipe.trajectory)
+            losses.clear()
+
+    stream = (fields for batch in batches for fields in _microbatches(batch, recipe.microbatches, recipe.device))
+    for i, fields in enumerate(islice(stream, start.begun, None), start.microbatches):
+        if i in drained_at:
+            complete(ending=True)
+            empty = i
+            for stage in stages:
+                stage.first = stage.latest
+        leaves: dict[str, Tensor] = {}
+        for s, stage in enumerate(stages):
+            leaves |= stage.leaves(version_of(i - empty, s, reference.widths, update_every))
+        leaves |= {copy: leaves[owner].detach().clone().requires_grad_() for copy, owner in reference.owners.items()}
+        weights = {f"layers.{layer}.{own}": leaves[name] for layer, used in enumerate(reference.names)
+                   for own, name in used.items()}
+        key = (recipe.seed, i // update_every, i % update_every)
+
+        def microbatch(fields: Batch = fields, key: tuple[int, int, int] = key, number: int = i,
+                       since: int = i - empty) -> Tensor:
+            def compress(before: int, tensors: dict[str, Tensor]) -> None:
+                if before in cuts:
+                    rescale_at_cut(tensors, *cuts[before])
+                recipe.compress(number, since, before, tensors)
+
+            loss = _forward(model, fields, lambda at, inputs: layers.layers[at](*inputs), key, compress, precision)
+            recipe.backward(loss, update_every, stages[-1].scale)
+            return loss.detach()
+
+        with reference.replica(i - empty):
+            losses.append(functional_call(layers, weights, (microbatch,), tie_weights=False))
+        gradients = {name: leaf.grad for name, leaf in leaves.items()}
+        if precision.dynamic:
+            for copy, owner in reference.owners.items():
+                gradients[copy] = rescaled(gradients[copy], stages[reference.stage_of[owner]],
+                                           stages[reference.stage_of[copy]])
+        sums.add(i - empty, gradients)
+        for stage in stages:
+            stage.seen += 1
+        complete()
+    complete(ending=True)
+    run.state = reference.state()
+    run.tensors = reference.checkpoint_tensors() | _scale_tensors(stage.scale for stage in stages)
+    for stage in stages:
+        run.tensors |= optimizer_tensors(stage.optimizers, stage.parameters)
+        if stage.extrapolation is not None:
+            run.tensors |= stage.extrapolation.checkpoint_tensors()
+    return run
+
+
+def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable[Batch], microbatches: int,
+                    precision: ReferencePrecision = FP32) -> float:
+    """Return the mean loss of a model with the given weights over all samples, or labels, in evaluation mode."""
+    modules = model.materialize(0)
+    precision.round(modules.values())
+    for i, layer in enumerate(model.layers):
+        prefix = model.layers[i].name + "."
+        own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        modules[layer.name].load_state_dict(own, strict=False)
+    modules.eval()
+    total, samples = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            for fields in _microbatches(batch, microbatches):
+                size = len(next(iter(fields.values())))
+                if model.labels is not None:
+                    size = int((fields[model.labels] != NO_LABEL).sum())
+                loss = _forward(model, fields, lambda i, inputs: modules[model.layers[i].name](*inputs), (0, 0, 0),
+                                precision=precision)
+                total, samples = total + float(loss) * size, samples + size
+    return total / (samples or 1)
+
+
+class _CallInside(nn.Module):
+    """A module that calls its argument, so that ``functional_call`` holds other weights in the layers meanwhile.
+
+    Backward must run inside the call, too: a layer that checkpoints itself recomputes its forward there.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, function: Callable[[], Tensor]) -> Tensor:
+        return function()
+
+
+def _forward(model: Model, fields: Batch, call: Callable[[int, list[Tensor]], object],
+             key: tuple[int, int, int], compress: Callable[[int, dict[str, Tensor]], None] = lambda *_: None,
+             precision: ReferencePrecision = FP32) -> Tensor:
+    """Run all layers in order, each under its own seed, and return the loss."""
+    tensors, device = precision.fields(fields), next(iter(fields.values())).device.type
+    for i, layer in enumerate(model.layers):
+        compress(i, tensors)
+        _seed(seed_of(*key, i))
+        arguments = [tensors[name] for name in layer.inputs]
+        tensors |= precision.outputs(layer.outputs, partial(call, i, arguments), device)
+    return tensors[LOSS]
+
+
+def _seed(seed: int) -> None:
+    """Seed the default generators.
+
+    Without CUDA ``torch.manual_seed`` also formats the caller's stack: a quarter of an oracle's time on a small model.
+    """
+    torch.default_generator.manual_seed(seed)
+    accelerator.seed_all(seed)
+
+
+def _scale_tensors(scales: Iterable[ReferenceLossScale | None]) -> dict[str, Tensor]:
+    return {name: tensor for scale in scales if scale is not None for name,
+            tensor in scale.checkpoint_tensors().items()}
+
+
+def _microbatches(batch: Batch, microbatches: int, device: torch.device | str = "cpu") -> Iterator[dict[str, Tensor]]:
+    """Cut a batch; in an evaluation it may have fewer samples, or some microbatches a sample more than others."""
+    parts = {name: tensor.to(device).tensor_split(min(microbatches, len(tensor))) for name, tensor in batch.items()}
+    for part in zip(*parts.values(), strict=True):
+        yield dict(zip(parts, part, strict=True))
+
+
+def _pop_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """Return the gradients and reset them to None."""
+    gradients = {name: p.grad for name, p in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return gradients

@@ -1,0 +1,437 @@
+"""Make an update of the oracle: sum gradients in the pipeline's order, unscale, clip, step, keep weight versions.
+
+Like the rest of the reference it shares no code with the engine: optimizers are filled and read by torch's own
+``load_state_dict`` and ``state_dict``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.size import default_warmup
+from vpipe.testing.reference_model import FP32, ReferencePrecision
+from vpipe.testing.trajectory import Trajectory
+
+MakeOptimizer = Callable[[Mapping[str, nn.Parameter]],
+                         torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None]
+
+CompressAtCut = Callable[[int, int, int, dict[str, Tensor]], None]
+"""(microbatch of the run, microbatch since the pipeline was empty, layer, tensors): replace the inputs of that layer
+by what compression makes of them."""
+
+
+
+def uncompressed(number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
+    """Leave all tensors as they are."""
+
+
+_NUMBERS = {int: ("int", torch.int64), float: ("float", torch.float64)}
+"""Type of a number in an optimizer's state -> its suffix and dtype in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class InitialState:
+    """The state in which a reference begins: of a checkpoint, whoever wrote it, or nothing done.
+
+    Attributes:
+        steps, microbatches: done before, in total.
+        begun: how many of these microbatches belong to the first batch that is given.
+        tensors: of the checkpoint, by name.
+    """
+
+    steps: int = 0
+    microbatches: int = 0
+    begun: int = 0
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Load the state of an optimizer that was just created for some of these parameters."""
+        content = optimizer.state_dict()
+        for index, name in _numbered(optimizer, parameters).items():
+            prefix = f"optim.{name}."
+            for full, tensor in self.tensors.items():
+                if full.startswith(prefix):
+                    key, _, kind = full.removeprefix(prefix).partition("#")
+                    content["state"].setdefault(index, {})[key] = tensor.item() if kind else tensor.clone()
+        optimizer.load_state_dict(content)
+
+
+def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer],
+                      parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return copies of the state of optimizers of these parameters, by their names in a checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    for optimizer in optimizers:
+        names = _numbered(optimizer, parameters)
+        for index, state in optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                full = f"optim.{names[index]}.{key}"
+                if isinstance(value, Tensor):
+                    tensors[full] = value.clone()
+                else:
+                    kind, dtype = _NUMBERS[type(value)]
+                    tensors[f"{full}#{kind}"] = torch.tensor(value, dtype=dtype)
+    return tensors
+
+
+def _numbered(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[int, str]:
+    """Map the indices that torch gives parameters, in the order of their groups, to their names."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {index: names[id(parameter)] for index, parameter in enumerate(in_order)}
+
+
+FIRST, LEAST, MOST = 65536.0, 1.0, 2.0**24
+GROWS_AFTER = 2000
+"""Finite updates in a row after which the scale doubles."""
+
+
+class ReferenceLossScale:
+    """The factor of fp16 losses: halved by an update with a non-finite gradient, doubled after many without; or fixed.
+
+    Source: Micikevicius et al., Mixed Precision Training (arXiv:1710.03740), section 3.2; the constants are those of
+    ``torch.amp.GradScaler``, except that it grows to 2**24 at most.
+
+    Args:
+        fixed: the number; None for a dynamic scale.
+        layer: first layer that it applies to; names it in a checkpoint.
+        tensors: of a checkpoint. The entry of the last layer at or before ``layer`` is used.
+    """
+
+    def __init__(self, fixed: float | None, layer: int, tensors: Mapping[str, Tensor]) -> None:
+        self._dynamic, self._layer = fixed is None, layer
+        self.value, self.good = FIRST if fixed is None else fixed, 0
+        layers = [number for number in range(layer + 1) if f"loss_scale.{number}.value" in tensors]
+        if self._dynamic and layers:
+            self.value = float(tensors[f"loss_scale.{layers[-1]}.value"])
+            self.good = int(tensors[f"loss_scale.{layers[-1]}.good"])
+
+    @classmethod
+    def create(cls, precision: ReferencePrecision, layer: int,
+               tensors: Mapping[str, Tensor]) -> ReferenceLossScale | None:
+        """Create the scale of a precision; None where losses are not scaled."""
+        return cls(precision.loss_scale, layer, tensors) if precision.scaled else None
+
+    def update(self, overflow: bool) -> None:
+        """Adjust the scale after an update that was made, or skipped because of an overflow."""
+        if not self._dynamic:
+            return
+        self.good = 0 if overflow else self.good + 1
+        if overflow:
+            self.value = max(LEAST, self.value / 2)
+        elif self.good == GROWS_AFTER:
+            self.value, self.good = min(MOST, 2 * self.value), 0
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Return value and count by their names in a checkpoint."""
+        return {} if not self._dynamic else {
+            f"loss_scale.{self._layer}.value": torch.tensor(self.value, dtype=torch.float64),
+            f"loss_scale.{self._layer}.good": torch.tensor(self.good)}
+
+
+class GradientSums:
+    """Sums of the gradients of an update, added in the order of a pipeline.
+
+    Replica ``i mod width`` of a stage processes microbatch i. Each replica adds its own microbatches in order; then the
+    sums of the replicas are added, replica 0 first. A stage that borrows a tied weight does the same with its copy; the
+    sums of the copies are added, the last stage first (autograd's order), and then to the owner's sum.
+
+    Args:
+        stage_of: the stage of every parameter and of every copy of one.
+        owners: copy -> its parameter, in the order of the stages.
+        widths: replicas per stage.
+    """
+
+    def __init__(self, stage_of: Mapping[str, int], owners: dict[str, str], widths: Sequence[int]) -> None:
+        self._width = {name: widths[stage] for name, stage in stage_of.items()}
+        self._owners = owners
+        self._shares: dict[str, dict[int, Tensor]] = defaultdict(dict)  # by replica
+
+    def add(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> None:
+        """Add the gradients of a microbatch."""
+        for name, gradient in gradients.items():
+            replica = Assignment.replica_of(microbatch, self._width[name])
+            before = self._shares[name].get(replica)
+            if gradient is not None:
+                self._shares[name][replica] = gradient if before is None else before + gradient
+
+    def pop(self, names: Iterable[str]) -> dict[str, Tensor | None]:
+        """Return and reset the sums of some parameters; None where there was no gradient."""
+        return {name: _added([self._reduced(name),
+                              _added([self._reduced(copy) for copy in reversed(self._owners)
+                                      if self._owners[copy] == name])]) for name in names}
+
+    def _reduced(self, name: str) -> Tensor | None:
+        return _added([share for _, share in sorted(self._shares.pop(name, {}).items())])
+
+
+def _added(parts: Iterable[Tensor | None]) -> Tensor | None:
+    """Add the parts from the first to the last, without those that are None."""
+    total: Tensor | None = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
+class ReferenceExtrapolation:
+    """Extrapolation of every step over the delay of a stage: p <- p + factor (change - previous change).
+
+    Args:
+        factor: strength times mean delay.
+        parameters: those that an optimizer steps, by name.
+        tensors: of a checkpoint.
+    """
+
+    def __init__(self, factor: float, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+        self._factor, self._parameters = factor, parameters
+        self._previous = {name: tensors.get(f"delay_correction.{name}.last_change", torch.zeros_like(p)).clone()
+                          for name, p in parameters.items()}
+        self._before: dict[str, Tensor] = {}
+
+    def before_step(self) -> None:
+        """Remember the parameters."""
+        self._before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Extrapolate what the step changed."""
+        for name, parameter in self._parameters.items():
+            change = parameter - self._before[name]
+            parameter.add_(change - self._previous[name], alpha=self._factor)
+            self._previous[name] = change
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """Return the factor of every parameter."""
+        return dict.fromkeys(self._parameters, self._factor)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Return changes and factors by their names in a checkpoint."""
+        changes = {f"delay_correction.{name}.last_change": change for name, change in self._previous.items()}
+        return changes | {f"delay_correction.{name}.factor": torch.tensor(self._factor, dtype=torch.float64)
+                          for name in self._previous}
+
+
+def mean_delay(version_of: Versions, stage: int, widths: Sequence[int], update_every: int,
+               known: int | None = None) -> float:
+    """Return by how many updates of a stage a gradient is late, on average over microbatches in the steady state.
+
+    A microbatch's gradient is in the update with as many updates before it as the microbatches before it fill. The
+    delay is that number less the updates that made the weights which it used.
+
+    Args:
+        known: microbatches of which ``version_of`` knows the version: the last complete step of them counts. None: it
+            knows that of all.
+    """
+    span = update_every * widths[stage]
+    period = update_every * math.lcm(*widths)
+    first = 1000 * period if known is None else max(0, known // period - 1) * period
+    late = sum(i // span - version_of(i, stage, widths, update_every) for i in range(first, first + period))
+    return late / period
+
+
+class UpdateResult(NamedTuple):
+    """The norm of an update's gradients before clipping, if they are clipped, and whether the update was skipped."""
+
+    norm: float | None
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class TrainingRecipe:
+    """Settings of a training, as :class:`vpipe.Pipeline` takes them, and the update that follows from them.
+
+    Attributes:
+        factor: step -> factor of the learning rate.
+        clip: largest norm of the gradients.
+        trajectory: records every update.
+        skip: whether to skip an update whose loss or gradient norms are not all finite.
+        device: of the layers; batches are moved there.
+        extrapolation: strength of the extrapolation over the delay of a stage; None without one.
+    """
+
+    optimizer: MakeOptimizer
+    microbatches: int
+    seed: int = 0
+    factor: Callable[[int], float] = lambda update: 1.0
+    clip: float | None = None
+    trajectory: Trajectory | None = None
+    compress: CompressAtCut = uncompressed
+    skip: bool = False
+    precision: ReferencePrecision = FP32
+    device: torch.device | str = "cpu"
+    extrapolation: float | None = None
+
+    def optimizers(self, parameters: Mapping[str, nn.Parameter], start: InitialState) -> list[torch.optim.Optimizer]:
+        """Create the optimizers of some parameters, in their initial state."""
+        made = self.optimizer(parameters)
+        entries: Sequence[object] = made if isinstance(made, (list, tuple)) else [made]
+        optimizers = [each for each in entries if isinstance(each, torch.optim.Optimizer)]
+        for optimizer in optimizers:
+            start.load_optimizer(optimizer, parameters)
+        return optimizers
+
+    def backward(self, loss: Tensor, parts: int, scale: ReferenceLossScale | None = None) -> None:
+        """Run backward of a share of the mean loss; with ``skip`` a non-finite loss makes every gradient NaN."""
+        lost = torch.full_like(loss, math.nan) if self.skip and not loss.isfinite() else None
+        if scale is None:
+            torch.autograd.backward(loss / parts, lost)
+        else:
+            torch.autograd.backward(loss, torch.full_like(loss, scale.value / parts) if lost is None else lost)
+
+    def apply(self, gradients: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter],
+              optimizers: Sequence[torch.optim.Optimizer], update: int, factor: float,
+              scale: ReferenceLossScale | None = None, overflow: bool = False,
+              extrapolation: ReferenceExtrapolation | None = None) -> UpdateResult:
+        """Update these parameters, or skip the update.
+
+        Args:
+            gradients: by name of the parameter, multiplied by the scale; their dtype may be narrower than the
+                parameter's. Those of parameters that no optimizer steps are ignored.
+            update: its number in the trajectory.
+            factor: of the learning rate.
+            overflow: whether something else than these gradients is not finite.
+        """
+        trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        gradients = {name: None if gradient is None or id(parameters[name]) not in trained
+                     else gradient.to(parameters[name].dtype) for name, gradient in gradients.items()}
+        for name, gradient in gradients.items():
+            if scale is not None and gradient is not None:
+                gradients[name] = gradient * (1.0 / scale.value)
+            parameters[name].grad = gradients[name]
+        if self.trajectory is not None:
+            self.trajectory.gradients(update, gradients)
+        overflow = overflow or not all(bool(torch.linalg.vector_norm(gradient).isfinite())
+                                       for gradient in gradients.values() if gradient is not None)
+        skipped = overflow and (self.skip or scale is not None)
+        norm = None if self.clip is None else float(nn.utils.clip_grad_norm_(parameters.values(), self.clip))
+        if extrapolation is not None and not skipped:
+            extrapolation.before_step()
+        for optimizer in () if skipped else optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+            optimizer.step()
+        if extrapolation is not None and not skipped:
+            extrapolation.after_step()
+        for parameter in parameters.values():
+            parameter.grad = None
+        if self.trajectory is not None:
+            self.trajectory.weights(update, parameters)
+        if scale is not None:
+            scale.update(overflow)
+        return UpdateResult(norm, skipped)
+
+
+Versions = Callable[[int, int, Sequence[int], int], int]
+"""A :data:`~vpipe.schedules.registry.VersionRule` with its ``warmup``."""
+
+
+def version_rule(schedule: str, warmup: Sequence[int] = ()) -> Versions:
+    """Return the closed form of the weight versions that an asynchronous schedule is registered with.
+
+    Args:
+        warmup: forwards of a replica of every stage before its first backward; those of 1F1B by default.
+    """
+    rule = recipe_named(schedule).version_rule
+    assert rule is not None, f"'{schedule}' is registered without version_of"
+    return lambda microbatch, stage, widths, update_every: rule(microbatch, stage, widths, update_every,
+                                                                warmup or default_warmup(widths))
+
+
+class StageVersions:
+    """The weight versions of one stage, and its optimizer.
+
+    Args:
+        parameters: those that its optimizer steps.
+        every: microbatches of an update per replica.
+        width: replicas.
+        rate: learning rate relative to that of the first stage.
+        layer: first layer of the stage.
+        delay: mean delay of its gradients, in updates.
+
+    Attributes:
+        span: microbatches of an update, over all replicas.
+        seen: microbatches since the last update.
+        first: the latest version when the pipeline began to fill.
+        scale: the factor of its gradients; None where losses are not scaled.
+        overflow: whether, since the last update, it sent a gradient that is not finite.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], recipe: TrainingRecipe, every: int, width: int,
+                 rate: float, start: InitialState, layer: int = 0, delay: float = 0.0) -> None:
+        self.parameters, self.span, self.seen, self.first = parameters, every * width, 0, 0
+        self._recipe, self._every, self._rate = recipe, every, rate
+        self.optimizers = recipe.optimizers(parameters, start)
+        self.scale, self.overflow = ReferenceLossScale.create(recipe.precision, layer, start.tensors), False
+        self._versions: list[dict[str, Tensor]] = []
+        trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        self.extrapolation = None if recipe.extrapolation is None or not delay else ReferenceExtrapolation(
+            recipe.extrapolation * delay, {name: p for name, p in parameters.items() if id(p) in trained},
+            start.tensors)
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """Return the factor by which parameters look ahead, of those that do."""
+        return {} if self.extrapolation is None else self.extrapolation.factors
+
+    @property
+    def latest(self) -> int:
+        """Return the number of updates made."""
+        return len(self._versions) - 1
+
+    def leaves(self, version: int) -> dict[str, Tensor]:
+        """Return copies of the parameters for one microbatch, ``version`` updates after the first, with their hooks.
+
+        Hooks that run after accumulation see the gradient of this microbatch only.
+        """
+        leaves = {name: value.clone().requires_grad_() for name, value in self._versions[self.first + version].items()}
+        for name, leaf in leaves.items():
+            for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                if hooks := getattr(self.parameters[name], kind):
+                    setattr(leaf, kind, hooks)
+        return leaves
+
+    def update(self, gradients: Mapping[str, Tensor | None], step: int) -> bool:
+        """Apply the mean of gradients that are sums divided by ``every``; return False if the update is skipped."""
+        if self.seen != self._every:
+            share = self._every / self.seen
+            gradients = {name: None if each is None else each.to(self.parameters[name].dtype) * share
+                         for name, each in gradients.items()}
+        made = self._recipe.apply(gradients, self.parameters, self.optimizers, self.latest,
+                                  self._recipe.factor(step) * self._rate, self.scale, self.overflow,
+                                  self.extrapolation)
+        self.keep_version()
+        self.seen, self.overflow = 0, False
+        return not made.skipped
+
+    def keep_version(self) -> None:
+        """Keep the weights as the latest version; at first those that training begins with."""
+        self._versions.append({name: self._recipe.precision.weight(p.detach()).clone()
+                               for name, p in self.parameters.items()})
+
+
+def rescaled(gradient: Tensor | None, to: StageVersions, of: StageVersions) -> Tensor | None:
+    """Return a gradient of stage ``of`` multiplied by the loss scale of stage ``to``; note an overflow on ``of``."""
+    if gradient is None or to.scale is None or of.scale is None:  # all stages have scales, or none
+        return gradient
+    of.overflow = of.overflow or not bool(gradient.isfinite().all())
+    ratio = to.scale.value / of.scale.value
+    return gradient if ratio == 1 else gradient * ratio
+
+
+def rescale_at_cut(tensors: dict[str, Tensor], before: StageVersions, after: StageVersions) -> None:
+    """At a cut, replace the tensors that require a gradient by ones whose gradient is rescaled in backward."""
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            tensors[name] = view = tensor.view_as(tensor)
+            view.register_hook(partial(rescaled, to=before, of=after))  # type: ignore[no-untyped-call]
