@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Built from a copy of the repository, without network."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("vpipe", "configs", "tests/config"):
+    for name in ("vpipe", "configs", "tests/app/config"):
         shutil.copytree(ROOT / name, source / name)
     for name in ("pyproject.toml", "build_wheel.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)

@@ -1,0 +1,1 @@
+"""The application: the command ``vpipe``, which trains models of configs, on the library's public names alone."""
