@@ -40,7 +40,7 @@ test-system: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== installing ssh, SLURM and Chromium"
 	@tests/system/install
 	@echo "== pytest tests/system"
-	@$(BIN)/pytest tests/system tests/launch/test_one_diagnosis.py -m system -rs --numprocesses 3 --dist loadgroup
+	@$(BIN)/pytest tests/system tests/app/launch/test_one_diagnosis.py -m system -rs --numprocesses 3 --dist loadgroup
 
 site: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== building build/site (trains the gallery's six runs)"

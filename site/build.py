@@ -1,7 +1,8 @@
 """Build the site: ``python site/build.py OUT_FOLDER``, which any static web server can then serve.
 
-The pages are those of ``docs/`` and of ``site/pages/``, the gallery, and under ``source/`` whatever files of the
-repository they link to. All are gathered in a folder that MkDocs reads (``site/mkdocs.yml``), with the playground.
+The pages are those of ``docs/``, of each extra's ``docs/`` and of ``site/pages/``, the gallery, and under ``source/``
+whatever files of the repository they link to. All are gathered in a folder that MkDocs reads (``site/mkdocs.yml``),
+with the playground.
 It needs ``pip install -c constraints.txt -e ".[site]"``, npm, and a git clone.
 """
 
@@ -22,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\[([^][]*)\])\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
-PAGES = ("docs/", "site/pages/")
+PAGES = ("docs/", "site/pages/", *(f"{docs.relative_to(ROOT)}/" for docs in sorted(ROOT.glob("vpipe/extras/*/docs"))))
 IMAGES = (".svg", ".png")
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}

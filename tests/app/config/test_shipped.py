@@ -13,7 +13,8 @@ from vpipe.app.config.config import load_config
 from vpipe.app.config.shipped import find_config, shipped_configs
 from vpipe.errors import UserError
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "configs"
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_names_are_those_of_the_repository() -> None:
-    files = list(CONFIGS.glob("*.y*ml"))
+    files = [*CONFIGS.glob("*.y*ml"), *ROOT.glob("vpipe/extras/*/configs/*.y*ml")]
     assert shipped_configs() == {file.stem: file for file in files}
     assert len(shipped_configs()) == len(files)
 
@@ -74,8 +75,8 @@ def test_unknown_names_are_refused(path: str, what: str, hint: str) -> None:
 
 def test_a_wheel_has_them_in_the_package(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = elsewhere / "site-packages" / "vpipe"
-    (package / "config").mkdir(parents=True)
-    monkeypatch.setattr(shipped, "__file__", str(package / "config" / "shipped.py"))
+    (package / "app" / "config").mkdir(parents=True)
+    monkeypatch.setattr(shipped, "__file__", str(package / "app" / "config" / "shipped.py"))
     assert shipped_configs() == {}
     (package / "configs").mkdir()
     (package / "configs" / "one.yaml").touch()

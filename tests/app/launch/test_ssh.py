@@ -1,6 +1,6 @@
 """Other hosts behind a stand-in for ssh on the path, which records its arguments and executes, or refuses as ssh does.
 
-The ranks are stand-ins, too; tests/launch/test_hosts.py has real ones.
+The ranks are stand-ins, too; tests/app/launch/test_hosts.py has real ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Find the configs that come with vpipe, and open them by name.
 
-Their home is the folder ``configs`` of the repository. A wheel has a copy of it in the package (``build_wheel.py``).
+Their home is the folder ``configs`` of the repository, of which a wheel has a copy in the package (``build_wheel.py``),
+and that of each extra.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ def shipped_configs() -> dict[str, Path]:
     """Return the files of the configs that come with vpipe by name, in order of the names."""
     package = Path(__file__).parents[2]
     folders = (package / "configs", package.parent / "configs")  # of a wheel; of the repository
-    folder = next((folder for folder in folders if folder.is_dir()), None)
-    files = [] if folder is None else [file for file in folder.iterdir() if file.suffix in ENDINGS]
+    homes = [*[folder for folder in folders if folder.is_dir()][:1], *package.glob("extras/*/configs")]
+    files = [file for folder in homes for file in folder.iterdir() if file.suffix in ENDINGS]
     return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 
 

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""What all tests share: those of tests/, and those that each extra has beside it."""
 
 from __future__ import annotations
 
