@@ -39,7 +39,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "vpipe").rglob("*.py")}
     templates = {str(path.relative_to(ROOT)) for kind in ("html", "css", "js", "svg")
-                 for path in (ROOT / "vpipe" / "report").glob(f"*.{kind}")}
+                 for path in (ROOT / "vpipe" / "app" / "report").glob(f"*.{kind}")}
     assert "vpipe/app/report/page.html" in templates
     assert modules | templates | {"vpipe/py.typed"} <= names
 

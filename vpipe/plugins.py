@@ -102,6 +102,8 @@ def _place(error: BaseException, path: Path, file: Path) -> str:
 
 def _remedy(error: BaseException, path: Path) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
+        if error.name.startswith("vpipe."):
+            return "change its import"
         beside = path.parent / f"{error.name.partition('.')[0]}.py"
         return f"import that file before it: --import {beside} --import {path}" if beside.is_file() else \
             f"install {error.name.partition('.')[0]} for this Python: {sys.executable}"

@@ -30,7 +30,7 @@ def test_registry_refuses_a_second_owner(monkeypatch: pytest.MonkeyPatch) -> Non
     def other(settings: ModelSettings) -> Model:
         raise AssertionError
 
-    with pytest.raises(UserError, match=r"register the model 'bert': vpipe\.model\.bert and "):
+    with pytest.raises(UserError, match=r"register the model 'bert': vpipe\.app\.families\.bert and "):
         register_model("bert")(other)
 
 

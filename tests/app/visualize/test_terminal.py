@@ -186,9 +186,3 @@ def test_a_stage_that_recomputes_repeats_its_forward(tmp_path: Path) -> None:
     text = draw_text(Summary.of(read_csv(tmp_path / "a.csv"), RankCosts(3)), 80, colour=False)
     assert picture(text) == ["rank 0  F0    R0    B0-S"]
     assert "R recompute" in text
-
-
-def test_the_old_names_of_the_modules_are_still_there() -> None:
-    from vpipe.app.draw import summary, text
-
-    assert (summary.Summary, text.draw_text) == (Summary, draw_text)
