@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
     "vpipe.draw.summary": "vpipe.app.visualize.summary",
     "vpipe.draw.text": "vpipe.app.visualize.terminal",
-    "vpipe.draw": "vpipe.app.visualize",
     "vpipe.checkpoint.export": "vpipe.app.weights.export",
     "vpipe.checkpoint.import_weights": "vpipe.app.weights.import_weights",
     "vpipe.checkpoint.vpipe_stage_files": "vpipe.extras.legacy.vpipe_stage_files",
     "vpipe.cli": "vpipe.app.cli",
     "vpipe.commands.compare": "vpipe.extras.comparison.command",
+    "vpipe.commands.data": "vpipe.extras.bert_hdf5.command",
     "vpipe.commands.orion": "vpipe.extras.orion.command",
     "vpipe.commands.sample": "vpipe.extras.generation.command",
     "vpipe.config.vpipe_flat": "vpipe.extras.legacy.vpipe_flat",
@@ -47,7 +48,10 @@ MOVED = {
     "vpipe.verify.reference_model": "vpipe.testing.reference_model",
     "vpipe.verify.reference_optimizer": "vpipe.testing.reference_optimizer",
     "vpipe.verify.trajectory": "vpipe.testing.trajectory",
-    "vpipe.verify": "vpipe.app.verify",
+}
+"""Modules: old path, new path."""
+
+FOLDERS = {
     "vpipe.compare": "vpipe.extras.comparison",
     "vpipe.commands": "vpipe.app.commands",
     "vpipe.config": "vpipe.app.config",
@@ -57,13 +61,22 @@ MOVED = {
     "vpipe.train": "vpipe.app.train",
     "vpipe.visualize": "vpipe.app.visualize",
 }
-"""Modules and folders: old, new."""
+"""Folders whose other modules have kept their names."""
 
 
-class MovedModules(MetaPathFinder):
-    """Ask this finder last: for what nobody has found."""
+class MovedModules(MetaPathFinder, Loader):
+    """Ask this finder last: for what nobody has found.
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        for old, new in MOVED.items():
+    An old folder is found, and is empty, so that Python asks for the module in it.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if any(old.startswith(f"{name}.") for old in MOVED) or name in FOLDERS:
+            return ModuleSpec(name, self, is_package=True)
+        for old, new in {**MOVED, **FOLDERS}.items():
             if name == old or name.startswith(f"{old}."):
                 raise ModuleNotFoundError(f"{name} is {new}{name.removeprefix(old)} now", name=name)
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the folder empty."""
