@@ -10,7 +10,7 @@ from vpipe import accelerator
 BARE = torch.device("cpu")
 
 
-def test_what_a_kind_of_device_lacks_is_not_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_a_device_lacks_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "kind", lambda: "cpu")
     assert not accelerator.counts_memory(BARE)
     assert accelerator.uuid_of(BARE) == accelerator.name_of(BARE) == "cpu"

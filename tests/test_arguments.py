@@ -237,7 +237,7 @@ BATCHES = "hint: give what yields batches, each a dict of tensors: a list, a Dat
     (torch.zeros(3), f"error: batches is an object of class Tensor\n{BATCHES}"),
     (lambda: batches(1),
      f"error: batches is a function\n{BATCHES}; of a function that is one, what it returns: call it")])
-def test_what_yields_no_batches(given: Any, text: str) -> None:
+def test_iterables_without_batches_are_refused(given: Any, text: str) -> None:
     pipe = pipeline()
     for use in (lambda: pipe.train(given), lambda: pipe.evaluate(given)):
         assert refusal(use) == text

@@ -335,7 +335,7 @@ def write_text(folder: Path, documents: int) -> None:
         "\n".join(sentences[(i + k) % 8] for k in range(8 + i % 3)) for i in range(documents)))
 
 
-def test_what_nobody_foresaw_shows_no_traceback(here: Path, capsys: pytest.CaptureFixture[str],
+def test_an_unexpected_error_shows_no_traceback(here: Path, capsys: pytest.CaptureFixture[str],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(here))
 
@@ -535,7 +535,7 @@ peak activations per rank: 2 2 1; versions per stage: 1 1; staleness: 0 0
     assert "0REDUCE_GRAD0 is missing on rank 0" in capsys.readouterr().err
 
 
-def test_what_torch_does_itself_is_said_beside_its_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_actions_that_torch_does_itself_are_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Plan(Cut((2, 2, 1, 1), recompute=(0.0, 1.0, 0.0, 0.0), ranks=((0,), (1,), (1,), (0,))), Order("v_half"),
          microbatches=2).save("plan.json")
     assert main(["schedule", "plan.json", "--format", "torch"]) == 0
@@ -551,7 +551,7 @@ def test_what_torch_does_itself_is_said_beside_its_file(here: Path, capsys: pyte
     assert (out, err.count("left out: 4 transfers and sums: PyTorch adds its own; 2 STEP")) == ("0F0,0B0\n1F0,1B0\n", 1)
 
 
-def test_what_of_a_file_is_no_part_of_its_order_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_actions_left_out_of_a_file_are_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "a.csv").write_text("0UNSHARD,0F0,(0F1;0B0)OVERLAP_F_B,0B1,0REDUCE_GRAD,0RESHARD\n")
     for command in ("check", "simulate", "schedule"):
         assert main([command, "a.csv"]) == 0
@@ -620,7 +620,7 @@ def test_a_schedule_that_breaks_a_rule(here: Path, capsys: pytest.CaptureFixture
         assert "hint: " in err
 
 
-def test_what_a_lowered_file_does_is_proved_as_it_stands(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lowered_file_is_checked_unchanged(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schedule = lower(build("1f1b", default_placement(2), 2))
     (here / "a.csv").write_text(write_csv(schedule))
     assert "18 actions, 8 of them transfers\nno deadlock, whether sends wait for their receives or not\n" in printed(

@@ -32,7 +32,7 @@ def test_no_row_is_about_a_module_that_never_was() -> None:
     assert set(MOVED) <= set(BEFORE)
 
 
-def test_what_never_was_is_not_found() -> None:
+def test_modules_that_never_existed_are_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'vpipe.nothing'$"):
         import_module("vpipe.nothing")
 

@@ -61,7 +61,7 @@ def test_an_old_call(old: str, new: str) -> None:
      "Pipeline(model, optimizer, stages=2, schedule=Asynchronous('pipedream', delay_correction=0.5))"),
     ("Pipeline(model, stages=3, compress=['int8', 'none'], compress_rounding='stochastic', optimizer=optimizer)",
      "Pipeline(model, optimizer, stages=3, transfers=Transfers(compress=['int8_stochastic', 'none']))")])
-def test_what_an_old_call_says_twice_or_by_defaults(old: str, new: str) -> None:
+def test_defaults_and_repetitions_of_an_old_call(old: str, new: str) -> None:
     assert new_text(old) == new
 
 

@@ -67,7 +67,7 @@ def test_the_public_names_are_a_pipeline_and_its_parts() -> None:
 
 @pytest.mark.parametrize("use", ["import vpipe", "from vpipe import Cut, Plan; Plan(Cut((1,)))", "import vpipe.errors",
                                  "from vpipe.schedules.build import build; build('1f1b', ((0,), (1,)), 2)"])
-def test_what_needs_no_torch_does_not_load_it(use: str) -> None:
+def test_modules_without_tensors_do_not_load_torch(use: str) -> None:
     script = f"{use}\nimport sys\nassert 'torch' not in sys.modules, 'torch was loaded'"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
@@ -255,7 +255,7 @@ def test_arguments_fill_what_a_plan_leaves_open() -> None:
         (3, 3), ({2}, {5}), ((0,), (1,)), "pipedream")
 
 
-def test_what_is_not_said_is_one_forward_one_backward_balanced_by_parameters() -> None:
+def test_defaults_are_1f1b_balanced_by_parameters() -> None:
     pipe = pipeline(stages=2)
     assert (pipe.schedule, pipe.microbatches, pipe.recomputed, pipe.rank) == ("1f1b", 1, (frozenset(),) * 2, 0)
     assert pipe.partition == (1, 5)  # 32 | 0 0 72 0 18 parameters: the heavier part has 90
@@ -322,7 +322,7 @@ def test_a_failure_in_a_layer_says_where() -> None:
     assert isinstance(error.value.__cause__, KeyError)
 
 
-def test_what_goes_wrong_while_batches_are_read_reaches_the_caller() -> None:
+def test_errors_of_the_batches_reach_the_caller() -> None:
     def torn() -> Iterator[dict[str, Tensor]]:
         yield from batches(1)
         raise OSError("the disk is gone")

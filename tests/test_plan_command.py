@@ -109,7 +109,7 @@ def test_a_limit_that_binds_recomputes_and_says_what_would_not(said: Said) -> No
         assert not any(Plan.load("plan.json").recomputed)
 
 
-def test_what_nothing_fits_is_refused_and_what_is_said_to_fit_does(said: Said) -> None:
+def test_too_little_memory_is_refused_and_the_named_amount_suffices(said: Said) -> None:
     status, out, err = said("--memory", "20MiB", "-o", "plan.json")
     assert (status, out) == (2, "")
     assert err.startswith("error: no plan fits into 20 MiB per rank: ")
@@ -168,8 +168,8 @@ def test_a_choice_of_the_config_that_does_not_fit_is_said_to(said: Said) -> None
     (["-o", "no/where.json"], "cannot write 'no/where.json': it is in no folder", "name a file in a folder that"),
     (["-o", "."], "cannot write '.': it is a folder", "name a file in a folder that exists, and can be written, as -o"),
     (["--solver", "vpip"], "vpipe plan has no --solver 'vpip'", "did you mean 'vpipe'?")])
-def test_what_is_refused_before_anything_is_measured(said: Said, asked: list[tuple[int, list[int]]],
-                                                     arguments: list[str], what: str, hint: str) -> None:
+def test_wrong_arguments_are_refused_before_measuring(said: Said, asked: list[tuple[int, list[int]]],
+                                                      arguments: list[str], what: str, hint: str) -> None:
     status, out, err = said(*arguments)
     assert (status, out, asked) == (2, "", [])
     assert f"error: {what}" in err

@@ -100,7 +100,7 @@ def test_schedules_of_the_api_are_all_that_are_registered() -> None:
     assert set(re.findall(r"^::: vpipe\.schedules\.generators\.([\w.]+)$", page, re.MULTILINE)) == made
 
 
-def test_what_the_site_needs_is_pinned() -> None:
+def test_requirements_of_the_site_are_pinned() -> None:
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["site"]
     pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert {re.split(r"[\[>]", one)[0] for one in extra} <= set(pinned)

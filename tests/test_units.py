@@ -13,7 +13,7 @@ from vpipe.units import parse_size, size_text
 @pytest.mark.parametrize(("text", "size"), [
     ("8GiB", 8 * 2**30), ("500 MB", 500_000_000), ("1.5gb", 1_500_000_000), (" .5KiB ", 512), ("1024", 1024),
     (1024, 1024), ("1B", 1), ("2tib", 2**41)])
-def test_what_is_an_amount(text: str | int, size: int) -> None:
+def test_amounts_of_memory_are_read(text: str | int, size: int) -> None:
     assert parse_size(text, "--memory") == size
 
 
@@ -27,7 +27,7 @@ def test_what_is_an_amount(text: str | int, size: int) -> None:
     ("0", "--memory is 0"), ("-3GiB", "--memory is -3GiB"), ("0.1B", "--memory is 0.1B"), (0, "--memory is 0"),
     ("9" * 30, "which is no amount of memory"),
     ("8", "--memory is 8, which would be 8 bytes")])
-def test_what_is_none(text: object, what: str) -> None:
+def test_texts_that_are_no_amount_are_refused(text: object, what: str) -> None:
     with pytest.raises(UserError) as error:
         parse_size(text, "--memory")  # type: ignore[arg-type]
     assert what in error.value.problems[0].what
@@ -41,5 +41,5 @@ def test_amounts_for_people() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 2**50))
-def test_what_is_said_to_be_enough_is(size: int) -> None:
+def test_an_amount_rounded_up_suffices(size: int) -> None:
     assert size <= parse_size(size_text(size, up=True), "") <= 1.012 * size + 1

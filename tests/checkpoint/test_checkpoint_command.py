@@ -102,7 +102,7 @@ def test_ls_loads_neither_torch_nor_numpy(saved: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
 
 
-def test_what_is_being_written_is_not_called_cut_short(vpipe: Vpipe, run: Path) -> None:
+def test_a_checkpoint_being_written_is_not_called_incomplete(vpipe: Vpipe, run: Path) -> None:
     with (run / RUNNING).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as the process of rank 0 does
         for folder in (run, run / "checkpoints", run / "checkpoints" / "step-2"):
@@ -333,7 +333,7 @@ def test_a_folder_that_is_none_of_hugging_faces_is_refused(what: str, says: str,
 
 
 @pytest.mark.parametrize("words", [("ls",), ("show",), ("verify",), ("export", "--format", "torch", "-o", "m")])
-def test_what_is_no_checkpoint_is_refused(words: tuple[str, ...], vpipe: Vpipe, tmp_path: Path) -> None:
+def test_folders_that_are_no_checkpoint_are_refused(words: tuple[str, ...], vpipe: Vpipe, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     command, *options = words
     for folder, says in (("empty", "there is no checkpoint in 'empty'"), ("none", "there is no folder 'none'")):

@@ -146,7 +146,7 @@ def test_a_translation_model_goes_with_its_tokenizer(transformers: Any, tmp_path
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_transformers_saved_comes_back(name: str, tied: bool, transformers: Any, tmp_path: Path) -> None:
+def test_checkpoints_of_transformers_are_read_back(name: str, tied: bool, transformers: Any, tmp_path: Path) -> None:
     family, sizes = MODELS[name]
     torch.manual_seed(2)
     kind = getattr(transformers, names_of(family).architecture)

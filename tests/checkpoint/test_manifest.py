@@ -122,7 +122,7 @@ def test_a_number_that_json_has_not_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["manifest", "directory", "integrity"])
-def test_what_lists_checkpoints_does_not_wait_for_torch(name: str) -> None:
+def test_listing_checkpoints_does_not_load_torch(name: str) -> None:
     room = Path(vpipe.checkpoint.__file__).parent
     imported = {node.module for node in ast.walk(ast.parse((room / f"{name}.py").read_text()))
                 if isinstance(node, ast.ImportFrom)}

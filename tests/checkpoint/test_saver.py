@@ -45,7 +45,7 @@ def full(*_: object) -> None:
 # -- alone --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_saved_state_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver, state, go = alone(tmp_path), tensors(), Event()
     write = shards.save_file
 
@@ -117,7 +117,7 @@ def test_the_newest_are_kept_and_latest_names_one(tmp_path: Path) -> None:
     assert [fact.step for fact in saver.results] == [1, 2, 3, 3, 10]
 
 
-def test_what_a_save_that_was_cut_short_left_is_not_taken_over(tmp_path: Path) -> None:
+def test_files_of_an_interrupted_save_are_not_reused(tmp_path: Path) -> None:
     partial = Checkpoints(tmp_path).partial(5)
     partial.mkdir()
     (partial / "rank7.safetensors").write_bytes(b"half")
@@ -192,7 +192,7 @@ def test_too_little_memory_gives_the_save_up(tmp_path: Path, monkeypatch: pytest
     assert same(read_all(tmp_path / "step-20"), tensors())
 
 
-def test_what_cannot_be_tidied_does_not_spoil_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_cannot_be_removed_do_not_fail_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

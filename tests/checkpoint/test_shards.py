@@ -87,7 +87,7 @@ def test_a_file_that_is_no_safetensors_is_refused_though_its_sum_is_right(tmp_pa
 
 @pytest.mark.parametrize("odd", [torch.zeros(2, dtype=torch.complex128), torch.eye(2).to_sparse()],
                          ids=["complex128", "sparse"])
-def test_what_files_cannot_hold_is_refused_by_name(tmp_path: Path, odd: Tensor) -> None:
+def test_values_that_files_cannot_hold_are_refused_by_name(tmp_path: Path, odd: Tensor) -> None:
     with pytest.raises(UserError, match=r"'model.odd' is .*, which a checkpoint cannot hold"):
         save_checkpoint(tmp_path / "mine", about(1), {"model.odd": odd})
     assert not list(tmp_path.iterdir())

@@ -108,7 +108,7 @@ def refused(call: Callable[[], object]) -> tuple[str, str]:
     return problem.what, problem.hint
 
 
-def test_what_does_not_fit_is_refused_with_the_place(tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_refused_with_their_place(tmp_path: Path) -> None:
     stages = vpipe_stages(weights_of(BERT), 3)
     last = list(stages[1])[-1]
     files = write(tmp_path, [stages[0], {name: t for name, t in stages[1].items() if name != last}])

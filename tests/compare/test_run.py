@@ -177,7 +177,7 @@ def test_models_are_crossed_with_schedules_and_equal_layouts_of_two_models_both_
     assert [one["schedule"] for one in found["outcomes"]] == ["1f1b", "gpipe"] * 2
 
 
-def test_what_is_auto_is_planned_for_the_measured_layers(tmp_path: Path) -> None:
+def test_auto_is_planned_for_the_measured_layers(tmp_path: Path) -> None:
     job = job_of(tmp_path, training__max_steps=1, parallel__partition="auto", dataset__cache_directory=str(tmp_path))
     [own] = plan({"": job}, ComparisonRequest())
     auto, plain = of_schedules(job, "auto", "1f1b")

@@ -126,7 +126,7 @@ def test_another_number_of_processes(scontrol: Scontrol) -> None:
         task.check(2)
 
 
-def test_what_the_environment_says_from_then_on() -> None:
+def test_a_member_is_read_back_from_its_environment() -> None:
     """As torchrun would, and who started it: a container in which the command starts anew has no scontrol."""
     member = RankEnvironment("srun", 3, 4, 1, "n2", "127.0.0.1", 12_345, "4711.2")
     assert RankEnvironment.parse({"SLURMD_NODENAME": "n2", **member.variables}) == member

@@ -101,7 +101,7 @@ def test_values_of_many_megabytes_pass_beside_the_heartbeats(ranks: Ranks) -> No
     assert ranks.ended[0].empty()
 
 
-def test_what_a_rank_gives_before_it_ends_arrives(ranks: Ranks) -> None:
+def test_values_given_before_a_rank_ends_arrive(ranks: Ranks) -> None:
     ranks.start(2)
     mine = Exchange(ranks.watches[0]).gather("mine")
     Exchange(ranks.watches[1]).gather("theirs" * 300_000)  # more than a socket holds; 0.3 s for it

@@ -50,5 +50,5 @@ def test_the_cause(faults: Sequence[Fault], ends: dict[int, End], told: str | No
     ("[Errno 104] Connection reset by peer", True), ("[Errno 32] Broken pipe", True),
     ("remote process exited or there was a network error", True), ("list index out of range", False),
     ("the forward of layer 3 'connection' on h float32[2] raised KeyError: 0", False)])
-def test_what_may_come_of_another_s_end(text: str, may: bool) -> None:
+def test_errors_that_may_follow_from_anothers_end(text: str, may: bool) -> None:
     assert may_follow(text) == may

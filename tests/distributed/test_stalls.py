@@ -127,7 +127,7 @@ def test_a_screen_that_takes_nothing_does_not_silence_the_watch(soon: Ranks) -> 
     stuck.append("go on")
 
 
-def test_what_is_at_work() -> None:
+def test_activity_names_the_current_work() -> None:
     work = Activity()
     assert work.describe()[0] is None
     work.now = (forward(0, 1), 0.0)

@@ -42,7 +42,7 @@ def test_all_ranks_hear_of_it_and_those_that_come_later(ranks: Ranks) -> None:
     line.close()
 
 
-def test_what_was_asked_while_joining_is_told_when_joined(ranks: Ranks) -> None:
+def test_a_stop_requested_while_joining_is_told_after_joining(ranks: Ranks) -> None:
     ranks.start(2)
     current.ask_stop("SIGTERM")
     current.install(ranks.watches[1])

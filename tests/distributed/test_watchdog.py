@@ -69,7 +69,7 @@ def test_an_error_of_a_lost_connection_waits_for_the_death_that_it_may_come_from
     assert ranks.watches[1].fault == ranks.watches[0].explain(1, None) == Fault.ended(2)
 
 
-def test_what_a_rank_says_of_itself_goes_before_its_end(ranks: Ranks) -> None:
+def test_a_ranks_own_error_goes_before_its_end(ranks: Ranks) -> None:
     detector = ranks.start(3, without=(2,))
     line = hello(detector, 2)
     line.send({"fault": asdict(Fault.failed(2, ValueError("7")))})
@@ -155,7 +155,7 @@ def test_rank_0_may_be_silent_too(ranks: Ranks) -> None:
             assert b'"ranks": [0]' in connection.recv(1 << 16)  # said all the same: it may only sleep
 
 
-def test_what_a_rank_says_of_itself_is_what_all_say(ranks: Ranks) -> None:
+def test_all_ranks_report_a_ranks_own_error(ranks: Ranks) -> None:
     ranks.start(3)
     ranks.watches[1].failed(RunError("IndexError: 7", hint="see there", rank=1, stage=1, action="1F0"))
     ranks.watches.pop(1).leave()

@@ -54,7 +54,7 @@ def printed(program: Path, *launcher: str, arguments: Sequence[str] = ()) -> str
     return out
 
 
-def test_what_quickstart_prints() -> None:
+def test_the_output_of_quickstart() -> None:
     lines = printed_here(QUICKSTART).splitlines()
     number = r"\d\.\d{6}"
     for line, schedule, updates in zip(lines, ("gpipe", "1f1b", "pipedream"), (36, 36, 72), strict=False):
@@ -99,7 +99,7 @@ def test_torch_prints_under_a_schedule_of_ours_what_the_model_prints_without(sch
     assert [float(line) for line in said.split()] == pytest.approx(expected, abs=2e-6)  # it prints six digits
 
 
-def test_what_the_transformer_prints_is_what_the_page_shows() -> None:
+def test_the_output_of_the_transformer_is_on_its_page() -> None:
     """It learns, and a resumed run goes on with the same losses; digits may differ between processors."""
     shown = re.search(r"\$ python examples/transformer.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert shown

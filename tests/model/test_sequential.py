@@ -170,8 +170,8 @@ def test_a_child_that_has_a_loss_of_its_own_keeps_it() -> None:
     assert [name for name, _ in module.named_children()] == ["loss_"]
 
 
-def test_what_a_loss_keeps_is_saved_and_a_checkpoint_without_it_still_loads(tmp_path: Path,
-                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_of_a_loss_are_saved_and_may_be_missing_in_a_checkpoint(tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     def pipeline() -> Pipeline:
         torch.manual_seed(2)
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))

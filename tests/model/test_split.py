@@ -54,7 +54,7 @@ def test_a_stage_knows_its_layers_tensors_and_fields() -> None:
         StageSpec(3, range(5, 6), ("h",), ("loss",), ("labels",), {}))
 
 
-def test_what_leaves_a_stage_is_what_the_next_one_gets() -> None:
+def test_outputs_of_a_stage_are_the_inputs_of_the_next() -> None:
     for sizes in compositions(6):
         specs = split(SKIPPING, sizes)
         assert all(a.outputs == b.inputs for a, b in pairwise(specs))

@@ -180,7 +180,7 @@ def test_embeddings_and_head_are_tied(overrides: dict[str, Any], tied: bool | No
     ({"activation_function": "tanh"}, "choose one of relu, gelu, swish, silu"),
     ({"eos_token_id": -1}, "it must be an integer from 0 on"), ({"d_modell": 8}, "did you mean 'd_model'"),
     ({"decoder_vocab_size": 9}, "both share one table")])
-def test_what_it_does_not_compute_is_refused(overrides: dict[str, Any], words: str) -> None:
+def test_unsupported_values_of_a_config_are_refused(overrides: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         translation_from_settings(settings_of(**overrides))
 
@@ -195,7 +195,7 @@ def test_a_model_whose_translations_start_otherwise_is_refused() -> None:
 @pytest.mark.parametrize(("settings", "words"), [
     (settings_of(pre_norm=True), "pre_norm"),
     (settings_of(tie_word_embeddings=False), "versions of Marian read differently")])
-def test_what_marian_does_not_compute_is_not_exported(settings: ModelSettings, words: str) -> None:
+def test_models_that_marian_cannot_compute_are_not_exported(settings: ModelSettings, words: str) -> None:
     with pytest.raises(UserError, match=words):
         huggingface_config(settings)
 

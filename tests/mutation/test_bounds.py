@@ -130,7 +130,7 @@ def test_an_argument_of_a_pipeline(words: dict[str, object], what: str) -> None:
     (ScheduleSpec(Order("pipedream"), Cut(400), 4),
      "400 ranks and 1600 microbatches, which prove a stream of 'pipedream', are "
                                   "1,280,000 forwards")])
-def test_what_takes_too_long_to_prove(wanted: ScheduleSpec, what: str) -> None:
+def test_schedules_too_long_to_check_are_refused(wanted: ScheduleSpec, what: str) -> None:
     assert what in str(refusal(wanted.prepare))
 
 

@@ -51,7 +51,7 @@ NOTHING = {("functions", "an empty file"), ("functions", "a mark of byte order")
 
 @pytest.mark.parametrize("instead", INSTEAD)
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_such_file(reader: str, instead: str, tmp_path: Path) -> None:
+def test_every_reader_refuses_other_kinds_of_files(reader: str, instead: str, tmp_path: Path) -> None:
     name, read = READERS[reader]
     INSTEAD[instead](tmp_path / name)
     refused = refusal(lambda: read(tmp_path / name))

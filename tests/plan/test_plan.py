@@ -35,7 +35,7 @@ def problems(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("plan", [FULL, WHOLE, Plan(Cut((4,))), Plan(Cut((1, 1)), Order("pipedream")),
                                   Plan(Cut((1, 1), recompute=(0.0, 0.3)))])
-def test_what_is_saved_is_loaded(tmp_path: Path, plan: Plan) -> None:
+def test_a_saved_file_is_loaded_as_it_was(tmp_path: Path, plan: Plan) -> None:
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"], "nothing else is left"
@@ -166,7 +166,7 @@ def test_all_mistakes_come_at_once(tmp_path: Path) -> None:
         "error: unknown key 'recompute' in the plan", "error: recompute_ratio is [2]", "error: schedule is 1"]
 
 
-def test_what_is_no_json_is_shown_where(tmp_path: Path) -> None:
+def test_the_place_of_invalid_json_is_shown(tmp_path: Path) -> None:
     path = written(tmp_path, '{"partition": [3,\n 3}')
     assert problems(path) == [
         f"error: the plan is not JSON: Expecting ',' delimiter ({path}:2:3)\n"

@@ -162,7 +162,7 @@ def test_plans_that_cannot_be(plan: Plan, text: str) -> None:
         predict(equal(), plan)
 
 
-def test_what_the_plan_leaves_open_the_caller_says() -> None:
+def test_arguments_complete_an_open_plan() -> None:
     said = predict(equal(), Plan(Cut((2, 2))), schedule="pipedream", microbatches=4, update_every=2)
     assert said == predict(equal(), Plan(Cut((2, 2)), Asynchronous("pipedream", update_every=2), microbatches=4))
 

@@ -20,7 +20,7 @@ def skipping() -> Profile:
 
 
 @pytest.mark.parametrize(("cut", "crossing"), [(0, []), (1, ["a"]), (2, ["a", "h"]), (3, ["a", "h"]), (4, [])])
-def test_what_crosses_a_cut(skipping: Profile, cut: int, crossing: list[str]) -> None:
+def test_tensors_that_cross_a_cut(skipping: Profile, cut: int, crossing: list[str]) -> None:
     assert [tensor.name for tensor in skipping.activations.crossing(cut)] == crossing
 
 

@@ -49,7 +49,7 @@ def test_several_stages_on_a_rank_over_the_limit_are_said_to_be(schedule: str) -
 
 @pytest.mark.parametrize(("seed", "layers", "ranks", "solver"), [
     (387717185, 8, 4, "exact"), (405840948, 7, 3, "vpipe"), (520684370, 9, 4, "vpipe")])
-def test_what_is_said_to_fit_fits(seed: int, layers: int, ranks: int, solver: Literal["exact", "vpipe"]) -> None:
+def test_a_remedy_that_is_named_fits(seed: int, layers: int, ranks: int, solver: Literal["exact", "vpipe"]) -> None:
     request = PlanRequest({2: any_profile(seed, layers)}, ranks, 120 * KIB, planned_schedules(flush=False),
                           recompute=0.5, solver=solver)
     with pytest.raises(UserError) as error:

@@ -56,7 +56,7 @@ def test_bytes_of_every_stage_and_set_are_those_of_the_memory_model(seed: int, i
 
 @settings(deadline=None, max_examples=12)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.floats(0, 1))
-def test_what_is_recomputed_takes_the_least_time_of_all_sets_that_fit(seed: int, in_flight: int, room: float) -> None:
+def test_the_recomputed_layers_are_the_fastest_set_that_fits(seed: int, in_flight: int, room: float) -> None:
     made = any_profile(seed, 6)
     demand = StageDemand(in_flight, 1, 0)
     peaks = {dropped: stage_memory(made, range(6), dropped, in_flight, 1).peak for dropped in subsets(range(6))}
@@ -170,7 +170,7 @@ def test_the_best_widths_are_the_best_of_all(schedule: str, seed: int, room: flo
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw"])
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1), (2, 2), (1, 2, 1)])
 @pytest.mark.parametrize("microbatches", [4, 12])
-def test_what_stages_hold_is_what_the_programs_say(schedule: str, widths: tuple[int, ...], microbatches: int) -> None:
+def test_memory_of_stages_is_that_of_the_programs(schedule: str, widths: tuple[int, ...], microbatches: int) -> None:
     if len(set(widths)) > 1 and schedule.startswith("zb"):
         return  # only equal widths are searched
     placement = placement_of_widths(widths)
@@ -264,7 +264,7 @@ def test_the_heuristic_of_the_paper_is_never_better(seed: int, schedule: str) ->
         assert exact.seconds_per_sample <= fixed.seconds_per_sample * (1 + 2 * TOLERANCE)
 
 
-def test_what_is_told_stays() -> None:
+def test_given_values_are_kept() -> None:
     made = transformer(3)
     told = PlanRequest({4: made}, 2, None, ("1f1b",), placement=((0,), (1,)), partition=(2, 5), recompute=[[1], 0.4])
     plan = solve(told).plan
@@ -275,7 +275,7 @@ def test_what_is_told_stays() -> None:
     assert [len(layers) for layers in shares.recomputed] == [shares.partition[0], 0]
 
 
-def test_what_does_not_fit_is_said_with_what_would() -> None:
+def test_a_plan_that_does_not_fit_is_refused_with_remedies() -> None:
     made = transformer(6)
     with pytest.raises(UserError) as error:
         solve(PlanRequest({8: made}, 4, 300 * KIB, ("1f1b",)))

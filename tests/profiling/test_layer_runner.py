@@ -121,7 +121,7 @@ def test_tied_frozen_and_buffered_weights_are_told_apart() -> None:
 
 @pytest.mark.parametrize("model", [rich_model(), frozen_front(), checkpointed_model(), thrice_tied_model()],
                          ids=["rich", "frozen", "checkpointed", "tied"])
-def test_what_waits_for_the_weight_half_is_what_the_runtime_holds(model: Model) -> None:
+def test_measured_bytes_until_the_weight_half_are_those_of_the_runtime(model: Model) -> None:
     batch, tensors = rich_batches(1, 4)[0], {}
     for number, layer in enumerate(model.layers):
         runner = LayerRunner(model, number, CPU, 0)

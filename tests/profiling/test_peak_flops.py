@@ -42,7 +42,7 @@ def test_the_table_is_the_one_of_the_docs() -> None:
             *("" if value is None else f"{value:g}" for value in (gpu.fp32, gpu.tf32, gpu.bf16, gpu.fp16)), gpu.source]
 
 
-def test_what_the_user_says_goes_first() -> None:
+def test_the_users_peak_goes_before_the_measured_one() -> None:
     assert find_peak(CPU, torch.bfloat16, 2.5) == PeakFlops(2.5, 1, "bf16", "as metrics.peak_tflops says")
 
 

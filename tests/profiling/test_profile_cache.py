@@ -31,7 +31,7 @@ MADE = replace(made_profile(3, cores=2), links={(0, 1): LinkProfile(1e-4, 2e9, 0
                             for number, layer in enumerate(made_profile(3).layers)))
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_file_is_loaded_as_it_was(tmp_path: Path) -> None:
     MADE.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == MADE
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"], "nothing else is left"
@@ -75,7 +75,7 @@ def test_a_damaged_file_says_what_is_wrong(tmp_path: Path, keys: tuple[Any, ...]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "\0"])
-def test_what_is_no_profile(tmp_path: Path, content: str) -> None:
+def test_files_that_are_no_profile_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(content)
     with pytest.raises(UserError, match="vpipe profile CONFIG measures one"):

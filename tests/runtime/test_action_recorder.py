@@ -153,7 +153,7 @@ def held(notes: Sequence[RecordedAction], *texts: str) -> list[int]:
     return [by_text[text] // TENSOR if by_text[text] % TENSOR == 0 else -1 for text in texts]
 
 
-def test_what_is_held_is_what_the_graphs_keep() -> None:
+def test_recorded_memory_is_what_the_graphs_keep() -> None:
     """By hand. The first layer's input is the batch's field, whose storage is the whole batch: it counts as its own
     half of it."""
     notes = dense_notes("gpipe", 0.0)
@@ -203,7 +203,7 @@ def test_only_the_first_actions_are_recorded() -> None:
         assert (recorder.count, recorder.waiting, len(recorder.pop_records()), recorder.waiting) == (50, 50, 50, 0)
 
 
-def test_what_a_layer_saves_under_hooks_of_its_own_is_theirs() -> None:
+def test_tensors_saved_by_hooks_of_a_layer_belong_to_these_hooks() -> None:
     """A checkpoint inside a layer: what it would save is not kept, and is not counted."""
     assert kept.only_ours()
     count = kept.ActivationCounter()
@@ -254,7 +254,7 @@ def of_layers(kind: type[nn.Module]) -> Pipeline:
 
 
 @pytest.mark.parametrize("record", [False, True])
-def test_what_was_saved_and_changed_in_place_is_refused_at_once(record: bool) -> None:
+def test_a_saved_tensor_changed_in_place_is_refused_at_once(record: bool) -> None:
     """As without a recorder, not only from the first microbatch on that is not counted."""
     pipe = of_layers(Changing)
     if record:

@@ -177,7 +177,7 @@ def torn(batches: list[Batch]) -> Iterator[Batch]:
 @pytest.mark.parametrize("arguments", [
     {"schedule": "1f1b"}, {"schedule": "pipedream"}, {"schedule": "pipedream", "replicas": 2}, {"schedule": "2bw"},
     {"schedule": "pipedream", "stages": 2, "update_every": 4}])
-def test_what_was_read_before_an_error_is_trained_on(arguments: dict[str, Any]) -> None:
+def test_batches_read_before_an_error_are_trained_on(arguments: dict[str, Any]) -> None:
     batches = rich_batches(4, 8)
     whole, pipe = (pipeline(Breaker(), **arguments) for _ in range(2))
     made, losses = pipe.train(torn(batches[:3])), train(whole, batches[:3])

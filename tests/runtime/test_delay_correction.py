@@ -329,7 +329,7 @@ def test_a_checkpoint_that_does_not_state_its_factors_says_so(tmp_path: Path, th
         weights_of(tmp_path / "old", Manifest.load(tmp_path / "old"), corrected=False)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_settings_that_do_not_fit_are_refused() -> None:
     def refused(match: str, **arguments: Any) -> None:
         with pytest.raises(UserError, match=match):
             Pipeline(rich_model(), **parts(partition=[3, 3, 2], optimizer=AdamW(), **arguments))

@@ -200,7 +200,7 @@ def test_evaluation_drains_an_asynchronous_pipeline_and_training_goes_on_as_its_
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_what_was_iterated_over_is_let_go(schedule: str) -> None:
+def test_the_iterator_of_batches_is_freed_after_training(schedule: str) -> None:
     def batches() -> Iterator[Batch]:
         yield from rich_batches(3, 4)
 

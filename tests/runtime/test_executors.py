@@ -253,7 +253,7 @@ def test_the_turned_program_is_what_runs() -> None:
         assert [action.microbatch for action in done if (action.op, action.stage) == (Op.BACKWARD, stage)] == [2, 1, 0]
 
 
-def test_what_an_executor_cannot_do_is_refused() -> None:
+def test_settings_that_an_executor_lacks_are_refused() -> None:
     def refused(**arguments: Any) -> tuple[str, str]:
         with pytest.raises(UserError) as caught:
             Pipeline(rich_model(), **parts(stages=2, microbatches=4, optimizer=AdamW(), **arguments))

@@ -178,7 +178,8 @@ def test_every_rank_says_that_there_is_nothing_to_evaluate(world: World) -> None
     ({"tied_to": None, "optimizer": "none"},
      "error: the optimizer factory returned None for every stage, so nothing would be trained\n"
      "hint: let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")])
-def test_what_no_rank_sees_alone_every_rank_refuses(world: World, arguments: dict[str, Any], text: str) -> None:
+def test_mistakes_that_no_rank_sees_alone_are_refused_by_all(world: World, arguments: dict[str, Any],
+                                                             text: str) -> None:
     assert jobs.refused(**arguments) == text
     assert world.run(jobs.refused, **arguments) == [text] * 4
 

@@ -165,7 +165,7 @@ def test_an_evaluation() -> None:
                                         "out of luck (rank 1, stage 1, microbatch 0, action 1F0 of an evaluation)\n")
 
 
-def test_what_is_no_layers_fault_is_named_by_the_action(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_outside_layers_name_the_action(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(self: torch.optim.SGD) -> None:
         raise OverflowError("too far")
 

@@ -224,7 +224,7 @@ def test_values_that_layers_read_must_be_there() -> None:
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_what_is_read_ahead_of_its_use_is_copied(copied: bool) -> None:
+def test_batches_read_ahead_are_copied(copied: bool) -> None:
     """As numpy fills the memory of a batch with the next one, unseen by torch."""
     memory = torch.zeros(4)
 

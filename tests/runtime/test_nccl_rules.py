@@ -74,7 +74,7 @@ def test_every_way_to_make_communicators_and_to_send(world: World, schedule: str
     {"schedule": "gpipe", "model": "dtypes", "partition": [1, 1, 1, 2], "microbatches": 2, "samples": 4},
     {"schedule": "pipedream", "model": "norm", "partition": [1, 2, 2, 1], "microbatches": 2}],
     ids=lambda arguments: "-".join(str(value) for value in arguments.values()))
-def test_what_a_run_may_have(world: World, arguments: dict[str, Any]) -> None:
+def test_every_setting_trains_under_the_rules_of_nccl(world: World, arguments: dict[str, Any]) -> None:
     equal_under_rules(world, **{**RICH, **arguments})
 
 
@@ -135,7 +135,7 @@ def test_pipelines_of_a_process_share_their_groups_one_after_another(world: Worl
         assert refused.startswith("error: another pipeline of this process has transfers under way\nhint: let its ")
 
 
-def test_what_nccl_has_no_dtype_for_goes_as_its_bytes(world: World) -> None:
+def test_dtypes_that_nccl_lacks_are_sent_as_bytes(world: World) -> None:
     results = world.run(nccl_jobs.with_dtypes_that_nccl_lacks)
     pipe = jobs.pipeline(int16_model(), schedule="1f1b", stages=4, microbatches=2)
     losses = [step.loss for step in pipe.train([{"ids": torch.arange(8).reshape(4, 2)}] * 2)]

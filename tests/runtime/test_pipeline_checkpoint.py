@@ -88,7 +88,7 @@ def test_other_cuts_and_numbers_of_stages_over_gloo_go_on_alike(world: World, tm
     assert part["state"] == whole["state"]
 
 
-def test_what_one_rank_finds_wrong_all_refuse_before_anything_is_loaded(world: World, tmp_path: Path) -> None:
+def test_a_mistake_seen_by_one_rank_is_refused_by_all_before_loading(world: World, tmp_path: Path) -> None:
     """Only the rank that reads the file sees that it is damaged."""
     gloo(world)(folder=None, into=str(tmp_path / "step"), steps=1, **RUN, **FLUSH)
     file = tmp_path / "step" / "rank2.safetensors"
@@ -139,7 +139,8 @@ def test_a_checkpoint_makes_way_for_the_next_and_leaves_nothing_beside_it(tmp_pa
     ({"optimizer": "sgd"}, "the checkpoint has the state of AdamW, this pipeline trains with SGD\nhint: give it an"),
     ({"schedule": "1f1b"}, "the checkpoint was made after 2 of the 4 microbatches of a batch, but '1f1b' takes whole"),
     ({"microbatches": 1}, "with 4 microbatches per batch, and was made after 2 of them: with 1 that is within one")])
-def test_what_does_not_fit_is_refused_with_both_values(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused_with_both_values(tmp_path: Path, change: dict[str, Any],
+                                                                    text: str) -> None:
     here(folder=None, into=str(tmp_path / "step"), steps=2, **ASYNCHRONOUS | {"cadence": 2})
     arguments = {key: {**RUN, **ASYNCHRONOUS}[key] for key in ("microbatches", "schedule", "partition")} | change
     if "optimizer" in change:

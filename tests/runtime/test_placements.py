@@ -74,8 +74,8 @@ def test_over_gloo_and_under_nccl_s_rules(world: World, name: str, microbatches:
     (lambda ranks, chunks: ((0,), (1,), (2,)), 2, "the layout of 'odd' places 2 stages on 2 ranks as [[0], [1], [2]]",
      "leave out no rank"),
     (lambda ranks, chunks: ((0, 0), (1,)), 2, "rank 0 stands twice among the ranks [0, 0] of a stage", "name each")])
-def test_what_is_no_placement(layout: object, stages: int, what: str, hint: str,
-                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_placements_are_refused(layout: object, stages: int, what: str, hint: str,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vpipe.schedules.registry._RECIPES", {})
     register_schedule("odd", flush=True, layout=layout)(placement_jobs.carousel)  # type: ignore[arg-type]
     with pytest.raises(UserError) as raised:

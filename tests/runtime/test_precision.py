@@ -266,7 +266,7 @@ def steep(count: int) -> tuple[Model, list[dict[str, Tensor]]]:
 
 
 @pytest.mark.parametrize("last", [[1], [1, 2]], ids=["one rank", "replicas"])
-def test_what_overflows_as_it_is_handed_on_lowers_the_scale_of_its_stage(last: list[int]) -> None:
+def test_an_overflow_in_a_transfer_lowers_the_scale_of_its_stage(last: list[int]) -> None:
     """Only replica 0 of the last stage meets steep microbatches; both halve their scales together."""
     built, data = steep(8)
     pipe = pipeline("fp16", built, partition=[1, 1], schedule="pipedream", placement=[[0], last])

@@ -95,7 +95,7 @@ def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
     (rich_model, {"schedule": "pipedream", "optimizer": SOAP, "update_every": 2, **EXTRAPOLATED}, 5),
     (rich_model, {"schedule": "pipedream", "optimizer": MUON, **REPLICATED, **EXTRAPOLATED}, 3),
     (rich_model, {"schedule": "1f1b", "optimizer": partial(torch.optim.Adagrad, lr=1e-2)}, 3)])
-def test_what_goes_on_is_what_was_never_interrupted(model: Callable[[], Model], arguments: dict[str, Any],
+def test_a_resumed_run_equals_one_never_interrupted(model: Callable[[], Model], arguments: dict[str, Any],
                                                     cadence: int) -> None:
     batches = rich_batches(5, 8, lengths=(6, 9))
     whole = pipeline(model(), **arguments)

@@ -167,7 +167,7 @@ def test_recompute_of_what_a_forward_changes_equals_plain_pytorch(name: str, sch
 
 @pytest.mark.filterwarnings("ignore:.*spectral_norm")
 @pytest.mark.parametrize("name", CHANGING)
-def test_what_a_forward_changes_while_several_microbatches_are_in_flight(name: str) -> None:
+def test_changes_of_a_forward_while_several_microbatches_are_in_flight(name: str) -> None:
     """The backward of one finds in its graph what its own forward made, though others have changed it since."""
     assert_exact(model_of(CHANGING[name], CHANGING[name]), "zb_h1" if name == "normaliser" else "1f1b", [2, 1, 1])
 
@@ -616,7 +616,7 @@ class Backward(Words):
     (Backward, "pipedream", 1.0, "error: 'words.word.weight' got a gradient in a forward: its layer calls backward() "
                                  "there\nhint: take gradients in a forward with torch.autograd.grad, or add the term "
                                  "to the loss")])
-def test_what_a_forward_may_not_do_to_parameters(build: Build, schedule: str, recompute: float, text: str) -> None:
+def test_a_forward_that_changes_parameters_is_refused(build: Build, schedule: str, recompute: float, text: str) -> None:
     model = Model([Layer("words", build, ("ids",), ("h",)), Layer("raw", RawMatmul),
                    Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
     pipe = Pipeline(model, Momentum(), stages=Cut([1, 1, 1], recompute=recompute), schedule=schedule, microbatches=4)

@@ -136,7 +136,7 @@ def test_without_a_flush_each_stage_decides_for_itself(schedule: str, every: int
 
 
 @pytest.mark.parametrize(("schedule", "changed"), [("1f1b", set()), ("pipedream", {"l0", "l1", "l3", "l4"})])
-def test_what_the_gradient_of_one_stage_alone_stops(schedule: str, changed: set[str]) -> None:
+def test_updates_skipped_for_the_gradient_of_one_stage(schedule: str, changed: set[str]) -> None:
     pipe, pristine = pipeline(schedule, partition=[2, 1, 2]), pipeline(schedule, partition=[2, 1, 2]).state_dict()
     assert all(step.skipped for step in pipe.train(batches(flag=dict.fromkeys(range(4), HURT))[:1]))
     different = {name for name, value in pipe.state_dict().items() if not torch.equal(value, pristine[name])}

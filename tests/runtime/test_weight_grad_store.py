@@ -227,7 +227,7 @@ WAITING = {  # operations; a decoder's packed projection of two different inputs
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_what_can_wait_waits(name: str) -> None:
+def test_the_weight_half_of_each_module_waits(name: str) -> None:
     stage = stage_of(between(Layer("a", MODULES[name])), [1, 1, 1], 1)
     outputs, record = stage.forward(*hidden(1)[0], (0, 0), stage.pin({}), split=True)
     stage.prepare_backward(record.pins)

@@ -181,7 +181,7 @@ def test_received_versions_take_the_place_of_the_latest() -> None:
     assert (held(weights), weights.most_versions) == ([4], 2)
 
 
-def test_what_several_backwards_give_at_once_is_summed_before_it_is_added() -> None:
+def test_gradients_of_simultaneous_backwards_are_summed_before_they_are_added() -> None:
     module, weights = one_weight()
     big, one = torch.tensor([[2.0**25, 0.0]]), torch.tensor([[1.0, 0.0]])
     weights.begin_backward(weights.pin())

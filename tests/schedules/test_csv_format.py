@@ -84,8 +84,8 @@ def computed(schedule: Schedule) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("name", "ranks", "chunks", "microbatches"), THEIRS)
-def test_what_torch_writes_passes_every_rule_here(name: str, ranks: int, chunks: int, microbatches: int,
-                                                  tmp_path: Path) -> None:
+def test_schedules_written_by_torch_pass_the_checker(name: str, ranks: int, chunks: int, microbatches: int,
+                                                     tmp_path: Path) -> None:
     read: dict[str, Schedule] = {}
     for form in ("compute_only", "compute_comms"):
         path = tmp_path / f"{form}.csv"
@@ -163,7 +163,7 @@ def test_torch_loads_each_of_ours_that_has_a_flush(name: str, tmp_path: Path) ->
     (build("dualpipe", both_ways(4), 8), "hint: take a schedule that places every stage once, such as zb_v, or "
      "dualpipe_v in place of dualpipe; vpipe train runs this one"),
 ])
-def test_what_torch_cannot_run_is_refused_for_it(schedule: Schedule, what: str) -> None:
+def test_a_schedule_that_torch_cannot_run_is_not_written_for_it(schedule: Schedule, what: str) -> None:
     with pytest.raises(UserError) as caught:
         write_torch_csv(schedule)
     assert what in str(caught.value)
@@ -190,7 +190,7 @@ def simulated(reader: theirs._PipelineScheduleRuntime, stages: int) -> None:
 
 
 @pytest.mark.parametrize("name", schedule_names())
-def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
+def test_a_written_schedule_is_read_back(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     for schedule in sizes(name):
         for ours in (schedule, lower(schedule)):
@@ -240,7 +240,7 @@ def test_a_stage_with_fewer_replicas_steps_more_often(tmp_path: Path) -> None:
     check(read)
 
 
-def test_what_is_left_out_of_a_file_of_torch_is_named(tmp_path: Path) -> None:
+def test_actions_left_out_of_a_torch_file_are_named(tmp_path: Path) -> None:
     theirs_written("ScheduleDualPipeV", 2, 2, 6, "compute_comms", tmp_path / "a.csv")
     text = (tmp_path / "a.csv").read_text()
     file = read_csv_file(tmp_path / "a.csv")
@@ -249,7 +249,7 @@ def test_what_is_left_out_of_a_file_of_torch_is_named(tmp_path: Path) -> None:
         name: text.count(name) for name in ("UNSHARD", "RESHARD", "REDUCE_GRAD", "OVERLAP_F_B")}
 
 
-def test_what_a_model_brings_is_left_out(tmp_path: Path) -> None:
+def test_transfers_of_ties_and_norms_are_left_out_of_the_file(tmp_path: Path) -> None:
     schedule = prove("1f1b", default_placement(3), 4, None, {0: (2,)}, norm=True)
     assert {action.op for program in schedule.programs for action in program} >= {Op.SEND_W, Op.RECV_G, Op.NORM}
     read = read_text(write_csv(schedule), tmp_path)

@@ -19,7 +19,7 @@ def test_a_short_grid_is_shown_whole_with_its_columns_aligned() -> None:
         "rank 1 1RECV_F0 1F0 <-- here 1B0 1STEP0"]
 
 
-def test_what_is_missing_at_the_end_is_marked_there() -> None:
+def test_a_missing_action_is_marked_at_the_end() -> None:
     assert draw_grid(programs("0F0 0B0"), [(0, 2)]) == "rank 0 0F0 0B0 end <-- here"
 
 

@@ -26,14 +26,14 @@ def parsed(program: str) -> list[Action]:
     return [Action.parse(text) for text in program.split()]
 
 
-def test_what_a_rank_holds_action_by_action() -> None:
+def test_memory_of_a_rank_after_each_action() -> None:
     program = parsed("0F0 0SEND_F0 3F0 3R0 3B0 0I0 0F1 0W0 0STEP0")
     assert list(rank_loads(program)) == [
         RankLoad(0, 1, 0), RankLoad(2, 2, 0), RankLoad(4, 1, 0),  # of both its stages
         RankLoad(5, 0, 1), RankLoad(6, 1, 1), RankLoad(7, 1, 0)]
 
 
-def test_what_a_stage_holds_action_by_action() -> None:
+def test_memory_of_a_stage_after_each_action() -> None:
     program = parsed("0F0 0SEND_F0 0F1 0B0 0STEP0 0F2 0B1 0STEP1 0B2 0STEP2")
     assert list(stage_loads(program, 0)) == [
         StageLoad(0, 1, 0), StageLoad(2, 1, 0), StageLoad(3, 1, 0),

@@ -57,8 +57,8 @@ def same_as_listed(recipe: Recipe, placement: Placement, microbatches: int, cost
 @given(st.sampled_from(FIXED), st.integers(1, 5), st.integers(1, 3), st.integers(1, 60), COSTS, st.integers(1, 3),
        st.sampled_from([None, 2, 4, 6]))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
-def test_what_repeats_is_the_listed_schedule(recipe: Recipe, ranks: int, chunks: int, microbatches: int,
-                                             costs: RankCosts, replicas: int, update_every: int | None) -> None:
+def test_a_repeating_schedule_equals_the_listed_one(recipe: Recipe, ranks: int, chunks: int, microbatches: int,
+                                                    costs: RankCosts, replicas: int, update_every: int | None) -> None:
     if not recipe.any_chunks:
         chunks = recipe.chunks
     placement = widened(recipe.layout(ranks, chunks), replicas)
@@ -148,7 +148,8 @@ def test_the_beginning_and_the_end_are_drawn(capsys: pytest.CaptureFixture[str])
     (["1f1b", "--format", "json"], "which --format json lists one by one,"),
     (["auto"], "which 'auto' searches one by one,"),
     (["1f1b", "--stages", "2000"], "in no short part of which '1f1b' is seen to repeat itself at these costs,")])
-def test_what_is_listed_keeps_the_limit(arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_listed_schedules_keep_their_limit_of_actions(arguments: list[str], what: str,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "--stages", "4", "--microbatches", "60000", *arguments]) == 2
     told = capsys.readouterr().err
     assert re.search(rf"error: \d+ ranks and 60000 microbatches, {re.escape(what)} are [\d,]+ forwards and backwards\n"

@@ -117,7 +117,7 @@ def test_floats_come_to_the_same() -> None:
 
 @pytest.mark.parametrize(("changed", "text"), [
     ({"cores": 0}, "a host has 0 cores"), ({"cores": 1, "hosts": (0, 0, 0)}, "there are hosts for 3 ranks, but")])
-def test_what_no_host_has_is_refused(changed: dict[str, object], text: str) -> None:
+def test_impossible_numbers_of_cores_are_refused(changed: dict[str, object], text: str) -> None:
     with pytest.raises(UserError, match=text):
         simulate(build("1f1b", default_placement(2), 2), Costs((TWO, TWO), **changed))  # type: ignore[arg-type]
 

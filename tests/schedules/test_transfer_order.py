@@ -64,13 +64,13 @@ def test_a_gradient_is_not_received_before_its_forward() -> None:
     assert texts(lowered)[0] == "0F0 0SEND_F0 0F1 0RECV_B1 0RECV_B0 0SEND_F1 0B0 0B1 0STEP0"
 
 
-def test_what_is_good_stays_as_it_is() -> None:
+def test_an_order_without_deadlock_is_not_changed() -> None:
     for name in ("gpipe", "1f1b"):
         schedule = lower(build(name, default_placement(4), 8, ties={0: (3,)}), norm=True)
         assert post_in_time(schedule) == schedule
 
 
-def test_what_deadlocks_anyway_stays_as_it_is() -> None:
+def test_an_order_that_cannot_be_mended_is_not_changed() -> None:
     schedule = made(default_placement(2), ("0F0 0B0 0F1 0B1 0STEP0", "1F0 1F1 1B0 1B1 1STEP0"), 2)
     lowered = lower(schedule)
     assert post_in_time(lowered) == lowered

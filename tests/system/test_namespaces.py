@@ -44,7 +44,7 @@ def test_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert socket.gethostname() != "host0"
 
 
-def test_what_can_go_wrong_with_a_host(hosts: Hosts) -> None:
+def test_failures_of_a_host(hosts: Hosts) -> None:
     hosts.cut(hosts[1])
     assert "timed out" in ssh(hosts, "true", 1).stderr
     hosts.mend(hosts[1])

@@ -83,7 +83,7 @@ def test_nobody_else_reaches_a_run(starter: str, hosts: Hosts, tmp_path: Path) -
     run.goes_on()
 
 
-def test_what_a_stranger_writes_into_the_store_of_torchrun_decides_nothing(hosts: Hosts, tmp_path: Path) -> None:
+def test_values_of_a_stranger_in_torchruns_store_have_no_effect(hosts: Hosts, tmp_path: Path) -> None:
     run = Attacked("torchrun", tmp_path, hosts)
     [found] = run.found()
     assert any(found["forged"].values())  # that store is open, as docs/faults.md says

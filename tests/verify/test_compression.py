@@ -58,7 +58,7 @@ def test_an_order_that_cannot_be_compared(tmp_path: Path) -> None:
     ({"compress": ["int8", "none"]}, "has 2 entries for the 1 cuts between 2 stages", "compress"),
     ({"compress": "bf16", "compress_rounding": "stochastic"}, "is stochastic, but nothing is sent as int8",
      "compress_rounding")])
-def test_what_is_refused(changes: dict[str, Any], what: str, key: str, tmp_path: Path) -> None:
+def test_wrong_compression_is_refused(changes: dict[str, Any], what: str, key: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_config(write_config(tmp_path, **{f"parallel__{name}": value for name, value in changes.items()}))
     assert f"parallel.{key} {what}" in [problem.what for problem in caught.value.problems]

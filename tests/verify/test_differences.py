@@ -165,7 +165,7 @@ def trajectory_of(loss: float, weight: float) -> Trajectory:
     return trajectory
 
 
-def test_what_counts_as_a_difference() -> None:
+def test_differences_are_measured() -> None:
     [same] = compare(trajectory_of(2.0, 1.0), trajectory_of(2.0, 1.0))
     assert same == Difference(0, 2.0, 5.0, 0.0, 0.0, 0.0, None)
     [off] = compare(trajectory_of(2.0, 1.0), trajectory_of(2.5, 1.25))

@@ -31,8 +31,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_it_writes_is_planned_and_trains(here: Path, capsys: pytest.CaptureFixture[str],
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_model_is_planned_and_trains(here: Path, capsys: pytest.CaptureFixture[str],
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process, with a profile that nobody measured."""
     words = ["books/a.txt", "--size", "tiny", "--stages", "2", "--batch-size", "4", "--minutes", "5"]
     assert main(["init", *words]) == 0

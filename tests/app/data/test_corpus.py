@@ -24,7 +24,7 @@ def marked(**counts: int) -> list[Document]:
     ({"train": 3, "test": 2}, "test", 3, 0),
     ({"unmarked": 2, "train": 1, "test": 1}, "test", 3, 0),
 ])
-def test_what_is_marked_is_held_out(counts: dict[str, int], held_out: Part, train: int, left_out: int) -> None:
+def test_marked_documents_are_held_out(counts: dict[str, int], held_out: Part, train: int, left_out: int) -> None:
     found = divided(*marked(**counts))
     assert len(list(found.texts("train"))) == train
     assert list(found.texts("test")) == [f"{held_out} {number}" for number in range(counts[held_out])]

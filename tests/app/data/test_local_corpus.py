@@ -97,7 +97,7 @@ def test_functions_are_chosen_by_the_rule_and_split_by_module(package: str, tmp_
     assert lid["code"].endswith('    return "\x0c"  # a form feed does not end a line')
 
 
-def test_what_was_gathered_is_found_again(package: str, tmp_path: Path) -> None:
+def test_gathered_files_are_found_again(package: str, tmp_path: Path) -> None:
     found = machine_functions(tmp_path / "cache", (package,))
     written = (found.folder / "manifest.json").stat().st_mtime_ns
     assert machine_functions(tmp_path / "cache", (package,)) == found

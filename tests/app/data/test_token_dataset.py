@@ -177,7 +177,7 @@ def test_documents_lie_behind_each_other_each_with_its_end(settings: DatasetSett
     assert len(whole) - len(rows) <= 16
 
 
-def test_what_was_made_is_found_again_for_any_length(settings: DatasetSettings, tmp_path: Path) -> None:
+def test_made_tokens_are_found_again_for_any_length(settings: DatasetSettings, tmp_path: Path) -> None:
     path = code_search_net(settings).tokenizer_path
     assert path is not None
     written = path.stat().st_mtime_ns

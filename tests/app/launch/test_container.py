@@ -59,7 +59,7 @@ def binds(command: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["apptainer", "singularity"])
-def test_what_a_rank_runs(here: Path, name: str) -> None:
+def test_command_of_a_rank_in_a_container(here: Path, name: str) -> None:
     found = program(here, name)
     config = load(here, dataset__path="/data/text", dataset__cache_directory=str(here / "cache"))
     ranks = HostRanks.alone(2, 1234, threads=1, container=Container.from_config(config))
@@ -113,7 +113,7 @@ def test_the_stand_in_executes_what_is_wrapped(here: Path) -> None:
     assert (here / "record").read_text().splitlines() == container.wrapped(["pwd"], [folder])[1:]
 
 
-def test_what_is_missing(here: Path) -> None:
+def test_missing_containers_are_refused(here: Path) -> None:
     with pytest.raises(UserError, match=r"container is 'image\.sif', but neither apptainer nor singularity is on the "
                                         r"path\nhint: install one of them"):
         Container.from_config(load(here))

@@ -137,8 +137,8 @@ KILLED = "rank 1 (stage 8) died without a message, killed by signal 9 (SIGKILL)"
      "rank 2 (stage 7) has ended its program; rank 1 was busy"),
     (("die(6)", "time.sleep(0.2); failed(1, 'ran dry')"), "ran dry"),  # gloo aborts when it loses another
 ], ids=["a full disk", "an error of gloo", "a hasty word", "a wrong word", "gloo alone", "disk and word", "abort"])
-def test_what_follows_from_a_failure_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                         programs: tuple[str, ...], told: str) -> None:
+def test_consequences_of_a_failure_are_not_reported_as_its_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                                 programs: tuple[str, ...], told: str) -> None:
     """Whichever rank ended first, and whatever its number."""
     what, hint = str(failed(monkeypatch, tmp_path, *programs)).split("\n")
     assert what == f"error: {told}"
@@ -175,7 +175,7 @@ def test_a_rank_that_will_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-def test_what_a_killed_rank_had_started_ends_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_processes_started_by_a_killed_rank_end_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     starts = "import subprocess; child = subprocess.Popen(['sleep', '60']); " \
              "open(f'{folder}/child', 'w').write(str(child.pid)); os.kill(os.getpid(), 9)"
     error = failed(monkeypatch, tmp_path, "time.sleep(60)", starts)
@@ -224,7 +224,7 @@ def test_half_a_report_is_none(tmp_path: Path) -> None:
     assert read_report(tmp_path, 0) == {"rank": 0, "fault": None}
 
 
-def test_what_tells_gloo_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloos_interface_is_the_chosen_one_before_the_found_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was chosen goes before the environment, and that before what was found; each variable by itself."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")

@@ -151,8 +151,8 @@ def test_a_config_that_was_edited_while_the_job_waited(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_what_is_not_started_again_can_be_gone_on_with_only_from_a_checkpoint(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool) -> None:
+def test_a_failed_run_is_offered_for_resume_only_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                   saved: bool) -> None:
     member = RankEnvironment("srun", 0, 2, 0, "n1", "127.0.0.1", 1, agent="job 7.0")
     job = Job.from_config(load_config(write_config(tmp_path)))
     run = Attempt.find(member, job, None, None, ["job 7.0"]).begin()
@@ -167,7 +167,7 @@ def test_what_is_not_started_again_can_be_gone_on_with_only_from_a_checkpoint(
     unlock_runs()
 
 
-def test_what_starts_a_rank_again() -> None:
+def test_the_starter_of_a_rank_is_identified() -> None:
     parent = starter_id({}, None)
     assert parent.startswith(f"process {os.getppid()} on {socket.gethostname()} since ")
     assert starter_id({"SLURM_CLUSTER_NAME": "big"}, "4711.0") == "big job 4711.0"
@@ -217,7 +217,7 @@ def test_an_update_keeps_its_samples_where_that_comes_out_even(every: int, kept:
     assert other_updates(before, fit) == said
 
 
-def test_what_was_written_stage_by_stage_is_planned_anew() -> None:
+def test_values_per_stage_are_planned_anew() -> None:
     fit = fitted(config(partition=[2, 2, 1], recompute=[0.5, 0.0, 0.0], compress=["int8", "int8"]), 2)
     assert (fit.parallel.recompute, fit.parallel.compress) == ("auto", "int8")
     assert fitted(config(model_parallel_size=3, recompute=0.5), 2).parallel.recompute == 0.5

@@ -107,8 +107,8 @@ def test_a_failure_that_comes_again_is_not_tried_a_third_time(tmp_path: Path, mo
 @pytest.mark.parametrize(("error", "tries"), [
     (RunError("rank 1 was killed", hint="look there"), 3), (LastingError("loss is nan", hint="look there"), 1),
     (UserError("no such file", hint="look there"), 1)], ids=["failure", "lasting", "mistake"])
-def test_what_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, tries: int,
-                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_that_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, tries: int,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
     attempts: list[Any] = []
 
     def fail(here: Any, folder: Path, *more: Any) -> None:

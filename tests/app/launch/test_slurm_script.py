@@ -95,7 +95,7 @@ def test_the_ready_scripts_are_what_the_command_writes(nodes: int, capsys: pytes
     assert ready == written(capsys, *shlex.split(command)[2:])
 
 
-def test_what_is_asked_for_is_in_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requested_resources_are_in_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "my own.yaml"
     path.write_text((ROOT / CONFIG).read_text())
     arguments = [str(path), "--nodes", "2", "--ranks-per-node", "2", "--partition", "gpu,big", "--set",

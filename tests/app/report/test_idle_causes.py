@@ -43,7 +43,7 @@ def test_a_wait_is_bubble_until_its_input_is_made_and_the_transfers_from_then_on
     assert idle(made, 1) == [(0, 2, Cause.SCHEDULE), (2, 10, Cause.SCHEDULE), (10, 11, Cause.TRANSFER)]
 
 
-def test_what_a_producer_takes_longer_than_usual_is_a_stragglers_fault() -> None:
+def test_a_slow_producer_counts_as_a_straggler() -> None:
     made = recording([("0F0", 0, 10, 0), ("0F1", 10, 20, 0), ("0F2", 20, 35, 0)],
                      [("1F0", 0, 12, 11), ("1F1", 12, 22, 9), ("1F2", 22, 40, 14)])
     assert idle(made, 1)[-3:] == [(22, 30, Cause.SCHEDULE), (30, 35, Cause.STRAGGLER), (35, 36, Cause.TRANSFER)]

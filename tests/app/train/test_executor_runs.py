@@ -14,7 +14,7 @@ from vpipe.app.verify import batches_for_steps, compare, references, run_in_proc
 from vpipe.runtime.executors.registry import NO_GAIN
 
 
-def test_what_the_oracle_says_holds_to_the_bit_under_async_threaded(tmp_path: Path) -> None:
+def test_async_threaded_equals_the_oracle_bit_for_bit(tmp_path: Path) -> None:
     """Its backwards are turned round, but its sums are not: plain PyTorch's bits, also with a tied head."""
     job = job_of(tmp_path, parallel__scheduler="async_threaded", parallel__schedule="gpipe", training__grad_clip=0.5,
                  parallel__recompute=0.5)

@@ -31,7 +31,7 @@ def refused(folder: Path, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_what_is_filled_in(tmp_path: Path) -> None:
+def test_a_job_fills_in_the_config(tmp_path: Path) -> None:
     job = job_of(tmp_path, model__vocab_size=-1)
     assert job.config.model.vocab_size == 8192  # the data set's
     partition = job.config.parallel.partition

@@ -129,7 +129,7 @@ def test_with_a_profile_the_better_partition_is_named(tmp_path: Path) -> None:
                                                                        else ")"))
 
 
-def test_what_does_not_fit_is_not_advised(tmp_path: Path) -> None:
+def test_partitions_that_do_not_fit_are_not_advised(tmp_path: Path) -> None:
     job = job_of(tmp_path, parallel__memory="24MiB").with_plan(PLAN)
     line = warning(RankWork((0.04, 0.02), (0.009, 0.004)), job, lambda: of_five(8 << 20, 3 << 20), PLAN)
     assert line is not None

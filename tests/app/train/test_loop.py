@@ -170,8 +170,8 @@ def test_the_gradient_norm_is_shown_where_it_is_known(tmp_path: Path, capsys: py
     assert ("grad norm" in line) == shown
 
 
-def test_what_the_screen_and_the_log_show(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                          caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_of_the_screen_and_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                            caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="vpipe")
     run(tmp_path, training__print_frequency=3)
     out, err = capsys.readouterr()

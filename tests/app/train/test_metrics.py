@@ -207,7 +207,7 @@ def test_lines_wait_until_there_is_room(tmp_path: Path, monkeypatch: pytest.Monk
     assert path.read_text() == "before\none\ntwo\nthree\nfour\n"
 
 
-def test_what_waits_is_tried_again_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_lines_are_written_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, path = Disk(monkeypatch), tmp_path / "a"
     path.write_text("before\n")
     lines = LineWriter(path, truncate=True)

@@ -54,7 +54,7 @@ def auto(tmp_path: Path, **changes: Any) -> Job:
     return job_of(tmp_path, **{"parallel__partition": "auto", **changes})
 
 
-def test_what_is_to_be_planned_has_a_stand_in_with_the_same_ranks(tmp_path: Path) -> None:
+def test_values_to_be_planned_have_stand_ins_with_the_same_ranks(tmp_path: Path) -> None:
     job = auto(tmp_path, parallel__schedule="auto", parallel__recompute="auto", parallel__data_parallel_size=2)
     assert job.config.parallel.to_plan == ("partition", "recompute", "schedule")
     assert (job.partition, job.recomputed, job.placement) == ((1, 4), (frozenset(), frozenset()), ((0, 1), (2, 3)))
@@ -109,7 +109,7 @@ def test_the_run_is_what_was_planned_and_says_so(tmp_path: Path, measured: list[
     assert losses(tmp_path) == oracle(Job.from_config(config), 4).losses
 
 
-def test_what_is_said_in_full_is_not_measured(tmp_path: Path, measured: list[list[int]]) -> None:
+def test_a_complete_config_is_not_measured(tmp_path: Path, measured: list[list[int]]) -> None:
     train(job_of(tmp_path), tmp_path)
     assert measured == []
     assert not (tmp_path / "plan.json").exists()
@@ -144,7 +144,7 @@ def test_a_plan_for_another_model_is_refused_and_one_for_another_microbatch_rema
 @pytest.mark.parametrize("changes", [
     {"training__momentum": 0.0}, {"training__weight_decay": 0.1}, {"model__dropout": 0.0},
     {"training__optimizer": "muon"}])
-def test_what_changes_costs_changes_the_digest(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_settings_that_change_costs_change_the_digest(tmp_path: Path, changes: dict[str, Any]) -> None:
     plain = job_of(tmp_path, training__optimizer="sgd")
     changed = job_of(tmp_path, **{"training__optimizer": "sgd", **changes})
     assert identity_of(plain, 2, 2).digest != identity_of(changed, 2, 2).digest

@@ -31,7 +31,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return begin(tmp_path_factory.mktemp("one"), checkpoint__at_end=True, training__max_steps=1)
 
 
-def test_what_can_be_gone_on_with(one: Path, tmp_path: Path) -> None:
+def test_runs_and_checkpoints_that_can_be_resumed(one: Path, tmp_path: Path) -> None:
     checkpoint = one / "checkpoints" / "step-1"
     for path in (one, one / "checkpoints", checkpoint):
         assert find_resume_point(path) == ResumePoint(one, checkpoint)
@@ -51,8 +51,8 @@ def test_what_can_be_gone_on_with(one: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("arrangement", "says"), [
     ({"imported": True, "from": "Hugging Face"}, "begins with the weights in 'FOLDER': {} tensors from Hugging Face"),
     ({}, "begins with the checkpoint 'FOLDER': {} tensors after step 1")])
-def test_what_a_new_run_begins_with_is_said(one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                            arrangement: dict[str, Any], says: str) -> None:
+def test_a_new_run_reports_the_weights_it_begins_with(one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                      arrangement: dict[str, Any], says: str) -> None:
     folder = shutil.copytree(one / "checkpoints" / "step-1", tmp_path / "start")
     manifest = replace(Manifest.load(folder), arrangement=arrangement)
     manifest.save(folder)
@@ -139,7 +139,7 @@ def test_a_damaged_manifest_is_named_and_the_one_before_offered(tmp_path: Path) 
     (["model.hidden_size=32"], ["the checkpoint of step 1 is of another model: '"]),
     (["model.num_heads=4"], ["the checkpoint is of another model: num_attention_heads is 4, not 2"]),
 ])
-def test_what_a_run_that_goes_on_may_not_change(one: Path, settings: list[str], says: list[str]) -> None:
+def test_keys_that_a_resumed_run_may_not_change(one: Path, settings: list[str], says: list[str]) -> None:
     before = sorted(os.listdir(one))
     start = find_resume_point(one)
     with pytest.raises(UserError) as caught:
@@ -158,7 +158,7 @@ def test_a_run_that_is_still_going_is_left_alone(one: Path) -> None:
     assert not (one / "running").exists()
 
 
-def test_what_was_planned_is_followed_again(tmp_path: Path, one: Path) -> None:
+def test_a_resumed_run_follows_its_plan_again(tmp_path: Path, one: Path) -> None:
     run = shutil.copytree(one, tmp_path / "run")
     Plan(Cut((1, 4))).save(run / "plan.json")
     start = find_resume_point(run)
@@ -189,8 +189,8 @@ def test_what_was_planned_is_followed_again(tmp_path: Path, one: Path) -> None:
     (["parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2]}"], {"partition": "auto", "model_parallel_size": 3}),
     (["training.max_steps=9"], {"update_every": 2, "recompute": ((0,), ()), "compress": ("bf16",)}),
 ])
-def test_what_follows_from_a_key_that_is_set_goes_with_it(tmp_path: Path, settings: list[str],
-                                                          expected: dict[str, Any]) -> None:
+def test_setting_a_key_resets_those_that_follow_from_it(tmp_path: Path, settings: list[str],
+                                                        expected: dict[str, Any]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(load_config(write_config(
         tmp_path, parallel__schedule="pipedream", parallel__update_every=2, parallel__recompute=[[0], []],

@@ -115,7 +115,7 @@ def test_of_two_that_would_go_on_only_one_touches_the_run(run: Path) -> None:
     assert not (run / LAUNCHED).exists()
 
 
-def test_what_is_made_anew_and_what_was_changed_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_reports_repeated_updates_and_changed_keys(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ready(find_resume_point(run / "checkpoints" / "step-4"), "training.max_steps=8", "training.num_microbatches=2")
     assert capsys.readouterr().err.splitlines() == [
         "updates 5 to 6 are repeated; their lines and step-6 are in earlier/1",

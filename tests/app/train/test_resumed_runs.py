@@ -157,7 +157,7 @@ def test_a_stop_that_is_asked_for_before_the_run_begins(tmp_path: Path) -> None:
     assert stop_asked() is None
 
 
-def test_what_earlier_attempts_left_is_kept_apart(tmp_path: Path) -> None:
+def test_files_of_earlier_attempts_are_kept_apart(tmp_path: Path) -> None:
     run = begin(tmp_path, **FLUSH, checkpoint__at_end=True)
     (run / "trace").mkdir()
     (run / "rank1.failure.json").write_text("{}")

@@ -46,7 +46,7 @@ def test_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ({"backend": "gloo"}, "GPUs where there are any, else cpu; gloo between them", False),
     ({"device": "cpu"}, "cpu; gloo between them", False), ({"backend": "nccl"}, "cuda; nccl between them", True),
     ({"device": "cuda:1"}, "cuda:1; nccl where each has a GPU, else gloo between them", True)])
-def test_what_is_known_of_devices_before_a_run(keys: dict[str, str], words: str, asks: bool, tmp_path: Path) -> None:
+def test_devices_known_before_a_run(keys: dict[str, str], words: str, asks: bool, tmp_path: Path) -> None:
     parallel = job_of(tmp_path).config.with_parallel(**keys).parallel
     assert parallel.devices == f"ranks compute on {words}"
     assert parallel.asks_for_gpus == asks

@@ -59,7 +59,7 @@ def test_the_delay_of_gradients_without_a_flush() -> None:
     assert "delay" not in explained(planned()).text(80)
 
 
-def test_what_crosses_the_cuts() -> None:
+def test_tensors_that_cross_the_cuts() -> None:
     """A tensor that skips layers, another that needs no gradient."""
     made = made_profile()
     layers = list(made.layers)

@@ -128,7 +128,7 @@ def test_no_line_of_the_picture_is_longer_than_the_terminal(ranks: int, microbat
                 assert len(labels) == events, name
 
 
-def test_what_is_cut_is_said() -> None:
+def test_a_cut_picture_says_so() -> None:
     text = draw_text(made("gpipe", 2, 50), 80, colour=False)
     assert "cut at time 24 of 153: a wider terminal shows more, --format svg all" in text
     assert max(map(len, picture(text))) == 80

@@ -95,7 +95,7 @@ def test_tensors_of_all_kinds_arrive_as_leaves(ends: Ends, large: bool) -> None:
     assert received(right, F, wanted)[0].requires_grad, "as its receiver expects it"
 
 
-def test_what_is_sent_may_change_afterwards_and_what_arrived_is_kept_while_it_is_used(ends: Ends) -> None:
+def test_sent_tensors_may_change_and_received_ones_are_kept_while_used(ends: Ends) -> None:
     left, right = ends
     tensor = torch.zeros(INLINE_BYTES)
     kept = []
@@ -188,7 +188,7 @@ def test_other_shapes_than_expected_are_a_defect(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("unread", [False, True])
-def test_what_was_sent_before_the_end_is_received(ends: Ends, unread: bool) -> None:
+def test_messages_sent_before_the_end_are_received(ends: Ends, unread: bool) -> None:
     left, right = ends
     if unread:
         right.send(0, B, [torch.ones(1)])  # after which the kernel reports the end before what was sent
@@ -220,7 +220,7 @@ def test_more_messages_than_a_socket_takes_are_sent_later(ends: Ends) -> None:
     HEAD.pack(0, 0, 26, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0, 0, 0) + b'[[[-4], "float32", false]]',
     HEAD.pack(0, 0, 25, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0, 0, 0) + b'[[[4], "float31", false]]',
     HEAD.pack(9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)])
-def test_what_is_no_message_ends_the_link(message: bytes) -> None:
+def test_an_invalid_message_ends_the_link(message: bytes) -> None:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link = SharedMemoryLink(1, left)
     right.send(message)

@@ -28,7 +28,7 @@ def test_tensors_change_hands_without_a_copy() -> None:
     right.finish()
 
 
-def test_what_was_never_taken_is_named_where_it_lies() -> None:
+def test_messages_never_received_are_named() -> None:
     room: Mailbox = {}
     left, right = InProcessTransport(0, room), InProcessTransport(1, room)
     left.send(1, TransferKey("F", 1, 0), [torch.zeros(1)])

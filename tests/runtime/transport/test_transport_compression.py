@@ -47,7 +47,7 @@ def compression(codecs: str | list[str] = "int8", stages: int = 4) -> Compressio
        dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64,
                               torch.bool]))
 @settings(deadline=None, max_examples=60)
-def test_what_travels_is_what_its_spec_says_and_smaller(shape: list[int], name: str, dtype: torch.dtype) -> None:
+def test_compressed_tensors_match_their_spec_and_are_smaller(shape: list[int], name: str, dtype: torch.dtype) -> None:
     codec, tensor = CODECS[name], torch.ones(shape, dtype=dtype)
     wire = codec.wire(TensorSpec.from_tensor(tensor))
     if wire is None:
@@ -81,7 +81,7 @@ def test_bf16_rounds_to_the_nearest() -> None:
 
 @pytest.mark.parametrize("name", sorted(CODECS))
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_visible_and_harms_no_other_row(name: str, wrong: float) -> None:
+def test_values_that_are_not_finite_stay_so_and_change_no_other_row(name: str, wrong: float) -> None:
     tensor = randn(3, 2, 300)
     tensor[1, 0, 200] = wrong
     decoded = carried(CODECS[name], tensor)
@@ -155,7 +155,7 @@ def test_every_tensor_is_rounded_by_a_chance_of_its_own() -> None:
     assert coded(*cases[0]) == coded(*cases[0])
 
 
-def test_what_is_sent_is_left_alone() -> None:
+def test_sending_does_not_change_the_tensor() -> None:
     used, gradient = compression(), randn(3, 16)
     before = gradient.clone()
     for number in range(3):
