@@ -10,9 +10,11 @@ import sys
 from collections import Counter
 from dataclasses import fields
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from public_names import INSIDES_IMPORTED, insides_imported, names_imported, public_names
 
 from vpipe import Asynchronous, Cut, Execution, Order, Pipeline, Plan, Precision, Transfers, Update
 from vpipe.accelerator import KINDS
@@ -225,6 +227,43 @@ def test_imports_are_found_wherever_they_stand() -> None:
     assert imported(source) == {"torch.nn", "vpipe.Model", "vpipe.errors.UserError", "vpipe.schedules",
                                 "vpipe.app.data.local_corpus"}
     assert rooms_imported(source) == {"__init__", "errors", "schedules", "app.data"}
+
+
+MOST_PUBLIC_NAMES = 60
+
+
+def test_what_stands_on_the_library_imports_its_public_names_alone() -> None:
+    found, listed = insides_imported(), INSIDES_IMPORTED.read_text().split()
+    assert set(found) <= set(listed), "import public names; where one is missing, give the library one"
+    assert found == listed, "fewer are left: run python tests/public_names.py, which writes the list anew"
+
+
+def test_the_public_names_are_few_and_are_there() -> None:
+    names = public_names()
+    assert len(names) <= MOST_PUBLIC_NAMES
+    for name in names:
+        module, _, own = name.rpartition(".")
+        assert getattr(import_module(module), own) is not None
+
+
+def test_imported_names_are_found_in_programs_and_pages() -> None:
+    source = "import vpipe\nfrom vpipe import Model, Cut  # both\ndef f():\n    from vpipe.schedules import (\n" \
+             "        Action,\n        build as made,\n    )\nimport vpipe.plan.plan as plan"
+    assert names_imported(source) == {"vpipe", "vpipe.Model", "vpipe.Cut", "vpipe.schedules.Action",
+                                      "vpipe.schedules.build", "vpipe.plan.plan"}
+
+
+STILL_LOADED = {"vpipe.extras", "vpipe.extras.orion", "vpipe.extras.orion.scheduler"}
+"""What Pipeline loads of other tiers, to be counted down to none."""
+
+
+def test_importing_vpipe_loads_the_library_alone_and_no_torch() -> None:
+    code = ("import sys, vpipe\n"
+            "assert 'torch' not in sys.modules\n"
+            "vpipe.Pipeline\n"
+            "print(*(name for name in sys.modules if name.startswith(('vpipe.app', 'vpipe.extras', 'vpipe.testing'))))")
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+    assert set(loaded.stdout.split()) == STILL_LOADED
 
 
 def test_checking_and_drawing_a_schedule_does_not_import_torch() -> None:
