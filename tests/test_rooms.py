@@ -116,7 +116,7 @@ VIOLATIONS: dict[str, set[str]] = {
     "app/commands/train.py": {"extras.orion"},
     "app/config/config.py": {"extras.legacy"},
     "app/data/synthetic.py": {"extras.translation"},
-    "app/data/text.py": {"extras.bert_hdf5", "extras.catalogues"},
+    "app/data/text.py": {"extras.catalogues"},
     "app/launch/rank_env.py": {"extras.orion"},
     "app/launch/rank_main.py": {"extras.comparison", "extras.generation"},
     "app/train/headline.py": {"extras.translation"},

@@ -11,9 +11,8 @@ import torch
 from tokenizers import Tokenizer
 
 from vpipe.app.data.dataset import Dataset, DatasetSettings
-from vpipe.app.data.text import BertTextSettings, bert_text, build_bert, prepare_text, split_documents, text
+from vpipe.app.data.text import BertTextSettings, bert_text, prepare_text, split_documents, text
 from vpipe.errors import UserError
-from vpipe.extras.bert_hdf5.shards import BertHdf5
 
 PREPARE = """
 import sys, time
@@ -159,42 +158,6 @@ def test_an_unwritable_cache_is_an_error(wanted: BertTextSettings, tmp_path: Pat
     with pytest.raises(UserError, match=r"preparing data in .*taken failed") as caught:
         prepare_text(wanted, tmp_path / "taken")
     assert "dataset.cache_directory" in str(caught.value)
-
-
-def test_shards_hold_the_samples_that_the_text_data_set_has(wanted: BertTextSettings, tmp_path: Path) -> None:
-    facts = build_bert(wanted, tmp_path / "out", samples_per_shard=50)
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"training_00000.hdf5", "training_00001.hdf5", "test_00000.hdf5", "tokenizer.json", "manifest.json"} <= names
-    assert not (tmp_path / "out.new").exists()
-    dataset = BertHdf5(tmp_path / "out")
-    cache = prepare_text(wanted, tmp_path / "cache")
-    assert facts["counts"] == cache.manifest["counts"]
-    assert dataset.vocab_size == facts["vocab_size"] == 120
-    assert dataset.samples("train") == facts["counts"]["train_samples"]
-    for split in ("train", "test"):
-        rows = [tuple(row) for batch in dataset.batches(split, 1, seed=0) for row in batch["input_ids"].tolist()]
-        assert sorted(rows) == sorted(map(tuple, cache.array(split, "input_ids").tolist()))
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert set(manifest["files"]) == names - {"manifest.json"}
-
-
-def test_an_empty_folder_is_filled_and_a_full_one_refused(wanted: BertTextSettings, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    build_bert(wanted, out)
-    with pytest.raises(UserError, match=r"the output folder .*out holds 4 entries") as caught:
-        build_bert(wanted, out)
-    assert "hint: name a new or an empty folder, or remove this one" in str(caught.value)
-    with pytest.raises(UserError, match=r"manifest\.json is a file"):
-        build_bert(wanted, out / "manifest.json")
-    with pytest.raises(UserError, match="samples_per_shard is 0"):
-        build_bert(wanted, tmp_path / "other", samples_per_shard=0)
-
-
-def test_nothing_is_left_when_the_text_is_at_fault(wanted: BertTextSettings, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere does not exist"):
-        build_bert(replace(wanted, text=tmp_path / "nowhere"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_messages_of_programs_are_text_in_a_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 BERT's samples are made of documents, split, tokenizer, pairs. The cache directory keeps them as mapped arrays:
 
     bert-<key>/  manifest.json  tokenizer.json  train_input_ids.npy  ...  test_next_sentence_labels.npy
-
-``vpipe data build-bert`` writes the same samples as HDF5 shards.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -29,10 +26,10 @@ from vpipe.app.data.bert_samples import (
     default_max_predictions,
     make_samples,
 )
-from vpipe.app.data.cache import CachedFolder, cached_folder, file_state, file_states, write_manifest
+from vpipe.app.data.cache import CachedFolder, cached_folder, file_state, file_states
 from vpipe.app.data.corpus import Corpus, Document, token_dataset
 from vpipe.app.data.dataset import SPLITS, Dataset, DatasetSettings, Split
-from vpipe.app.data.epoch import Array, first_samples, for_language_model, seeded_generator
+from vpipe.app.data.epoch import Array, first_samples, for_language_model
 from vpipe.app.data.local_corpus import PROSE_PACKAGES, Sentences, machine_prose
 from vpipe.app.data.plain_text import read_blocks, read_documents, text_files
 from vpipe.app.data.registry import register_dataset
@@ -44,14 +41,12 @@ from vpipe.app.data.tokenizers import (
     train_wordpiece,
 )
 from vpipe.errors import UserError, counted, nearest
-from vpipe.extras.bert_hdf5.shards import write_shards
 from vpipe.extras.catalogues.catalogues import locale_folders, machine_catalogues, read_messages
 from vpipe.plugins import package_versions
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SAMPLES_PER_SHARD = 16384
 _FORMAT = 2  # raised when the same parameters come to mean other samples
 _TEST_SHARE = 20  # one document in so many is held out
 _FEWEST_DOCUMENTS = 4  # two a split: a random next passage comes from another document of the same split
@@ -184,34 +179,6 @@ def bert_text(settings: DatasetSettings) -> BertDataset:
     return BertDataset(cache.vocab_size, wanted.sequence_length, wanted.predictions,
                        first_samples({split: cache.samples(split) for split in SPLITS}, settings.samples),
                        lambda split, field: opened[split, field], cache.tokenizer_path)
-
-
-def build_bert(wanted: BertTextSettings, out: Path, *, samples_per_shard: int = SAMPLES_PER_SHARD) -> dict[str, Any]:
-    """Write ``training_00000.hdf5`` ..., ``test_00000.hdf5`` ..., ``tokenizer.json`` and ``manifest.json`` to ``out``.
-
-    ``out`` appears when it is complete and not before. Returns the manifest without the files: counts of
-    documents, sentences, words and samples under ``counts``, and ``vocab_size``. Raises :class:`UserError` when ``out``
-    holds anything, and for text that cannot work.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        entries = f"holds {sum(1 for _ in out.iterdir())} entries" if out.is_dir() else "is a file"
-        raise UserError(f"the output folder {out} {entries}", hint="name a new or an empty folder, or remove this one")
-    if samples_per_shard < 1:
-        raise UserError(f"samples_per_shard is {samples_per_shard}", hint="a shard holds at least 1 sample")
-    corpus = build_corpus(wanted)
-    growing = out.with_name(f"{out.name}.new")
-    shutil.rmtree(growing, ignore_errors=True)  # of a process that was killed
-    growing.mkdir(parents=True)
-    corpus.tokenizer.save(str(growing / "tokenizer.json"))
-    # Readers shuffle within a shard only; samples of one document should not all lie in one.
-    order = seeded_generator(wanted.seed).permutation(corpus.counts["train_samples"])
-    shuffled = {name: array[order] for name, array in corpus.samples["train"].items()}
-    write_shards(growing, "training", shuffled, samples_per_shard)
-    write_shards(growing, "test", corpus.samples["test"], samples_per_shard)
-    facts = corpus.facts(wanted, "h5py")
-    write_manifest(growing, **facts)
-    growing.replace(out)
-    return facts
 
 
 def text_corpus(folder: Path | None, language: str | None = None) -> Corpus:
