@@ -7,9 +7,9 @@ import os
 import subprocess
 from typing import Any
 
+import fork_server
 import pytest
 import torch
-import zygote
 
 torch.set_num_threads(1)
 
@@ -28,26 +28,26 @@ def on_processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that the test starts need no import of torch: they come from a zygote, and are processes as ever."""
-    monkeypatch.setattr(subprocess, "Popen", zygote.Popen)
+    """Have the test's processes forked by a process that has imported torch; else they are processes as ever."""
+    monkeypatch.setattr(subprocess, "Popen", fork_server.Popen)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give the processes that share the tests one zygote: it imports torch while they collect the tests."""
-    node.workerinput["zygote"] = zygote.zygote().address
+    """Give the processes that share the tests one fork server: it imports torch while they collect the tests."""
+    node.workerinput["fork_server"] = fork_server.own().address
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take the zygote that is shared, if there is one."""
-    if shared := getattr(config, "workerinput", {}).get("zygote"):
-        os.environ[zygote.ADDRESS] = shared
+    """Take the fork server that is shared, if there is one."""
+    if shared := getattr(config, "workerinput", {}).get("fork_server"):
+        os.environ[fork_server.ADDRESS] = shared
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """See that no process of those that came from the zygote is left."""
-    if left := zygote.close(patience_s=10):
+    """See that no process of those that came from the fork server is left."""
+    if left := fork_server.close(patience_s=10):
         print(f"error: tests left processes behind: {left}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -1,4 +1,4 @@
-"""What the zygote does: it imports torch and vpipe, and forks the processes that are asked of it; see :mod:`zygote`.
+"""Import torch and vpipe, and fork the processes that are asked for; see :mod:`fork_server`.
 
 It has one thread and never trains: what is forked has seen neither gloo nor the threads of autograd.
 """
@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zygote import HOOK, Popen, exactly
+from fork_server import HOOK, Popen, exactly
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "numpy.random", "h5py", "vpipe", "vpipe.app.cli",
             "vpipe.app.launch.rank_main", "vpipe.app.train.loop", "vpipe.app.verify",
@@ -120,7 +120,7 @@ def become(request: Mapping[str, Any], files: Sequence[int]) -> None:
 
 def end(task: Callable[[], None]) -> NoReturn:
     """Do it, and end as Python does, but for taking the interpreter apart: that copies all memory shared with the
-    zygote, which takes half a second."""
+    fork server, which takes half a second."""
     try:
         try:
             task()

@@ -38,7 +38,7 @@ EXPONENT = 0.12
 
 
 @dataclass(frozen=True)
-class Course:
+class Setting:
     """Runs that differ in learning rate, length and seed only; see :class:`Run`."""
 
     semantics: str
@@ -59,14 +59,14 @@ class Course:
             self.semantics == FLUSH or (self.semantics == PIPEDREAM and self.correction == "extrapolate"))
 
     @property
-    def family(self) -> Course:
-        """Of a course that decides nothing, the one that chooses its learning rate, with 16 sequences on 8 devices."""
+    def family(self) -> Setting:
+        """Of a setting that decides nothing, the one that chooses its learning rate, with 16 sequences on 8 devices."""
         return self if self.core else replace(self, batch=16, stages=8 if self.stages else 0)
 
     def grid(self, losses: Losses) -> list[Run]:
         """Return the runs that choose the learning rate: three; more as long as the best one is at the edge.
 
-        A course that decides nothing takes the rate of its family, half of it for a batch below 8; none before that
+        A setting that decides nothing takes the rate of its family, half of it for a batch below 8; none before that
         one is chosen.
         """
         if self.family != self:
@@ -123,10 +123,10 @@ class Arm:
         return self.schedule in SYNCHRONOUS
 
     @property
-    def course(self) -> Course:
+    def setting(self) -> Setting:
         """What its losses depend on."""
         semantics = FLUSH if self.synchronous else EVERY_MICROBATCH if self.every else self.schedule
-        return Course(semantics, 0 if semantics in (FLUSH, TWO_BW) else self.depth, self.batch, self.optimizer,
+        return Setting(semantics, 0 if semantics in (FLUSH, TWO_BW) else self.depth, self.batch, self.optimizer,
                       self.correction)
 
     @property
@@ -159,25 +159,25 @@ def arms() -> list[Arm]:
     return found
 
 
-def courses(chosen: list[Arm]) -> list[Course]:
-    """Without repetition, in the order of the arms: the synchronous course before those with the same batch."""
-    return list(dict.fromkeys(arm.course for arm in chosen))
+def settings(chosen: list[Arm]) -> list[Setting]:
+    """Without repetition, in the order of the arms: the synchronous setting before those with the same batch."""
+    return list(dict.fromkeys(arm.setting for arm in chosen))
 
 
-def best_synchronous(losses: Losses, depth: int) -> Course | None:
-    """Return the course that sets L*: the lowest mean loss at N of a synchronous arm on ``depth`` devices, so far.
+def best_synchronous(losses: Losses, depth: int) -> Setting | None:
+    """Return the setting that sets L*: the lowest mean loss at N of a synchronous arm on ``depth`` devices, so far.
 
     Of all seeds, where any arm has them all; None before the first run.
     """
-    own = courses([arm for arm in arms() if arm.synchronous and arm.depth == depth])
+    own = settings([arm for arm in arms() if arm.synchronous and arm.depth == depth])
     for least in (SEEDS, FEW, 1):
-        means = {course: mean for course in own if (mean := course.mean(losses, 1.0, least)) is not None}
+        means = {setting: mean for setting in own if (mean := setting.mean(losses, 1.0, least)) is not None}
         if means:
             return min(means, key=means.__getitem__)
     return None
 
 
-def reaching(losses: Losses, course: Course, best: Course, count: int = FEW) -> tuple[float | None, list[Run]]:
+def reaching(losses: Losses, setting: Setting, best: Setting, count: int = FEW) -> tuple[float | None, list[Run]]:
     """Find the length of run of which the mean loss is that of ``best`` at N.
 
     The loss falls as a power of the length; the power comes from the two lengths whose losses are nearest to that one.
@@ -189,17 +189,17 @@ def reaching(losses: Losses, course: Course, best: Course, count: int = FEW) -> 
         The length in N, at most :data:`NEAR` from one that was run; None if it is not known or above :data:`LONGEST`.
         And the runs to do next; none when it is known.
     """
-    if course.rate(losses) is None:
-        return None, course.grid(losses)
+    if setting.rate(losses) is None:
+        return None, setting.grid(losses)
     target = best.mean(losses, 1.0, count, count)
     if target is None:
         return None, best.seeds(losses, 1.0, count)
     means: dict[float, float] = {}
     length = 1.0
     while True:
-        mean = course.mean(losses, length, count, count)
+        mean = setting.mean(losses, length, count, count)
         if mean is None:
-            return None, course.seeds(losses, length, count)
+            return None, setting.seeds(losses, length, count)
         means[length] = mean
         nearest = sorted(means, key=lambda each: abs(means[each] / target - 1))[:2]
         power = EXPONENT
@@ -224,8 +224,8 @@ def contenders(losses: Losses, depth: int, update_s: UpdateTime, within: float =
     assert best is not None
     times: dict[Arm, float] = {}
     for arm in arms():
-        if arm.depth == depth and arm.course.core and (length := reaching(losses, arm.course, best)[0]) is not None:
-            times[arm] = arm.course.run(0.0, length).updates * update_s(arm)
+        if arm.depth == depth and arm.setting.core and (length := reaching(losses, arm.setting, best)[0]) is not None:
+            times[arm] = arm.setting.run(0.0, length).updates * update_s(arm)
     groups = ([arm for arm in times if arm.schedule == "1f1b"], [arm for arm in times if arm.synchronous],
               [arm for arm in times if not arm.synchronous])
     firsts = [sorted(group, key=times.__getitem__)[:2] for group in groups]
@@ -248,47 +248,47 @@ def plan(losses: Losses, update_s: UpdateTime) -> Iterator[Run]:
 
 
 def _wanted(losses: Losses, update_s: UpdateTime) -> Iterator[Run]:
-    core = courses([arm for arm in arms() if arm.course.core])
-    for course in core:
-        yield course.grid(losses)[1]
-    for course in core:
-        yield from course.grid(losses)
+    core = settings([arm for arm in arms() if arm.setting.core])
+    for setting in core:
+        yield setting.grid(losses)[1]
+    for setting in core:
+        yield from setting.grid(losses)
     for seed in range(FEW):  # all arms with the same seeds: pairs
-        for course in core:
-            yield from course.seeds(losses)[seed:seed + 1]
-    if all(course.mean(losses, 1.0, FEW, FEW) is not None for course in core):
+        for setting in core:
+            yield from setting.seeds(losses)[seed:seed + 1]
+    if all(setting.mean(losses, 1.0, FEW, FEW) is not None for setting in core):
         yield from _decisive(losses, update_s)
-    rest = sorted(courses(arms()), key=lambda course: course.family != course)  # those that choose rates first
-    for course in rest:
-        yield from course.grid(losses)[1:2]
-    for course in rest:
-        yield from course.grid(losses)
+    rest = sorted(settings(arms()), key=lambda setting: setting.family != setting)  # those that choose rates first
+    for setting in rest:
+        yield from setting.grid(losses)[1:2]
+    for setting in rest:
+        yield from setting.grid(losses)
 
 
 def _decisive(losses: Losses, update_s: UpdateTime) -> Iterator[Run]:
     """Yield what decides the gates once all arms have a few seeds."""
     for depth in DEPTHS:
-        mine = [arm for arm in arms() if arm.depth == depth and arm.course.core]
-        means = {arm.course: arm.course.mean(losses, 1.0, SEEDS) or arm.course.mean(losses, 1.0, FEW, FEW) or 0.0
+        mine = [arm for arm in arms() if arm.depth == depth and arm.setting.core]
+        means = {arm.setting: arm.setting.mean(losses, 1.0, SEEDS) or arm.setting.mean(losses, 1.0, FEW, FEW) or 0.0
                  for arm in mine if arm.synchronous}
-        for course, mean in means.items():
+        for setting, mean in means.items():
             if mean <= CLOSE * min(means.values()):
-                yield from course.seeds(losses)
+                yield from setting.seeds(losses)
         best = best_synchronous(losses, depth)
         assert best is not None
-        left = [run for arm in mine for run in reaching(losses, arm.course, best)[1]]
+        left = [run for arm in mine for run in reaching(losses, arm.setting, best)[1]]
         yield from left
         if all(run in losses for run in left):
             for arm in contenders(losses, depth, update_s):
-                yield from arm.course.seeds(losses)
-                yield from arm.same_batch.course.seeds(losses)
+                yield from arm.setting.seeds(losses)
+                yield from arm.same_batch.setting.seeds(losses)
             for arm in contenders(losses, depth, update_s, CLOSE_TIME):
-                yield from reaching(losses, arm.course, best, SOME)[1]
+                yield from reaching(losses, arm.setting, best, SOME)[1]
 
 
 def quick() -> list[Run]:
     """A quarter of N, the middle learning rates: the direction, in ten minutes."""
-    return [Course(semantics, stages, batch, optimizer, correction).run(CENTRE[optimizer] / (2 if batch < 8 else 1),
+    return [Setting(semantics, stages, batch, optimizer, correction).run(CENTRE[optimizer] / (2 if batch < 8 else 1),
                                                                         0.25, seed)
             for seed in range(2) for semantics, stages, batch, optimizer, correction in (
                 (FLUSH, 0, 16, "muon", "none"), (PIPEDREAM, 8, 16, "muon", "extrapolate"),

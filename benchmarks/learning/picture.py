@@ -100,7 +100,7 @@ def _panel(results: Results, depth: int, x: float) -> Iterator[str]:
 
 def _curve(results: Results, arm: Arm) -> list[tuple[float, float]]:
     """Return (seconds, loss) of the run of N with the first seed, smoothed over three points."""
-    runs = arm.course.seeds(results.losses, count=1)
+    runs = arm.setting.seeds(results.losses, count=1)
     if not runs or runs[0] not in results.rows:
         return []
     losses: list[float] = results.rows[runs[0]]["curve"]
@@ -131,7 +131,7 @@ def _fastest(results: Results, highlight: Highlight, depth: int) -> Arm | None:
     target = results.targets[depth]
 
     def time_s(arm: Arm) -> float:
-        known, mean = results.to_target_s(arm), arm.course.mean(results.losses)
+        known, mean = results.to_target_s(arm), arm.setting.mean(results.losses)
         if known is not None or target is None or mean is None:
             return known or math.inf
         return results.time_s(arm) * (mean / target) ** (1 / EXPONENT)

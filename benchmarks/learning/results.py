@@ -48,34 +48,34 @@ class Results:
 
     def seeds(self, arm: Arm) -> int:
         """How many are done at N."""
-        return sum(run in self.losses for run in arm.course.seeds(self.losses))
+        return sum(run in self.losses for run in arm.setting.seeds(self.losses))
 
     def loss(self, arm: Arm) -> float | None:
         """Mean loss at N of the seeds that are done; of the best learning rate so far, while it is not chosen."""
-        tried = [self.losses[run] for run in arm.course.grid(self.losses) if run in self.losses]
-        return arm.course.mean(self.losses) or min(tried, default=None)
+        tried = [self.losses[run] for run in arm.setting.grid(self.losses) if run in self.losses]
+        return arm.setting.mean(self.losses) or min(tried, default=None)
 
     def _count(self, arm: Arm) -> int:
         return SOME if arm in self.contenders else FEW
 
     def time_s(self, arm: Arm, length: float = 1.0, step: float = 1.0) -> float:
         """Simulated seconds of a run, where an optimizer's step takes ``step`` times S."""
-        return arm.course.run(0.0, length).updates * update_s(arm, step)
+        return arm.setting.run(0.0, length).updates * update_s(arm, step)
 
     def length(self, arm: Arm) -> float | None:
         """The length of run that reaches L*, in N: of more seeds for a contender."""
         best = self.best[arm.depth]
-        if best is None or not arm.course.core:
+        if best is None or not arm.setting.core:
             return None
         if arm not in self._lengths:
-            length, left = reaching(self.losses, arm.course, best, self._count(arm))
+            length, left = reaching(self.losses, arm.setting, best, self._count(arm))
             self._lengths[arm] = None if left else length
         return self._lengths[arm]
 
     def open(self, arm: Arm) -> bool:
         """Whether that is not known yet."""
         best = self.best[arm.depth]
-        return best is None or bool(reaching(self.losses, arm.course, best, self._count(arm))[1])
+        return best is None or bool(reaching(self.losses, arm.setting, best, self._count(arm))[1])
 
     def to_target_s(self, arm: Arm, step: float = 1.0) -> float | None:
         """Simulated seconds of that run, where an optimizer's step takes ``step`` times S."""
@@ -84,7 +84,7 @@ class Results:
 
     def gaps(self, arm: Arm) -> list[float]:
         """Relative differences to the synchronous arm with the same batch and optimizer at N, by seed."""
-        own = arm.course.seeds(self.losses)
-        other = arm.same_batch.course.seeds(self.losses)
+        own = arm.setting.seeds(self.losses)
+        other = arm.same_batch.setting.seeds(self.losses)
         return [self.losses[mine] / self.losses[its] - 1 for mine, its in zip(own, other, strict=False)
                 if mine in self.losses and its in self.losses]

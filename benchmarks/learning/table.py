@@ -32,9 +32,9 @@ def arm_table(results: Results, depth: int) -> Iterator[str]:
     found = [(mean, arm) for arm in arms() if arm.depth == depth and (mean := results.loss(arm)) is not None]
     base = min((results.time_s(arm) for mean, arm in found if arm.synchronous and mean == target), default=1.0)
     for mean, arm in sorted(found, key=lambda pair: (pair[0], results.time_s(pair[1]))):
-        runs, chosen = arm.course.family.grid(results.losses), arm.course.family.rate(results.losses)
+        runs, chosen = arm.setting.family.grid(results.losses), arm.setting.family.rate(results.losses)
         edge = "*" if chosen in (runs[0].learning_rate, runs[-1].learning_rate) else ""
-        rate = arm.course.rate(results.losses)
+        rate = arm.setting.rate(results.losses)
         if rate is None:
             rate = min((run for run in runs if run in results.losses), key=results.losses.__getitem__).learning_rate
             edge = "?"
@@ -42,7 +42,8 @@ def arm_table(results: Results, depth: int) -> Iterator[str]:
         gap = "" if arm.synchronous or not gaps else f"{100 * fmean(gaps):+.1f} %"
         length = results.length(arm)
         few = "" if arm in results.contenders else "~"
-        at = f"{few}{length:.2f} N" if length else f"> {LONGEST} N" if arm.course.core and not results.open(arm) else ""
+        longer = f"> {LONGEST} N" if arm.setting.core and not results.open(arm) else ""
+        at = f"{few}{length:.2f} N" if length else longer
         yield (f"| {label(arm)} | {rate:g}{edge} | {mean:.4f} | {results.seeds(arm)} | {gap} | "
                f"{update_s(arm) / unit:.1f} | {results.time_s(arm) / base:.2f} | {at} | "
                f"{'' if reached is None else f'{reached / base:.2f}'} |")
@@ -60,7 +61,7 @@ def label(arm: Arm) -> str:
 def verdicts(results: Results) -> Iterator[str]:
     """Yield a line for each gate and depth."""
     for depth in DEPTHS:
-        core = [arm for arm in arms() if arm.depth == depth and arm.course.core]
+        core = [arm for arm in arms() if arm.depth == depth and arm.setting.core]
         target, waiting = results.targets[depth], [arm for arm in core if results.open(arm)]
         yield f"\np = {depth}: L* = {'not known' if target is None else f'{target:.4f}'}\n"
         for name, limit, schedules in (("best 1F1B", TIME_1F1B, ("1f1b",)),
@@ -139,7 +140,7 @@ def emulated_table(results: Results, factors: Mapping[tuple[str, int], float]) -
     yield "| devices | schedule | measured / simulated | fastest arm | time to L*, simulated | with that overhead |"
     yield "|---|---|---:|---|---:|---:|"
     for (schedule, depth), factor in sorted(factors.items(), key=lambda item: (-item[0][1], item[0][0])):
-        best = _fastest(results, [arm for arm in arms() if arm.depth == depth and arm.course.core
+        best = _fastest(results, [arm for arm in arms() if arm.depth == depth and arm.setting.core
                                   and arm.schedule == schedule])
         if best is not None:
             yield (f"| {depth} | {schedule} | {factor:.3f} | {label(best[1])} | {best[0]:.2f} s | "

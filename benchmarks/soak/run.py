@@ -23,11 +23,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 sys.path.append(str(Path(__file__).parent.parent / "throughput"))
 
 import torch
-from course import courses
-from cycle import INJURIES, Cycles, Figures
+from injuries import INJURIES, Figures, Injuries
+from long_run import long_runs
 from machine import description
-from marathon import Marathon
 from processes import adopt_orphans, bury, end_all, take_one_core
+from undisturbed import UndisturbedRun
 
 MOST_DIFFERENCES = 5
 
@@ -39,30 +39,30 @@ def soak(folder: Path, minutes: float, seed: int) -> bool:
     torch.set_num_threads(1)
     adopt_orphans()
     print(f"soak of {minutes:g} minutes, seed {seed}, on core {core}, in {folder}", flush=True)
-    marathon = Marathon(folder, seed)
+    undisturbed = UndisturbedRun(folder, seed)
 
     def say(text: str) -> None:
         minute, second = divmod(int(time.monotonic() - began), 60)
-        print(f"{minute:3d}:{second:02d} {figures.counts['lives']:4d}  {text}", flush=True)
+        print(f"{minute:3d}:{second:02d} {figures.counts['launches']:4d}  {text}", flush=True)
 
     def tell(text: str) -> None:
-        bury(marathon.pids())
-        marathon.sample()
-        say(f"{text}  [{marathon.words()}]")
+        bury(undisturbed.pids())
+        undisturbed.sample()
+        say(f"{text}  [{undisturbed.words()}]")
 
     deal = dealer(draw)
     while time.monotonic() < until and len(figures.differences) < MOST_DIFFERENCES:
-        for course in draw.sample(made := courses(folder, draw), len(made)):
-            if time.monotonic() < until and not marathon.ended and len(figures.differences) < MOST_DIFFERENCES:
-                Cycles(course, draw, deal, figures, marathon.pids, tell).run(until)
-        if marathon.ended:
+        for long_run in draw.sample(made := long_runs(folder, draw), len(made)):
+            if time.monotonic() < until and not undisturbed.ended and len(figures.differences) < MOST_DIFFERENCES:
+                Injuries(long_run, draw, deal, figures, undisturbed.pids, tell).run(until)
+        if undisturbed.ended:
             break
     trained_s = time.monotonic() - began
-    figures.differences += marathon.growth() + marathon.end(300, say)
+    figures.differences += undisturbed.growth() + undisturbed.end(300, say)
     left = end_all()
     if left:
         figures.differences.append(f"{left} processes were left at the end")
-    print("\n".join(report(figures, marathon, minutes, seed, trained_s, time.monotonic() - began)), flush=True)
+    print("\n".join(report(figures, undisturbed, minutes, seed, trained_s, time.monotonic() - began)), flush=True)
     return not figures.differences
 
 
@@ -77,16 +77,17 @@ def dealer(draw: random.Random) -> Callable[[], str]:
     return lambda: next(cards)
 
 
-def report(figures: Figures, marathon: Marathon, minutes: float, seed: int, trained_s: float, all_s: float
+def report(figures: Figures, undisturbed: UndisturbedRun, minutes: float, seed: int, trained_s: float, all_s: float
            ) -> list[str]:
     """The figures as Markdown."""
     counts = figures.counts
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     cpu_s = sum(each.ru_utime + each.ru_stime for each in used)
     lines = ["", f"| what | in {trained_s / 60:.0f} minutes |", "|---|---:|"]
-    lines += [f"| {what} | {counts[what]} |" for what in ("lives", "resumes", "re-splits", "runs compared",
+    lines += [f"| {what} | {counts[what]} |" for what in ("launches", "resumes", "re-splits", "runs compared",
                                                           "steps compared")]
-    lines += [f"| marathon: steps | {marathon.course.steps} |", f"| cores used, on average | {cpu_s / all_s:.2f} |",
+    lines += [f"| undisturbed run: steps | {undisturbed.long_run.steps} |",
+              f"| cores used, on average | {cpu_s / all_s:.2f} |",
               f"| differences | {len(figures.differences)} |", "",
               "| injury | times | seconds until all processes had gone: median | most |", "|---|---:|---:|---:|"]
     for injury in INJURIES:
@@ -94,7 +95,7 @@ def report(figures: Figures, marathon: Marathon, minutes: float, seed: int, trai
         spent = f"{median(times):.1f} | {max(times):.1f}" if times else "- | -"
         lines.append(f"| {injury} | {max(counts[injury], len(times))} | {spent} |")
     command = f"python {' '.join(sys.argv)}: seed {seed}, {minutes:g} minutes"
-    return [*lines, "", *marathon.table(), "", description(), command, "",
+    return [*lines, "", *undisturbed.table(), "", description(), command, "",
             *(f"DIFFERENT: {what}" for what in figures.differences)]
 
 

@@ -21,7 +21,7 @@ CUTS = ((10, 8), (11, 7), (12, 6), (13, 5), (14, 4))
 QUARTERED = ((5, 6, 6, 1), (6, 5, 6, 1), (6, 6, 5, 1), (7, 6, 4, 1), (7, 5, 5, 1), (6, 5, 5, 2), (7, 4, 5, 2))
 
 
-def contest(only: str, precision: str) -> list[Entrant]:
+def matching(only: str, precision: str) -> list[Entrant]:
     """Those whose names match; vpipe's and the others alternate."""
     field = list(plain_entrants(precision))
     for m in sorted({*STREAMED, *MICROBATCHES}):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from entrant import Entrant
-from field import contest, cuts
+from field import cuts, matching
 from machine import description
 from precision import BF16, FP32
 from processes import GROUPS, RANKS, worlds
@@ -67,7 +67,7 @@ def measured(field: list[Entrant], malloc: str, rounds: int, steps: int) -> list
 def main() -> None:
     """As the parent: start the ranks and print what they measured. As a rank: work."""
     options = arguments()
-    field = (cuts if options.cuts else contest)(options.only, options.precision)
+    field = (cuts if options.cuts else matching)(options.only, options.precision)
     if not field:
         raise SystemExit(f"no entrant's name matches '{options.only}'")
     if GROUPS in os.environ:

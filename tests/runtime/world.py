@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import Popen
 from rank_process import REPLIES
-from zygote import Popen
 
 JOB_S = 60.0
 """A job takes a second; this long means that it hangs."""

@@ -1,4 +1,4 @@
-"""Cells, carried out in the background, several at a time; a test that is marked with one waits for it."""
+"""Failures of runs, made in the background, several at a time; a test that is marked with one waits for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cells import Cell, Ended, Run
+from failures import Ended, Failure, Run
 
 AT_ONCE = 4
 """Runs at a time: they wait for each other more than they compute."""
@@ -53,46 +53,47 @@ class Bench:
 # -- jobs ----------------------------------------------------------------------------------------------
 
 
-def whole(cell: Cell, folder: Path) -> Run:
+def whole(failure: Failure, folder: Path) -> Run:
     """A run to which nothing happens."""
-    run = Run(folder, cell)
+    run = Run(folder, failure)
     ended = run.begin()
     assert ended.status == 0, ended.err
     return run
 
 
-def failed_and_resumed(cell: Cell, folder: Path) -> Outcome:
-    run = Run(folder, cell)
+def failed_and_resumed(failure: Failure, folder: Path) -> Outcome:
+    run = Run(folder, failure)
     ended = run.begin()
     assert run.fired is not None, ended.err
     return run, ended, run.ended_at - run.fired, run.go_on()
 
 
-# -- how a test names its cell, and what it sees of it -------------------------------------------------
+# -- how a test names its failure, and what it sees of it -------------------------------------------------
 
 
-def cell(do: str, schedule: str, moment: str, rank: int, **more: Any) -> Cell:
+def failure(do: str, schedule: str, moment: str, rank: int, **more: Any) -> Failure:
     what, count = MOMENTS[schedule][moment]
-    return Cell(schedule, {"rank": rank, "moment": what, "count": count, "do": do}, **more)
+    return Failure(schedule, {"rank": rank, "moment": what, "count": count, "do": do}, **more)
 
 
-def cells(do: str, places: list[Place], **more: Any) -> Any:
+def failures_at(do: str, places: list[Place], **more: Any) -> Any:
     return pytest.mark.parametrize("place", [
-        pytest.param(place, id="-".join(map(str, place)), marks=alone(cell(do, *place, **more))) for place in places])
+        pytest.param(place, id="-".join(map(str, place)), marks=alone(failure(do, *place, **more)))
+        for place in places])
 
 
-def alone(cell: Cell) -> pytest.MarkDecorator:
-    """Marks the test that looks at a cell."""
-    return pytest.mark.cell(failed_and_resumed, cell)
+def alone(failure: Failure) -> pytest.MarkDecorator:
+    """Marks the test that looks at a failure."""
+    return pytest.mark.failure(failed_and_resumed, failure)
 
 
 def both(do: str, **more: Any) -> pytest.MarkDecorator:
     """One of each schedule."""
     return pytest.mark.parametrize("schedule", [
-        pytest.param(schedule, marks=alone(cell(do, schedule, "warm-up", 2, **more))) for schedule in MOMENTS])
+        pytest.param(schedule, marks=alone(failure(do, schedule, "warm-up", 2, **more))) for schedule in MOMENTS])
 
 
 def check_resumed(run: Run, resumed: Ended, bench: Bench) -> None:
     """It equals the run of its schedule to which nothing happened."""
     assert resumed.status == 0, resumed.err
-    run.check_equals(bench.result(run.cell.schedule))
+    run.check_equals(bench.result(run.failure.schedule))

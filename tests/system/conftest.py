@@ -1,4 +1,4 @@
-"""What the tests of whole systems share: hosts and clusters of one's own, or a reason why there are none, and cells."""
+"""Give the tests of whole systems hosts and clusters, or the reason why there are none, and failures of runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hosts import Hosts, missing
 if TYPE_CHECKING:
     from bench import Bench, Outcome
 
-pytest.register_assert_rewrite("bench", "cells")
+pytest.register_assert_rewrite("bench", "failures")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,15 +50,15 @@ def cluster(possible: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session")
 def bench(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Bench]:
-    """With the cells of all chosen tests at work."""
+    """With the failures of all chosen tests at work."""
     from bench import MOMENTS, Bench, whole
-    from cells import Cell
+    from failures import Failure
 
-    bench = Bench(tmp_path_factory.mktemp("cells"))
+    bench = Bench(tmp_path_factory.mktemp("failures"))
     for schedule in MOMENTS:
-        bench.begin(schedule, partial(whole, Cell(schedule)))
+        bench.begin(schedule, partial(whole, Failure(schedule)))
     for item in request.session.items:
-        for mark in item.iter_markers("cell"):
+        for mark in item.iter_markers("failure"):
             bench.begin(item.nodeid, partial(*mark.args))
     yield bench
     bench.close()
@@ -66,5 +66,5 @@ def bench(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 @pytest.fixture
 def outcome(bench: Bench, request: pytest.FixtureRequest) -> Outcome:
-    """Of the test's cell."""
+    """Of the test's failure."""
     return bench.result(request.node.nodeid)

@@ -7,8 +7,8 @@ import re
 import signal
 
 import pytest
-from bench import MOMENTS, SOON_S, Bench, Outcome, Place, alone, both, cell, cells, check_resumed
-from cells import RANKS, TIMEOUT_S, Cell
+from bench import MOMENTS, SOON_S, Bench, Outcome, Place, alone, both, check_resumed, failure, failures_at
+from failures import RANKS, TIMEOUT_S, Failure
 from small_run import oracle
 
 from vpipe.app.config.config import load_config
@@ -24,7 +24,7 @@ OUT_OF_MEMORY = [("1f1b" if number % 2 else "pipedream", moment, (number + 1) % 
                  for number, moment in enumerate(PLACES) if moment != "write"]
 
 
-@cells("kill", KILLED)
+@failures_at("kill", KILLED)
 def test_a_killed_rank(place: Place, outcome: Outcome, bench: Bench) -> None:
     run, ended, seconds, resumed = outcome
     rank = place[2]
@@ -36,7 +36,7 @@ def test_a_killed_rank(place: Place, outcome: Outcome, bench: Bench) -> None:
     check_resumed(run, resumed, bench)
 
 
-@cells("stop", STOPPED)
+@failures_at("stop", STOPPED)
 def test_a_stopped_rank(place: Place, outcome: Outcome, bench: Bench) -> None:
     run, ended, seconds, resumed = outcome
     rank = place[2]
@@ -47,7 +47,7 @@ def test_a_stopped_rank(place: Place, outcome: Outcome, bench: Bench) -> None:
     check_resumed(run, resumed, bench)
 
 
-@cells("memory", OUT_OF_MEMORY)
+@failures_at("memory", OUT_OF_MEMORY)
 def test_out_of_memory(place: Place, outcome: Outcome, bench: Bench) -> None:
     run, ended, seconds, resumed = outcome
     rank = place[2]
@@ -59,7 +59,7 @@ def test_out_of_memory(place: Place, outcome: Outcome, bench: Bench) -> None:
     check_resumed(run, resumed, bench)
 
 
-@alone(cell("kill", "1f1b", "commit", 0))
+@alone(failure("kill", "1f1b", "commit", 0))
 def test_killed_when_all_is_written_but_the_checkpoint_s_name(outcome: Outcome, bench: Bench) -> None:
     run, ended, _, resumed = outcome
     [error] = ended.errors
@@ -67,7 +67,7 @@ def test_killed_when_all_is_written_but_the_checkpoint_s_name(outcome: Outcome, 
     check_resumed(run, resumed, bench)
 
 
-@alone(cell("terminate", "pipedream", "steady", 1))
+@alone(failure("terminate", "pipedream", "steady", 1))
 def test_a_rank_that_is_asked_to_end(outcome: Outcome) -> None:
     """As SLURM asks: all leave off after the same step, and save. The pipeline runs empty there, once more than in a
     run that is not asked to."""
@@ -90,7 +90,7 @@ def test_the_runs_that_all_are_held_to(schedule: str, drained: tuple[int, ...], 
     run.check_tidy()
 
 
-@alone(Cell("1f1b", {"rank": 2, "moment": "forward", "count": 20, "do": "terminate"}))
+@alone(Failure("1f1b", {"rank": 2, "moment": "forward", "count": 20, "do": "terminate"}))
 def test_a_run_asked_to_end_where_it_would_have_evaluated_does_so_when_it_goes_on(outcome: Outcome,
                                                                                   bench: Bench) -> None:
     """After step 6: with a flush the pipeline is empty there anyway."""
@@ -100,7 +100,7 @@ def test_a_run_asked_to_end_where_it_would_have_evaluated_does_so_when_it_goes_o
     check_resumed(run, resumed, bench)
 
 
-@alone(cell("kill", "pipedream", "cooldown", 2, words=("--restarts", "1")))
+@alone(failure("kill", "pipedream", "cooldown", 2, words=("--restarts", "1")))
 def test_a_run_that_is_started_again_by_itself(outcome: Outcome, bench: Bench) -> None:
     run, ended, _, _ = outcome
     assert ended.status == 0, ended.err

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from bench import SOON_S, Bench, Outcome, alone, cell, check_resumed, whole
-from cells import Cell, Run
+from bench import SOON_S, Bench, Outcome, alone, check_resumed, failure, whole
+from failures import Failure, Run
 
 from vpipe.app.data.synthetic import synthetic_bert
 from vpipe.checkpoint.manifest import MANIFEST
@@ -28,7 +28,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", tmp_path], check=True, timeout=20)
 
 
-@alone(cell("host memory", "1f1b", "write", 2))
+@alone(failure("host memory", "1f1b", "write", 2))
 def test_out_of_memory_while_a_checkpoint_is_written(outcome: Outcome, bench: Bench) -> None:
     """Training goes on, and the next checkpoint is made."""
     run, ended, _, _ = outcome
@@ -39,7 +39,7 @@ def test_out_of_memory_while_a_checkpoint_is_written(outcome: Outcome, bench: Be
 
 def test_the_disk_is_full_for_a_while(disk: Path, tmp_path_factory: pytest.TempPathFactory, bench: Bench) -> None:
     """The checkpoint before stays, and training goes on; when there is room again, checkpoints are made again."""
-    run = Run(tmp_path_factory.mktemp("full") / "run", cell("fill for a while", "1f1b", "write", 1, config={
+    run = Run(tmp_path_factory.mktemp("full") / "run", failure("fill for a while", "1f1b", "write", 1, config={
         "checkpoint__directory": str(disk)}))
     ended = run.begin()
     assert ended.status == 0, ended.err
@@ -49,7 +49,7 @@ def test_the_disk_is_full_for_a_while(disk: Path, tmp_path_factory: pytest.TempP
 
 
 def test_the_disk_is_full_to_the_end(disk: Path, tmp_path_factory: pytest.TempPathFactory, bench: Bench) -> None:
-    run = Run(tmp_path_factory.mktemp("full") / "run", cell("fill", "1f1b", "write", 1, config={
+    run = Run(tmp_path_factory.mktemp("full") / "run", failure("fill", "1f1b", "write", 1, config={
         "checkpoint__directory": str(disk)}))
     ended = run.begin()
     assert ended.status == 1
@@ -110,15 +110,15 @@ def data_vanish(folder: Path) -> tuple[Outcome, Run]:
         write_shard(data / f"{name}.hdf5", {
             field: tensor[16 * shard:16 * (shard + 1)].numpy() for field, tensor in batch.items()})
     config = {"dataset__name": "bert_hdf5", "dataset__path": str(data)}
-    run = Run(folder / "run", Cell("1f1b", {"rank": 0, "moment": "forward", "count": 16, "do": "hide",
+    run = Run(folder / "run", Failure("1f1b", {"rank": 0, "moment": "forward", "count": 16, "do": "hide",
                                             "folder": str(data)}, config))
     ended = run.begin()
     assert run.fired is not None, ended.err
     (folder / "data.away").rename(data)
-    return (run, ended, run.ended_at - run.fired, run.go_on()), whole(Cell("1f1b", None, config), folder / "whole")
+    return (run, ended, run.ended_at - run.fired, run.go_on()), whole(Failure("1f1b", None, config), folder / "whole")
 
 
-@pytest.mark.cell.with_args(data_vanish)
+@pytest.mark.failure.with_args(data_vanish)
 def test_data_that_vanish(bench: Bench, request: pytest.FixtureRequest) -> None:
     (run, ended, seconds, resumed), other = bench.result(request.node.nodeid)
     assert ended.status == 1

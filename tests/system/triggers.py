@@ -1,4 +1,4 @@
-"""What goes wrong in a rank, at a moment of its training: armed in processes that the zygote forks.
+"""What goes wrong in a rank, at a moment of its training: armed in processes that the fork server forks.
 
 ``VPIPE_TEST_TRIGGER`` says it in JSON: which ``rank``, the ``moment``, its ``count`` among those of the rank, and what
 to ``do``. It comes once in a run: an attempt that goes on finds the note of it.
@@ -23,7 +23,7 @@ microbatch that the first stage was trained on."""
 
 
 def arm(program: str, arguments: list[str]) -> None:
-    """Called in every forked process; see :data:`zygote.HOOK`."""
+    """Called in every forked process; see :data:`fork_server.HOOK`."""
     if program != "vpipe.app.launch.rank_main":
         return
     rank, notes = int(os.environ["RANK"]), Path(os.environ[NOTES])

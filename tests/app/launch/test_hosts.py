@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
-import zygote
 from small_run import check_updates, losses, only_run, oracle, write_config
 
 from vpipe.app.cli import main
@@ -22,23 +22,23 @@ APPTAINER = """\
 echo "$RANK: $*" >> "$RECORD"
 while [ "${1%.sif}" = "$1" ]; do shift; done
 [ "$2" = python3 ] || exit 9
-exec "$PYTHON" -S "$ZYGOTE" "${@:3}"
+exec "$PYTHON" -S "$FORK_SERVER" "${@:3}"
 """
-FROM_ZYGOTE = '#!/bin/bash\nexec "$PYTHON" -S "$ZYGOTE" "$@"\n'
+FORKED = '#!/bin/bash\nexec "$PYTHON" -S "$FORK_SERVER" "$@"\n'
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, on ``hostA``."""
     (tmp_path / "bin").mkdir()
-    for name, text in (("ssh", SSH), ("apptainer", APPTAINER), ("from-zygote", FROM_ZYGOTE)):
+    for name, text in (("ssh", SSH), ("apptainer", APPTAINER), ("forked-python", FORKED)):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("RECORD", str(tmp_path / "record"))
     monkeypatch.setenv("PYTHON", sys.executable)
-    monkeypatch.setenv("ZYGOTE", zygote.__file__)
-    monkeypatch.setenv(zygote.ADDRESS, zygote.address())
+    monkeypatch.setenv("FORK_SERVER", fork_server.__file__)
+    monkeypatch.setenv(fork_server.ADDRESS, fork_server.address())
     for name in container.INSIDE:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hosts, "is_this_host", lambda name: name == "hostA")
@@ -77,7 +77,7 @@ def test_data_that_only_the_first_host_has(here: Path, capfd: pytest.CaptureFixt
     (here / "sizes.json").write_text('{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}')
     settings = ["machines=[hostA:0, hostB:0]", "parallel.master_address=127.0.0.1", "model.config_file=sizes.json",
                 "model.preset=null", f"launch.directory={here / 'elsewhere'}",
-                f"launch.python={here / 'bin' / 'from-zygote'}"]
+                f"launch.python={here / 'bin' / 'forked-python'}"]
     assert main(["train", str(config), *(part for text in settings for part in ("--set", text))]) == 2
     out, err = capfd.readouterr()
     run = only_run(here / "runs")

@@ -11,8 +11,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import fork_server
 import pytest
-import zygote
 from small_run import write_config
 from test_runs import FRAGILE
 from test_torchrun import BIN, SCONTROL, TORCHRUN, put_model
@@ -66,7 +66,8 @@ def told(folder: Path, starter: str, failure: str) -> str:
     if starter == "torchrun":
         train = [*TORCHRUN, "--master-port", port, "-m", "vpipe", "train", config]
     elif starter == "ssh":
-        for name, text in (("ssh", SSH), ("python", f'#!/bin/sh\nexec {sys.executable} -S {zygote.__file__} "$@"\n')):
+        python = f'#!/bin/sh\nexec {sys.executable} -S {fork_server.__file__} "$@"\n'
+        for name, text in (("ssh", SSH), ("python", python)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
         environment["PATH"] = f"{folder}:{environment['PATH']}"

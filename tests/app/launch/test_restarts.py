@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
-import zygote
 from small_run import check_updates, losses, only_run, oracle, write_config
 from test_run_ends import VPIPE, until
 from test_runs import FRAGILE
@@ -30,7 +30,7 @@ def rank(number: int, folder: Path) -> int:
     found: list[int] = []
 
     def there() -> bool:
-        found[:] = [pid for pid, environment in zygote.running().items()
+        found[:] = [pid for pid, environment in fork_server.running().items()
                     if environment.get("HERE") == str(folder) and environment.get("RANK") == str(number)]
         return bool(found)
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fork_server
 import pytest
-import zygote
 from small_run import only_run, write_config
 
 from vpipe.distributed.fault import Fault
@@ -50,7 +50,7 @@ class Launched:
         ssh.write_text('#!/bin/bash\nbash -c "${@: -1}"\n')
         ssh.chmod(0o755)
         python = ssh.with_name("python")
-        python.write_text(f'#!/bin/sh\nexec {sys.executable} -S {zygote.__file__} "$@"\n')
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} -S {fork_server.__file__} "$@"\n')
         python.chmod(0o755)
         more += ["--set", f"launch.python={python}"]
         self.path = f"{ssh.parent}:{os.environ['PATH']}"
@@ -60,7 +60,7 @@ class Launched:
         self.ranks: dict[int, int] = {}
 
     def find_ranks(self) -> bool:
-        self.ranks.update({int(environment["RANK"]): pid for pid, environment in zygote.running().items()
+        self.ranks.update({int(environment["RANK"]): pid for pid, environment in fork_server.running().items()
                            if environment["PATH"] == self.path and "RANK" in environment})
         return len(self.ranks) == 2
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import fork_server
 import pytest
-import zygote
 from small_run import write_config
 from stand_in_host import command as stand_in_command
 from test_run_ends import alive, until
@@ -69,13 +69,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "bin").mkdir()
     stand_in = Path(__file__).with_name("stand_in_host.py")
     for name, text in (("ssh", SSH),
-                       ("stand-in-python", f"#!/bin/sh\nexec {sys.executable} -S {zygote.__file__} {stand_in}\n"),
+                       ("stand-in-python", f"#!/bin/sh\nexec {sys.executable} -S {fork_server.__file__} {stand_in}\n"),
                        ("started-python", f"#!/bin/sh\nexec {sys.executable} {stand_in}\n")):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("RECORD", str(record))
-    monkeypatch.setenv(zygote.ADDRESS, zygote.address())
+    monkeypatch.setenv(fork_server.ADDRESS, fork_server.address())
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(hosts_module, "is_this_host", lambda name: name == "hostA")
@@ -86,7 +86,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def load(here: Path, *machines: str, **launch: object) -> Config:
-    """``python`` on the other hosts: agents from the zygote, behind a process that ssh has started."""
+    """``python`` on the other hosts: agents from the fork server, behind a process that ssh has started."""
     settings = {"python": str(here / "bin" / "stand-in-python"), **launch}
     return load_config(write_config(here, parallel__model_parallel_size=len(machines)), [
         f"machines=[{', '.join(machines)}]", "parallel.master_address=127.0.0.1",
@@ -250,7 +250,7 @@ def test_an_agent_whose_launcher_falls_silent_before_the_run_ends(here: Path, al
     program = here / "agent.py"
     program.write_text("import sys\nfrom vpipe.app.launch import remote_agent as agent\nagent.SILENT_S = 0.8\n"
                        "sys.exit(agent.main())\n")
-    with zygote.Popen([sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+    with fork_server.Popen([sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
         assert agent.stdin is not None
         assert agent.stdout is not None
         assert b"hello" in agent.stdout.readline()

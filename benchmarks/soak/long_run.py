@@ -1,4 +1,4 @@
-"""A course: one run from its first step to its last, through many lives, and what its oracle says of it."""
+"""Describe a long run, from its first step to its last through many launches, and compare it with its oracle."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Arrangement = Mapping[str, Any]
 
 
 @dataclass
-class Course:
+class LongRun:
     """One run.
 
     Args:
         name: of what it is about.
         folder: of its own, in which everything of it lies.
         sections: of its config, without ``parallel``.
-        arrangements: to choose from for every life; one alone is kept.
+        arrangements: to choose from for every launch; one alone is kept.
         steps: of the run.
         evaluations: whether they are compared, too; that takes memory for the weights of every step.
     """
@@ -51,11 +51,11 @@ class Course:
     arrangements: Sequence[Arrangement]
     steps: int
     evaluations: bool = True
-    drained: list[int] = field(default_factory=list)  # steps at which a life began
+    drained: list[int] = field(default_factory=list)  # steps at which a launch began
     used: set[str] = field(default_factory=set)
 
     def write_config(self, arrangement: Arrangement) -> Path:
-        """The config of a life."""
+        """The config of a launch."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.used.add(described(arrangement))
         path = self.folder / "config.yaml"
@@ -89,7 +89,7 @@ class Course:
         return max((line["step"] + 1 for line in self.lines() if "loss" in line), default=0)
 
     def resumes_from(self, step: int) -> None:
-        """Note that a life begins after so many steps, with an empty pipeline."""
+        """Note that a launch begins after so many steps, with an empty pipeline."""
         self.drained = [*(at for at in self.drained if at < step), step]
 
     def differences(self, progress: Callable[[int], None] = lambda step: None) -> list[str]:
@@ -190,8 +190,8 @@ def described(arrangement: Arrangement) -> str:
     return " ".join(words)
 
 
-def courses(folder: Path, draw: random.Random) -> Sequence[Course]:
-    """A course of each kind, with numbers drawn anew."""
+def long_runs(folder: Path, draw: random.Random) -> Sequence[LongRun]:
+    """Draw a long run of each kind."""
     seed = draw.randrange(2**31)
 
     def sections(microbatches: int, **training: Any) -> dict[str, dict[str, Any]]:
@@ -207,9 +207,9 @@ def courses(folder: Path, draw: random.Random) -> Sequence[Course]:
                          "evaluation_batches": 1, **training},
             "checkpoint": {"every_steps": SAVE_EVERY, "keep": 3}}
 
-    def made(name: str, parts: dict[str, dict[str, Any]], arrangements: Sequence[Arrangement], steps: int) -> Course:
+    def made(name: str, parts: dict[str, dict[str, Any]], arrangements: Sequence[Arrangement], steps: int) -> LongRun:
         parts["training"]["max_steps"] = steps
-        return Course(name, folder / f"{name.replace(' ', '-')}-{seed:x}", parts, arrangements, steps)
+        return LongRun(name, folder / f"{name.replace(' ', '-')}-{seed:x}", parts, arrangements, steps)
 
     def cut(stages: int) -> list[int]:
         cuts = sorted(draw.sample(range(1, LAYERS), stages - 1))

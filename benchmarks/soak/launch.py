@@ -1,4 +1,4 @@
-"""A life of a run: the processes of one ``vpipe train``, until all of them have gone."""
+"""Launch a run: the processes of one ``vpipe train``, until all of them have gone."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from course import SAVE_EVERY, Course
+from long_run import SAVE_EVERY, LongRun
 from processes import about, bury, die_with_parent
 
 POLL_S = 0.05
 
 
-class Life:
+class Launch:
     """``vpipe train`` with some arguments, at work.
 
     Args:
-        course: that it lives for.
+        long_run: which it works on.
         arguments: after ``vpipe train``.
         others: processes that are not to be waited for here.
     """
 
-    def __init__(self, course: Course, arguments: Sequence[str], others: Callable[[], set[int]]) -> None:
-        self._course, self._others = course, others
-        self.output = course.folder / "output.txt"
+    def __init__(self, long_run: LongRun, arguments: Sequence[str], others: Callable[[], set[int]]) -> None:
+        self._long_run, self._others = long_run, others
+        self.output = long_run.folder / "output.txt"
         self._begins = self.output.stat().st_size if self.output.exists() else 0
         with self.output.open("ab") as file:
             self._launcher = subprocess.Popen([sys.executable, "-m", "vpipe", "train", *arguments], stdout=file,
@@ -55,10 +55,10 @@ class Life:
 
     def ranks(self) -> dict[int, int]:
         """Rank -> process."""
-        return {rank: process.pid for process in about(self._course.folder) if (rank := process.rank) is not None}
+        return {rank: process.pid for process in about(self._long_run.folder) if (rank := process.rank) is not None}
 
     def wait_for(self, condition: Callable[[], bool], limit_s: float) -> bool:
-        """Until it holds, the life ends or the time is over; whether it holds."""
+        """Until it holds, the launch ends or the time is over; whether it holds."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and not self.ended:
             if condition():
@@ -77,25 +77,25 @@ class Life:
         while time.monotonic() - began < limit_s:
             status = self._launcher.poll()
             bury(self._others() | {self.pid})
-            if status is not None and not about(self._course.folder):
+            if status is not None and not about(self._long_run.folder):
                 return status, time.monotonic() - began
             time.sleep(POLL_S)
         return None, time.monotonic() - began
 
 
-def a_moment(course: Course, draw: random.Random) -> tuple[str, Callable[[], bool]]:
+def a_moment(long_run: LongRun, draw: random.Random) -> tuple[str, Callable[[], bool]]:
     """When to strike, in words and as a condition: while starting, at a step, or while a checkpoint is written."""
     kind = draw.choices(["starting", "at", "saving"], [1, 5, 3])[0]
-    done = course.steps_done()
+    done = long_run.steps_done()
     if kind == "at":
         step = done + draw.randrange(1, 5 * SAVE_EVERY)
-        return f"at step {step}", lambda: course.steps_done() >= step
+        return f"at step {step}", lambda: long_run.steps_done() >= step
     if kind == "saving":
         # The first save is over by then, so that something is won.
         after = done + draw.randrange(SAVE_EVERY + 1, 3 * SAVE_EVERY)
         # Between two looks a save may come and go: the next one is as good.
-        return "while saving", lambda: course.steps_done() >= after and course.run is not None and any(
-            path.name.endswith(".tmp") for path in _listed(course.run / "checkpoints"))
+        return "while saving", lambda: long_run.steps_done() >= after and long_run.run is not None and any(
+            path.name.endswith(".tmp") for path in _listed(long_run.run / "checkpoints"))
     began, after_s = time.monotonic(), draw.uniform(0.2, 6.0)
     return f"{after_s:.1f} s after the start", lambda: time.monotonic() - began > after_s
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from course import Course
-from life import Life
+from launch import Launch
+from long_run import LongRun
 from processes import Held, about
 
 NICER = 10
-"""It gives way to the lives: they set the pace of the soak."""
+"""It gives way to the launches: they set the pace of the soak."""
 
 GROWTH = 0.04
 """Share by which the median of a process's memory in the last third of the soak may be above that in the second."""
@@ -27,7 +27,7 @@ FEW = 2
 """Handles and threads that a save has beside the others: the last third may have caught more of them in the middle."""
 
 
-def marathon(folder: Path, seed: int) -> Course:
+def undisturbed(folder: Path, seed: int) -> LongRun:
     """Two stages, a save and an evaluation after every 4 steps: most of its time it does these."""
     sections: dict[str, dict[str, Any]] = {
         "model": {"name": "bert", "preset": "tiny", "num_layers": 4, "hidden_size": 32, "sequence_length": 32,
@@ -36,39 +36,40 @@ def marathon(folder: Path, seed: int) -> Course:
         "training": {"learning_rate": 0.001, "max_steps": 1_000_000, "num_microbatches": 4, "seed": seed,
                      "optimizer": "adamw", "evaluate_every": 4, "evaluation_batches": 16, "print_frequency": 1000},
         "checkpoint": {"every_steps": 4, "keep": 3}}
-    return Course("marathon", folder / "marathon", sections, [{"schedule": "1f1b", "partition": [5, 4]}], 1_000_000,
+    arrangement = {"schedule": "1f1b", "partition": [5, 4]}
+    return LongRun("undisturbed", folder / "undisturbed", sections, [arrangement], 1_000_000,
                   evaluations=False)
 
 
-class Marathon:
+class UndisturbedRun:
     """The run, at work.
 
     Attributes:
-        course: what it is compared by.
+        long_run: what it is compared by.
         held: by name of a process what it held, one entry per :meth:`sample`.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.course = marathon(folder, seed)
+        self.long_run = undisturbed(folder, seed)
         self.held: dict[str, list[Held]] = defaultdict(list)
-        self._life = Life(self.course, [str(self.course.write_config(self.course.arrangements[0]))], set)
-        os.setpriority(os.PRIO_PROCESS, self._life.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICER)
+        self._launch = Launch(self.long_run, [str(self.long_run.write_config(self.long_run.arrangements[0]))], set)
+        os.setpriority(os.PRIO_PROCESS, self._launch.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICER)
 
     def pids(self) -> set[int]:
         """Of all its processes."""
-        return {self._life.pid, *(process.pid for process in about(self.course.folder))}
+        return {self._launch.pid, *(process.pid for process in about(self.long_run.folder))}
 
     @property
     def ended(self) -> bool:
         """Which it must not have."""
-        return self._life.ended
+        return self._launch.ended
 
     def sample(self) -> None:
         """Note what its processes and this one hold, once it saves and evaluates."""
-        if self.course.steps_done() < 40:
+        if self.long_run.steps_done() < 40:
             return
-        named = {"soak": os.getpid(), "launcher": self._life.pid,
-                 **{f"rank {rank}": pid for rank, pid in sorted(self._life.ranks().items())}}
+        named = {"soak": os.getpid(), "launcher": self._launch.pid,
+                 **{f"rank {rank}": pid for rank, pid in sorted(self._launch.ranks().items())}}
         for name, pid in named.items():
             if (held := Held.by(pid)) is not None:
                 self.held[name].append(held)
@@ -77,26 +78,26 @@ class Marathon:
         """The latest figures of its ranks, in few words."""
         ranks = {name: held[-1] for name, held in self.held.items() if name.startswith("rank")}
         if not ranks:
-            return "marathon starting"
-        return (f"marathon step {self.course.steps_done()}, "
+            return "undisturbed run starting"
+        return (f"undisturbed run: step {self.long_run.steps_done()}, "
                 f"{' + '.join(f'{held.rss_bytes / 2**20:.0f}' for held in ranks.values())} MiB, "
                 f"{' + '.join(str(held.handles) for held in ranks.values())} handles")
 
     def end(self, limit_s: float, tell: Callable[[str], None]) -> list[str]:
         """Let it end in good order, and compare it, which takes a while; what is wrong with it."""
         if self.ended:
-            return [f"the marathon ended by itself, see {self._life.output}"]
-        os.kill(self._life.pid, signal.SIGTERM)
-        status, _ = self._life.gone(limit_s)
+            return [f"the undisturbed run ended by itself, see {self._launch.output}"]
+        os.kill(self._launch.pid, signal.SIGTERM)
+        status, _ = self._launch.gone(limit_s)
         if status != 128 + signal.SIGTERM:
-            return [f"the marathon ended with status {status}, see {self._life.output}"]
-        steps = self.course.steps = self.course.steps_done()
+            return [f"the undisturbed run ended with status {status}, see {self._launch.output}"]
+        steps = self.long_run.steps = self.long_run.steps_done()
 
         def progress(step: int) -> None:
             if step % -(-steps // 10) == 0:
-                tell(f"the marathon's oracle is at step {step} of {steps}")
+                tell(f"the undisturbed run's oracle is at step {step} of {steps}")
 
-        return self.course.differences(progress)
+        return self.long_run.differences(progress)
 
     def growth(self) -> list[str]:
         """Processes whose memory or handles have grown."""
@@ -107,11 +108,11 @@ class Marathon:
             middle, last = _third(held, 1), _third(held, 2)
             grown = median(h.rss_bytes for h in last) - median(h.rss_bytes for h in middle)
             if grown > max(LEAST_BYTES, GROWTH * median(h.rss_bytes for h in middle)):
-                found.append(f"the memory of the marathon's {name} grew by {grown / 2**20:.1f} MiB")
+                found.append(f"the memory of the undisturbed run's {name} grew by {grown / 2**20:.1f} MiB")
             for what in ("handles", "threads"):
                 before, after = (median(getattr(h, what) for h in part) for part in (middle, last))
                 if after > before + FEW:
-                    found.append(f"the {what} of the marathon's {name} grew from {before:g} to {after:g}")
+                    found.append(f"the {what} of the undisturbed run's {name} grew from {before:g} to {after:g}")
         return found
 
     def table(self) -> list[str]:

@@ -1,9 +1,10 @@
 """A process that has imported torch and vpipe, and forks those that tests start: an import costs each of them two to
 four seconds of a processor, a fork a few milliseconds.
 
-``Popen`` stands in for ``subprocess.Popen``. What would start Python with a program of ours comes from the zygote, as a
-process like any other: with its own number, session, environment, folder and files. Everything else is started as ever.
-A process so made asks the same zygote for those that it starts itself, such as the ranks of a launcher.
+``Popen`` stands in for ``subprocess.Popen``. What would start Python with a program of ours comes from the fork server,
+as a process like any other: with its own number, session, environment, folder and files. Everything else is started as
+ever.
+A process so made asks the same fork server for those that it starts itself, such as the ranks of a launcher.
 
 Here is what its owner sees of it; :mod:`forking` is what it does. As a program, this file is Python's command line.
 """
@@ -25,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-ADDRESS = "VPIPE_TEST_ZYGOTE"
-"""Environment variable with the path of the zygote's socket."""
+ADDRESS = "VPIPE_TEST_FORK_SERVER"
+"""Environment variable with the path of the fork server's socket."""
 
 HOOK = "VPIPE_TEST_HOOK"
 """Environment variable, ``module:function``: called in a forked process with its program and arguments before it
@@ -35,13 +36,13 @@ starts; tests of failures arm them so."""
 BIN = Path(sys.executable).parent
 
 MODULES = re.compile(r"vpipe(\.|$)|torch\.distributed\.run$")
-"""What the zygote runs with ``-m``."""
+"""What the fork server runs with ``-m``."""
 
 _REAL = subprocess.Popen
 
 
 def known(command: Any, options: Mapping[str, Any]) -> list[str] | None:
-    """A command as the zygote carries it out, ``[kind, ...]``; None when it is for the system to start."""
+    """A command as the fork server carries it out, ``[kind, ...]``; None when it is for the system to start."""
     if isinstance(command, (str, bytes, os.PathLike)) or options.get("shell") or options.get("preexec_fn"):
         return None
     words = [os.fspath(word) for word in command]
@@ -56,7 +57,7 @@ def known(command: Any, options: Mapping[str, Any]) -> list[str] | None:
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """``subprocess.Popen`` whose process comes from the zygote where that knows the command.
+    """``subprocess.Popen`` whose process comes from the fork server where that knows the command.
 
     It takes over what starts a process and what waits for one (CPython's own names for them, 3.11 to 3.14).
     """
@@ -121,16 +122,16 @@ def exactly(line: socket.socket, count: int) -> bytes:
     while len(said) < count:
         more = line.recv(count - len(said))
         if not more:
-            raise RuntimeError("the zygote is gone")
+            raise RuntimeError("the fork server is gone")
         said += more
     return said
 
 
-class Zygote:
+class ForkServer:
     """The process, as its owner sees it; it and all that it forked end with the owner, however that ends."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="zygote")
+        self._folder = tempfile.TemporaryDirectory(prefix="fork_server")
         self.address = f"{self._folder.name}/socket"
         self.log = Path(self._folder.name) / "log"
         environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
@@ -150,25 +151,26 @@ class Zygote:
         return [int(word) for word in said.split()]
 
 
-_zygotes: list[Zygote] = []
+_own: list[ForkServer] = []
 _making = threading.Lock()
 
 
-def zygote() -> Zygote:
+def own() -> ForkServer:
     """This process's own, made when the first is asked of it."""
     with _making:
-        if not _zygotes:
-            _zygotes.append(Zygote())
-    return _zygotes[0]
+        if not _own:
+            _own.append(ForkServer())
+    return _own[0]
 
 
 def address() -> str:
-    """Of the zygote of the process that has the tests shared, or else of this process's own."""
-    return os.environ.get(ADDRESS) or zygote().address
+    """Of the fork server of the process that has the tests shared, or else of this process's own."""
+    return os.environ.get(ADDRESS) or own().address
 
 
 def running() -> dict[int, dict[str, str]]:
-    """Process id -> environment of what runs now, of all that share the zygote: ``/proc`` would show the zygote's."""
+    """Return process id -> environment of what runs now, of all that share the fork server: ``/proc`` would show the
+    server's."""
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(address())
         text = json.dumps({}).encode()
@@ -179,16 +181,18 @@ def running() -> dict[int, dict[str, str]]:
 
 def close(patience_s: float) -> list[int]:
     """End this process's own if there is one, once those that came from it have had time to end; as
-    :meth:`Zygote.close`."""
+    :meth:`ForkServer.close`."""
     deadline = time.monotonic() + patience_s
-    while _zygotes and running() and time.monotonic() < deadline:
+    while _own and running() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return _zygotes.pop().close() if _zygotes else []
+    return _own.pop().close() if _own else []
 
 
 def front() -> NoReturn:
-    """Python's command line, for a program that can start nothing but programs: what it names comes from the zygote,
-    and this process ends as that one does, or ends it when asked to end."""
+    """Stand in for Python's command line: the program that it names comes from the fork server.
+
+    This process ends as that one does, or ends it when asked to end.
+    """
     process = Popen([sys.executable, *sys.argv[1:]])
     signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     status = process.wait()

@@ -1,7 +1,7 @@
 """One failure of a run, really made: the run in which it happens, and the one that goes on from there.
 
-Ranks come from the zygote, so that a run of three costs one or two seconds of a processor. Several cells run at a time:
-most of what they do is to wait.
+Ranks come from the fork server, so that a run of three costs one or two seconds of a processor. Several failures are
+made at a time: most of what they do is to wait.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import triggers
 import yaml
-import zygote
 from hosts import VPIPE, until
 from safetensors.torch import load_file
 from small_run import only_run, write_config
@@ -42,7 +42,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class Failure:
     """What goes wrong in a run of a schedule; see :mod:`triggers`."""
 
     schedule: str = "1f1b"
@@ -65,21 +65,21 @@ class Ended:
 
 
 class Run:
-    """A run of a cell, in a folder of its own."""
+    """A run of a failure, in a folder of its own."""
 
-    def __init__(self, folder: Path, cell: Cell) -> None:
-        self.folder, self.cell = folder, cell
+    def __init__(self, folder: Path, failure: Failure) -> None:
+        self.folder, self.failure = folder, failure
         self.notes = folder / "notes"
         self.notes.mkdir(parents=True)
-        changes = {"parallel__model_parallel_size": RANKS, "parallel__schedule": cell.schedule,
-                   "parallel__timeout_s": TIMEOUT_S, **SCHEDULES[cell.schedule], **cell.config}
+        changes = {"parallel__model_parallel_size": RANKS, "parallel__schedule": failure.schedule,
+                   "parallel__timeout_s": TIMEOUT_S, **SCHEDULES[failure.schedule], **failure.config}
         self.config = write_config(folder, **{"checkpoint__at_end": True, "checkpoint__keep": 2, **changes})
 
     def copy(self, folder: Path) -> Run:
         """The same run elsewhere, to do something to it."""
         shutil.copytree(self.folder, folder)
         run = object.__new__(Run)
-        run.folder, run.cell, run.notes, run.config = folder, self.cell, folder / "notes", folder / "c.yaml"
+        run.folder, run.failure, run.notes, run.config = folder, self.failure, folder / "notes", folder / "c.yaml"
         return run
 
     @property
@@ -94,12 +94,12 @@ class Run:
         Args:
             meanwhile: done as soon as the trigger has fired.
         """
-        environment = {**os.environ, zygote.HOOK: "triggers:arm", triggers.NOTES: str(self.notes),
+        environment = {**os.environ, fork_server.HOOK: "triggers:arm", triggers.NOTES: str(self.notes),
                        "PYTHONPATH": str(Path(__file__).parent)}
-        if trigger and self.cell.trigger is not None:
-            environment[triggers.TRIGGER] = json.dumps(self.cell.trigger)
+        if trigger and self.failure.trigger is not None:
+            environment[triggers.TRIGGER] = json.dumps(self.failure.trigger)
         with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
-            process = zygote.Popen([VPIPE, "train", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            process = fork_server.Popen([VPIPE, "train", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                                    env=environment, cwd=self.folder, start_new_session=True)
         try:
             if meanwhile is not None:
@@ -119,7 +119,7 @@ class Run:
 
     def begin(self, **options: Any) -> Ended:
         """The run in which it happens."""
-        return self.train(self.config, *self.cell.words, **options)
+        return self.train(self.config, *self.failure.words, **options)
 
     def go_on(self, *words: str | Path) -> Ended:
         """``--resume``, and nothing goes wrong."""
@@ -133,7 +133,7 @@ class Run:
 
     def left(self) -> list[int]:
         """Processes of the run."""
-        return [pid for pid, environment in zygote.running().items()
+        return [pid for pid, environment in fork_server.running().items()
                 if environment.get(triggers.NOTES) == str(self.notes)]
 
     # -- what a run leaves ---------------------------------------------------------------------------------
