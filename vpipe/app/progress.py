@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from io import TextIOWrapper
 from threading import Timer
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -37,7 +37,11 @@ def message_if_slow(text: str, show: bool = True) -> Iterator[None]:
 
 
 Item = TypeVar("Item")
-_PATIENCE_S = 2.0
+
+
+def _as_lines() -> dict[str, Any]:
+    """Return the options of a line on stderr that shows after two seconds, seldom in a file, and goes at the end."""
+    return {"delay": SLOW_S, "mininterval": 0.1 if sys.stderr.isatty() else 10.0, "leave": False, "file": sys.stderr}
 
 
 def progress(items: Iterable[Item], what: str, *, unit: str, total: int | None = None) -> Iterable[Item]:
@@ -46,9 +50,7 @@ def progress(items: Iterable[Item], what: str, *, unit: str, total: int | None =
     ``total``: their number, where it is known and ``items`` has no length.
     """
     total = len(items) if isinstance(items, Sized) else total
-    interval_s = 0.1 if sys.stderr.isatty() else 10.0  # a log file wants few lines
-    return tqdm(items, desc=what, unit=unit, total=total, delay=_PATIENCE_S, mininterval=interval_s,
-                file=sys.stderr, leave=False)
+    return tqdm(items, desc=what, unit=unit, total=total, **_as_lines())
 
 
 def print_line(text: str) -> None:
@@ -63,11 +65,22 @@ def print_line(text: str) -> None:
 @contextmanager
 def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function to call with (bytes done, bytes in all); after two seconds a line on stderr shows them."""
-    with tqdm(desc=what, unit="B", unit_scale=True, unit_divisor=1024, delay=_PATIENCE_S, leave=False, file=sys.stderr,
-              mininterval=0.1 if sys.stderr.isatty() else 10.0) as bar:
+    with tqdm(desc=what, unit="B", unit_scale=True, unit_divisor=1024, **_as_lines()) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
+
+        yield show
+
+
+@contextmanager
+def stage_progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function to call with what is being done; after two seconds a line on stderr shows it."""
+    with tqdm(bar_format="{desc}", miniters=1, **_as_lines()) as bar:
+
+        def show(text: str) -> None:
+            bar.set_description_str(text, refresh=False)
+            bar.update()
 
         yield show

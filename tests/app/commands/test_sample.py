@@ -198,7 +198,7 @@ def test_a_long_search_shows_how_far_it_is(gpt: Path, sample: Sample, monkeypatc
     words = ("--prompt", "the cat sat", "--tokens", 8, "--beams", 3)
     _, out, err = sample(gpt, *words)
     assert "searching" not in err
-    monkeypatch.setattr("vpipe.app.progress._PATIENCE_S", 0)
+    monkeypatch.setattr("vpipe.app.progress.SLOW_S", 0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     _, shown, err = sample(gpt, *words)
     assert "searching: " in err

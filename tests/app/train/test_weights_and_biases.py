@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from small_run import job_of
 
-from vpipe.app.train import weights_and_biases as module
+from vpipe.app.train import tensorboard
 from vpipe.app.train.loop import train
 from vpipe.app.train.metrics import Metrics, StepSize
 from vpipe.app.train.weights_and_biases import WandbWriter
@@ -50,7 +50,7 @@ class StandIn(ModuleType):
 def wandb(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     found = StandIn()
     monkeypatch.setitem(sys.modules, "wandb", found)
-    monkeypatch.setattr(module, "find_spec", lambda name: found)
+    monkeypatch.setattr(tensorboard, "find_spec", lambda name: found)
     return found
 
 
@@ -97,6 +97,6 @@ def test_without_the_package_or_an_account_nothing_starts(tmp_path: Path, monkey
     wandb.error = "api_key not configured"
     with pytest.raises(UserError, match=r"(?s)begin a run: api_key not configured.*hint: log in with: wandb login"):
         WandbWriter(tmp_path, "online", {})
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"(?s)'wandb' is not installed.*pip install 'vpipe\[wandb\]'"):
         job_of(tmp_path, metrics__wandb="online")

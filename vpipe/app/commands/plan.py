@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from vpipe.app.config.apply_plan import TARGETS
 from vpipe.app.config.config import Config, load_config
 from vpipe.app.launch.rank_env import check_alone, ranks_of
+from vpipe.app.progress import message_if_slow
 from vpipe.app.train.csv_rows import check_output
 from vpipe.app.visualize.explain_plan import PlanExplanation, peak_bytes
 from vpipe.app.visualize.table import PIPE_COLUMNS, terminal_columns
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 PLANNED = frozenset(".".join(map(str, keys)) for keys in TARGETS.values()) | frozenset(
     f"parallel.{key}" for key in ("model_parallel_size", "data_parallel_size", "chunks", "memory", "plan"))
 """Keys that a plan sets, or that only planning reads. The command that runs the plan leaves them out."""
-
-SLOW_SEARCH = 300
-"""Layers times ranks from which on the search takes seconds."""
 
 
 def run_plan(options: argparse.Namespace) -> None:
@@ -72,9 +69,8 @@ def run_plan(options: argparse.Namespace) -> None:
     request = PlanRequest(by_count, ranks, limit_bytes, planned_schedules(flush=not job.config.parallel.asynchronous),
                           updates_every(job.config, by_count), stages=options.stages, known=known,
                           warmup="auto" if job.config.parallel.asynchronous else None, solver=options.solver)
-    if len(job.model) * ranks >= SLOW_SEARCH:
-        print(f"searching: {len(job.model)} layers on {ranks} ranks", file=sys.stderr, flush=True)
-    solution = solve(request)
+    with message_if_slow(f"searching: {len(job.model)} layers on {ranks} ranks"):
+        solution = solve(request)
     print(_explanation(solution, request, limit_from, own).text(terminal_columns(PIPE_COLUMNS)))
     _save(solution.plan, options)
 

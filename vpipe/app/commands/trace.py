@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from vpipe.app.progress import stage_progress
 from vpipe.app.report.page import page
 from vpipe.app.report.perfetto import write_trace
 from vpipe.app.report.report_data import load_report_data
@@ -23,13 +21,7 @@ def run_trace(options: argparse.Namespace) -> None:
 
 def write_report(folder: Path) -> None:
     """Write ``trace.json`` and ``report.html`` into the folder of a run. After two seconds stderr shows progress."""
-    with tqdm(bar_format="{desc}", delay=2.0, mininterval=0.1 if sys.stderr.isatty() else 10.0, miniters=1, leave=False,
-              file=sys.stderr) as bar:
-
-        def show(text: str) -> None:
-            bar.set_description_str(text, refresh=False)
-            bar.update()
-
+    with stage_progress() as show:
         data = load_report_data(folder, _config(folder), show)
         try:
             left_out = write_trace(data.recording, data.producers, folder / "trace.json", say=show)

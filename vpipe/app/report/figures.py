@@ -286,18 +286,9 @@ def memory_curves(recording: Recording) -> dict[int, Points]:
     for track in recording.tracks:
         if not track.weight_bytes and not any(done.held_bytes for done in track.actions):
             continue
-        static, versions = sum(track.static_bytes.values()), dict.fromkeys(track.weight_bytes, 1)
-        curve: list[tuple[float, float]] = []
-        for done in track.actions:
-            if not done.op.works:
-                continue
-            if done.stage in versions:
-                versions[done.stage] = done.versions
-            held = done.held_bytes + static + sum(count * track.weight_bytes[stage]
-                                                  for stage, count in versions.items())
-            if not curve or curve[-1][1] != held:
-                curve.append((done.end_s, held))
-        curves[track.rank] = curve
+        static = sum(track.static_bytes.values())
+        curves[track.rank] = [(second, activations + versions + static)
+                              for second, activations, versions in track.kept_bytes()]
     return curves
 
 

@@ -113,20 +113,3 @@ def thinned(points: Points, most: int = _MOST_POINTS) -> Points:
     bounds = [len(points) * at // most for at in range(most + 1)]
     return [(fmean(x for x, _ in part), fmean([y for _, y in part if is_drawable(y)] or [math.nan]))
             for part in (points[start:end] for start, end in pairwise(bounds))]
-
-
-def smooth(points: Points) -> Points:
-    """Return the means over a twenty-fifth of the points around each; empty where these are few."""
-    reach = len(points) // 50
-    if reach < 1:
-        return []
-    sums, counts = [0.0], [0]
-    for _, y in points:
-        sums.append(sums[-1] + (y if is_drawable(y) else 0.0))
-        counts.append(counts[-1] + is_drawable(y))
-    found = []
-    for at, (x, y) in enumerate(points):
-        near = min(reach, at, len(points) - 1 - at)
-        start, end = at - near, at + near + 1
-        found.append((x, (sums[end] - sums[start]) / (counts[end] - counts[start]) if is_drawable(y) else math.nan))
-    return thinned(found)

@@ -8,7 +8,7 @@ from typing import Any
 
 from vpipe.app.report.figures import Points, in_window, steady_window, typical_window
 from vpipe.app.report.idle_bars import idle_bars, stage_table
-from vpipe.app.report.line_chart import Line, chart, is_drawable, smooth, thinned
+from vpipe.app.report.line_chart import Line, chart, is_drawable, thinned
 from vpipe.app.report.report_data import ReportData
 from vpipe.app.report.style import operation_fills, render
 from vpipe.app.report.timeline import Lane, chunks, timeline_figure
@@ -19,6 +19,7 @@ from vpipe.units import parse_size, size_text
 
 _DRAWN, _FEWEST, _MOST = 800, 32, 48  # actions of all ranks together and of a rank, in each timeline
 _MOST_CURVES = 16
+_SMOOTHED = 40  # points of a smoothed line, each the mean of a fortieth of the run
 
 
 def page(data: ReportData) -> str:
@@ -124,7 +125,7 @@ class _Page:
         if len(points) <= 100:
             return [Line(name, points, colour)]
         return [Line(f"each {self.unit}", thinned(points), colour, "thin"),
-                Line(f"{name} (smoothed)", smooth(points), colour)]
+                Line(f"{name} (smoothed)", thinned(points, _SMOOTHED), colour)]
 
     def memory(self) -> tuple[str, list[str]]:
         """Return remarks on the charts of kept tensors, and the charts, of the ranks that hold most."""

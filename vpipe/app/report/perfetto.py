@@ -50,8 +50,9 @@ def write_trace(recording: Recording, producers: Producers, path: Path, most: in
     with partial.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         file.write(",\n".join(_dumped(event) for event in _names(recording)))
-        ranks = [_of_rank(recording, track, producers, flows, until_s) for track in recording.tracks]
-        for count, (at_us, event) in enumerate(merge(*ranks, key=itemgetter(0))):
+        events = [own for track in recording.tracks for own in (
+            _of_rank(recording, track, producers, flows, until_s), _kept_tensors(track, until_s))]
+        for count, (at_us, event) in enumerate(merge(*events, key=itemgetter(0))):
             file.write(",\n" + _dumped(event))
             if count % 20_000 == 0:
                 say(f"writing {path.name}, {at_us / 1e6:.1f} of {min(until_s, recording.end_s):.1f} s")
@@ -82,9 +83,8 @@ def _us(seconds: float) -> float:
 
 def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Mapping[Needed, int],
              until_s: float) -> Iterator[Event]:
-    """Yield a rank's slices, flows and counters, in order."""
-    rank, versions = track.rank, dict.fromkeys(track.weight_bytes, 1)
-    static, before = sum(track.static_bytes.values()), (-1, -1)
+    """Yield a rank's slices and flows, in order."""
+    rank = track.rank
     for start_s, end_s, cause, done in time_slices(recording, track, producers):
         if end_s > until_s:
             return
@@ -104,14 +104,15 @@ def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Ma
             flow = {"ph": ends[0], "id": number, "pid": rank, "tid": row, "ts": start, "name": "transfer",
                     "cat": "transfer"}
             yield start, flow if ends[0] == "s" else {**flow, "bp": "e"}
-        if done.op.works:
-            if done.stage in versions:
-                versions[done.stage] = done.versions
-            held = done.held_bytes, sum(count * track.weight_bytes[stage] for stage, count in versions.items())
-            if held != before:
-                before = held
-                yield end, {"ph": "C", "pid": rank, "ts": end, "name": "kept tensors", "args": {
-                    "activations": held[0], "weight versions": held[1], "gradients and optimizer": static}}
+
+
+def _kept_tensors(track: Track, until_s: float) -> Iterator[Event]:
+    """Yield the counter of a rank's kept tensors."""
+    static = sum(track.static_bytes.values())
+    for second, activations, versions in track.kept_bytes():
+        if second <= until_s:
+            yield _us(second), {"ph": "C", "pid": track.rank, "ts": _us(second), "name": "kept tensors", "args": {
+                "activations": activations, "weight versions": versions, "gradients and optimizer": static}}
 
 
 def _ends(done: RecordedAction, setting: Setting) -> tuple[str, Needed] | None:

@@ -123,6 +123,19 @@ class Track:
         """Return whether the record reaches the rank's real end."""
         return not (self.truncated or self.broken_off)
 
+    def kept_bytes(self) -> Iterator[tuple[float, int, int]]:
+        """Yield (second, bytes of activations, bytes of weight versions) where these change, from then on."""
+        versions, before = dict.fromkeys(self.weight_bytes, 1), (-1, -1)
+        for done in self.actions:
+            if not done.op.works:
+                continue
+            if done.stage in versions:
+                versions[done.stage] = done.versions
+            kept = done.held_bytes, sum(count * self.weight_bytes[stage] for stage, count in versions.items())
+            if kept != before:
+                before = kept
+                yield done.end_s, *kept
+
 
 @dataclass(frozen=True)
 class Recording:

@@ -30,8 +30,7 @@ from vpipe.app.train.optimizers import (
     hidden_matrices,
 )
 from vpipe.app.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
-from vpipe.app.train.tensorboard import check_tensorboard
-from vpipe.app.train.weights_and_biases import check_wandb
+from vpipe.app.train.tensorboard import check_installed
 from vpipe.description.cut import Cut
 from vpipe.description.description import Description
 from vpipe.description.execution import THREADED, Execution
@@ -86,9 +85,9 @@ class Job:
             UserError: the config does not fit the data, the model or this machine.
         """
         if config.metrics.tensorboard and not checked:
-            check_tensorboard()
+            check_installed("tensorboard", "metrics.tensorboard is true", "set metrics.tensorboard to false")
         if config.metrics.wandb is not None and not checked:
-            check_wandb()
+            check_installed("wandb", "metrics.wandb is set", "set metrics.wandb to null")
         overrides = model_file(config.model)
         vocab_size = config.model.vocab_size
         if vocab_size == -1 and type(vocab_size := overrides.get("vocab_size", -1)) is not int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -249,16 +248,7 @@ def _advice(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *,
     if memory is not None:
         unlimited = replace(request, memory_bytes=None)
         plan, gain = better_partition(unlimited, job.partition, job.recomputed, microbatch_s)
-        if plan is not None and gain >= WORTH and (peak := _fullest_bytes(plan)) > memory:
+        if plan is not None and gain >= WORTH and (peak := plan.predicted.fullest_rank[1]) > memory:
             text += (f" in {size_text(memory)} per rank; {list(plan.partition)} would save {100 * gain:.0f} % of a "
                      f"step in {size_text(peak, up=True)}")
     return text
-
-
-def _fullest_bytes(plan: Plan) -> int:
-    """Return the largest predicted peak memory of any rank of a plan."""
-    assert plan.predictions is not None, "a solution's plan has them"
-    peaks = Counter[int]()
-    for stage in plan.predictions.stages:
-        peaks.update(dict.fromkeys(stage.ranks, stage.memory.peak))
-    return max(peaks.values())

@@ -193,7 +193,41 @@ class LearningRatePolicy:
                 return (1 + math.cos(math.pi * progress)) / 2
 
 
-class Lamb(Optimizer):
+class _Grouped(Optimizer):
+    """An optimizer with Adam's state that steps the parameters of a group together."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; return what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if params := [p for p in group["params"] if p.grad is not None]:
+                self._update(params, group)
+        return loss
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _state_of(self, parameter: Tensor) -> tuple[dict[str, Tensor], bool]:
+        """Return the state of a parameter, and whether it was made now."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if state:
+            return state, False
+        state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
+                  "exp_avg_sq": torch.zeros_like(parameter)}
+        return state, True
+
+
+class Lamb(_Grouped):
     """LAMB: Adam whose update is scaled, tensor by tensor, to the size of the weights.
 
     It computes whole lists of tensors at once; the parameters of a group share a device. For a tensor x with gradient g
@@ -215,27 +249,8 @@ class Lamb(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                                   "trust_ratio": trust_ratio})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; return what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._update(params, group)
-        return loss
-
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self._state_of(p) for p in params]
+        states = [self._state_of(p)[0] for p in params]
         means = [state["exp_avg"] for state in states]
         squares = [state["exp_avg_sq"] for state in states]
         grads = [p.grad for p in params if p.grad is not None]
@@ -258,14 +273,6 @@ class Lamb(Optimizer):
             torch._foreach_mul_(updates, _trust_ratios(params, updates))
         torch._foreach_add_(params, updates, alpha=-group["lr"])
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return state
-
 
 def _trust_ratios(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
     """Return |x| / |u| of each pair, as scalars on the parameters' device: no value travels to the host."""
@@ -274,7 +281,7 @@ def _trust_ratios(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
     return list(torch.where((weights > 0) & (sizes > 0), weights / sizes, 1.0).unbind())
 
 
-class Soap(Optimizer):
+class Soap(_Grouped):
     """SOAP: Adam in the eigenbasis of the Kronecker factors of a matrix's gradient ("basis rotation").
 
     For a matrix X of shape m x n with gradient G, at step t (from 1), all products in the order written::
@@ -302,32 +309,15 @@ class Soap(Optimizer):
                                   "precondition_frequency": precondition_frequency,
                                   "max_precond_dim": max_precond_dim})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in params:
+            assert parameter.grad is not None, "asked before"
+            self._update_one(parameter, parameter.grad, group)
 
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; return what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        return loss
-
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state: dict[str, Tensor] = self.state[parameter]
+    def _update_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, is_new = self._state_of(parameter)
         beta1, beta2 = group["betas"]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        if is_new:
             for side, factor in _kronecker_factors(gradient, group["max_precond_dim"]).items():
                 state[f"factor_{side}"] = factor * (1 - beta2)
                 state[f"basis_{side}"] = _eigenvectors(state[f"factor_{side}"])

@@ -16,15 +16,15 @@ from vpipe.errors import UserError
 FOLDER = "tensorboard"
 
 
-def check_tensorboard() -> None:
-    """Refuse a run that asks for TensorBoard events without the package that writes them.
+def check_installed(package: str, setting: str, remedy: str) -> None:
+    """Refuse a run whose ``setting`` asks for a package that is not installed; ``remedy`` does without it.
 
     Raises:
         UserError: the package is not installed.
     """
-    if find_spec("tensorboard") is None:
-        raise UserError("metrics.tensorboard is true, but the package 'tensorboard' is not installed",
-                        hint="pip install 'vpipe[tensorboard]', or set metrics.tensorboard to false")
+    if find_spec(package) is None:
+        raise UserError(f"{setting}, but the package '{package}' is not installed",
+                        hint=f"pip install 'vpipe[{package}]', or {remedy}")
 
 
 class TensorBoardWriter:

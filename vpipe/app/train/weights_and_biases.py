@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,6 @@ from vpipe.errors import UserError
 
 RUN_ID = "wandb_id.txt"
 """Holds the id of the run there, so that a resumed run continues it."""
-
-
-def check_wandb() -> None:
-    """Refuse a run that asks for Weights & Biases without its package.
-
-    Raises:
-        UserError: the package is not installed.
-    """
-    if find_spec("wandb") is None:
-        raise UserError("metrics.wandb is set, but the package 'wandb' is not installed",
-                        hint="pip install 'vpipe[wandb]', or set metrics.wandb to null")
 
 
 class WandbWriter:
