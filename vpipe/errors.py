@@ -65,14 +65,6 @@ class UserError(VpipeError, ValueError):
         return error
 
 
-class StartError(UserError):
-    """A mistake that the ranks of a run found before they trained, such as data that a host does not have."""
-
-
-class PlanningError(StartError):
-    """The ranks of a run planned before they trained, and found no plan."""
-
-
 class CheckError(UserError):
     """A schedule breaks a rule; the text holds the grid with the actions at fault marked.
 
@@ -110,10 +102,6 @@ class RunError(VpipeError):
         return f"error: {self.located}\nhint: {self.hint}"
 
 
-class LastingError(RunError):
-    """A failure that would happen again from the same state, such as a loss that is not finite: no restart follows."""
-
-
 class PerformanceWarning(UserWarning):
     """A request that is valid but slow, or learns slowly: the text has the reason, with numbers, and a better way."""
 
@@ -124,24 +112,20 @@ def shortened(text: str) -> str:
                      for line in text.split("\n"))
 
 
-def counted(count: int, word: str) -> str:
-    """Return ``1 rank``, ``2 ranks``, ``2 microbatches``."""
-    return f"{count} {word}" + ("" if count == 1 else "es" if word.endswith(("ch", "s")) else "s")
+def counted(count: int, word: str, *, commas: bool = False) -> str:
+    """Return ``1 rank``, ``2 ranks``, ``2 microbatches``; with commas ``1,024 samples``."""
+    number = f"{count:,}" if commas else str(count)
+    return f"{number} {word}" + ("" if count == 1 else "es" if word.endswith(("ch", "s")) else "s")
 
 
-def counted_with_commas(count: int, word: str) -> str:
-    """Return ``1,024 samples``."""
-    return counted(count, word).replace(str(count), f"{count:,}", 1)
+def nearest(word: str, known: Sequence[str], *, open_list: bool = False) -> str:
+    """Return a hint for an unknown name: the nearest valid one, whatever its case, or all of them.
 
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """Return a hint for an unknown name: the nearest valid one, whatever its case, or all of them."""
+    Args:
+        open_list: whether users may add to the names: of a schedule, a model or a data set.
+    """
     folded = {name.casefold(): name for name in known}
     close = get_close_matches(word.casefold(), folded, n=1, cutoff=0.6)
-    return f"did you mean '{folded[close[0]]}'?" if close else f"known names: {', '.join(sorted(known))}"
-
-
-def nearest_registered(word: str, known: Sequence[str]) -> str:
-    """Return :func:`nearest` for a name that users may add to: of a schedule, a model or a data set."""
-    hint, adding = nearest(word, known), "our own are added by importing their file (--import FILE.py) or by a package"
-    return f"{hint} Y{adding}" if hint.endswith("?") else f"{hint}; y{adding}"
+    hint = f"did you mean '{folded[close[0]]}'?" if close else f"known names: {', '.join(sorted(known))}"
+    adding = "our own are added by importing their file (--import FILE.py) or by a package"
+    return hint if not open_list else f"{hint} Y{adding}" if close else f"{hint}; y{adding}"

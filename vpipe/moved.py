@@ -25,6 +25,7 @@ MOVED = {
     "vpipe.data.pairs": "vpipe.extras.translation.pairs",
     "vpipe.distributed.orion": "vpipe.extras.orion.scheduler",
     "vpipe.distributed.signals": "vpipe.app.signals",
+    "vpipe.metric_formulas": "vpipe.app.metric_formulas",
     "vpipe.model.bert": "vpipe.app.families.bert",
     "vpipe.model.generate": "vpipe.extras.generation.generate",
     "vpipe.model.gpt": "vpipe.app.families.gpt",

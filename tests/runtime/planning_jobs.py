@@ -9,11 +9,11 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from vpipe.app.config.config import load_config
+from vpipe.app.errors import PlanningError
 from vpipe.app.train.job import Job
 from vpipe.app.train.load_balance import BalanceCheck
 from vpipe.app.train.loop import build_pipeline
 from vpipe.app.train.planning import plan_job
-from vpipe.errors import PlanningError
 from vpipe.plan.profile import Profile
 
 

@@ -46,7 +46,7 @@ class Prediction:
     # every stage.
     step_s: float
     samples_per_step: int  # in it
-    bubble: float  # see vpipe.metric_formulas.bubble
+    bubble: float  # see vpipe.plan.predict.bubble
     stages: tuple[StagePrediction, ...]  # in order
 
     @property

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from vpipe.description.order import order_of
 from vpipe.description.recompute import ranges
 from vpipe.errors import UserError, counted
-from vpipe.metric_formulas import bubble
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory
@@ -212,3 +211,14 @@ def _sending_s(timeline: Timeline) -> list[float]:
         sent[transfer.action.stage] += float(transfer.end_s - transfer.start_s)
     steps = schedule.microbatches // schedule.assignment.per_step
     return [seconds / steps / len(ranks) for seconds, ranks in zip(sent, schedule.placement, strict=True)]
+
+
+def bubble(ranks: Iterable[tuple[float, float]]) -> float:
+    """Return the share of the ranks' time in which they wait for other ranks, the mean over ranks; NaN where a time is.
+
+    Args:
+        ranks: of each rank the seconds in which it waited for others (the order of the schedule, unequal stages and
+            transfers alike) and those in which it worked: computed, updated, handed over.
+    """
+    shares = [waited / (waited + worked) if waited else 0.0 for waited, worked in ranks]
+    return sum(shares) / len(shares)

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Protocol
 
 import vpipe.schedules.generators
-from vpipe.errors import Problem, UserError, nearest_registered
+from vpipe.errors import Problem, UserError, nearest
 from vpipe.plugins import announced, load, unregistered
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number
@@ -159,7 +159,7 @@ def recipe_named(name: str) -> Recipe:
     if name not in _RECIPES:
         if entry is not None:
             raise unregistered(entry, "schedule")
-        raise UserError(f"no schedule is called '{name}'", hint=nearest_registered(name, schedule_names()))
+        raise UserError(f"no schedule is called '{name}'", hint=nearest(name, schedule_names(), open_list=True))
     return _RECIPES[name]
 
 

@@ -17,10 +17,11 @@ from test_runs import FRAGILE
 from test_torchrun import TORCHRUN, put_model
 
 from vpipe.app.config.config import load_config
+from vpipe.app.errors import LastingError
 from vpipe.app.launch.launcher import run
 from vpipe.app.train.job import Job
 from vpipe.distributed.network import free_port
-from vpipe.errors import LastingError, RunError, UserError
+from vpipe.errors import RunError, UserError
 
 pytestmark = pytest.mark.usefixtures("forked")
 

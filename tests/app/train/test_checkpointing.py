@@ -21,6 +21,7 @@ from small_run import check_updates, metrics, write_config
 from torch import Tensor
 
 from vpipe.app.config.config import Config, load_config
+from vpipe.app.errors import LastingError
 from vpipe.app.train import loop
 from vpipe.app.train.checkpointing import Checkpointing
 from vpipe.app.train.job import Job
@@ -31,7 +32,7 @@ from vpipe.checkpoint import save as saver
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.shards import HostBuffer
 from vpipe.distributed.device import DeviceMap
-from vpipe.errors import LastingError, RunError, UserError
+from vpipe.errors import RunError, UserError
 from vpipe.pipeline import Pipeline
 
 

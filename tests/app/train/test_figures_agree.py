@@ -12,10 +12,10 @@ from small_run import only_run, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vpipe.app.cli import main
+from vpipe.app.metric_formulas import share_text
 from vpipe.app.report.page import page
 from vpipe.app.report.report_data import load_report_data
 from vpipe.app.visualize.table import milliseconds
-from vpipe.metric_formulas import share_text
 from vpipe.units import size_text
 
 

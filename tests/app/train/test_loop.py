@@ -12,10 +12,10 @@ from attempts import begin, go_on
 from small_run import check_updates, job_of, losses, metrics, only_run, oracle, put_in
 from torch import Tensor, nn
 
+from vpipe.app.errors import LastingError
 from vpipe.app.train import loop
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
-from vpipe.errors import LastingError
 from vpipe.model.layer import Layer, Model
 from vpipe.pipeline import Pipeline
 from vpipe.testing.reference import evaluate_oracle

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from vpipe.app.errors import LastingError
 from vpipe.app.train import metrics as module
 from vpipe.app.train.metrics import Efficiency, LineWriter, Metrics, PastMetrics, ProgressBar, StepSize
 from vpipe.app.train.peak_flops import PeakFlops
-from vpipe.errors import LastingError, UserError
+from vpipe.errors import UserError
 from vpipe.runtime.step_results import Step
 
 

@@ -9,8 +9,9 @@ import pytest
 from attempts import begin, go_on
 from small_run import job_of, metrics, only_run
 
+from vpipe.app.errors import LastingError
 from vpipe.app.train import loop
-from vpipe.errors import LastingError, UserError
+from vpipe.errors import UserError
 from vpipe.runtime import loss_scaler as scaling
 from vpipe.schedules.action import Op
 

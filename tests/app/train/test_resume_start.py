@@ -16,6 +16,7 @@ from small_run import metrics, write_config
 
 from vpipe.app.commands.train import _note_scheduler, _resume_point
 from vpipe.app.config.config import load_config
+from vpipe.app.errors import StartError
 from vpipe.app.launch.launcher import run as launch
 from vpipe.app.launch.restart import Starter
 from vpipe.app.train import run_folder as folders
@@ -31,7 +32,7 @@ from vpipe.app.train.resume import (
 )
 from vpipe.app.train.run_folder import LAUNCHED, make_run_folder, unlock_runs
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.errors import StartError, UserError
+from vpipe.errors import UserError
 
 ONE = {"parallel__model_parallel_size": 1, "model__num_layers": 1}
 

@@ -11,10 +11,11 @@ from small_run import write_config
 
 from vpipe.app.cli import _parser
 from vpipe.app.config.config import Config, load_config
+from vpipe.app.errors import LastingError
 from vpipe.app.launch.launcher import _Run
 from vpipe.app.train.resume import find_resume_point
 from vpipe.app.train.run_folder import CONFIG, METRICS, make_run_folder, why_unsaved
-from vpipe.errors import LastingError, RunError, UserError
+from vpipe.errors import RunError, UserError
 
 
 def a_run(folder: Path, steps: int, **changes: Any) -> tuple[Config, Path]:

@@ -16,7 +16,7 @@ from vpipe.app.visualize.table import PIPE_COLUMNS, Column, columns, terminal_co
 from vpipe.checkpoint.directory import FOLDER, Checkpoints, find_checkpoint
 from vpipe.checkpoint.integrity import find_damage
 from vpipe.checkpoint.manifest import MANIFEST, Manifest, TensorEntry
-from vpipe.errors import RunError, UserError, counted, counted_with_commas
+from vpipe.errors import RunError, UserError, counted
 from vpipe.units import size_text
 
 KINDS = {"model": "model", "optim": "optimizer", "buffers": "buffers of replicas", "feedback": "error feedback",
@@ -61,7 +61,7 @@ def run_show(options: argparse.Namespace) -> None:
     folder = checkpoints_in(options.folder)[-1]
     manifest = Manifest.load(folder)
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    print(f"{folder}\nafter step {manifest.step:,} and {counted_with_commas(manifest.samples, 'sample')}, "
+    print(f"{folder}\nafter step {manifest.step:,} and {counted(manifest.samples, 'sample', commas=True)}, "
           f"seed {manifest.seed}, data {manifest.data or '-'}; made {_time_text(manifest)}"
           + (f" with {versions}" if versions else ""))
     print(f"by {_arrangement_text(manifest.arrangement)}\n")

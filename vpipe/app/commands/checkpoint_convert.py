@@ -22,7 +22,7 @@ from vpipe.app.train.model_section import model_file, model_settings
 from vpipe.app.weights.export import export_huggingface, export_safetensors, export_torch, make_checkpoint, weights_of
 from vpipe.app.weights.import_weights import CONFIG, import_weights, read_model_config
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
-from vpipe.errors import UserError, counted, counted_with_commas
+from vpipe.errors import UserError, counted
 from vpipe.extras.legacy.vpipe_stage_files import find_stage_files, match_weights, read_stage_files
 from vpipe.model.layer import Model
 from vpipe.units import size_text
@@ -157,5 +157,5 @@ def _make(out: Path, job: Job | None, config: str, origin: str, model: Model, we
                           arrangement={"imported": True, "from": origin})
     made = make_checkpoint(out, info, model, weights, model_config)
     size = sum(stored.bytes for stored in made.tensors.values())
-    print(f"{out}: {counted_with_commas(len(made.tensors), 'tensor')} of {counted(len(model), 'layer')}, "
+    print(f"{out}: {counted(len(made.tensors), 'tensor', commas=True)} of {counted(len(model), 'layer')}, "
           f"{size_text(size)}")

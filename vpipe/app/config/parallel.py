@@ -26,7 +26,7 @@ from vpipe.description.cut import Cut
 from vpipe.description.execution import THREADED, Executor
 from vpipe.description.recompute import MOST_LAYERS, ranges
 from vpipe.description.transfers import Transfers
-from vpipe.errors import UserError, nearest_registered
+from vpipe.errors import UserError, nearest
 from vpipe.plan.plan import Plan
 from vpipe.runtime.executors.registry import threads_refused
 from vpipe.schedules.build import check_warmup, places_copies
@@ -433,7 +433,7 @@ class ParallelSection(Section):
                           "nothing is planned", "write what is recomputed, or name a schedule")
         if not is_file(self.schedule) and self.schedule not in schedule_names():
             yield Mistake(("schedule",), f"is '{self.schedule}', which is no schedule of this version",
-                          nearest_registered(self.schedule, schedule_names()))
+                          nearest(self.schedule, schedule_names(), open_list=True))
             return
         try:
             flush = has_flush(self.schedule)

@@ -34,7 +34,7 @@ from vpipe.app.data.tokenizers import (
     train_byte_bpe,
 )
 from vpipe.app.progress import progress
-from vpipe.errors import UserError, counted, counted_with_commas
+from vpipe.errors import UserError, counted
 from vpipe.plugins import package_versions
 
 Part = Literal["train", "valid", "test"]
@@ -160,8 +160,8 @@ def token_dataset(corpus: Corpus, settings: DatasetSettings) -> TokenDataset:
     return TokenDataset(cache.vocab_size, length, first_samples(counts, settings.samples), opened.__getitem__,
                         cache.tokenizer_path, cache.manifest_count("counts", "test_bytes"),
                         [f"text: {corpus.name}, "
-                         f"{counted_with_commas(cache.manifest_count('counts', 'documents'), 'document')}, "
-                         f"{counted_with_commas(cache.manifest_count('counts', 'characters'), 'character')}"])
+                         f"{counted(cache.manifest_count('counts', 'documents'), 'document', commas=True)}, "
+                         f"{counted(cache.manifest_count('counts', 'characters'), 'character', commas=True)}"])
 
 
 def prepare_tokens(corpus: Corpus, vocab_size: int = -1, tokenizer: Path | None = None,

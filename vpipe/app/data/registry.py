@@ -16,7 +16,7 @@ from functools import cache
 
 import vpipe.app.data
 from vpipe.app.data.dataset import Dataset, DatasetSettings
-from vpipe.errors import UserError, nearest_registered
+from vpipe.errors import UserError, nearest
 from vpipe.plugins import announced, is_own, load, unregistered
 
 Factory = Callable[[DatasetSettings], Dataset]
@@ -52,7 +52,7 @@ def dataset_named(name: str) -> Factory:
     if name not in _factories:
         if entry is not None:
             raise unregistered(entry, "data set")
-        raise UserError(f"no data set is called '{name}'", hint=nearest_registered(name, dataset_names()))
+        raise UserError(f"no data set is called '{name}'", hint=nearest(name, dataset_names(), open_list=True))
     return _factories[name]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import vpipe.app.families
 from vpipe.arguments import shown
-from vpipe.errors import UserError, nearest_registered
+from vpipe.errors import UserError, nearest
 from vpipe.model.layer import Model
 from vpipe.plugins import announced, is_own, load, unregistered
 
@@ -165,7 +165,7 @@ def family_named(name: str) -> Family:
     if name not in _families:
         if entry is not None:
             raise unregistered(entry, "model")
-        raise UserError(f"there is no model '{name}'", hint=nearest_registered(name, model_names()))
+        raise UserError(f"there is no model '{name}'", hint=nearest(name, model_names(), open_list=True))
     return _families[name]
 
 

@@ -12,11 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vpipe.app.errors import LastingError, StartError
 from vpipe.app.train.run_folder import failure_path, log_path
 from vpipe.distributed.excepthook import user_frames
 from vpipe.distributed.fault import End, Fault, cause
 from vpipe.distributed.watchdog import current_watchdog
-from vpipe.errors import LastingError, Problem, RunError, StartError, UserError, VpipeError
+from vpipe.errors import Problem, RunError, UserError, VpipeError
 
 
 def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from shlex import quote
 
 from vpipe.app.config.config import Config
 from vpipe.app.config.machines import Hosts, Machine
+from vpipe.app.errors import LastingError
 from vpipe.app.launch import local
 from vpipe.app.launch.local import Interrupted, StartNotice, StoppedRanks
 from vpipe.app.launch.rank_env import check_gpus, hosts_of, ranks_here, ranks_of
@@ -19,7 +20,7 @@ from vpipe.app.train.resume import ResumePoint, nothing_left, prepare_run, run_c
 from vpipe.app.train.run_folder import checkpoints_root, last_step, why_unsaved
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.distributed.network import free_port
-from vpipe.errors import LastingError, Problem, RunError, UserError
+from vpipe.errors import Problem, RunError, UserError
 
 PAUSE_S = 10.0
 """Before hosts that could not be reached are tried again."""

@@ -18,6 +18,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any, Protocol
 
+from vpipe.app.errors import LastingError
 from vpipe.app.launch.failure_report import find_failure, read_report, read_reports
 from vpipe.app.launch.rank_env import HostRanks
 from vpipe.app.signals import STOPS, UNSAVED, status_after
@@ -26,7 +27,7 @@ from vpipe.distributed.descriptors import reserve_for_starting
 from vpipe.distributed.environment import PARENT_PIPE
 from vpipe.distributed.fault import End, Fault
 from vpipe.distributed.network import held
-from vpipe.errors import LastingError, RunError, VpipeError, counted
+from vpipe.errors import RunError, VpipeError, counted
 
 GRACE_S = 2.0
 """After a failure: for the other ranks to report what they saw, then again for them to end."""

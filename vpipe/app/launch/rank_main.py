@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vpipe.app.config.config import Config, load_resolved, parse_resolved
+from vpipe.app.errors import StartError
 from vpipe.app.launch.container import enter
 from vpipe.app.launch.failure_report import reported_error, write_report
 from vpipe.app.launch.rank_env import check_gpus, interface_variables, keep_memory, ranks_of
@@ -42,7 +43,7 @@ from vpipe.distributed.init import WAITING, meet
 from vpipe.distributed.network import check_interfaces, interface_towards, source_towards_name
 from vpipe.distributed.rendezvous import Rendezvous
 from vpipe.distributed.watchdog import activity, report_failure, report_to
-from vpipe.errors import Problem, RunError, StartError, UserError, VpipeError, counted
+from vpipe.errors import Problem, RunError, UserError, VpipeError, counted
 from vpipe.plugins import import_files, imported_files
 
 STARTING = WatchdogTiming(beat_s=0.25, silent_s=60.0, grace_s=5.0, long_s=30.0, join_s=120.0)

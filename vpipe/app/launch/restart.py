@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from vpipe.app.config.config import Config
 from vpipe.app.config.parallel import AUTO
 from vpipe.app.config.yaml_tree import parse
+from vpipe.app.errors import LastingError
 from vpipe.app.launch.failure_report import find_failure
 from vpipe.app.launch.rank_env import ranks_of
 from vpipe.app.train.resume import ResumePoint, check_config, checkpoint_roots, prepare_run, run_config
@@ -29,7 +30,7 @@ from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.integrity import find_damage
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.distributed.environment import RankEnvironment
-from vpipe.errors import LastingError, RunError, UserError, counted
+from vpipe.errors import RunError, UserError, counted
 from vpipe.schedules.prepare import is_file
 
 if TYPE_CHECKING:

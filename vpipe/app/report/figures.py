@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 
+from vpipe.app.metric_formulas import bubble
 from vpipe.app.report.idle_causes import Cause, Producers, medians, time_slices
 from vpipe.app.report.recording import Recording
-from vpipe.metric_formulas import bubble
 from vpipe.schedules.action import Action
 from vpipe.schedules.kinds import Kind, is_own, kind_with
 from vpipe.schedules.versions import VersionRegister
@@ -199,7 +199,7 @@ class Figures:
         window: the part that they are of.
         step_s: median of a step.
         samples_per_s: in that part.
-        bubble: of that part, see :func:`~vpipe.metric_formulas.bubble`.
+        bubble: of that part, see :func:`~vpipe.app.metric_formulas.bubble`.
         ranks: work and idle time.
         stages: in order.
         memory: by rank, see :func:`memory_curves`.

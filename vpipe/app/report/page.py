@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
+from vpipe.app.metric_formulas import averaged_losses, perplexity, share_text
 from vpipe.app.report.figures import Points, in_window, steady_window, typical_window
 from vpipe.app.report.idle_bars import idle_bars, stage_table
 from vpipe.app.report.line_chart import Line, chart, is_drawable, thinned
@@ -14,7 +15,6 @@ from vpipe.app.report.style import operation_fills, render
 from vpipe.app.report.timeline import Lane, chunks, timeline_figure
 from vpipe.app.visualize.table import compact, milliseconds
 from vpipe.errors import counted
-from vpipe.metric_formulas import averaged_losses, perplexity, share_text
 from vpipe.units import parse_size, size_text
 
 _DRAWN, _FEWEST, _MOST = 800, 32, 48  # actions of all ranks together and of a rank, in each timeline

@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vpipe.app.metric_formulas import counted_updates
 from vpipe.app.report.figures import Figures, Points
 from vpipe.app.report.line_chart import is_drawable
 from vpipe.app.report.recording import damaged_line, is_number
 from vpipe.errors import UserError, counted
-from vpipe.metric_formulas import counted_updates
 
 _AGAIN = "a line is an object with step, loss, time_s and tokens_per_s; copy the file whole from the run's folder"
 

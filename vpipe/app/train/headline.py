@@ -6,7 +6,7 @@ from collections import Counter
 
 from vpipe.app.data.dataset import Described, VaryingBatches
 from vpipe.app.train.job import Job
-from vpipe.errors import counted, counted_with_commas
+from vpipe.errors import counted
 from vpipe.extras.translation.length_buckets import SOURCE_IDS, PairDataset
 from vpipe.model.split import parameter_count
 from vpipe.schedules.delays import describe_delays, fewer_updates, warn_of_delay
@@ -43,18 +43,18 @@ def size_lines(job: Job) -> str:
     length = config.model.sequence_length
     steps, rest = divmod(job.epochs.batches * config.microbatches, job.schedule.assignment.per_step)
     varying = isinstance(dataset, VaryingBatches)
-    epoch = [counted_with_commas(samples, "sample"),
-             *([counted_with_commas(job.epochs.tokens if varying else samples * length, "token")] if tokens else []),
-             "about " * (rest > 0) + counted_with_commas(steps, job.step_name)]
+    epoch = [counted(samples, "sample", commas=True),
+             *([counted(job.epochs.tokens if varying else samples * length, "token", commas=True)] if tokens else []),
+             "about " * (rest > 0) + counted(steps, job.step_name, commas=True)]
     if isinstance(dataset, PairDataset):
         epoch.append(f"{100 * dataset.padding_share(config.dataset.batch_size):.1f} % padding")
     parameters = parameter_count(job.model)
     text = job.held_out_text
-    return (("parameters unknown" if parameters is None else counted_with_commas(parameters, "parameter"))
+    return (("parameters unknown" if parameters is None else counted(parameters, "parameter", commas=True))
             + f", vocabulary of {config.model.vocab_size:,}" * tokens
             + "".join(f"\n{line}" for line in (dataset.lines if isinstance(dataset, Described) else ()))
             + f"\nan epoch: {', '.join(epoch)}"
-            + ("" if text is None else f"\nheld out: {counted_with_commas(text.tokens, 'token')} of "
+            + ("" if text is None else f"\nheld out: {counted(text.tokens, 'token', commas=True)} of "
                f"{text.bytes / text.tokens:.2f} bytes, unigram entropy {text.unigram_entropy:.2f} nats"))
 
 

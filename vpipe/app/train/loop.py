@@ -18,6 +18,8 @@ import torch
 
 from vpipe.app.config.config import config_row
 from vpipe.app.data.prefetch import Prefetcher
+from vpipe.app.errors import LastingError, StartError
+from vpipe.app.metric_formulas import WARM_UP, counted_updates
 from vpipe.app.progress import message_if_slow
 from vpipe.app.signals import Stopped, graceful_stop
 from vpipe.app.train.checkpointing import Cadence, Checkpointing, restore
@@ -39,10 +41,9 @@ from vpipe.checkpoint.manifest import Manifest
 from vpipe.description.execution import THREADED
 from vpipe.distributed.init import exchange, join_world
 from vpipe.distributed.watchdog import activity, forget_stop, note_to, stop_asked
-from vpipe.errors import LastingError, RunError, StartError, UserError, counted
+from vpipe.errors import RunError, UserError, counted
 from vpipe.extras.orion.run import Orion, orion, orion_lines
 from vpipe.extras.translation.translations import translation_lines
-from vpipe.metric_formulas import WARM_UP, counted_updates
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.executors.registry import NO_GAIN

@@ -20,13 +20,14 @@ from typing import Any, Protocol
 import torch
 from tqdm import tqdm
 
+from vpipe.app.errors import LastingError
+from vpipe.app.metric_formulas import Utilization, perplexity
 from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.peak_flops import PeakFlops, find_peak
 from vpipe.app.visualize.table import compact
-from vpipe.errors import LastingError, UserError, counted
-from vpipe.metric_formulas import Utilization, perplexity
+from vpipe.errors import UserError, counted
 from vpipe.runtime.step_results import Step
 
 log = logging.getLogger("vpipe")

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from vpipe import accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.config.parallel import AUTO
+from vpipe.app.errors import PlanningError
 from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job, device_of, join, microbatch_of, model_name
 from vpipe.app.train.optimizers import OptimizerSettings
 from vpipe.app.train.run_folder import CONFIG, PROFILE
 from vpipe.distributed.init import exchange
-from vpipe.errors import PlanningError, Problem, UserError
+from vpipe.errors import Problem, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, Profile
 from vpipe.plan.solver import PlanRequest, Solution, solve

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from vpipe.app.data.tokenizers import load_tokenizer, load_wordpiece
+from vpipe.app.metric_formulas import averaged_losses, bubble, counted_updates, p95, perplexity, share_text
 from vpipe.app.train.job import Job, on_processors
 from vpipe.app.train.metrics import Metrics, finite
 from vpipe.app.train.peak_flops import PeakFlops
@@ -20,7 +21,6 @@ from vpipe.app.visualize.table import clipped, compact, filled, fitted, millisec
 from vpipe.errors import counted
 from vpipe.extras.generation.generate import load_weights
 from vpipe.extras.generation.sampling import BERT, TextModel, decoding_for, masked_ids, prompt_ids
-from vpipe.metric_formulas import averaged_losses, bubble, counted_updates, p95, perplexity, share_text
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.schedules.delays import describe_delays, mean_delay
 from vpipe.schedules.size import Placement

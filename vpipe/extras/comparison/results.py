@@ -11,13 +11,13 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from vpipe.app.config.config import config_row
+from vpipe.app.metric_formulas import Utilization, bubble, p95, share_text
 from vpipe.app.train.job import Job
 from vpipe.app.train.metrics import Efficiency, finite
 from vpipe.app.visualize.table import filled, fitted, milliseconds, terminal_columns
 from vpipe.errors import counted
 from vpipe.extras.comparison.planning import Contender
 from vpipe.extras.comparison.round_robin import MIN_UPDATES, WARM_UP, Turn
-from vpipe.metric_formulas import Utilization, bubble, p95, share_text
 from vpipe.plan.plan import Prediction
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.units import size_text

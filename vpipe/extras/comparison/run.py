@@ -15,12 +15,13 @@ import torch
 from tqdm import tqdm
 
 from vpipe.app.config.config import load_config
+from vpipe.app.errors import PlanningError
 from vpipe.app.train.csv_rows import csv_text
 from vpipe.app.train.job import Job, device_of, join
 from vpipe.app.train.loop import build_pipeline
 from vpipe.app.train.metrics import Efficiency
 from vpipe.app.train.run_folder import CONFIG
-from vpipe.errors import PlanningError, Problem, UserError, counted
+from vpipe.errors import Problem, UserError, counted
 from vpipe.extras.comparison.chart import draw
 from vpipe.extras.comparison.planning import Contender, plan_contenders
 from vpipe.extras.comparison.results import Comparison, Outcome

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vpipe.errors import Problem, UserError, nearest, nearest_registered
+from vpipe.errors import Problem, UserError, nearest
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver import PlanRequest, solve
@@ -70,7 +70,7 @@ def parse_names(text: str, option: str, known: Sequence[str], what: str) -> tupl
     problems = []
     for name, times in Counter(names).items():
         if name not in known:
-            hint = (nearest_registered if option == "--schedules" else nearest)(name, known)
+            hint = nearest(name, known, open_list=option == "--schedules")
             problems.append(Problem(f"{option} names '{name}', which is no {what}", hint))
         elif times > 1:
             problems.append(Problem(f"{option} names '{name}' {times} times", "name it once"))

@@ -25,7 +25,7 @@ from vpipe.checkpoint.load import check_compatible, load_tensors
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.distributed.init import join_world
 from vpipe.distributed.watchdog import activity
-from vpipe.errors import UserError, counted, counted_with_commas
+from vpipe.errors import UserError, counted
 from vpipe.extras.generation.generate import (
     TRANSLATES,
     Chosen,
@@ -157,7 +157,7 @@ class SampledCheckpoint:
     def introduce(self) -> None:
         """Print which checkpoint it is."""
         parameters = parameter_count(self.model(1))
-        size = "parameters unknown" if parameters is None else counted_with_commas(parameters, "parameter")
+        size = "parameters unknown" if parameters is None else counted(parameters, "parameter", commas=True)
         print(f"{self.folder}: {self.found.name}, {size}, after step "
               f"{self.manifest.step:,}", file=sys.stderr, flush=True)
 
@@ -297,7 +297,7 @@ def _show(task: GenerationTask, tokenizer: Tokenizer, cached: bool, choices: Ite
     for _ in choices:
         pass
     seconds = perf_counter() - began
-    print(f"{counted_with_commas(found.steps, 'token')} in {seconds:.1f} s, {found.steps / seconds:,.0f} tokens/s, on "
+    print(f"{counted(found.steps, 'token', commas=True)} in {seconds:.1f} s, {found.steps / seconds:,.0f} tokens/s, on "
           f"{counted(len(task.partition), 'rank')}"
           + (f", {counted(decoding.beams, 'beam')}" if decoding.beams else ""),
           file=sys.stderr, flush=True)

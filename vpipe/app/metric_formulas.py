@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
 from statistics import quantiles
+
+from vpipe.plan.predict import bubble
+
+__all__ = ["WARM_UP", "Utilization", "averaged_losses", "bubble", "counted_updates", "p95", "perplexity", "share_text"]
 
 WARM_UP = 2
 """First updates of an attempt that figures leave out, if as many again and one more follow: a process allocates memory
@@ -34,17 +38,6 @@ _HUGE_LOSS = 100.0
 def perplexity(loss: float) -> float | None:
     """Return exp(loss), for a loss that is the mean cross-entropy per token; None where it is huge or no number."""
     return exp(loss) if loss < _HUGE_LOSS else None
-
-
-def bubble(ranks: Iterable[tuple[float, float]]) -> float:
-    """Return the share of the ranks' time in which they wait for other ranks, the mean over ranks; NaN where a time is.
-
-    Args:
-        ranks: of each rank the seconds in which it waited for others (the order of the schedule, unequal stages and
-            transfers alike) and those in which it worked: computed, updated, handed over.
-    """
-    shares = [waited / (waited + worked) if waited else 0.0 for waited, worked in ranks]
-    return sum(shares) / len(shares)
 
 
 @dataclass(frozen=True)
