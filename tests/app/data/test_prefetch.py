@@ -8,7 +8,7 @@ from threading import enumerate as threads
 
 import pytest
 
-from vpipe.app.data.prefetch import Prefetcher
+from vpipe.app.data.prefetch import prefetched
 
 
 class Source:
@@ -38,7 +38,7 @@ def check_thread_ended() -> None:
 @pytest.mark.parametrize("most", [1, 2, 7, 100])
 def test_everything_comes_in_order_from_one_thread(most: int) -> None:
     source = Source(20)
-    with Prefetcher(source, most) as items:
+    with prefetched(source, most) as items:
         assert list(items) == list(range(20))
         assert next(items, None) is None
     assert source.threads == {"vpipe-batches"}
@@ -47,7 +47,7 @@ def test_everything_comes_in_order_from_one_thread(most: int) -> None:
 
 def test_so_many_are_made_before_they_are_asked_for_and_no_more() -> None:
     source = Source(10)
-    with Prefetcher(source, 3) as items:
+    with prefetched(source, 3) as items:
         for taken in range(7):
             assert source.made[taken + 2].wait(10)
             assert not source.made[taken + 3].wait(0.01)
@@ -55,7 +55,7 @@ def test_so_many_are_made_before_they_are_asked_for_and_no_more() -> None:
 
 
 def test_a_failure_comes_in_its_place_and_ends_it() -> None:
-    with Prefetcher(Source(5, fails=3), 5) as items:
+    with prefetched(Source(5, fails=3), 5) as items:
         assert [next(items) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(ValueError, match="item 3"):
             next(items)
@@ -66,7 +66,7 @@ def test_a_failure_comes_in_its_place_and_ends_it() -> None:
 @pytest.mark.parametrize("asked", [0, 2])
 def test_leaving_early_ends_the_thread(asked: int) -> None:
     source = Source(100)
-    with Prefetcher(source, 4) as items:
+    with prefetched(source, 4) as items:
         assert [next(items) for _ in range(asked)] == list(range(asked))
     check_thread_ended()
     assert not source.made[asked + 5].is_set()
@@ -75,7 +75,7 @@ def test_leaving_early_ends_the_thread(asked: int) -> None:
 
 def test_one_that_waits_gets_what_comes() -> None:
     source = Source(3, held=1)
-    with Prefetcher(source, 2) as items:
+    with prefetched(source, 2) as items:
         assert next(items) == 0
         source.let[1].set()
         source.let[2].set()

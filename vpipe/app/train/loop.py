@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from vpipe.app.config.config import config_row
-from vpipe.app.data.prefetch import Prefetcher
+from vpipe.app.data.prefetch import prefetched
 from vpipe.app.errors import LastingError, StartError
 from vpipe.app.metric_formulas import WARM_UP, counted_updates
 from vpipe.app.progress import message_if_slow
@@ -386,7 +386,7 @@ def _prefetched(batches: Iterable[Batch], prefetch: int) -> Generator[Batch]:
                         "beside the training must not",
                         hint="give it a torch.Generator of its own, or set dataset.num_workers to 0")
     if first is not None:
-        with Prefetcher(source, prefetch) as others:
+        with prefetched(source, prefetch) as others:
             yield first
             yield from others
 
