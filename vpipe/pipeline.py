@@ -25,7 +25,6 @@ from vpipe.distributed import excepthook
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import join_world
 from vpipe.errors import PerformanceWarning, Problem, UserError
-from vpipe.extras.orion.scheduler import OrionScheduler
 from vpipe.model.layer import Model
 from vpipe.model.split import StageSpec, balanced, parameter_counts, split, ties_between
 from vpipe.old_calls import shows_new_call
@@ -33,7 +32,7 @@ from vpipe.plan.plan import Plan
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, label_actions
 from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.engine import Engine, Pauses
-from vpipe.runtime.executors.async_threaded import ThreadedWorker
+from vpipe.runtime.executors.async_threaded import KernelScheduler, ThreadedWorker
 from vpipe.runtime.executors.registry import check_executor
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.optimizer_step import StepObserver
@@ -309,7 +308,7 @@ class Pipeline:
         for rank, worker in self.engine.workers.items():
             worker.optimizer_steps.observer = observer_of[rank]
 
-    def schedule_kernels(self, scheduler: OrionScheduler) -> None:
+    def schedule_kernels(self, scheduler: KernelScheduler) -> None:
         """Let a scheduler gate the kernels of the microbatches of this process, before the first one."""
         for worker in self.engine.workers.values():
             assert isinstance(worker, ThreadedWorker), "only forwards that run in threads have streams of their own"

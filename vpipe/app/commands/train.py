@@ -18,8 +18,10 @@ from vpipe.app.train.run_folder import CONFIG, unlock_runs
 from vpipe.checkpoint.integrity import check_intact
 from vpipe.distributed.environment import RankEnvironment
 from vpipe.errors import UserError, VpipeError, counted
-from vpipe.extras.orion.scheduler import switched_on
-from vpipe.plugins import import_files
+from vpipe.plugins import added, import_files
+
+SETTINGS = "vpipe.settings"
+"""The group of entry points for functions that return values of ``--set``, such as those that the environment asks for."""
 
 
 def run_train(options: argparse.Namespace) -> None:
@@ -125,7 +127,7 @@ def _resume_point(options: argparse.Namespace) -> ResumePoint | None:
 
 
 def _config(options: argparse.Namespace, start: ResumePoint | None) -> Config:
-    settings = [*(["parallel.use_orion_scheduler=true"] if switched_on() else []), *options.settings]
+    settings = [*(setting for wanted in added(SETTINGS) for setting in wanted()), *options.settings]
     if start is None:
         return configs.load_config(options.config, settings, options.scheduler)
     return resumed_config(start, options.config, settings, options.scheduler)

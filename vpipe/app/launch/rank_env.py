@@ -19,9 +19,11 @@ from vpipe.app.launch.container import Container
 from vpipe.distributed.environment import HOST, MEETING, RUN, SECRET, RankEnvironment
 from vpipe.distributed.network import interface_towards, meeting_address
 from vpipe.errors import UserError, counted
-from vpipe.extras.orion.scheduler import preload_variable
-from vpipe.plugins import IMPORTS, imported_files
+from vpipe.plugins import IMPORTS, added, imported_files
 from vpipe.schedules.prepare import ScheduleSpec
+
+RANK_ENVIRONMENT = "vpipe.rank_environment"
+"""The group of entry points for functions from a config to the environment variables that its ranks need."""
 
 
 def ranks_of(config: Config) -> int:
@@ -108,7 +110,7 @@ class HostRanks:
         run: what tells it from another run at the same port.
         secret: by which its ranks let each other in.
         meeting: the folder where they meet, if all are on this host; only this user may enter it.
-        orion: whether the Orion library is preloaded; a container has none.
+        variables: more of their environment, of packages; not in a container, which has none of their files.
     """
 
     devices: Mapping[int, int]
@@ -125,17 +127,18 @@ class HostRanks:
     run: str = field(default_factory=lambda: token_hex(4))
     secret: str = field(default_factory=lambda: token_hex(16), repr=False)
     meeting: str | None = None
-    orion: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def alone(cls, ranks: int, port: int, threads: int, task: Sequence[str] = ("train",), *,
               devices: Mapping[int, int] | None = None, container: Container | None = None,
-              address: str | None = None, interface: str | None = None, orion: bool = False) -> HostRanks:
+              address: str | None = None, interface: str | None = None,
+              variables: Mapping[str, str] | None = None) -> HostRanks:
         """Return all ranks on this host; when no address and interface are chosen, by its loopback."""
         found = "lo" if sys.platform == "linux" else None  # whatever the name of this host resolves to
         return cls(devices or {rank: rank for rank in range(ranks)}, ranks, address or "127.0.0.1", port,
                    interface or found, threads, task, container=container, interface_found=interface is None,
-                   orion=orion)
+                   variables=variables or {})
 
     def command(self, folder: Path | str) -> list[str]:
         """Return what every rank runs; ``folder`` tells it the rest."""
@@ -167,8 +170,8 @@ class HostRanks:
             variables[HOST] = self.host
         if self.container is not None:
             variables |= self.container.environment
-        elif self.orion:
-            variables |= preload_variable()
+        else:
+            variables |= self.variables
         return variables
 
 
@@ -184,11 +187,16 @@ def ranks_here(config: Config, hosts: Hosts | None, ranks: int, port: int) -> Ho
         devices = None if hosts is None else hosts.on(None)
         return HostRanks.alone(ranks, port, threads, devices=devices, container=container,
                                address=parallel.master_address, interface=parallel.interface,
-                               orion=parallel.use_orion_scheduler)
+                               variables=variables_of_packages(config))
     address = parallel.master_address or meeting_address(hosts.first, [host_of(login) for login in hosts.others])
     return HostRanks(hosts.on(None), ranks, address, port, parallel.interface or interface_towards(address), threads,
                      host=hosts.first, container=container, interface_found=parallel.interface is None,
-                     orion=parallel.use_orion_scheduler)
+                     variables=variables_of_packages(config))
+
+
+def variables_of_packages(config: Config) -> dict[str, str]:
+    """Return the environment variables that packages set for the ranks of a config."""
+    return {name: value for variables in added(RANK_ENVIRONMENT) for name, value in variables(config).items()}
 
 
 def interface_variables(interface: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ from typing import Any
 from vpipe.app.config.config import load_config
 from vpipe.app.launch.container import Container
 from vpipe.app.launch.local import GRACE_S, POLL_S, Interrupted, Processes, Signals
-from vpipe.app.launch.rank_env import HostRanks
+from vpipe.app.launch.rank_env import HostRanks, variables_of_packages
 from vpipe.app.train.run_folder import CONFIG, failure_path
 from vpipe.distributed.network import interface_towards, reach
 from vpipe.errors import UserError
@@ -215,7 +215,7 @@ def _ranks_here(run: dict[str, Any], folder: Path) -> HostRanks:
                      port, interface, config.training.threads, tuple(map(str, run["task"])), str(run["host"]),
                      Container.from_config(config) if config.container else None,
                      interface_found=config.parallel.interface is None, run=str(run["run"]),
-                     secret=str(run["secret"]), orion=config.parallel.use_orion_scheduler)
+                     secret=str(run["secret"]), variables=variables_of_packages(config))
 
 
 def _import_files(digests: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,30 @@ from torch.profiler import record_function
 from vpipe import accelerator
 from vpipe.distributed.watchdog import activity
 from vpipe.errors import RunError
-from vpipe.extras.orion.scheduler import OrionScheduler
 from vpipe.model.sequential import loss_buffers
 from vpipe.runtime.activations import Record
 from vpipe.runtime.worker import ForwardInputs, Worker
 from vpipe.schedules.action import Action, Op
 
 
+class KernelScheduler(Protocol):
+    """Decide when the kernels of each microbatch run, where several share a device.
+
+    ``vpipe.extras.orion`` has one. A call that fails returns something else than 0, and ``last_error`` says why.
+    """
+
+    def bind_stream(self, client: int, stream: int) -> int:
+        """Count the kernels that are launched in a stream, given by its handle, for a microbatch of the rank."""
+
+    def last_error(self) -> str:
+        """Return why the last call failed."""
+
+
 class Streams:
     """Streams of the CPU, where everything is done when its call returns; the contract of :class:`DeviceStreams`."""
 
-    def schedule(self, orion: OrionScheduler) -> None:
-        """Give the microbatches that come streams of descending priority, each a client of Orion."""
+    def schedule(self, scheduler: KernelScheduler) -> None:
+        """Give the microbatches that come streams of descending priority, each a client of the scheduler."""
 
     def receiving(self) -> AbstractContextManager[None]:
         """Return the context of receives and copies to the device; the caller's stream waits for them at its end."""
@@ -78,14 +90,14 @@ class DeviceStreams(Streams):
         self._of: dict[int, torch.Stream] = {}
         self._ends: dict[int, torch.Event] = {}
         self._newest: torch.Stream | None = None  # that a forward was queued in
-        self._orion: OrionScheduler | None = None
+        self._scheduler: KernelScheduler | None = None
         # The microbatches' graphs share the nodes that accumulate a weight's gradient, which have the stream of one of
         # them. Autograd waits there, so the mismatch is harmless.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
-    def schedule(self, orion: OrionScheduler) -> None:
+    def schedule(self, scheduler: KernelScheduler) -> None:
         assert not self._of, "streams keep their priority"
-        self._orion = orion
+        self._scheduler = scheduler
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
@@ -103,12 +115,12 @@ class DeviceStreams(Streams):
         _record(given, caller, stream)
 
     def _new_stream(self, client: int) -> torch.Stream:
-        if self._orion is None:
+        if self._scheduler is None:
             return accelerator.new_stream(self._device)
         stream = accelerator.new_stream(self._device, min(0, client - HIGHEST_PRIORITY))
-        if self._orion.bind_stream(client, accelerator.handle_of(self._device, stream)):
-            raise RunError(f"Orion refuses the stream of microbatch {client}: {self._orion.last_error()}",
-                           hint="this is a defect of vpipe: please report it")
+        if self._scheduler.bind_stream(client, accelerator.handle_of(self._device, stream)):
+            raise RunError(f"the scheduler refuses the stream of microbatch {client}: {self._scheduler.last_error()}",
+                           hint="this is a defect of vpipe, or of the scheduler: please report it")
         return stream
 
     @contextmanager
@@ -208,13 +220,13 @@ class ThreadedWorker(Worker):
             self.operations[Op.RECV_F] = partial(_after, self._catch_up, self.operations[Op.RECV_F])
         self.operations[Op.SEND_B] = partial(self._send_backward, self.operations[Op.SEND_B])
 
-    def schedule(self, orion: OrionScheduler) -> None:
-        """Let Orion gate the kernels of the microbatches; called before the first one.
+    def schedule(self, scheduler: KernelScheduler) -> None:
+        """Let a scheduler gate the kernels of the microbatches; called before the first one.
 
         Backwards then run in the calling thread. Autograd's own thread serves all backwards of a device, so a launch of
         one that waits would hold up the others.
         """
-        self._streams.schedule(orion)
+        self._streams.schedule(scheduler)
         self._backward_here = True
 
     # -- forwards, in threads --------------------------------------------------------------------------

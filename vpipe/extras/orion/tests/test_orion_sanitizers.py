@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 NATIVE = ROOT / "kernel_intercept"
 CXX = shutil.which("g++") or shutil.which("clang++")
 

@@ -15,7 +15,7 @@ from vpipe.extras.orion.kernels import Bound, KernelProfile, kernel_csv
 
 pytestmark = pytest.mark.timeout(120, func_only=True)  # not of compilers on a busy machine
 
-BINDING = Path(__file__).parents[2] / "kernel_intercept" / "python"
+BINDING = Path(__file__).parents[4] / "kernel_intercept" / "python"
 
 PROGRAM = """
 import ctypes

@@ -13,7 +13,7 @@ from small_run import losses, only_run, write_config
 
 from vpipe.distributed.network import free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 CXX = shutil.which("g++") or shutil.which("clang++")
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(CXX is None, reason="no C++ compiler")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-ROOT = Path(__file__).parents[2] / "kernel_intercept"
+ROOT = Path(__file__).parents[4] / "kernel_intercept"
 CXX = shutil.which("g++") or shutil.which("clang++")
 COMPILE = [str(CXX), "-std=c++17", "-pthread", "-Wall", "-Wextra", "-Werror"]
 SHARED = [*COMPILE, "-fPIC", "-shared", "-fvisibility=hidden"]

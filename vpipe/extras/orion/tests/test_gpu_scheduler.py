@@ -181,7 +181,7 @@ def test_only_the_interface_is_exported(native: Path) -> None:
     listed = subprocess.run([nm, "-D", "--defined-only", native / "libgpu_scheduler.so"], check=True,
                             capture_output=True, text=True).stdout
     names = {line.split()[-1] for line in listed.splitlines()}
-    header = (Path(__file__).parents[2] / "kernel_intercept" / "include" / "orion_scheduler.h").read_text()
+    header = (Path(__file__).parents[4] / "kernel_intercept" / "include" / "orion_scheduler.h").read_text()
     declared = set(re.findall(r"^[\w *]+\b(orion_\w+)\(", header, re.MULTILINE))
     assert {name for name in names if name.startswith("orion_")} == declared | {"orion_use_clock"}
     assert all(re.match(r"orion_|dlsym$|cuLaunch|cuGetProcAddress|cuStreamBeginCapture", name) for name in names)

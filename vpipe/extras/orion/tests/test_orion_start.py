@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.app.launch.rank_env import HostRanks
+from vpipe.app.config.config import Config, load_config
+from vpipe.app.launch.rank_env import ranks_here
 from vpipe.errors import UserError
 from vpipe.extras.orion import scheduler as orion
 from vpipe.extras.orion.scheduler import Inactive, Launch, preload_variable, start, switched_on
@@ -67,10 +68,16 @@ def test_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_launcher_preloads_what_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(orion, "LIBRARY", tmp_path / "libgpu_scheduler.so")
     monkeypatch.delenv("LD_PRELOAD", raising=False)
-    assert "LD_PRELOAD" not in HostRanks.alone(1, 1, 1, orion=True).environment(0)
+    config = load_config(Path("gpt_small_orion"))
+    without = load_config(Path("gpt_small_orion"), ["parallel.use_orion_scheduler=false"])
+
+    def environment(config: Config) -> dict[str, str]:
+        return ranks_here(config, None, 1, 1).environment(0)
+
+    assert "LD_PRELOAD" not in environment(config)
     orion.LIBRARY.touch()
-    assert HostRanks.alone(1, 1, 1, orion=True).environment(0)["LD_PRELOAD"] == str(orion.LIBRARY)
-    assert "LD_PRELOAD" not in HostRanks.alone(1, 1, 1).environment(0)
+    assert environment(config)["LD_PRELOAD"] == str(orion.LIBRARY)
+    assert "LD_PRELOAD" not in environment(without)
     assert preload_variable({"LD_PRELOAD": "/malloc.so"}) == {"LD_PRELOAD": f"{orion.LIBRARY}:/malloc.so"}
     assert preload_variable({"LD_PRELOAD": "/elsewhere/libgpu_scheduler.so"}) == {}
 
