@@ -183,7 +183,7 @@ def test_a_job_that_goes_back_into_the_queue_goes_on(cluster: Cluster, work: Pat
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_the_orion_library_before_srun(cluster: Cluster, work: Path) -> None:
-    """The command of docs/orion.md: every rank has the library, and trains the losses of a run without it."""
+    """The command of orion.md: every rank has the library, and trains the losses of a run without it."""
     shutil.copytree(ROOT / "kernel_intercept", work / "kernel_intercept", ignore=shutil.ignore_patterns("build"))
     shutil.copy(ROOT / "Makefile", work)
     subprocess.run(["make", "orion"], cwd=work, check=True, capture_output=True)

@@ -21,7 +21,7 @@ from vpipe.errors import UserError, VpipeError, counted
 from vpipe.plugins import added, import_files
 
 SETTINGS = "vpipe.settings"
-"""The group of entry points for functions that return values of ``--set``, such as those that the environment asks for."""
+"""The group of entry points for functions that return values of ``--set``, such as the environment asks for."""
 
 
 def run_train(options: argparse.Namespace) -> None:

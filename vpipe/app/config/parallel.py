@@ -28,6 +28,7 @@ from vpipe.description.recompute import MOST_LAYERS, ranges
 from vpipe.description.transfers import Transfers
 from vpipe.errors import UserError, nearest
 from vpipe.plan.plan import Plan
+from vpipe.plugins import announced
 from vpipe.runtime.executors.registry import threads_refused
 from vpipe.schedules.build import check_warmup, places_copies
 from vpipe.schedules.prepare import has_flush, is_file
@@ -53,6 +54,9 @@ SCHEDULERS: tuple[str, ...] = get_args(Scheduler)
 
 SCHEDULE_OF_SCHEDULERS = "gpipe"
 """The schedule that OurGPipe's schedulers run."""
+
+ORION = "orion"
+"""What must be added for ``use_orion_scheduler``, under this name."""
 
 AUTO = "auto"
 """Value of keys that are planned when the run starts."""
@@ -378,6 +382,9 @@ class ParallelSection(Section):
         if self.use_orion_scheduler and self.executor != THREADED:
             yield Mistake(("use_orion_scheduler",), f"is true, but the executor is {self.executor}, which has one "
                           "stream for all microbatches", f"set executor: {THREADED}, or use_orion_scheduler: false")
+        elif self.use_orion_scheduler and ORION not in announced("vpipe.rank_environment"):
+            yield Mistake(("use_orion_scheduler",), "is true, but no package here adds Orion", "install vpipe with "
+                          "vpipe/extras/orion, or leave it out")
         yield from self._warmup()
 
     def _warmup(self) -> Iterator[Mistake]:

@@ -87,3 +87,12 @@ def test_the_switch() -> None:
         {}, {"USE_ORION_SCHEDULER": "0"}, {"USE_ORION_SCHEDULER": "1"})] == [False, False, True]
     with pytest.raises(UserError, match="USE_ORION_SCHEDULER is 'yes' in the environment"):
         switched_on({"USE_ORION_SCHEDULER": "yes"})
+
+
+def test_a_config_is_refused_where_orion_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.app.config.parallel.announced", lambda group: [])
+    with pytest.raises(UserError) as refused:
+        load_config(Path("gpt_small_orion"))
+    [problem] = refused.value.problems
+    assert problem.what == "parallel.use_orion_scheduler is true, but no package here adds Orion"
+    assert problem.hint == "install vpipe with vpipe/extras/orion, or leave it out"
