@@ -15,7 +15,7 @@ from vpipe.app.config.config import load_config
 from vpipe.app.families.registry import Family, ModelSettings
 from vpipe.app.train.job import Job
 from vpipe.model.layer import Model
-from vpipe.testing.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.testing import ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle
 
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "model": {"name": "bert", "preset": "tiny", "hidden_size": 16, "sequence_length": 16, "vocab_size": 32},

@@ -191,8 +191,9 @@ def test_the_files_that_the_map_names_exist() -> None:
 
 
 MAY_NAME_KINDS = ("schedules/kinds.py", "schedules/action.py", "schedules/build.py", "schedules/lower.py",
-                  "schedules/v_schedules.py", "schedules/generators/", "schedules/search/", "runtime/")
-"""The table, what makes actions (generators, lowering, the search), and what executes them."""
+                  "schedules/v_schedules.py", "schedules/generators/", "schedules/search/", "runtime/",
+                  "testing/strategies.py")
+"""The table, what makes actions (generators, lowering, the search, a strategy), and what executes them."""
 
 
 def test_the_kinds_of_actions_are_named_only_where_they_are_made_and_executed() -> None:

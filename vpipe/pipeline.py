@@ -151,7 +151,8 @@ class Pipeline:
         return pipe
 
     def _set_up(self, model: Model, description: Description, schedule: Schedule, world: DeviceMap) -> None:
-        self._model, self._trained, self.rank, self.description = model, False, world.rank, description
+        self.model, self._trained, self.rank, self.description = model, False, world.rank, description
+        self.lowered = schedule
         self.schedule, self.microbatches = description.order.schedule, description.microbatches
         self.partition, self.recomputed = description.cut.partition, description.cut.recomputed
         self.placement, self.update_every = schedule.placement, schedule.update_every
@@ -261,7 +262,7 @@ class Pipeline:
             UserError: it is no checkpoint, is damaged, of another model, seed or optimizer, or falls within a batch
                 where the schedule takes only whole ones. Nothing has been loaded then.
         """
-        return self._checkpoint(folder).load(self._model)
+        return self._checkpoint(folder).load(self.model)
 
     # -- what a training loop of one's own asks -------------------------------------------------------------------
 

@@ -21,9 +21,7 @@ from models import CONFIGS, small_batches, small_model
 from vpipe import Cut, Execution, Pipeline
 from vpipe.errors import PerformanceWarning
 from vpipe.schedules.registry import Recipe, recipes
-from vpipe.testing.reference import asynchronous_oracle, flush_oracle
-from vpipe.testing.reference_model import ReferencePrecision
-from vpipe.testing.reference_optimizer import TrainingRecipe, version_rule
+from vpipe.testing import ReferencePrecision, TrainingRecipe, asynchronous_oracle, flush_oracle, version_rule
 
 RANKS, MICROBATCHES, STEPS, SAMPLES = 4, 8, 3, 16
 FP32, REDUCED = 1e-5, 1e-2

@@ -20,10 +20,17 @@ from vpipe.app.train.job import Job
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.integrity import find_damage
 from vpipe.runtime.transport.compression import Compression
-from vpipe.testing.compression import CutCompression
-from vpipe.testing.reference import ReferenceRun, asynchronous_oracle, evaluate_oracle, flush_oracle
-from vpipe.testing.reference_optimizer import TrainingRecipe, uncompressed, version_rule
-from vpipe.testing.trajectory import Trajectory
+from vpipe.testing import (
+    CutCompression,
+    ReferenceRun,
+    TrainingRecipe,
+    Trajectory,
+    asynchronous_oracle,
+    evaluate_oracle,
+    flush_oracle,
+    version_rule,
+)
+from vpipe.testing.reference_optimizer import uncompressed
 
 LAYERS = 9
 SAVE_EVERY, EVALUATE_EVERY = 8, 20

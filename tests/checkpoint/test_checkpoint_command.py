@@ -26,8 +26,7 @@ from vpipe.app.train.run_folder import RUNNING
 from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.save import save_checkpoint
-from vpipe.testing.reference import TrainingRecipe, flush_oracle
-from vpipe.testing.reference_optimizer import InitialState
+from vpipe.testing import InitialState, TrainingRecipe, flush_oracle
 
 Vpipe = Callable[..., tuple[int, str, str]]
 

@@ -22,7 +22,7 @@ from vpipe.app.train.model_section import model_settings
 from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.model.split import parameter_counts
-from vpipe.testing.reference import TrainingRecipe, flush_oracle
+from vpipe.testing import TrainingRecipe, flush_oracle
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt": {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": 40, "n_positions": 16, "initializer_range": 0.2,

@@ -18,8 +18,7 @@ from pipelines import parts
 import vpipe
 from vpipe import Model, Pipeline
 from vpipe.runtime.microbatches import Batch
-from vpipe.testing.reference import flush_oracle
-from vpipe.testing.reference_optimizer import TrainingRecipe
+from vpipe.testing import TrainingRecipe, flush_oracle
 
 OURS = str(Path(vpipe.__file__).parent)
 BATCHES = rich_batches(5, 8)

@@ -10,7 +10,6 @@ import jobs
 import torch
 import torch.distributed as dist
 from models import int16_model, rich_batches
-from nccl_rules import nccl_rules
 from torch import Tensor
 
 from vpipe.errors import UserError
@@ -20,6 +19,7 @@ from vpipe.runtime import engine
 from vpipe.runtime.interpreter import RankPrograms
 from vpipe.runtime.p2p import P2PTransfers
 from vpipe.runtime.transport import distributed
+from vpipe.testing import nccl_rules
 
 
 def under(*, run: str, eager: bool = False, buffered: bool = False, **arguments: Any) -> Any:

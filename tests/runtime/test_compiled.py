@@ -21,9 +21,14 @@ from vpipe.schedules.action import Op
 from vpipe.schedules.build import build
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.size import Layout
-from vpipe.testing.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle
-from vpipe.testing.reference_model import ReferencePrecision
-from vpipe.testing.reference_optimizer import version_rule
+from vpipe.testing import (
+    ReferencePrecision,
+    ReferenceRun,
+    TrainingRecipe,
+    asynchronous_oracle,
+    flush_oracle,
+    version_rule,
+)
 
 # Dynamo reads the gradient of every input that it sees.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")

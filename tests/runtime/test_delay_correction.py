@@ -26,8 +26,7 @@ from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.runtime import delay_correction
 from vpipe.runtime.delay_correction import Extrapolation
-from vpipe.testing.reference import asynchronous_oracle
-from vpipe.testing.reference_optimizer import InitialState
+from vpipe.testing import InitialState, asynchronous_oracle
 
 EXTRAPOLATE: dict[str, Any] = {"delay_correction": "extrapolate"}
 CUT: dict[str, Any] = {"schedule": "pipedream", "partition": [3, 3, 2]}
@@ -77,7 +76,7 @@ def test_every_schedule_equals_its_oracle(arguments: dict[str, Any], expected: l
     assert factors(pipe) == pytest.approx(expected, rel=1e-15)
     steps = list(pipe.train(batches))
     if "compress" in arguments:
-        return  # tests/verify/test_compression.py has the oracle that compresses, too
+        return  # tests/testing/test_compression.py has the oracle that compresses, too
     how = recipe(pipe.engine.local_stages[0].precision.name,
                  extrapolation=arguments.get("delay_correction_strength", 1.0), microbatches=pipe.microbatches,
                  **({"optimizer": arguments["optimizer"].from_named} if "optimizer" in arguments else {}))

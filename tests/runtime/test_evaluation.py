@@ -16,7 +16,7 @@ from world import World
 
 from vpipe import Cut, Execution, Model, Pipeline
 from vpipe.runtime.microbatches import Batch
-from vpipe.testing.reference import evaluate_oracle
+from vpipe.testing import evaluate_oracle
 
 PLACEMENTS: list[list[list[int]]] = [
     [[0], [1], [2]], [[0, 1], [2], [3]], [[0], [1, 2, 3]], [[0, 1], [2, 3, 4]], [[0, 1, 2]]]

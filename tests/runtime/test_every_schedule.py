@@ -23,8 +23,7 @@ from vpipe.schedules.build import build
 from vpipe.schedules.csv_format import write_csv
 from vpipe.schedules.registry import _RECIPES, recipe_named, schedule_names
 from vpipe.schedules.size import Size, default_placement
-from vpipe.testing.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle
-from vpipe.testing.reference_optimizer import version_rule
+from vpipe.testing import ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle, version_rule
 
 FLUSH = [name for name in schedule_names() if recipe_named(name).flush]
 STREAMS = [name for name in schedule_names() if not recipe_named(name).flush]

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from vpipe import Asynchronous, Cut, Layer, Model, Pipeline, Update
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch
-from vpipe.testing.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle
-from vpipe.testing.reference_optimizer import version_rule
+from vpipe.testing import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle, version_rule
 
 
 class AdamW:

@@ -18,17 +18,18 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.registry import recipe_named
-from vpipe.testing import reference_optimizer
-from vpipe.testing.reference import (
-    FROM_SCRATCH,
+from vpipe.testing import (
+    InitialState,
+    ReferencePrecision,
     ReferenceRun,
     TrainingRecipe,
     asynchronous_oracle,
     evaluate_oracle,
     flush_oracle,
+    reference_optimizer,
+    version_rule,
 )
-from vpipe.testing.reference_model import ReferencePrecision
-from vpipe.testing.reference_optimizer import InitialState, version_rule
+from vpipe.testing.reference import FROM_SCRATCH
 
 MICROBATCHES = 4
 REDUCED = ["bf16", "bf16_pure", "fp16"]

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from vpipe import Asynchronous, Cut, Execution, Layer, Model, Pipeline
 from vpipe.errors import UserError
-from vpipe.testing.reference import TrainingRecipe, asynchronous_oracle
-from vpipe.testing.reference_optimizer import version_rule
+from vpipe.testing import TrainingRecipe, asynchronous_oracle, version_rule
 
 Call = tuple[str, float]
 """A hook that ran, and the sum of the gradient that it was given."""

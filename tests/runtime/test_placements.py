@@ -16,7 +16,7 @@ from world import World
 from vpipe import Asynchronous, Cut, Pipeline, Update
 from vpipe.errors import UserError
 from vpipe.schedules.registry import register_schedule
-from vpipe.testing.reference import asynchronous_oracle, flush_oracle
+from vpipe.testing import asynchronous_oracle, flush_oracle
 
 
 @pytest.fixture(autouse=True)

@@ -34,14 +34,7 @@ from vpipe.schedules.action import Op
 from vpipe.schedules.build import build
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.size import Placement, both_ways
-from vpipe.testing.reference import (
-    ReferenceRun,
-    TrainingRecipe,
-    asynchronous_oracle,
-    evaluate_oracle,
-    flush_oracle,
-)
-from vpipe.testing.reference_optimizer import version_rule
+from vpipe.testing import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle, version_rule
 
 WIDTHS = [(2, 1), (1, 2), (1, 3, 2), (2, 2, 2), (2, 1, 2)]
 FOLDED = [name for name in schedule_names()

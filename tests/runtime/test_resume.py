@@ -20,8 +20,7 @@ from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import UserError
 from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
-from vpipe.testing.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
-from vpipe.testing.reference_optimizer import InitialState, version_rule
+from vpipe.testing import InitialState, TrainingRecipe, asynchronous_oracle, flush_oracle, version_rule
 
 Saved = tuple[Position, Mapping[str, Tensor]]
 MICROBATCHES = 4

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from vpipe import Cut, Execution, Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.side_effects import WATCHED
-from vpipe.testing.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.testing import TrainingRecipe, asynchronous_oracle, flush_oracle
 
 Build = Callable[[], nn.Module]
 

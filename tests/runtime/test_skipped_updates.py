@@ -13,8 +13,7 @@ from pipelines import parts
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
-from vpipe.testing.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
-from vpipe.testing.reference_optimizer import version_rule
+from vpipe.testing import TrainingRecipe, asynchronous_oracle, flush_oracle, version_rule
 
 WIDTH, SAMPLES, MICROBATCHES, BATCHES = 5, 8, 4, 6
 FINE, HURT = 1.0, 0.0

@@ -20,7 +20,7 @@ from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import UserError
 from vpipe.model.split import split
 from vpipe.runtime.stage import Stage
-from vpipe.testing.reference import TrainingRecipe, flush_oracle
+from vpipe.testing import TrainingRecipe, flush_oracle
 
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 

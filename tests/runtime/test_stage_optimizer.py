@@ -25,7 +25,7 @@ from vpipe import Layer, Model, Pipeline, Update
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.runtime.stage_optimizer import StageOptimizer
-from vpipe.testing.reference import TrainingRecipe, asynchronous_oracle
+from vpipe.testing import TrainingRecipe, asynchronous_oracle
 
 WIDTH = 6
 

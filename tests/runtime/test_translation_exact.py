@@ -20,8 +20,7 @@ from vpipe.app.families.registry import ModelSettings
 from vpipe.extras.translation.model import TranslationOptions, translation_from_settings
 from vpipe.model.layer import NO_LABEL
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.testing.reference import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle
-from vpipe.testing.reference_optimizer import version_rule
+from vpipe.testing import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle, version_rule
 
 MICROBATCHES = 4
 WORDS = 19

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.weight_versions import WeightVersions
-from vpipe.testing.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.testing import TrainingRecipe, asynchronous_oracle, flush_oracle
 
 
 class Product(nn.Module):

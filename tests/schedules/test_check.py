@@ -15,9 +15,9 @@ from vpipe.schedules.build import build
 from vpipe.schedules.check import RULES, check, execute, prove
 from vpipe.schedules.graph import Graph
 from vpipe.schedules.lower import lower
-from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout, default_placement
+from vpipe.testing import schedules
 
 
 def good(name: str = "1f1b", stages: int = 3, microbatches: int = 4, every: int | None = None, *, tied: bool = True,
@@ -347,35 +347,19 @@ def test_a_deadlock_text() -> None:
         "hint: move the awaited actions forward in their programs, or the waiting ones back"]
 
 
-@st.composite
-def proved(draw: st.DrawFn) -> Schedule:
-    """Any of the kinds: whole and in halves, several stages per rank with and without a turn, streams."""
-    name = draw(st.sampled_from(["gpipe", "1f1b", "zb_h1", "interleaved_zb", "looped_bfs", "zb_v", "pipedream",
-                                 "2bw"]))
-    recipe = recipe_named(name)
-    ranks = draw(st.integers(1, 8 // recipe.chunks))
-    least = recipe.update_every(ranks)
-    every = draw(st.integers(least, least + 3)) if not recipe.flush else None
-    microbatches = every * draw(st.integers(1, max(1, 24 // every))) if every else draw(st.integers(2 * ranks, 24))
-    microbatches -= microbatches % ranks if name == "interleaved_zb" else 0
-    names = draw(st.permutations(range(ranks)))
-    placement = tuple((names[rank],) for (rank,) in recipe.layout(ranks, recipe.chunks))
-    owners = draw(st.sets(st.integers(0, len(placement) - 1), max_size=2))
-    ties = {owner: tuple(sorted(draw(st.sets(st.integers(owner + 1, len(placement) - 1), max_size=3))))
-            for owner in owners if owner + 1 < len(placement)}
-    recompute = draw(st.sets(st.integers(0, len(placement) - 1)))
-    return prove(name, placement, microbatches, every, ties, draw(st.booleans()), recompute)
+PROVED = schedules(["gpipe", "1f1b", "zb_h1", "interleaved_zb", "looped_bfs", "zb_v", "pipedream", "2bw"])
+"""Any of the kinds: whole and in halves, several stages per rank with and without a turn, streams."""
 
 
 @settings(deadline=None, max_examples=60)
-@given(proved())
+@given(PROVED)
 def test_every_placement_and_tie_passes(schedule: Schedule) -> None:
     assert execute(Graph.from_schedule(schedule), rendezvous=True) == (
         [len(program) for program in schedule.programs], {})
 
 
 @settings(deadline=None, max_examples=40)
-@given(proved(), st.data())
+@given(PROVED, st.data())
 def test_no_action_can_be_left_out(schedule: Schedule, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     at = data.draw(st.integers(0, len(schedule.programs[rank]) - 1))

@@ -26,6 +26,7 @@ from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement, both_ways, widened
+from vpipe.testing import placements, ties
 
 ANY_WIDTHS = ("gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw")
 STREAMS = ("pipedream", "2bw")
@@ -59,18 +60,15 @@ class Case:
 def cases(draw: st.DrawFn, names: tuple[str, ...] = ANY_WIDTHS) -> Case:
     """Widths of 1 to 3 on 1 to 4 stages, ranks in any order, last rounds whole or not, with and without ties."""
     name = draw(st.sampled_from(names))
-    widths = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-    numbers = iter(draw(st.permutations(range(sum(widths)))))
-    placement = tuple(tuple(next(numbers) for _ in range(width)) for width in widths)
+    placement = draw(placements())
+    widths = [len(ranks) for ranks in placement]
     recipe = recipe_named(name)
     least = recipe.update_every(max(depth(widths, stage) for stage in range(len(widths))) + 1)
     microbatches = draw(st.integers(max(max(widths), least), 13))
     every = None if recipe.flush else draw(st.sampled_from(
         [k for k in range(least, microbatches + 1) if microbatches % k == 0]))
-    owners = draw(st.sets(st.integers(0, len(widths) - 1), max_size=2))
-    ties = {owner: tuple(sorted(draw(st.sets(st.integers(owner + 1, len(widths) - 1), min_size=1))))
-            for owner in owners if owner + 1 < len(widths)}
-    return Case(name, widths, placement, microbatches, every, ties, recipe.flush and draw(st.booleans()))
+    return Case(name, widths, placement, microbatches, every, draw(ties(len(widths))),
+                recipe.flush and draw(st.booleans()))
 
 
 @settings(deadline=None, max_examples=60)

@@ -19,7 +19,7 @@ from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import recipe_named, register_schedule
 from vpipe.schedules.size import default_placement
-from vpipe.testing.reference_optimizer import version_rule
+from vpipe.testing import version_rule
 
 
 @pytest.fixture(autouse=True)

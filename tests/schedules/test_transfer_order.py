@@ -22,6 +22,7 @@ from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import Layout, Placement, default_placement, widened
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order, post_in_time
 from vpipe.schedules.versions import StreamVersions
+from vpipe.testing import orders
 
 MODES = [(rendezvous, blocking) for rendezvous in (False, True) for blocking in (False, True)]
 
@@ -78,43 +79,9 @@ def test_an_order_that_cannot_be_mended_is_not_changed() -> None:
         check(lowered)
 
 
-@st.composite
-def any_order(draw: st.DrawFn) -> tuple[Schedule, bool]:
-    """A schedule whose ranks do any action that they can at any time, in whole backwards or halves, with ties."""
-    ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    stages = draw(st.integers(ranks, 8))
-    homes = [*range(ranks), *(draw(st.integers(0, ranks - 1)) for _ in range(stages - ranks))]
-    placement = tuple((rank,) for rank in draw(st.permutations(homes)))
-    halved = draw(st.sets(st.integers(0, stages - 1)))
-    left: dict[Action, list[Action]] = {}  # what every action waits for
-    for microbatch in range(microbatches):
-        for stage in range(stages):
-            returning = Op.INPUT if stage in halved else Op.BACKWARD
-            after = Op.INPUT if stage + 1 in halved else Op.BACKWARD
-            forward = Action(Op.FORWARD, stage, microbatch)
-            left[forward] = [Action(Op.FORWARD, stage - 1, microbatch)]
-            left[Action(returning, stage, microbatch)] = [forward, Action(after, stage + 1, microbatch)]
-            if stage in halved:
-                left[Action(Op.WEIGHT, stage, microbatch)] = [Action(Op.INPUT, stage, microbatch)]
-    programs: list[list[Action]] = [[] for _ in range(ranks)]
-    picks = draw(st.randoms(use_true_random=False))
-    while left:
-        action = picks.choice([action for action, before in left.items() if not any(one in left for one in before)])
-        del left[action]
-        programs[placement[action.stage][0]].append(action)
-    for rank, program in enumerate(programs):
-        program += [Action(Op.STEP, stage, 0) for stage in stages_of_rank(placement, rank)]
-    ties = {owner: tuple(sorted(draw(st.sets(st.integers(owner + 1, stages - 1), min_size=1, max_size=3))))
-            for owner in draw(st.sets(st.integers(0, stages - 2), max_size=2) if stages > 1 else st.just(set()))}
-    return Schedule("any", placement, tuple(map(tuple, programs)), microbatches, microbatches, flush=True,
-                    peak_activations=(microbatches * stages,) * ranks, versions=(1,) * stages, ties=ties), draw(
-                        st.booleans())
-
-
 @settings(deadline=None, max_examples=60)
-@given(any_order())
-def test_any_order_that_can_be_computed_can_be_lowered(order: tuple[Schedule, bool]) -> None:
-    schedule, norm = order
+@given(orders(), st.booleans())
+def test_any_order_that_can_be_computed_can_be_lowered(schedule: Schedule, norm: bool) -> None:
     check(schedule)
     try:
         check(lower(schedule, norm))

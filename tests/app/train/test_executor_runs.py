@@ -10,8 +10,9 @@ from small_run import job_of, losses, write_config
 from vpipe.app.cli import main
 from vpipe.app.train.headline import headline
 from vpipe.app.train.loop import train
-from vpipe.app.verify import batches_for_steps, compare, references, run_in_process
+from vpipe.app.verify import batches_for_steps, references, run_in_process
 from vpipe.runtime.executors.registry import NO_GAIN
+from vpipe.testing import compare
 
 
 def test_async_threaded_equals_the_oracle_bit_for_bit(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.model.layer import Layer, Model
 from vpipe.pipeline import Pipeline
-from vpipe.testing.reference import evaluate_oracle
+from vpipe.testing import evaluate_oracle
 
 ASYNCHRONOUS = {"parallel__schedule": "pipedream", "parallel__update_every": 2}
 """Batches of 4 microbatches: two updates each."""

@@ -19,8 +19,7 @@ from vpipe import Pipeline, Transfers
 from vpipe.errors import UserError
 from vpipe.runtime.transport.compression import LEAST_SCALE, Bf16, Codec, CompressedTransport, Compression, Int8, _parts
 from vpipe.runtime.transport.transport import InProcessTransport, TensorSpec, TransferKey
-from vpipe.testing.compression import CutCompression
-from vpipe.testing.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.testing import CutCompression, TrainingRecipe, asynchronous_oracle, flush_oracle
 
 NEAREST, STOCHASTIC = Int8(stochastic=False), Int8(stochastic=True)
 CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": NEAREST, "int8 stochastic": STOCHASTIC}

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from vpipe import Layer, Model
 from vpipe.app.config.config import load_config
 from vpipe.app.config.parallel import Codec, ParallelSection
-from vpipe.app.verify import compare, references, run_in_process
+from vpipe.app.verify import references, run_in_process
 from vpipe.description.transfers import CODECS
 from vpipe.errors import UserError
 from vpipe.runtime.transport.compression import Compression, Int8
 from vpipe.runtime.transport.transport import TensorSpec
-from vpipe.testing.compression import CutCompression
+from vpipe.testing import CutCompression, compare
 
 
 @pytest.mark.parametrize("changes", [

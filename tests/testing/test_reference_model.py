@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Layer, Model
-from vpipe.testing.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
-from vpipe.testing.reference_model import ReferencePrecision
+from vpipe.testing import ReferencePrecision, TrainingRecipe, asynchronous_oracle, flush_oracle
 from vpipe.testing.reference_optimizer import GROWS_AFTER, LEAST, MOST, ReferenceLossScale
 
 WIDTH, MICROBATCHES = 6, 2

@@ -1,4 +1,4 @@
-"""A backend of torch.distributed for tests that keeps nccl's rules over gloo, on CPU tensors.
+"""Keep nccl's rules over gloo, on CPU tensors: a backend of torch.distributed for tests.
 
 1. Without eager communicators the first operation of a group for a pair of ranks blocks the caller until the peer makes
    its first one for that pair.
@@ -45,7 +45,6 @@ class Rules:
     limit_s: float = 30.0
     communicators: set[tuple[int, int]] | None = None
 
-
     @property
     def limit(self) -> timedelta:
         return timedelta(seconds=self.limit_s)
@@ -54,7 +53,7 @@ class Rules:
 rules = Rules()
 
 
-class Ended(dist._Work):
+class Ended(dist._Work):  # type: ignore[name-defined,misc] # torch's own name of it
     """An operation that was issued."""
 
     def __init__(self) -> None:
@@ -105,7 +104,7 @@ class NcclRules(dist.ProcessGroup):
     """A process group with the rules; only sends and receives."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg] # its stub lacks this form
         assert _device is not None
         _device.groups.append(self)
         self._number = len(_device.groups)

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model
 from vpipe.model.layer import seed_of
-from vpipe.testing.reference import TrainingRecipe, asynchronous_oracle, flush_oracle
-from vpipe.testing.reference_optimizer import version_rule
-from vpipe.testing.trajectory import Trajectory
+from vpipe.testing import TrainingRecipe, Trajectory, asynchronous_oracle, flush_oracle, version_rule
 
 EPS = torch.finfo(torch.float32).eps
 

@@ -12,18 +12,11 @@ from small_run import job_of, write_config
 
 from vpipe.app.cli import main
 from vpipe.app.commands.verify import _compared
-from vpipe.app.verify import (
-    Difference,
-    batches_for_steps,
-    compare,
-    references,
-    run_in_process,
-    steps_in_batches,
-)
+from vpipe.app.verify import batches_for_steps, references, run_in_process, steps_in_batches
 from vpipe.errors import RunError
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.testing.trajectory import ReplicaMismatch, Trajectory
+from vpipe.testing import Difference, ReplicaMismatch, Trajectory, compare
 
 
 @pytest.mark.parametrize("name", schedule_names())

@@ -1,0 +1,260 @@
+"""Compare a pipeline with its oracle, step by step.
+
+With a flush the oracle is plain PyTorch on one device (in a reduced precision under ``torch.autocast``, or with rounded
+layers and master weights), without one the sequential program of :mod:`vpipe.testing.reference`. On one CPU thread both
+give the same bits, in any precision, if sums have the same order. The pipeline adds the gradients of a weight tied
+across two stages per stage, and those of a stage with several replicas per replica. The oracle does the same and must
+be met to the bit; plain PyTorch, which adds microbatch by microbatch, must be met within :attr:`Reference.bound`. A
+schedule from a file may complete its microbatches out of order; then only that bound holds, for losses and norms. The
+replicas of a stage must equal each other in any case.
+
+With compression the oracle encodes and decodes at the cuts what the pipeline sends. Then only equality can be tested:
+where a sum differs in its last bit, a number between two codes becomes another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vpipe.description.description import Description
+from vpipe.description.execution import THREADED
+from vpipe.errors import RunError, UserError
+from vpipe.model.layer import Model
+from vpipe.model.split import split, ties_between
+from vpipe.pipeline import Pipeline
+from vpipe.runtime.compiled import compile_backend, compiled_model
+from vpipe.runtime.transport.compression import Compression
+from vpipe.schedules.build import build
+from vpipe.schedules.graph import Graph
+from vpipe.schedules.prepare import is_file
+from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.schedule import Schedule
+from vpipe.testing.compression import CutCompression
+from vpipe.testing.reference import Batch, asynchronous_oracle, flush_oracle
+from vpipe.testing.reference_model import ReferencePrecision
+from vpipe.testing.reference_optimizer import TrainingRecipe, Versions, uncompressed, version_rule
+from vpipe.testing.trajectory import Trajectory
+
+_DEFECT = "this is a defect of vpipe: please report it"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The name and trajectory of an oracle, and how near a run must come to it.
+
+    Attributes:
+        bound: largest relative difference of a loss or a norm; 0: losses, norms and weights must be equal. Above 0 the
+            weights are not compared: an adaptive optimizer makes a whole step of the rounding of a gradient near 0.
+    """
+
+    name: str
+    trajectory: Trajectory
+    bound: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A step of a run compared with the reference.
+
+    Attributes:
+        step: its number.
+        loss, gradient_norm: of the run; the norm is before clipping and over all updates of the step: without a flush,
+            stages of different widths make several.
+        loss_difference, norm_difference: relative to the reference. Two norms that are both not finite do not differ:
+            of an update that an overflow prevented, the weights tell the result.
+        weight_difference: the largest absolute one of any weight after any update; infinite where one is NaN.
+        weight: the weight with that difference; None without a difference.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    loss_difference: float
+    norm_difference: float
+    weight_difference: float
+    weight: str | None
+
+    def within(self, bound: float) -> bool:
+        """Return whether the run is as near as it must be; NaN never is."""
+        near = self.loss_difference <= bound and self.norm_difference <= bound
+        return near and (math.isfinite(self.weight_difference) if bound else self.weight_difference == 0)
+
+    def __str__(self) -> str:
+        return (f"loss off by {self.loss_difference:.1e}, gradient norm by {self.norm_difference:.1e}, weights by "
+                f"{self.weight_difference:.1e}" + (f" ({self.weight})" if self.weight else ""))
+
+
+def assert_equals_oracle(pipe: Pipeline, batches: Sequence[Batch]) -> list[Difference]:
+    """Train a new pipeline, all ranks in this process, and its oracles; return the differences from the first oracle.
+
+    Set ``torch.set_num_threads(1)`` before, so that PyTorch adds numbers in the same order.
+
+    Raises:
+        AssertionError: a step is not what an oracle gives, or the replicas of a stage differ.
+    """
+    description, schedule = pipe.description, pipe.lowered
+    run = record(pipe, batches)
+    assert not run.mismatches, f"replicas differ: {run.mismatches[0]}"
+    found: list[list[Difference]] = []
+    for reference in references(pipe.model, description, schedule, batches, device=pipe.device):
+        found.append(list(compare(run, reference.trajectory)))
+        for difference in found[-1]:
+            assert difference.within(reference.bound), (
+                f"step {difference.step} under '{schedule.name}' is not what {reference.name} gives: {difference}; "
+                f"allowed are {reference.bound:.1e}")
+    return found[0]
+
+
+def record(pipe: Pipeline, batches: Iterable[Batch]) -> Trajectory:
+    """Train a pipeline, and return the trajectory of the ranks of this process."""
+    return Trajectory.join(record_ranks(pipe, batches))
+
+
+def record_ranks(pipe: Pipeline, batches: Iterable[Batch]) -> dict[int, Trajectory]:
+    """Train a pipeline, and return the trajectory of each rank of this process."""
+    trajectories = {rank: Trajectory() for rank in pipe.local_usage()}
+    pipe.observe(trajectories)
+    losses = [step.loss for step in pipe.train(batches)]
+    for trajectory in trajectories.values():
+        trajectory.losses = losses
+    return trajectories
+
+
+def references(model: Model, description: Description, schedule: Schedule, batches: Sequence[Batch], *,
+               device: torch.device | str = "cpu", optimizer_eps: float = 0.0, plain: bool = True
+               ) -> Iterator[Reference]:
+    """Yield the oracles of a pipeline, the exact one first.
+
+    Args:
+        schedule: lowered or not.
+        batches: from the first of the training on.
+        device: on which the oracles compute.
+        optimizer_eps: the precision to which the optimizer itself rounds, such as that of bf16 for Muon's momentum.
+        plain: whether the optimizer moves little when a gradient does, so that plain PyTorch is a second oracle where
+            the exact one adds gradients in another order.
+    """
+    if description.execution.compile:
+        model = compiled_model(model, compile_backend(description.execution.compile))
+    partition, update, name = description.cut.partition, description.update, description.order.schedule
+    assert name is not None
+    widths, microbatches = [len(ranks) for ranks in schedule.placement], len(batches) * description.microbatches
+    precision = ReferencePrecision(description.precision.name, description.precision.loss_scale)
+    steps = -(-microbatches // microbatches_of_step(schedule))
+    rounding = _rounding(precision, description.microbatches, optimizer_eps) * steps
+    # async_threaded reverses the backwards of gpipe, but keeps gradients apart and adds them in order.
+    bound = 0.0 if _in_order(schedule) or description.execution.executor == THREADED else rounding
+    compression = Compression.described(description.transfers, len(partition), description.seed)
+    if compression is not None and bound:
+        raise UserError(f"'{name}' completes microbatches out of order, and with parallel.compress there "
+                        "is no bound to compare within", hint="verify it with parallel.compress=none")
+    compress = uncompressed if compression is None else CutCompression(model, partition, schedule.placement,
+                                                                       compression)
+
+    def recipe(trajectory: Trajectory) -> TrainingRecipe:
+        return TrainingRecipe(update.make_optimizer, description.microbatches, description.seed, update.factor,
+                              update.grad_clip, trajectory, compress, update.skip_not_finite, precision, device,
+                              description.delay_correction or None)
+
+    trajectory = Trajectory()
+    if schedule.flush:
+        regrouped = [what for what, there in (("tied gradients summed by stage", ties_between(split(
+            model, partition))), ("gradients summed by replica", max(widths) > 1),
+            ("tensors coded at the cuts", compression is not None)) if there]
+        flush_oracle(model, batches, recipe(trajectory), partition if regrouped else None,
+                     widths if regrouped else None)
+        program = f"plain PyTorch{precision.description} on one device"
+        yield Reference(", ".join([program, *regrouped]), trajectory, bound)
+        if regrouped and compression is None and plain:
+            trajectory = Trajectory()
+            flush_oracle(model, batches, recipe(trajectory))
+            yield Reference(program, trajectory, rounding)
+        return
+    drained = range(0, microbatches, schedule.microbatches) if is_file(name) else ()
+    known = None if _closed_form(name) else min(microbatches, schedule.microbatches)
+    asynchronous_oracle(model, batches, recipe(trajectory), partition, schedule.update_every, drained,
+                        _version_rule(name, schedule, microbatches), widths, known=known)
+    yield Reference(f"the sequential oracle{precision.description}", trajectory, bound)
+
+
+def compare(trajectory: Trajectory, reference: Trajectory) -> Iterator[Difference]:
+    """Yield the difference of every step of a run from the reference.
+
+    Raises:
+        RunError: their numbers of steps differ, or of updates of a stage.
+    """
+    if len(trajectory.losses) != len(reference.losses):
+        raise RunError(f"the run made {len(trajectory.losses)} steps, its oracle {len(reference.losses)}", hint=_DEFECT)
+    if other := sorted(trajectory.updates() ^ reference.updates()):
+        update, name = other[0]
+        who = "run, but not its oracle," if other[0] in trajectory.updates() else "oracle, but not the run,"
+        raise RunError(f"the {who} made update {update} of {name}", hint=_DEFECT)
+    for step, updates in enumerate(reference.step_updates):
+        weight, largest = None, 0.0
+        for update, name in updates:
+            difference = _largest(trajectory.values[update][name], reference.values[update][name])
+            if difference > largest:
+                weight, largest = name, difference
+        loss, norm = trajectory.losses[step], trajectory.norm(updates)
+        theirs = reference.norm(updates)
+        off = 0.0 if not math.isfinite(norm) and not math.isfinite(theirs) else _relative(norm, theirs)
+        yield Difference(step, loss, norm, _relative(loss, reference.losses[step]), off, largest, weight)
+
+
+def microbatches_of_step(schedule: Schedule) -> int:
+    """Return how many microbatches make a step: without a flush, the fewest that are whole updates of every stage."""
+    return schedule.update_every * (1 if schedule.flush else math.lcm(*(len(ranks) for ranks in schedule.placement)))
+
+
+def _rounding(precision: ReferencePrecision, microbatches: int, optimizer_eps: float) -> float:
+    """Return a bound on the relative difference of a step whose gradients are added in another order.
+
+    A sum of 2m numbers has as many roundings. Where layers round weights, or the optimizer its momentum, one that
+    differs in its last bit may become the next number of the reduced precision; that such steps do not add up to more
+    is measured, not derived.
+    """
+    added = precision.dtype if precision.pure else None
+    sums = 2 * microbatches * torch.finfo(added or torch.float32).eps
+    return max(sums, torch.finfo(precision.dtype or torch.float32).eps, optimizer_eps)
+
+
+def _version_rule(name: str, schedule: Schedule, microbatches: int) -> Versions:
+    """Return the closed form of a schedule's versions; without one, or for a file, the versions in its actions."""
+    if _closed_form(name):
+        return version_rule(name, schedule.warmup)
+    if schedule.stream:
+        schedule = build(name, schedule.placement, microbatches, schedule.update_every, warmup=schedule.warmup)
+    used = Graph.from_schedule(schedule).version
+    return lambda microbatch, stage, widths, every: used[stage, microbatch]
+
+
+def _closed_form(name: str) -> bool:
+    """Return whether a schedule is registered with a closed form of its versions."""
+    return not is_file(name) and recipe_named(name).version_of is not None
+
+
+def _in_order(schedule: Schedule) -> bool:
+    """Return whether every stage adds its gradients in the order of the microbatches, as plain PyTorch does."""
+    for program in schedule.programs:
+        latest: dict[int, int] = {}
+        for action in program:
+            if action.op.completes:
+                if action.microbatch < latest.get(action.stage, 0):
+                    return False
+                latest[action.stage] = action.microbatch
+    return True
+
+
+def _largest(ours: Tensor, theirs: Tensor) -> float:
+    if torch.equal(ours, theirs):
+        return 0.0
+    difference = float((ours - theirs).abs().max())
+    return math.inf if math.isnan(difference) else difference
+
+
+def _relative(ours: float, theirs: float) -> float:
+    return 0.0 if ours == theirs else abs(ours - theirs) / max(abs(theirs), 1e-30)
