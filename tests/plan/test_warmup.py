@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from made_profile import MIB, made_profile
 
-from vpipe.app.visualize.explain_plan import PlanExplanation
+from vpipe.app.commands.plan import explanation
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import LinkProfile, Profile
@@ -21,8 +21,12 @@ def profile(latency_s: float, layers: int = 8) -> Profile:
 
 
 def planned(latency_s: float, every: int = 1, memory: int | None = None, schedule: str = "pipedream") -> Solution:
-    return solve(PlanRequest({8: profile(latency_s)}, 4, memory, (schedule,), {8: every}, ((0,), (1,), (2,), (3,)),
-                             warmup="auto"))
+    return solve(request(latency_s, every, memory, schedule))
+
+
+def request(latency_s: float, every: int = 1, memory: int | None = None, schedule: str = "pipedream") -> PlanRequest:
+    return PlanRequest({8: profile(latency_s)}, 4, memory, (schedule,), {8: every}, ((0,), (1,), (2,), (3,)),
+                       warmup="auto")
 
 
 def step_ms(plan: Plan) -> float:
@@ -79,9 +83,9 @@ def test_depths_that_are_given_stay_and_count() -> None:
 
 
 def test_the_explanation_has_what_they_gain_and_cost() -> None:
-    solution = planned(2e-3)
-    text = " ".join(PlanExplanation(solution.plan, profile(2e-3), None, "", "", [], None, solution.shallow).text(
-        120).split())
-    assert ("warm-up: 6 4 2 0 forwards before the first backward instead of 1F1B's 3 2 1 0, so that transfers hide: "
-            "+19 % samples/s; the mean delay of gradients is 6 4 2 0 updates instead of 3 2 1 0, the fullest rank "
-            "holds ") in text
+    text = explanation(planned(2e-3), request(2e-3), "", None).text(120)
+    assert "6 4 2 0 forwards before the first backward" in text.splitlines()[1]
+    assert "delay of gradients in updates, by stage: mean 6 4 2 0, greatest " in text
+    [row] = [line for line in text.splitlines() if line.startswith("warm-up 3 2 1 0, as 1F1B")]
+    assert " -16 %" in row
+    assert "as 1F1B" not in explanation(planned(0), request(0), "", None).text(120), "these are the plan's own"

@@ -14,7 +14,7 @@ from vpipe.app.config.config import Config, load_config
 from vpipe.app.launch.rank_env import check_alone, ranks_of
 from vpipe.app.progress import message_if_slow
 from vpipe.app.train.csv_rows import check_output
-from vpipe.app.visualize.explain_plan import PlanExplanation, peak_bytes
+from vpipe.app.visualize.explain_plan import PlanExplanation, depths_text
 from vpipe.app.visualize.table import PIPE_COLUMNS, terminal_columns
 from vpipe.description.order import order_of
 from vpipe.errors import UserError, counted
@@ -71,7 +71,7 @@ def run_plan(options: argparse.Namespace) -> None:
                           warmup="auto" if job.config.parallel.asynchronous else None, solver=options.solver)
     with message_if_slow(f"searching: {len(job.model)} layers on {ranks} ranks"):
         solution = solve(request)
-    print(_explanation(solution, request, limit_from, own).text(terminal_columns(PIPE_COLUMNS)))
+    print(explanation(solution, request, limit_from, own).text(terminal_columns(PIPE_COLUMNS)))
     _save(solution.plan, options)
 
 
@@ -137,23 +137,31 @@ def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | No
     plan = Plan(replace(job.cut, ranks=job.placement), order_of(
         parallel.schedule, update_every=parallel.update_every, warmup=parallel.depths), count)
     plan = replace(plan, predictions=predict(profiles[count], plan).prediction)
-    peak, seconds = peak_bytes(plan), plan.predicted.seconds_per_sample
+    peak, seconds = plan.predicted.fullest_rank[1], plan.predicted.seconds_per_sample
     if limit_bytes is not None and peak > limit_bytes:
         return Alternative(name, None, None, True, f"{1 / seconds:.3g} samples/s, but a rank would hold "
                            f"{size_text(peak, up=True)}")
-    return Alternative(name, plan, seconds, True)
+    return _simulated(name, plan)
 
 
-def _explanation(solution: Solution, request: PlanRequest, limit_from: str, own: Alternative | None) -> PlanExplanation:
+def explanation(solution: Solution, request: PlanRequest, limit_from: str, own: Alternative | None) -> PlanExplanation:
+    """Return what is said of a solution; ``own`` is the config's own plan, None where it leaves something open."""
     kind = "exact for this schedule, m and replicas" if solution.exact else (
         "the VPipe paper's" if request.solver == "vpipe" else "not exact")
     solver = (f"{kind}; {counted(solution.considered, 'choice')} of schedule, microbatches and replicas in "
               f"{solution.seconds:.1f} s" + (f" ({solution.note})" if solution.note else ""))
     count = solution.plan.microbatches
     assert count is not None, "a solver chooses it"
-    return PlanExplanation(solution.plan, request.profiles[count], request.memory_bytes, limit_from, solver,
-                           [*([own] if own is not None else []), *solution.alternatives],
-                           without_recompute(request, solution), solution.shallow)
+    others = [*([own] if own is not None else []), *solution.alternatives]
+    if (shallow := solution.shallow) is not None and shallow.warmup != solution.plan.warmup:
+        others.append(_simulated(f"warm-up {depths_text(shallow)}, as 1F1B", shallow))
+    if (free := without_recompute(request, solution)) is not None:
+        others.append(_simulated(f"no recompute, from {size_text(free[0], up=True)}", free[1]))
+    return PlanExplanation(solution.plan, request.profiles[count], request.memory_bytes, limit_from, solver, others)
+
+
+def _simulated(what: str, plan: Plan) -> Alternative:
+    return Alternative(what, plan, plan.predicted.seconds_per_sample, True)
 
 
 def _save(plan: Plan, options: argparse.Namespace) -> None:

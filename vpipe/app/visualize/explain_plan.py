@@ -11,10 +11,9 @@ from vpipe.errors import counted
 from vpipe.plan.plan import Plan, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver.request import Alternative
-from vpipe.plan.solver.warmup import TOLERANCE
-from vpipe.plan.stage_costs import StageMemory, combined_memory
+from vpipe.plan.stage_costs import combined_memory
 from vpipe.schedules.build import build
-from vpipe.schedules.delays import describe_delays, fewer_updates, mean_delay, warn_of_delay
+from vpipe.schedules.delays import describe_delays, fewer_updates, warn_of_delay
 from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import passes
 from vpipe.units import size_text
@@ -28,9 +27,12 @@ SATURATED = 0.9
 EVEN = 0.05
 """Share by which a rank may work more than the average one before it is the bottleneck."""
 
-_KINDS = {"weights": "weights", "stashed": "older versions of the weights", "gradients": "gradients of the weights",
-          "optimizer": "what the optimizer keeps", "activations": "activations",
-          "working": "what a backward needs for a while"}
+_KINDS = ("weights", "stashed", "gradients", "optimizer", "activations", "working", "peak")
+"""Columns of the memory's table: fields of :class:`~vpipe.plan.stage_costs.StageMemory`."""
+
+_TIMES = {"forward": "forward_s", "backward": "backward_s", "step": "step_s", "comm": "communication_s",
+          "idle": "idle_s"}
+"""Columns of the times' table, and their fields of :class:`~vpipe.plan.plan.StagePrediction`."""
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -44,9 +46,6 @@ class PlanExplanation:
         limit_from: the origin of the limit, such as ``--memory``.
         solver: a text on how good the plan is.
         others: plans to compare with.
-        limit_without_recompute: bytes per rank with which nothing is recomputed, and the plan for them; None where
-            nothing is recomputed.
-        shallow: the plan with the warm-up depths of 1F1B; None where these were not chosen.
     """
 
     plan: Plan
@@ -55,8 +54,6 @@ class PlanExplanation:
     limit_from: str
     solver: str
     others: Sequence[Alternative]
-    limit_without_recompute: tuple[int, Plan] | None = None
-    shallow: Plan | None = None
 
     def text(self, width: int) -> str:
         """Return the explanation in lines of ``width``; a table without columns to spare may be wider."""
@@ -65,8 +62,7 @@ class PlanExplanation:
                   *filled("in ms: forward, backward and recompute of one microbatch; step of the optimizer; comm "
                           f"(transfers, mostly while it computes) and idle of a rank per {self._step_name}", width)],
                  memory_table(self.plan, self.limit_bytes, width),
-                 [line for text in (self._bottleneck(), self._memory(), self._recompute(), *self._cuts(),
-                                    *self._warmup(), *self._delay(), f"solver: {self.solver}")
+                 [line for text in (self._bottleneck(), *self._cuts(), *self._delay(), f"solver: {self.solver}")
                   for line in filled(text, width)],
                  alternatives_table(self.plan, self.others, width)]
         return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
@@ -76,7 +72,8 @@ class PlanExplanation:
         limit = "" if self.limit_bytes is None else f" of {size_text(self.limit_bytes)} ({self.limit_from})"
         return [f"{identity.model_name}: {counted(identity.layers, 'layer')} on {counted(plan.ranks, 'rank')}{limit}",
                 f"plan: {plan.schedule}, {counted(len(plan.partition), 'stage')} {cut_text(plan.partition, 60)}, "
-                f"{counted(self._microbatches, 'microbatch')} of {counted(identity.microbatch_size, 'sample')} per "
+                + (f"{depths_text(plan)} forwards before the first backward, " if plan.warmup else "")
+                + f"{counted(self._microbatches, 'microbatch')} of {counted(identity.microbatch_size, 'sample')} per "
                 f"{self._step_name}",
                 f"predicted: {_time(found.step_s)} per {self._step_name}, "
                 f"{compact(1 / found.seconds_per_sample)} samples/s, bubble {100 * found.bubble:.0f} %"]
@@ -129,16 +126,6 @@ class PlanExplanation:
         updates = 1.0 if recipe_named(self.plan.schedule or "").flush else share / (self.plan.update_every or 1)
         return share * (stage.forward_s + stage.backward_s + stage.recompute_s) + updates * stage.step_s
 
-    def _memory(self) -> str:
-        groups = stages_by_ranks(self.plan)
-        held = [rank_memory(self.plan, group) for group in groups]
-        most = max(range(len(groups)), key=lambda number: held[number].peak)
-        peak, kind = held[most].peak, max(_KINDS, key=lambda name: int(getattr(held[most], name)))
-        limit = "" if self.limit_bytes is None else f" of {size_text(self.limit_bytes)}"
-        return (f"memory: {_numbered('stage', groups[most])} hold{'s' * (len(groups[most]) == 1)} most, "
-                f"{size_text(peak)}{limit} on a rank, {100 * getattr(held[most], kind) / peak:.0f} % of it "
-                f"{_KINDS[kind]}")
-
     def _cuts(self) -> Iterator[str]:
         """Yield what one microbatch sends through the cuts between stages; equal cuts in a row together."""
         activations, cuts = self.profile.activations, list(accumulate(self.plan.partition))[:-1]
@@ -150,7 +137,7 @@ class PlanExplanation:
             forward, back = activations.output_bytes(cut), activations.gradient_bytes(cut)
             said.append(f"{size_text(forward)} forward" + (" and back" if back == forward else
                                                            f", {size_text(back)} back")
-                        + f" behind {_numbered('stage', [stage for stage, _ in group])}"
+                        + f" after {_numbered('stage', [stage for stage, _ in group])}"
                         + (f" ({', '.join(tensors)})" if len(tensors) > 1 else f" ({tensors[0].split()[0]})"))
         if said:
             yield f"sent by one microbatch: {'; '.join(said)}"
@@ -171,45 +158,10 @@ class PlanExplanation:
         if warning:
             yield f"warning: {warning}"
 
-    def _recompute(self) -> str:
-        count, found = sum(map(len, self.plan.recomputed)), self.plan.predicted
-        if not count:
-            return "recompute: none, all activations fit"
-        again = sum(stage.recompute_s for stage in found.stages)
-        work = again + sum(stage.forward_s + stage.backward_s for stage in found.stages)
-        text = f"recompute: {count} of {sum(self.plan.partition)} layers, {100 * again / work:.0f} % of the computing"
-        if self.limit_without_recompute is None:
-            return text
-        limit, plan = self.limit_without_recompute
-        rate, new_rate = (1 / each.predicted.seconds_per_sample for each in (self.plan, plan))
-        return (f"{text}; none from {size_text(limit, up=True)} per rank on, which would give "
-                f"{compact(new_rate)} samples/s ({difference(new_rate, rate)})")
 
-
-    def _warmup(self) -> list[str]:
-        """Return the text on forwards ahead, with what more of them than 1F1B's gain and cost."""
-        plan, shallow = self.plan, self.shallow
-        if shallow is None:
-            return []
-        if plan.warmup == shallow.warmup:
-            return [f"warm-up: {_depths(plan)} forwards before the first backward, as 1F1B; more would gain less than "
-                    f"{100 * TOLERANCE:.0f} %, or do not fit"]
-        rate, before = (1 / each.predicted.seconds_per_sample for each in (plan, shallow))
-        return [f"warm-up: {_depths(plan)} forwards before the first backward instead of 1F1B's {_depths(shallow)}, so "
-                f"that transfers hide: {difference(rate, before)} samples/s; the mean delay of gradients is "
-                f"{_delays(plan)} updates instead of {_delays(shallow)}, the fullest rank holds "
-                f"{size_text(peak_bytes(plan))} instead of {size_text(peak_bytes(shallow))}"]
-
-
-def _depths(plan: Plan) -> str:
+def depths_text(plan: Plan) -> str:
+    """Return the forwards of every stage before its first backward: ``6 4 2 0``."""
     return " ".join(map(str, plan.warmup or ()))
-
-
-def _delays(plan: Plan) -> str:
-    """Return the mean delay of every stage, in updates."""
-    assert plan.schedule is not None
-    schedule = build(plan.schedule, plan.groups, plan.microbatches or 1, plan.update_every, warmup=plan.warmup)
-    return " ".join(f"{mean_delay(schedule, stage):.3g}" for stage in range(schedule.stages))
 
 
 def _layer_range(stage: StagePrediction) -> str:
@@ -230,36 +182,36 @@ def times_table(plan: Plan, width: int) -> list[str]:
     found = plan.predicted
     stages = found.stages
     again = [len(layers) for layers in plan.recomputed]
+    times = [Column(head, [ms_text(getattr(stage, field)) for stage in stages]) for head, field in _TIMES.items()]
     busy = [1 - stage.idle_s / found.step_s for stage in stages]
     return columns([
         Column("stage", [str(number) for number in range(len(stages))]),
         Column("layers", [_layer_range(stage) for stage in stages]),
         Column("ranks" if any(len(stage.ranks) > 1 for stage in stages) else "rank",
                [_span(stage.ranks) for stage in stages]),
-        Column("forward", [ms_text(stage.forward_s) for stage in stages]),
-        Column("backward", [ms_text(stage.backward_s) for stage in stages]),
+        *times[:2],
         Column("recompute", [f"{ms_text(stage.recompute_s)} ({count} of {stage.layers})" if count else "-"
                              for stage, count in zip(stages, again, strict=True)]),
-        Column("step", [ms_text(stage.step_s) for stage in stages]),
-        Column("comm", [ms_text(stage.communication_s) for stage in stages]),
-        Column("idle", [ms_text(stage.idle_s) for stage in stages]),
+        *times[2:],
         Column("busy", [f"{100 * share:.0f} %" for share in busy], spare=True),
         Column("", [bar(share) for share in busy], spare=True)], width)
 
 
 def memory_table(plan: Plan, limit_bytes: int | None, width: int) -> list[str]:
-    """Return a row per stage, or per group of stages that share ranks: the memory of one of its ranks at its peak."""
+    """Return a row per stage, or per group of stages that share ranks: the memory of one of its ranks at its peak.
+
+    A rank with several stages works on one at a time.
+    """
     groups = stages_by_ranks(plan)
-    sums = [rank_memory(plan, group) for group in groups]
+    sums = [combined_memory([plan.predicted.stages[stage].memory for stage in group]) for group in groups]
     peaks = [memory.peak for memory in sums]
     unit = next((name for name in reversed(_UNITS) if max(peaks) >= 10 * _UNITS[name]), "KiB")
-    cells = {kind: [_in_unit(getattr(memory, kind) / _UNITS[unit]) for memory in sums] for kind in (*_KINDS, "peak")}
     shares = [peak / (limit_bytes or max(peaks)) for peak in peaks]
     of_limit = Column("of limit", [f"{100 * share:.0f} %" for share in shares], spare=True)
     lines = columns([
         Column("stage" if all(len(group) == 1 for group in groups) else "stages",
                [listed(group) for group in groups]),
-        *(Column(kind, cells[kind]) for kind in cells),
+        *(Column(kind, [_in_unit(getattr(memory, kind) / _UNITS[unit]) for memory in sums]) for kind in _KINDS),
         *([] if limit_bytes is None else [of_limit]), Column("", [bar(share) for share in shares], spare=True)], width)
     return [f"memory of a rank when it holds most, in {unit}", *lines]
 
@@ -274,16 +226,6 @@ def stages_by_ranks(plan: Plan) -> list[list[int]]:
     for number, stage in enumerate(plan.predicted.stages):
         groups.setdefault(tuple(sorted(stage.ranks)), []).append(number)
     return list(groups.values())
-
-
-def rank_memory(plan: Plan, stages: Sequence[int]) -> StageMemory:
-    """Return the memory of a rank when each of its stages holds most; it works on one at a time."""
-    return combined_memory([plan.predicted.stages[stage].memory for stage in stages])
-
-
-def peak_bytes(plan: Plan) -> int:
-    """Return the bytes of the rank that holds most."""
-    return plan.predicted.fullest_rank[1]
 
 
 def alternatives_table(best: Plan, others: Sequence[Alternative], width: int) -> list[str]:
@@ -304,7 +246,8 @@ def alternatives_table(best: Plan, others: Sequence[Alternative], width: int) ->
                              for plan in plans]),
         Column("samples/s", [("" if simulated else "~") + compact(value) for _, _, value, simulated in rows]),
         Column("", ["" if plan is best else difference(value, rate) for _, plan, value, _ in rows]),
-        Column("peak", [size_text(peak_bytes(plan)) if plan.predictions else "" for plan in plans], spare=True)], width)
+        Column("peak", [size_text(plan.predictions.fullest_rank[1]) if plan.predictions else "" for plan in plans],
+               spare=True)], width)
     if not all(simulated for _, _, _, simulated in rows):
         lines.append("~ by the solver's formula, not simulated")
     reasons: dict[str, list[str]] = {}
@@ -354,7 +297,3 @@ def _span(numbers: Sequence[int]) -> str:
     first, last = numbers[0], numbers[-1]
     in_a_row = list(numbers) == list(range(first, last + 1)) and last > first + 1
     return f"{first}-{last}" if in_a_row else " ".join(map(str, numbers))
-
-
-
-
