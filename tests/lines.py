@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from threading import Condition
 from typing import Any
 
-from vpipe.distributed.exchange import Exchange, Relay
+from vpipe.distributed.value_exchange import Exchange, Relay
 from vpipe.errors import RunError
 
 WITHIN_S = 30.0

@@ -7,16 +7,23 @@ import torch
 
 from vpipe import accelerator
 
-BARE = torch.device("cpu")
+BARE = torch.device("xpu:0")
 
 
 def test_functions_that_a_device_lacks_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "kind", lambda: "cpu")
+    monkeypatch.setattr(accelerator, "module_of", lambda device: torch.cpu)
     assert not accelerator.counts_memory(BARE)
-    assert accelerator.uuid_of(BARE) == accelerator.name_of(BARE) == "cpu"
+    assert (accelerator.uuid_of(BARE), accelerator.name_of(BARE)) == ("xpu:0", "xpu")
     assert accelerator.total_bytes(BARE) == accelerator.free_bytes(BARE) == 0
-    accelerator.synchronize(BARE)
     accelerator.make_current(BARE)
+
+
+def test_a_processor_has_its_name_and_the_memory_of_its_host() -> None:
+    cpu = torch.device("cpu")
+    accelerator.synchronize(cpu)
+    accelerator.make_current(cpu)
+    assert accelerator.name_of(cpu) != "cpu"
+    assert 0 < accelerator.free_bytes(cpu) <= accelerator.total_bytes(cpu)
 
 
 def test_a_torch_without_devices_has_none() -> None:

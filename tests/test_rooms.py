@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "moved": set(),
     "arguments": {"errors"},
-    "accelerator": set(),
+    "accelerator": {"errors"},
     "units": {"errors"},
     "files": {"errors", "units"},
     "plugins": {"errors"},

@@ -8,9 +8,14 @@ that serves a kind (:func:`torch.get_device_module`) has a function for it, or h
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any
+
+from vpipe.errors import UserError
 
 if TYPE_CHECKING:  # a config is read without torch
     import torch
@@ -88,9 +93,38 @@ def current_index() -> int:
 
 
 def make_current(device: torch.device) -> None:
-    """Make a device the current one of this process, where it may have several."""
-    if hasattr(module_of(device), "set_device"):
+    """Make a device the current one of this process, which nccl and the kernels of libraries use; a processor is.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+    if device.type == "cpu" or not hasattr(module_of(device), "set_device"):
+        return
+    try:
         module_of(device).set_device(device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"{device} cannot be used: {str(error).splitlines()[0]}",
+                        hint="nvidia-smi shows the GPUs, their driver and who uses them; device cpu computes on the "
+                        "processor") from error
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Return the clock to measure a device with: the difference of two readings is the seconds between them.
+
+    On a processor with one thread it is the time of that thread: it counts the work, not the time that other processes
+    had the core; torch carries out a backward on the processor in the thread that asks for it. With several threads it
+    is the time that passes. On another device it is the time until all work that was launched is done.
+    """
+    import torch
+
+    if device.type == "cpu":
+        return thread_time if torch.get_num_threads() == 1 else perf_counter
+
+    def synchronised() -> float:
+        synchronize(device)
+        return perf_counter()
+
+    return synchronised
 
 
 def synchronize(device: torch.device) -> None:
@@ -104,9 +138,14 @@ def synchronize(device: torch.device) -> None:
 # -- what a device is -----------------------------------------------------------------------------------------------
 
 def name_of(device: torch.device) -> str:
-    """Return the name that its maker gave it."""
-    return str(module_of(device).get_device_name(device)) if hasattr(module_of(device), "get_device_name") else \
-        device.type
+    """Return the name that its maker gave it, or the processor."""
+    if device.type != "cpu":
+        named = getattr(module_of(device), "get_device_name", None)
+        return device.type if named is None else str(named(device))
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.processor() or platform.machine()
 
 
 def uuid_of(device: torch.device) -> str:
@@ -116,7 +155,14 @@ def uuid_of(device: torch.device) -> str:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return its memory; 0 where torch does not know."""
+    """Return its memory, 0 where torch does not know; of a processor the host's, or the limit of this process's cgroup
+    (a container's)."""
+    if device.type == "cpu":
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        with suppress(OSError):
+            limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+            return min(total, int(limit)) if limit.isdecimal() else total
+        return total
     if hasattr(module_of(device), "recommended_max_memory"):  # that it shares with the processor
         return int(module_of(device).recommended_max_memory())
     properties = getattr(module_of(device), "get_device_properties", lambda device: None)(device)
@@ -124,8 +170,13 @@ def total_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return its unused memory; half of all where torch does not know."""
-    if hasattr(module_of(device), "mem_get_info"):
+    """Return its unused memory; half of all where nobody knows."""
+    if device.type == "cpu":
+        with suppress(OSError, StopIteration):
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            available = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+            return min(total_bytes(device), available)
+    elif hasattr(module_of(device), "mem_get_info"):
         return int(module_of(device).mem_get_info(device)[0])
     return total_bytes(device) // 2
 

@@ -7,9 +7,16 @@ ends the command with exit status 1. Neither shows a traceback.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from types import FrameType, TracebackType
 
 MOST_SHOWN = 20
 """Largest number of problems that one error shows."""
@@ -35,13 +42,32 @@ class VpipeError(Exception):
     """Base of all errors that vpipe raises on purpose.
 
     Attributes:
-        frames: lines of the user's code that led to it, as in a traceback, for an error from another process.
         brief: the line that this process prints if another rank reports the error.
     """
 
     exit_status = 1
-    frames = ""
     brief: str | None = None
+    _frames = ""
+
+    @property
+    def frames(self) -> str:
+        """Return the lines of the user's code that led to it, as in a traceback; set, those in another process."""
+        return self._frames or user_frames(self)
+
+    @frames.setter
+    def frames(self, lines: str) -> None:
+        self._frames = lines
+
+    def with_frames(self) -> str:
+        """Return the error with the lines of the user's code that led to it: before the remedy, if it has one."""
+        what, mark, hint = str(self).partition("\nhint: ")
+        return f"{what}\n{self.frames}{mark.lstrip()}{hint}"
+
+    def show(self) -> None:
+        """Print it with those lines on stderr, and write it for the summary of torchrun."""
+        text = self.with_frames()
+        print(text, file=sys.stderr)
+        write_error_file(text)
 
 
 class UserError(VpipeError, ValueError):
@@ -52,6 +78,10 @@ class UserError(VpipeError, ValueError):
     def __init__(self, what: str, *, hint: str, where: str | None = None) -> None:
         self.problems: tuple[Problem, ...] = (Problem(what, hint, where),)
         super().__init__(str(self.problems[0]))
+
+    def with_frames(self) -> str:
+        """Return the error with the lines of the user's code: before the remedy, if there is one of them."""
+        return super().with_frames() if len(self.problems) == 1 else f"{self}\n{self.frames}".rstrip()
 
     @classmethod
     def all_of(cls, problems: Sequence[Problem]) -> UserError:
@@ -129,3 +159,57 @@ def nearest(word: str, known: Sequence[str], *, open_list: bool = False) -> str:
     hint = f"did you mean '{folded[close[0]]}'?" if close else f"known names: {', '.join(sorted(known))}"
     adding = "our own are added by importing their file (--import FILE.py) or by a package"
     return hint if not open_list else f"{hint} Y{adding}" if close else f"{hint}; y{adding}"
+
+
+# -- the user's own code in a traceback ------------------------------------------------------------------------------
+
+HIDDEN = frozenset({"vpipe", "torch", "numpy", "pydantic", "yaml", "tokenizers", "h5py", "tqdm", "safetensors"})
+"""Packages whose lines are no user's: vpipe, and what it stands on."""
+
+STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+
+
+def user_frames(error: BaseException) -> str:
+    """Return the lines of the user's code in the traceback of an error, and in that of its cause if it is vpipe's."""
+    text, seen = "", set[int]()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        text += "".join(traceback.format_tb(without_hidden(one.__traceback__)))
+        one = one.__cause__ if isinstance(one, VpipeError) else None
+    return text
+
+
+def without_hidden(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback of the user's frames alone; None where there is none."""
+    result: TracebackType | None = None
+    for link in reversed(list(links(trace))):
+        if is_users(link.tb_frame):
+            result = TracebackType(result, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return result
+
+
+def links(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def package(frame: FrameType) -> str:
+    """Return the package of a frame's module; where ``python -m`` runs the module, its name is ``__main__``."""
+    spec = frame.f_globals.get("__spec__")
+    return str(frame.f_globals.get("__name__", "") if spec is None else spec.name).partition(".")[0]
+
+
+def is_users(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return (package(frame) not in HIDDEN and not file.startswith("<frozen ")
+            and (not file.startswith(STANDARD_LIBRARY) or "-packages" in file))
+
+
+def write_error_file(text: str) -> None:
+    """Write the error for the summary of torchrun, if it started this process."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not os.path.exists(path):
+        with suppress(OSError), open(path, "x") as file:
+            json.dump({"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}, file)

@@ -23,6 +23,7 @@ MOVED = {
     "vpipe.data.catalogues": "vpipe.extras.catalogues.catalogues",
     "vpipe.data.length_buckets": "vpipe.extras.translation.length_buckets",
     "vpipe.data.pairs": "vpipe.extras.translation.pairs",
+    "vpipe.distributed.exchange": "vpipe.distributed.value_exchange",
     "vpipe.distributed.orion": "vpipe.extras.orion.scheduler",
     "vpipe.distributed.signals": "vpipe.app.signals",
     "vpipe.metric_formulas": "vpipe.app.metric_formulas",

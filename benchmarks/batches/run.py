@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vpipe import Asynchronous, Layer, Model, Pipeline
-from vpipe.distributed.init import join_world
+from vpipe.distributed import join_world
 from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.microbatches import Batch
 

@@ -17,7 +17,7 @@ from vpipe.checkpoint import load
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.save import Saver
-from vpipe.distributed.init import exchange
+from vpipe.distributed import exchange
 
 
 class Way(Protocol):

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from task import WAYS, batches, pipeline
 
-from vpipe.distributed.init import join_world
+from vpipe.distributed import join_world
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "system"))
 

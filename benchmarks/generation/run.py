@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from vpipe.app.families.registry import ModelSettings, family_named
-from vpipe.distributed.init import join_world
-from vpipe.distributed.network import free_port
+from vpipe.app.launch.network import free_port
+from vpipe.distributed import join_world
 from vpipe.extras.generation.generate import Chosen, DecoderModel, Decoding, Pass, Request, StageDecoder, decode
 from vpipe.extras.generation.pipelined import GenerationRank, in_flight
 from vpipe.model.layer import Model

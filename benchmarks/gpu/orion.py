@@ -22,7 +22,7 @@ from findings import Part
 from orion_checks import Checks
 from orion_devices import Device, FakeDevice, TorchDevice
 
-from vpipe.distributed.network import free_port
+from vpipe.app.launch.network import free_port
 from vpipe.extras.orion.scheduler import LIBRARY, OrionScheduler, get_scheduler
 
 ROOT = Path(__file__).parent.parent.parent

@@ -22,7 +22,7 @@ from vpipe.checkpoint.integrity import find_damage
 from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.save import Saver
-from vpipe.distributed.exchange import Exchange
+from vpipe.distributed.value_exchange import Exchange
 
 KILLED = 9
 CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}

@@ -18,7 +18,7 @@ from vpipe.checkpoint.integrity import find_damage
 from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.save import Saver
-from vpipe.distributed.exchange import Exchange
+from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import RunError, UserError
 
 WAIT_S = 30.0

@@ -10,7 +10,7 @@ import pytest
 from lines import exchanges
 
 from vpipe.checkpoint.shared_folder import check_shared_folder
-from vpipe.distributed.exchange import Exchange
+from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import UserError
 
 WAIT_S = 30.0

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from vpipe import Model, Pipeline, Transfers, accelerator
-from vpipe.distributed import device
 from vpipe.distributed.init import join_world
-from vpipe.distributed.watchdog import current_watchdog
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import UserError
 
 
@@ -48,10 +47,10 @@ def groups(rank: int, folder: Path, port: int) -> None:
             print(number, *losses(), flush=True)
         else:
             print(number, join_world(timeout_s=6), flush=True)
-        watch = current_watchdog()
-        assert watch is not None
-        assert watch not in watches
-        watches.append(watch)
+        watchdog = watch.watchdog
+        assert watchdog is not None
+        assert watchdog not in watches
+        watches.append(watchdog)
         if number < 3:
             dist.destroy_process_group()
     if rank == 1:
@@ -83,7 +82,7 @@ def gpus(rank: int, folder: Path, port: int) -> None:
 
     for module, name, value in ((torch.cuda, "device_count", lambda: 2), (torch.cuda, "set_device", made.append),
                                 (accelerator, "uuid_of", lambda device: uuids[rank]),
-                                (device, "device_name", lambda device: "made up"),
+                                (accelerator, "name_of", lambda device: "made up"),
                                 (dist, "is_nccl_available", lambda: True), (dist, "init_process_group", init)):
         setattr(module, name, value)
     for backend, at in (("nccl", port), (None, int(os.environ["SECOND_PORT"]))):

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from vpipe import accelerator
 from vpipe.distributed.device import (
     DeviceMap,
     RankDevice,
@@ -14,7 +15,6 @@ from vpipe.distributed.device import (
     check_backend,
     choose_backend,
     choose_device,
-    make_current,
 )
 from vpipe.errors import UserError
 
@@ -74,8 +74,8 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", busy)
     with pytest.raises(UserError, match=r"^error: cuda:1 cannot be used: CUDA error: all CUDA-capable devices are busy "
                                         r"or unavailable\nhint: nvidia-smi"):
-        make_current(torch.device("cuda:1"))
-    make_current(torch.device("cpu"))
+        accelerator.make_current(torch.device("cuda:1"))
+    accelerator.make_current(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID", "RANK"])
@@ -150,7 +150,7 @@ def test_a_run_says_in_a_line_where_it_computes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert str(DeviceMap(0, (CPU,), "gloo")) == "computing on cpu (no GPU is visible)"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("vpipe.distributed.device.device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr("vpipe.accelerator.name_of", lambda device: "NVIDIA H100")
     assert str(DeviceMap(1, (CPU, CPU), "gloo")) == "computing on cpu, gloo between ranks"
     assert DeviceMap(1, (CPU, CPU), "gloo").line(True) == "computing on cpu, shared memory and gloo between ranks"
     assert DeviceMap(1, tuple(SHARED), "gloo").line(True) == str(DeviceMap(1, tuple(SHARED), "gloo"))

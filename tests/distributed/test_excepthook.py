@@ -14,9 +14,9 @@ import pytest
 from watched_ranks import Ranks
 
 from vpipe import Model
+from vpipe.app.launch.network import free_port
 from vpipe.distributed import excepthook
 from vpipe.distributed.fault import Fault
-from vpipe.distributed.network import free_port
 from vpipe.errors import Problem, RunError, UserError
 
 HERE = f'  File "{__file__}", line '
@@ -27,7 +27,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One process, that no torchrun started, with Python's own hook; no time is spent on waiting."""
     for variable in ("RANK", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(excepthook, "current_watchdog", lambda: None)
+    monkeypatch.setattr(excepthook.watch, "watchdog", None)
     monkeypatch.setattr(excepthook, "time", SimpleNamespace(
         time=time.time, sleep=lambda seconds: print(f"waited {seconds:g} s", file=sys.stderr)))
     hook = sys.excepthook
@@ -97,7 +97,7 @@ def test_a_failure_shows_the_line_of_the_layer(capsys: pytest.CaptureFixture[str
 
 def test_several_mistakes_come_with_their_remedies(capsys: pytest.CaptureFixture[str]) -> None:
     error = UserError.all_of([Problem("x is 3", "use 4"), Problem("y is 5", "use 6")])
-    assert excepthook.report(error) == "error: x is 3\nhint: use 4\nerror: y is 5\nhint: use 6"
+    assert error.with_frames() == "error: x is 3\nhint: use 4\nerror: y is 5\nhint: use 6"
 
     def refuse() -> None:
         raise error
@@ -136,7 +136,7 @@ def test_an_error_that_is_its_own_cause_is_shown_once() -> None:
     with pytest.raises(RunError) as error:
         raise RunError("lost", hint="see there")
     error.value.__cause__ = error.value
-    assert excepthook.user_frames(error.value).count("raise RunError") == 1
+    assert error.value.frames.count("raise RunError") == 1
 
 
 def test_it_is_installed_once() -> None:
@@ -182,7 +182,7 @@ def test_of_ranks_with_one_error_one_prints_it(ranks: Ranks, monkeypatch: pytest
     ranks.start(2)
     statuses, texts = [], []
     for rank in (1, 0):
-        monkeypatch.setattr(excepthook, "current_watchdog", lambda rank=rank: ranks.watches[rank])
+        monkeypatch.setattr(excepthook.watch, "watchdog", ranks.watches[rank])
         statuses.append(ended(users_error))
         texts.append(capsys.readouterr().err)
     assert statuses == [None, 1]
@@ -194,7 +194,7 @@ def test_a_rank_with_an_error_of_its_own_prints_it(ranks: Ranks, monkeypatch: py
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     ranks.start(2)
     ranks.watches[1].failed(ValueError("another"))
-    monkeypatch.setattr(excepthook, "current_watchdog", lambda: ranks.watches[0])
+    monkeypatch.setattr(excepthook.watch, "watchdog", ranks.watches[0])
     assert ended(users_error) is None
     assert "KeyError: 'sample 17'" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ import pytest
 from lines import Lines, exchanges
 from watched_ranks import WITHIN_S, Ranks, hello, until
 
-from vpipe.distributed.exchange import Exchange
+from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import RunError
 
 

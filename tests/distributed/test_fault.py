@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from vpipe.distributed.fault import End, Fault, cause, may_follow
+from vpipe.app.launch.failure_report import End, cause
+from vpipe.distributed.fault import Fault, may_follow
 
 RAISED = Fault.failed(0, IndexError("7"))
 CUT_OFF = Fault.failed(0, RuntimeError("[3] Connection reset by peer"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.distributed.network import free_port
+from vpipe.app.launch.network import free_port
 from vpipe.distributed.rendezvous import server_address
 from vpipe.errors import RunError
 

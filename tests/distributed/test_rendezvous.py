@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
+from vpipe.app.launch.network import free_port
 from vpipe.distributed import rendezvous as module
 from vpipe.distributed.connection import connect
-from vpipe.distributed.environment import MEETING, SECRET
+from vpipe.distributed.environment import RankEnvironment
 from vpipe.distributed.failure_detector import WatchdogTiming
-from vpipe.distributed.network import free_port
 from vpipe.distributed.rendezvous import Rendezvous, open_store
 from vpipe.distributed.sockets import closed_afterwards, connections, strangers
 from vpipe.errors import RunError
@@ -30,7 +30,7 @@ TIMING = WatchdogTiming(beat_s=0.05, silent_s=20.0, grace_s=5.0, long_s=60.0, jo
 @pytest.fixture(autouse=True)
 def not_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks are threads: none is the process's."""
-    monkeypatch.setattr(module, "install", lambda watchdog: None)
+    monkeypatch.setattr(module.watch, "begin", lambda watchdog: None)
     monkeypatch.setattr(module, "_kept", {})
 
 
@@ -78,7 +78,7 @@ def test_ranks_meet_in_a_store(ends: list[Callable[[], None]], monkeypatch: pyte
     port = free_port(None)
     first = met(ends, 0, opened(0, port))
     assert both(first, met(ends, 1, opened(1, port))) == [[[2], {"x": 1}]] * 2
-    monkeypatch.setenv(SECRET, "what only they know")
+    monkeypatch.setenv(RankEnvironment.SECRET, "what only they know")
     store = opened(0, port)
     first = met(ends, 0, store)
     assert store.get("watchdog").split(b" ")[1:] == [b"", b""]  # a store may be read
@@ -88,8 +88,8 @@ def test_ranks_meet_in_a_store(ends: list[Callable[[], None]], monkeypatch: pyte
 @pytest.mark.parametrize("folder", [True, False])
 def test_ranks_with_a_secret_meet_without_a_store(ends: list[Callable[[], None]], folder: bool, tmp_path: Path,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SECRET, "what only they know")
-    monkeypatch.setenv(MEETING, str(tmp_path) if folder else "")
+    monkeypatch.setenv(RankEnvironment.SECRET, "what only they know")
+    monkeypatch.setenv(RankEnvironment.MEETING, str(tmp_path) if folder else "")
     for _ in range(2):  # a program may destroy its group, and make another
         port, found = free_port(None), list[Rendezvous]()
         early = Thread(target=lambda port=port, found=found: found.append(meet(ends, 1, port)))  # type: ignore[misc]
@@ -111,9 +111,9 @@ def test_a_rank_that_never_comes_is_named(ends: list[Callable[[], None]]) -> Non
 def test_a_rank_with_another_secret_is_refused_and_counted(ends: list[Callable[[], None]],
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     timing, port = WatchdogTiming(0.05, 20.0, 5.0, 60.0, join_s=1.0), free_port(None)
-    monkeypatch.setenv(SECRET, "mine")
+    monkeypatch.setenv(RankEnvironment.SECRET, "mine")
     first = meet(ends, 0, port, timing=timing)
-    monkeypatch.setenv(SECRET, "another")
+    monkeypatch.setenv(RankEnvironment.SECRET, "another")
     with pytest.raises(RunError, match=re.escape(f"127.0.0.1 port {port} belongs to another run: it hung up (rank 1)\n"
                                                  "hint: give each run a port of its own")):
         meet(ends, 1, port)
@@ -125,7 +125,7 @@ def test_a_rank_with_another_secret_is_refused_and_counted(ends: list[Callable[[
 def test_runs_of_one_secret_do_not_mix(ends: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as two steps of a job, whose script has made it."""
     port = free_port(None)
-    monkeypatch.setenv(SECRET, "of the job")
+    monkeypatch.setenv(RankEnvironment.SECRET, "of the job")
     monkeypatch.setenv("VPIPE_RUN", "17.0")
     meet(ends, 0, port)
     monkeypatch.setenv("VPIPE_RUN", "17.1")
@@ -147,7 +147,7 @@ def test_a_rank_tells_another_users_process_nothing(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rank_does_not_take_an_impostor_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SECRET, "what only they know")
+    monkeypatch.setenv(RankEnvironment.SECRET, "what only they know")
     with socket.create_server(("127.0.0.1", 0)) as server:
         def pretend() -> None:
             with server.accept()[0] as accepted:

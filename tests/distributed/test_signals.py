@@ -16,7 +16,7 @@ from vpipe.app.signals import Stopped, stopped_status
 WAITING = """\
 import sys, time
 from vpipe.app.signals import graceful_stop, handle_signals, ignore_signals
-from vpipe.distributed.watchdog import stop_asked
+from vpipe.distributed.watchdog import watch
 handle_signals(float(sys.argv[1]))
 
 def wait(word):
@@ -25,9 +25,9 @@ def wait(word):
 
 def asked():
     deadline = time.monotonic() + 20
-    while stop_asked() is None and time.monotonic() < deadline:
+    while watch.stop_asked is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    print(stop_asked(), flush=True)
+    print(watch.stop_asked, flush=True)
 """
 
 

@@ -10,24 +10,24 @@ from collections.abc import Iterator
 import pytest
 from watched_ranks import Ranks, hello, until
 
-from vpipe.distributed import watchdog as current
+from vpipe.distributed.watchdog import watch as current
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(current, "_watch", None)
+    monkeypatch.setattr(current, "watchdog", None)
     monkeypatch.setattr(current, "_stop", None)
     yield
     current.forget_stop()
 
 
 def test_the_first_reason_counts_where_there_is_one_process() -> None:
-    assert current.stop_asked() is None
+    assert current.stop_asked is None
     current.ask_stop("SIGTERM")
     current.ask_stop("SIGINT")
-    assert current.stop_asked() == "SIGTERM"
+    assert current.stop_asked == "SIGTERM"
     current.forget_stop()
-    assert current.stop_asked() is None
+    assert current.stop_asked is None
 
 
 def test_all_ranks_hear_of_it_and_those_that_come_later(ranks: Ranks) -> None:
@@ -45,19 +45,19 @@ def test_all_ranks_hear_of_it_and_those_that_come_later(ranks: Ranks) -> None:
 def test_a_stop_requested_while_joining_is_told_after_joining(ranks: Ranks) -> None:
     ranks.start(2)
     current.ask_stop("SIGTERM")
-    current.install(ranks.watches[1])
+    current.begin(ranks.watches[1])
     until(lambda: ranks.watches[0].stop_asked == "SIGTERM")
 
 
 def test_a_signal_handler_may_ask_whatever_it_interrupts(ranks: Ranks) -> None:
     ranks.start(2)
-    current.install(ranks.watches[0])
+    current.begin(ranks.watches[0])
     before = signal.signal(signal.SIGUSR1, lambda number, frame: current.ask_stop("SIGUSR1"))
     try:
         assert threading.current_thread() is threading.main_thread()
         with ranks.lines[0]._lock:  # the main thread may be saying something
             os.kill(os.getpid(), signal.SIGUSR1)
-            until(lambda: current.stop_asked() == "SIGUSR1")
+            until(lambda: current.stop_asked == "SIGUSR1")
         until(lambda: ranks.watches[1].stop_asked == "SIGUSR1")
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -183,7 +183,7 @@ def test_ranks_that_share_gpus_can_compute_at_once_as_many_as_these(gpus: str, a
     world = world_of(monkeypatch, ["a", "a", "a"], *([gpu, [0], 1] for gpu in gpus[1:]))
     world._device = torch.device("cuda:0")
     assert world.cores() == at_once
-    monkeypatch.setattr("vpipe.profiling.device.memory_bytes", lambda device: 80)
+    monkeypatch.setattr("vpipe.accelerator.total_bytes", lambda device: 80)
     assert shared_bytes(world._device, at_once) == 80 * (at_once or 1)
     assert shared_bytes(CPU, 4) == 80
 
@@ -193,5 +193,5 @@ def test_all_ranks_cut_their_windows_for_the_one_with_least_room(monkeypatch: py
 
     monkeypatch.setattr("vpipe.profiling.measure.RankGroup", world)
     monkeypatch.setattr(RankGroup, "cores", lambda self: 1)
-    monkeypatch.setattr("vpipe.profiling.measure.free_bytes", lambda device: 8 << 30)
+    monkeypatch.setattr("vpipe.accelerator.free_bytes", lambda device: 8 << 30)
     assert _Measurement(frozen_front(), ADAMW, CPU, 0, 1.0, 0.0, print)._room_bytes == 1 << 20

@@ -56,7 +56,7 @@ def test_a_processor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("cores", "tflops"), [(2, 0.5), (3, 0.75), (8, 1.0)])
 def test_ranks_that_are_more_than_cores_share_them(monkeypatch: pytest.MonkeyPatch, cores: int, tflops: float) -> None:
     now = iter(range(100))
-    monkeypatch.setattr(module, "clock_of", lambda device: module.thread_time)
+    monkeypatch.setattr(module.accelerator, "clock_of", lambda device: module.thread_time)
     monkeypatch.setattr(module, "thread_time", lambda: next(now))
     monkeypatch.setattr(module, "_product", lambda device, dtype: (lambda: None, 10_000))  # one takes two ticks
     of_four_ranks(monkeypatch, cores)

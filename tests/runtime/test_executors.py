@@ -21,7 +21,7 @@ from world import World
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.description.execution import EXECUTORS
-from vpipe.distributed.watchdog import activity
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.executors import async_threaded as threaded
 from vpipe.runtime.executors.async_threaded import DeviceStreams, ThreadedWorker, _Done
@@ -188,7 +188,7 @@ def test_a_forward_counts_as_long_as_its_thread_worked() -> None:
     assert isinstance(worker, ThreadedWorker)
     worker._waits, worker.transport.wait_s = [(0.0, 0.5), (1.0, 3.0)], 2.5
     worker._under_way[0, 3] = None  # type: ignore[assignment]
-    activity.now = Action(Op.BACKWARD, 0, 3), 4.0
+    watch.activity.now = Action(Op.BACKWARD, 0, 3), 4.0
     worker.seconds[0, Op.BACKWARD] = 0.0
     worker._account(0, _Done([], None, 2.0, 5.0), waited=1.0)  # type: ignore[arg-type]
     assert worker.transport.wait_s == 1.5
@@ -199,7 +199,7 @@ def test_a_forward_counts_as_long_as_its_thread_worked() -> None:
     worker._account(0, _Done([], None, 5.0, 6.0), waited=1.0)  # type: ignore[arg-type]
     assert worker.transport.wait_s == 1.5
     assert worker._waits == []
-    activity.rest()
+    watch.activity.rest()
 
 
 def test_who_waits_for_a_thread_is_at_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,14 +209,14 @@ def test_who_waits_for_a_thread_is_at_its_forward(monkeypatch: pytest.MonkeyPatc
     seen = []
 
     def result() -> _Done:
-        seen.append(activity.describe()[0])
+        seen.append(watch.activity.describe()[0])
         return _Done([], None, 0.0, 0.0)  # type: ignore[arg-type]
 
     worker._under_way[0, 2] = None, SimpleNamespace(result=result)  # type: ignore[assignment]
-    monkeypatch.setattr(worker, "_end_forward", lambda *given: seen.append(activity.describe()[0]))
-    activity.now = Action(Op.BACKWARD, 0, 3), 0.0
+    monkeypatch.setattr(worker, "_end_forward", lambda *given: seen.append(watch.activity.describe()[0]))
+    watch.activity.now = Action(Op.BACKWARD, 0, 3), 0.0
     worker._finish_forward(0, 2)
-    activity.rest()
+    watch.activity.rest()
     assert seen == ["running 0F2", "running 0B3"]
 
 

@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 from vpipe.accelerator import KINDS
 from vpipe.app.command_line import COMMANDS, Parser, add_command, add_config, add_import, add_overrides
 from vpipe.app.progress import LOADING_TORCH, accept_any_text, message_if_slow
-from vpipe.distributed.descriptors import hint_if_none_left
-from vpipe.distributed.excepthook import report, user_frames, write_error_file
-from vpipe.errors import VpipeError
+from vpipe.distributed import name_if_none_left
+from vpipe.errors import RunError, VpipeError
 from vpipe.plugins import added
 
 
@@ -39,9 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         getattr(module, options.function)(options)
         sys.stdout.flush()
     except VpipeError as error:
-        text = report(error)
-        print(text, file=sys.stderr)
-        write_error_file(text)
+        error.show()
         return error.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -64,20 +61,22 @@ def _print_unexpected(error: Exception) -> int:
     import tempfile
     import traceback
 
-    frames = user_frames(error)
+    failure = RunError(f"{type(error).__name__}: {error}", hint="")
+    failure.__cause__ = error
     try:
         with tempfile.NamedTemporaryFile("w", prefix="vpipe-traceback-", suffix=".txt", delete=False) as file:
             file.write("".join(traceback.format_exception(error)))
         where = f"the traceback is in {file.name}"
     except OSError:
         where = "no file could be written for the traceback either"
-    if (remedy := hint_if_none_left(error)) is not None:
-        print(f"error: no file descriptor is left: {error}\nhint: {remedy}; {where}", file=sys.stderr)
+    if (named := name_if_none_left(error)) is not error:
+        print(f"{named}; {where}", file=sys.stderr)
     elif isinstance(error, OSError):
         print(f"error: {error}\nhint: check that the path exists, may be used and has room; {where}", file=sys.stderr)
     else:
-        remedy = "fix what raised it" if frames else "this is a defect of vpipe or of a package it loads"
-        print(f"error: {type(error).__name__}: {error}\n{frames}hint: {remedy}; {where}", file=sys.stderr)
+        remedy = "fix what raised it" if failure.frames else "this is a defect of vpipe or of a package it loads"
+        failure.hint = f"{remedy}; {where}"
+        print(failure.with_frames(), file=sys.stderr)
     return 1
 
 

@@ -9,8 +9,12 @@ from contextlib import contextmanager
 from threading import Thread, Timer
 from typing import NamedTuple
 
-from vpipe.distributed.environment import PARENT_PIPE
-from vpipe.distributed.watchdog import ask_stop
+from vpipe.distributed import watch
+
+PARENT_PIPE = "VPIPE_PARENT_PIPE"
+"""The variable with a file descriptor that ends when the launcher does, and then so must the rank. A byte in it is the
+number of a signal that the launcher passes on: unlike a signal it loses none that comes while Python starts, and
+reaches nothing else."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What asks for an end: a launcher, torchrun and srun send SIGTERM, a terminal SIGINT, and SLURM before the time limit
@@ -73,7 +77,7 @@ class _Handlers:
 
     def _stop(self, number: signal.Signals) -> None:
         if self.training:
-            ask_stop(number.name)
+            watch.ask_stop(number.name)
         else:
             os._exit(status_after(number, saved=False))
 
@@ -111,7 +115,7 @@ def handle_signal(number: int) -> None:
 @contextmanager
 def graceful_stop() -> Iterator[None]:
     """While training, let a signal only ask all ranks to stop: the caller reads
-    :func:`~vpipe.distributed.watchdog.stop_asked`. A second signal does nothing.
+    ``watch.stop_asked``. A second signal does nothing.
 
     Afterwards the process is about to end by itself, and a launcher's signal does not end it sooner: it may be the very
     one for which the other ranks have stopped all. A process without :func:`handle_signals` is left as it is.
@@ -121,7 +125,7 @@ def graceful_stop() -> Iterator[None]:
         yield
         return
     if handlers.first is not None and handlers.delay_s:
-        ask_stop(handlers.first.name)  # it came a moment ago
+        watch.ask_stop(handlers.first.name)  # it came a moment ago
     handlers.training, handlers.trained = True, False
     try:
         yield

@@ -19,7 +19,7 @@ from torch import Tensor
 from vpipe.checkpoint.directory import Checkpoints, recover, replace_folder, step_of
 from vpipe.checkpoint.manifest import MANIFEST, CheckpointInfo, Manifest
 from vpipe.checkpoint.shards import HostBuffer, WriteResult, check_dtypes, write_shards
-from vpipe.distributed.exchange import Exchange
+from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import RunError, UserError
 
 _SHARD = re.compile(r"rank\d+(\.\d+)?\.safetensors", re.ASCII)

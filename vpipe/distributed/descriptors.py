@@ -67,12 +67,13 @@ def hint_if_none_left(error: BaseException) -> str | None:
     return None
 
 
-def name_if_none_left(error: Exception, rank: int) -> Exception:
-    """Return an error of a rank, or where no file descriptor was left one that says so."""
+def name_if_none_left(error: Exception, rank: int | None = None) -> Exception:
+    """Return an error of a rank, or of a process that is none; where no file descriptor was left one that says so."""
     hint = hint_if_none_left(error)
     if hint is None or (isinstance(error, RunError) and error.hint == hint):
         return error
-    named = RunError(f"rank {rank} has no file descriptor left, of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}: "
+    who = "this process" if rank is None else f"rank {rank}"
+    named = RunError(f"{who} has no file descriptor left, of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}: "
                      f"{str(error).partition(chr(10))[0]}", hint=hint, rank=rank)
     named.__cause__ = error
     return named

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,7 +45,8 @@ class Visible:
         return cls(accelerator.count(), dist.get_rank() if dist.is_initialized() else rank, current, True)
 
 
-def choose_device(wanted: torch.device | str | None, backend: str | None, there: Visible) -> torch.device:
+def choose_device(wanted: torch.device | str | None, backend: str | None,
+                  there: Visible | int | None = None) -> torch.device:
     """Return the device of this rank, a GPU always with its index.
 
     None takes a GPU where there is one, else the processor. A GPU without an index is the one that the program chose,
@@ -56,10 +55,13 @@ def choose_device(wanted: torch.device | str | None, backend: str | None, there:
     Args:
         wanted: ``cpu``, ``cuda``, ``cuda:1`` or None.
         backend: that the user named, if any; under nccl no GPU is shared.
+        there: what the rank sees; of another rank of this host its number there; None for this process.
 
     Raises:
         UserError: there is no such device, or nccl is to carry what a processor computes.
     """
+    if not isinstance(there, Visible):
+        there = Visible.here() if there is None else Visible(accelerator.count(), there)
     device = _parsed(wanted)
     direct = backend in accelerator.DIRECT
     if direct and (device is None or device.type != "cpu") and not there.gpus:
@@ -108,20 +110,6 @@ def _parsed(wanted: torch.device | str | None) -> torch.device | None:
 
 def _why_none() -> str:
     return "" if torch.version.cuda or torch.version.hip else f" (torch {torch.__version__} is built without CUDA)"
-
-
-def make_current(device: torch.device) -> None:
-    """Make a GPU the current one of this process, which nccl and the kernels of libraries use. Raises UserError if it
-    cannot be used.
-    """
-    if device.type == "cpu":
-        return
-    try:
-        accelerator.make_current(device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"{device} cannot be used: {str(error).splitlines()[0]}",
-                        hint="nvidia-smi shows the GPUs, their driver and who uses them; device cpu computes on the "
-                        "processor") from error
 
 
 @dataclass(frozen=True)
@@ -193,7 +181,7 @@ class DeviceMap:
         else:
             where = ", ".join(names)
         if self.own.type != "cpu":
-            where += f" ({device_name(self.own)})"
+            where += f" ({accelerator.name_of(self.own)})"
         if self.ranks == 1:
             return f"computing on {where}"
         shared = shared_memory and self.own.type == "cpu" and self.hosts < self.ranks
@@ -260,15 +248,3 @@ def check_backend(wanted: str | None, carriers: str, devices: Sequence[RankDevic
                         "device=...), start fewer ranks, or make the group, or the first Pipeline, with gloo, under "
                         "which ranks may share a GPU")
     return backend
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU or of the processor."""
-    if device.type != "cpu":
-        return accelerator.name_of(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return (named or [platform.processor() or platform.machine()])[0]

@@ -9,31 +9,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from vpipe.errors import UserError
-
-PARENT_PIPE = "VPIPE_PARENT_PIPE"
-"""A file descriptor: it ends when the launcher does, and then so must the rank. A byte in it is the number of a signal
-that the launcher passes on: unlike a signal it loses none that comes while Python starts, and reaches nothing else."""
-
-HOST = "VPIPE_HOST"
-"""The host's name for messages, where a run has several."""
-
-RUN = "VPIPE_RUN"
-"""An identity of the run: others might use its port."""
-
-SECRET = "VPIPE_SECRET"
-"""What only the ranks of a run know, by which they let each other in: vpipe's launcher makes one for each run. Under
-torchrun and srun a user may set one. It is in no store, no command line, no log and no file."""
-
-MEETING = "VPIPE_MEETING"
-"""The folder where the ranks of a run on one host meet; nobody else can enter it."""
-
-STARTER = "VPIPE_STARTER"
-"""The program that started the ranks, for one that replaces itself in a container."""
-
-AGENT = "VPIPE_AGENT"
-"""See :func:`starter_id`; for one that replaces itself in a container."""
 
 FIRST_PORT, PORTS = 10_000, 20_000
 """A job's port is one of these: below those that Linux gives to connections."""
@@ -46,6 +24,16 @@ _COUNTS = {"torchrun": "TORCHELASTIC_RESTART_COUNT", "srun": "SLURM_RESTART_COUN
 class RankEnvironment:
     """One rank of a run that another program started.
 
+    The names in capitals are those of vpipe's own variables:
+
+    - ``HOST``: the host's name for messages, where a run has several.
+    - ``RUN``: an identity of the run; others might use its port.
+    - ``SECRET``: what only the ranks of a run know, by which they let each other in. vpipe's launcher makes one for
+      each run; under torchrun and srun a user may set one. It is in no store, no command line, no log and no file.
+    - ``MEETING``: the folder where the ranks of a run on one host meet; nobody else can enter it.
+    - ``STARTER``, ``AGENT``: the program that started the ranks, and :func:`starter_id`, for a process that replaces
+      itself in a container.
+
     Attributes:
         starter: that program.
         rank, ranks: which, of how many.
@@ -56,6 +44,13 @@ class RankEnvironment:
         agent: see :func:`starter_id`; empty where nothing would start it again.
         restarts: how often that has happened.
     """
+
+    HOST: ClassVar = "VPIPE_HOST"
+    RUN: ClassVar = "VPIPE_RUN"
+    SECRET: ClassVar = "VPIPE_SECRET"
+    MEETING: ClassVar = "VPIPE_MEETING"
+    STARTER: ClassVar = "VPIPE_STARTER"
+    AGENT: ClassVar = "VPIPE_AGENT"
 
     starter: str
     rank: int
@@ -82,9 +77,9 @@ class RankEnvironment:
         Raises:
             UserError: the environment is incomplete, or SLURM does not tell an address.
         """
-        host = environment.get(HOST) or environment.get("SLURMD_NODENAME") or socket.gethostname()
+        host = environment.get(cls.HOST) or environment.get("SLURMD_NODENAME") or socket.gethostname()
         if "RANK" in environment and "WORLD_SIZE" in environment:
-            starter = environment.get(STARTER) or ("torchrun" if "TORCHELASTIC_RUN_ID" in environment else
+            starter = environment.get(cls.STARTER) or ("torchrun" if "TORCHELASTIC_RUN_ID" in environment else
                                                    "its starter")
             if starter == "torchrun":
                 _check_store(environment)
@@ -92,7 +87,7 @@ class RankEnvironment:
             device = read_number(environment, "LOCAL_RANK", starter) if "LOCAL_RANK" in environment else rank
             return cls(starter, rank, read_number(environment, "WORLD_SIZE", starter), device, host,
                        read_text(environment, "MASTER_ADDR", starter), read_number(environment, "MASTER_PORT", starter),
-                       environment.get(RUN) or environment.get("TORCHELASTIC_RUN_ID", ""),
+                       environment.get(cls.RUN) or environment.get("TORCHELASTIC_RUN_ID", ""),
                        starter_id(environment, None) if starter in _COUNTS else "", _restarts(environment, starter))
         if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
             return None
@@ -114,7 +109,7 @@ class RankEnvironment:
         """The environment of this process, with torchrun's names and vpipe's own."""
         return {"RANK": str(self.rank), "WORLD_SIZE": str(self.ranks), "LOCAL_RANK": str(self.device),
                 "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port),
-                RUN: self.run, STARTER: self.starter, AGENT: self.agent}
+                self.RUN: self.run, self.STARTER: self.starter, self.AGENT: self.agent}
 
     def check(self, ranks: int) -> None:
         """Refuse another number of processes than the schedule has ranks."""
@@ -218,8 +213,8 @@ def starter_id(environment: Mapping[str, str], job_step: str | None) -> str:
     Under torchrun it is the parent, torchrun's agent on this host, with its start, since process numbers are reused
     (where the system tells it: Linux). Under srun it is ``job_step``, which stays when the job is requeued.
     """
-    if AGENT in environment:
-        return environment[AGENT]  # this process has replaced itself in a container
+    if RankEnvironment.AGENT in environment:
+        return environment[RankEnvironment.AGENT]  # this process has replaced itself in a container
     if job_step is not None:
         return f"{environment.get('SLURM_CLUSTER_NAME', '')} job {job_step}".strip()
     parent, began = os.getppid(), ""

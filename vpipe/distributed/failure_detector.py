@@ -1,7 +1,7 @@
 """Detect failures in the process of rank 0, from the connections and heartbeats of all ranks: a killed rank first here.
 
 Each rank's side is :mod:`~vpipe.distributed.watchdog`. The values that ranks exchange pass through here, too: see
-:mod:`~vpipe.distributed.exchange`.
+:mod:`~vpipe.distributed.value_exchange`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from time import monotonic
 from typing import Any
 
 from vpipe.distributed.connection import MAX_BYTES, UNAUTHENTICATED_BYTES, Connection, admit, greet, listening_socket
-from vpipe.distributed.exchange import Relay
 from vpipe.distributed.fault import Fault
 from vpipe.distributed.sockets import strangers
+from vpipe.distributed.value_exchange import Relay
 from vpipe.errors import RunError
 
 LINGER_S = 2.0

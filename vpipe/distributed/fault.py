@@ -1,14 +1,12 @@
 """Say which failure ended a job, and of which ranks: one sentence and one hint, whatever started the ranks.
 
-The failure detector and the watchdogs find faults from inside the job, a launcher sees how processes end. :func:`cause`
-tells which of all that is the cause, and what only follows from it.
+The failure detector and the watchdogs find faults from inside the job, a launcher sees how processes end.
 """
 
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,6 +105,11 @@ class Fault:
         """Whether the processes are gone and did not report why."""
         return self.what == Fault.ended().what
 
+    @property
+    def may_follow(self) -> bool:
+        """Whether it may come of another rank's end."""
+        return may_follow(self.what)
+
     def sentence(self, place: Callable[[int], str]) -> str:
         """Return who failed and how: ``rank 2 (stage 2) on host1 died without a message``.
 
@@ -123,48 +126,3 @@ class Fault:
 def may_follow(text: str) -> bool:
     """Return whether an error may come of another rank's end, by what sockets, gloo and nccl say then."""
     return re.search("[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited", text) is not None
-
-
-@dataclass(frozen=True)
-class End:
-    """The end of a rank that told nobody why, as its starter sees it.
-
-    Attributes:
-        how: ``killed by signal 9 (SIGKILL)``.
-        forced: whether it came from outside: by a signal, or with its host.
-    """
-
-    how: str
-    forced: bool
-
-    @classmethod
-    def with_status(cls, status: int) -> End:
-        """Build the end with an exit status: negative for a signal; a shell or a container makes 128 + its number."""
-        number = -status if status < 0 else status - 128
-        try:
-            return cls(f"killed by signal {number} ({signal.Signals(number).name})", forced=True)
-        except ValueError:
-            return cls(f"killed by signal {number}", forced=True) if status < 0 else \
-                cls(f"with exit status {status}", forced=False)
-
-
-def cause(faults: Sequence[Fault], ends: Mapping[int, End]) -> Fault | None:
-    """Return the failure from which the others follow; None where nothing failed.
-
-    First comes an error that a rank raised, if the failure detector heard of it first: after it others may even end by
-    a signal, as gloo aborts; but one that tells of a lost connection may itself follow. Then a rank whose process was
-    ended from outside: what others say of it follows from that. Then what the ranks found, and last a rank that ended
-    by itself and said nothing: its disk may have been full.
-
-    Args:
-        faults: as the ranks know them, in the order in which they are believed.
-        ends: of ranks that ended without a word.
-    """
-    found = min(faults, key=lambda fault: not fault.reported, default=None)
-    if found is not None and found.reported and not may_follow(found.what):
-        return found
-    if found is not None and (named := [rank for rank in found.ranks if rank in ends]):
-        dead = found if found.is_death else Fault.ended(*named)
-        return dead.knowing(*(ends[rank].how for rank in named))
-    silent = [rank for rank, end in ends.items() if end.forced] or ([] if found is not None else list(ends)[:1])
-    return Fault.ended(*silent).knowing(*(ends[rank].how for rank in silent)) if silent else found

@@ -17,17 +17,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from vpipe import accelerator
 from vpipe.distributed.descriptors import named_if_none_left, reserve_for_joining
-from vpipe.distributed.device import (
-    DeviceMap,
-    RankDevice,
-    Visible,
-    check_backend,
-    choose_backend,
-    choose_device,
-    make_current,
-)
-from vpipe.distributed.environment import HOST, RankEnvironment, read_number, read_text
-from vpipe.distributed.exchange import Exchange
+from vpipe.distributed.device import DeviceMap, RankDevice, check_backend, choose_backend, choose_device
+from vpipe.distributed.environment import RankEnvironment, read_number, read_text
 from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.network import check_interfaces
 from vpipe.distributed.rendezvous import (
@@ -38,10 +29,14 @@ from vpipe.distributed.rendezvous import (
     ranks_have_secret,
 )
 from vpipe.distributed.sockets import break_off, closed_afterwards, connections, strangers
-from vpipe.distributed.watchdog import current_watchdog
+from vpipe.distributed.value_exchange import Exchange
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
 
 WAITING = "waiting for all ranks"
+
+STARTING = WatchdogTiming(beat_s=0.25, silent_s=60.0, grace_s=5.0, long_s=30.0, join_s=120.0)
+"""Timing until all ranks begin to train. Preparing a large text takes minutes, in which a rank beats."""
 
 
 @dataclass
@@ -82,8 +77,8 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
     if not dist.is_initialized() and "RANK" not in os.environ and \
             (environment := RankEnvironment.parse(os.environ)) is not None:
         os.environ.update(environment.variables)  # a step of srun: from here on as torchrun's
-    own = choose_device(device, backend, Visible.here())
-    make_current(own)
+    own = choose_device(device, backend)
+    accelerator.make_current(own)
     if dist.is_initialized():
         return _join_group(own, backend, timeout_s)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or _number("WORLD_SIZE") == 1:
@@ -91,14 +86,21 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
     return _make_group(own, backend, timeout_s)
 
 
-@named_if_none_left()
-def meet(timing: WatchdogTiming) -> Rendezvous:
+def meet() -> Exchange:
     """Meet the other ranks that the environment names, before any of them joins by :func:`join_world`.
+
+    While they prepare what they train, for however long, they watch one another and exchange values by what this
+    returns.
 
     Raises:
         RunError: rank 0 is not there, or that of another run.
         UserError: the environment is incomplete.
     """
+    return _meet(STARTING).exchange
+
+
+@named_if_none_left()
+def _meet(timing: WatchdogTiming) -> Rendezvous:
     global _met
     rank, ranks = _number("RANK"), _number("WORLD_SIZE")
     address, port = read_text(os.environ, "MASTER_ADDR", "the environment"), _number("MASTER_PORT")
@@ -126,10 +128,10 @@ def meet(timing: WatchdogTiming) -> Rendezvous:
 def exchange(channel: str = "", timeout_s: float | None = None) -> Exchange:
     """Return the exchange with the other ranks of this process's job; alone where there is no process group.
 
-    Arguments as of :class:`~vpipe.distributed.exchange.Exchange`.
+    Arguments as of :class:`~vpipe.distributed.value_exchange.Exchange`.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    return Exchange(None if alone else current_watchdog(), channel, timeout_s)
+    return Exchange(None if alone else watch.watchdog, channel, timeout_s)
 
 
 def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> DeviceMap:
@@ -137,7 +139,7 @@ def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         check_interfaces(os.environ["GLOO_SOCKET_IFNAME"])
     timing = WatchdogTiming.from_timeout(timeout_s)
-    rendezvous = _met or meet(timing)
+    rendezvous = _met or _meet(timing)
     devices = _exchange_devices(rendezvous, own)
     _met = None
     rendezvous.set_timing(timing)
@@ -207,7 +209,7 @@ def _here(own: torch.device) -> RankDevice:
 
 def _host() -> str:
     """Return the name of this host, as the launcher gives it."""
-    return os.environ.get(HOST) or socket.gethostname()
+    return os.environ.get(RankEnvironment.HOST) or socket.gethostname()
 
 
 def _number(name: str) -> int:

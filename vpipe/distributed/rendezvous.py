@@ -15,11 +15,11 @@ from itertools import count
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from vpipe.distributed.connection import Connection, connect, introduce
-from vpipe.distributed.environment import MEETING, RUN, SECRET
-from vpipe.distributed.exchange import Exchange
+from vpipe.distributed.environment import RankEnvironment
 from vpipe.distributed.failure_detector import FailureDetector, WatchdogTiming
-from vpipe.distributed.network import is_this_host, meeting_address
-from vpipe.distributed.watchdog import Watchdog, end_process, install
+from vpipe.distributed.network import Host
+from vpipe.distributed.value_exchange import Exchange
+from vpipe.distributed.watchdog import Watchdog, watch
 from vpipe.errors import RunError, UserError
 
 POLL_S = 0.02
@@ -35,7 +35,7 @@ def agent_has_store() -> bool:
 
 def ranks_have_secret() -> bool:
     """Return whether the ranks know something that others do not, and so can meet without a store."""
-    return bool(_private(SECRET)) and not agent_has_store()
+    return bool(_private(RankEnvironment.SECRET)) and not agent_has_store()
 
 
 _kept: dict[str, str] = {}
@@ -51,7 +51,7 @@ def _private(name: str) -> str:
 
 def _key(secret: str) -> str:
     """Return what the ranks of this run alone know; a user may give several runs the same secret."""
-    return f"{secret} {os.environ.get(RUN) or os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+    return f"{secret} {os.environ.get(RankEnvironment.RUN) or os.environ.get('TORCHELASTIC_RUN_ID', '')}"
 
 
 def open_store(kind: str, address: str, port: int, rank: int, ranks: int, timeout_s: float) -> PrefixStore:
@@ -68,7 +68,7 @@ def open_store(kind: str, address: str, port: int, rank: int, ranks: int, timeou
     hosted = rank == 0 and not agent_has_store()
     store = TCPStore(address, port, ranks, is_master=hosted, timeout=timedelta(seconds=timeout_s),
                      wait_for_workers=False, multi_tenant=True)
-    run = os.environ.get(RUN) or os.environ.get("TORCHELASTIC_RUN_ID", "")
+    run = os.environ.get(RankEnvironment.RUN) or os.environ.get("TORCHELASTIC_RUN_ID", "")
     if hosted:
         store.set("run", run)
     elif not agent_has_store():  # an agent has refused a port in use
@@ -116,9 +116,9 @@ class Rendezvous:
                  store: Store | None = None) -> None:
         self.rank, self.ranks, self._store, self._detector = rank, ranks, store, detector
         self.ports = [port]
-        self.watchdog = Watchdog(rank, [""] * ranks if hosts is None else hosts, connection, timing, end_process)
+        self.watchdog = Watchdog(rank, [""] * ranks if hosts is None else hosts, connection, timing, watch.end_process)
         self.exchange = Exchange(self.watchdog)
-        install(self.watchdog)
+        watch.begin(self.watchdog)
         self._process = os.getpid()
         atexit.register(self._leave_at_exit)
 
@@ -130,7 +130,7 @@ class Rendezvous:
             RunError: rank 0 is not reached in time, or is that of another run.
             OSError: rank 0 cannot listen there.
         """
-        folder, secret = _private(MEETING), _key(_private(SECRET))
+        folder, secret = _private(RankEnvironment.MEETING), _key(_private(RankEnvironment.SECRET))
         where = os.path.join(folder, "ranks") if folder else address
         detector = FailureDetector(ranks, timing, where, secret, port) if rank == 0 else None
         deadline, why = time.monotonic() + timing.join_s, ""
@@ -165,7 +165,7 @@ class Rendezvous:
         """
         reached_at = address or _address_of(store) or ""
         detector = None
-        secret = _private(SECRET)
+        secret = _private(RankEnvironment.SECRET)
         try:
             if rank == 0:
                 named, listens_at = ("", address) if address is not None else \
@@ -194,7 +194,7 @@ class Rendezvous:
         """
         if self._store is not None:
             return self._store
-        if folder := _private(MEETING):
+        if folder := _private(RankEnvironment.MEETING):
             return FileStore(os.path.join(folder, f"group {next(_groups_made)}"), self.ranks)
         address, limit = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
         made = TCPStore(address, 0, self.ranks, is_master=True, timeout=limit, wait_for_workers=False) \
@@ -249,14 +249,14 @@ def server_address(store: str, hosts: Sequence[str]) -> tuple[str, str]:
         RunError: none is found.
     """
     alone = len(set(hosts)) == 1
-    if store and is_this_host(store):
+    if store and Host(store).is_this:
         return "", store if alone else ""  # others may know this host by another name
     if alone:
         return "127.0.0.1", "127.0.0.1"
-    if (named := os.environ.get("MASTER_ADDR")) and is_this_host(named):
+    if (named := os.environ.get("MASTER_ADDR")) and Host(named).is_this:
         return named, ""
     try:
-        return meeting_address(hosts[0], [host for host in hosts if host != hosts[0]]), ""
+        return Host(hosts[0]).address_for([host for host in hosts if host != hosts[0]]), ""
     except UserError as error:
         raise RunError(error.problems[0].what, rank=0, hint="export MASTER_ADDR, the address of rank 0's host in the "
                        "network of all ranks") from None

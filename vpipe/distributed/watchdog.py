@@ -107,7 +107,7 @@ class Watchdog:
     The main thread may be anywhere: in a transfer that nothing interrupts, in a debugger, in a pause of the
     user's. As long as this thread beats, the rank is alive. When a failure becomes known, the transfers of this
     process are broken off, so that the main thread raises; one that does not within ``timing.grace_s`` is ended. It is
-    also the :class:`~vpipe.distributed.exchange.ExchangeLine` by which this rank exchanges values with the others.
+    also the :class:`~vpipe.distributed.value_exchange.ExchangeLine` by which this rank exchanges values.
 
     Args:
         hosts: by rank.
@@ -451,85 +451,75 @@ class Watchdog:
             self._end(self.error(self._fault, f"{self.place(self.rank)} was {meanwhile}"))
 
 
-# -- the watchdog of this process ----------------------------------------------------------------------------------
+# -- this process --------------------------------------------------------------------------------------------------
 
-activity = Activity()
-"""The activity of this process's main thread: ranks that wait for long report it."""
 
-_watch: Watchdog | None = None
-_stop: str | None = None
+class ProcessWatch:
+    """The part of this process in its job: what it tells the other ranks, and hears of them. Alone it tells nobody.
+
+    Attributes:
+        activity: of the main thread; ranks that wait for long report it.
+        watchdog: of this process; None as long as it has met no other ranks.
+        report: shows why this process is ended in the middle of its work, by default on stderr.
+    """
+
+    def __init__(self) -> None:
+        self.activity = Activity()
+        self.watchdog: Watchdog | None = None
+        self.report: Callable[[RunError], None] = _print
+        self._note: Callable[[str], None] = _print
+        self._stop: str | None = None
+
+    def begin(self, watchdog: Watchdog) -> None:
+        """Take the watchdog of a job that this process has joined."""
+        self.watchdog = watchdog
+        watchdog.activity, watchdog.note = self.activity, self._note
+        if self._stop is not None:
+            watchdog.ask_stop(self._stop)  # asked while this process was joining the others
+
+    def note_to(self, note: Callable[[str], None]) -> None:
+        """Have a function show long waits on rank 0, called from another thread; by default stderr."""
+        self._note = note
+        if self.watchdog is not None:
+            self.watchdog.note = note
+
+    def failed(self, error: BaseException) -> None:
+        """Send all ranks an error of this one, if there are others."""
+        if self.watchdog is not None:
+            self.watchdog.failed(error)
+
+    def end_process(self, error: RunError) -> None:
+        """Report an error and end this process, from any thread."""
+        with suppress(Exception):
+            self.report(error)
+        os._exit(error.exit_status)
+
+    def ask_stop(self, why: str) -> None:
+        """Ask all ranks to stop and save; the first to ask gives the reason, such as ``SIGTERM``.
+
+        A signal handler may call it, whatever it interrupts: it takes no lock and does not wait.
+        """
+        if self._stop is None:
+            self._stop = why
+            if self.watchdog is not None:
+                self.watchdog.ask_stop(why)
+
+    @property
+    def stop_asked(self) -> str | None:
+        """Why a rank of this job, this one or another, was asked to stop; None while none was.
+
+        Other ranks know within milliseconds, not all at one time: they agree on a step when one of them decides.
+        """
+        return self._stop if self._stop is not None or self.watchdog is None else self.watchdog.stop_asked
+
+    def forget_stop(self) -> None:
+        """Forget a request to stop: it was about another run than the one that begins."""
+        self._stop = None
 
 
 def _print(message: RunError | str) -> None:
     print(message if isinstance(message, str) else message.brief or message, file=sys.stderr, flush=True)
 
 
-_report: Callable[[RunError], None] = _print
-_note: Callable[[str], None] = _print
-
-
-def current_watchdog() -> Watchdog | None:
-    """Return the watchdog of this process; None for a pipeline in one process."""
-    return _watch
-
-
-def install(watch: Watchdog) -> None:
-    """Make a watchdog that of this process."""
-    global _watch
-    _watch = watch
-    watch.activity, watch.note = activity, _note
-    if _stop is not None:
-        watch.ask_stop(_stop)  # asked while this process was joining the others
-
-
-def report_to(report: Callable[[RunError], None]) -> None:
-    """Have a function report why this process is ended in the middle of its work; stderr without one."""
-    global _report
-    _report = report
-
-
-def note_to(note: Callable[[str], None]) -> None:
-    """Have a function show long waits on rank 0, called from another thread; stderr without one."""
-    global _note
-    _note = note
-    if _watch is not None:
-        _watch.note = note
-
-
-def end_process(error: RunError) -> None:
-    """Report an error and end this process, from any thread."""
-    with suppress(Exception):
-        _report(error)
-    os._exit(error.exit_status)
-
-
-def report_failure(error: BaseException) -> None:
-    """Send all ranks an error of this one, if there are others."""
-    if _watch is not None:
-        _watch.failed(error)
-
-
-def ask_stop(why: str) -> None:
-    """Ask all ranks to stop and save; the first to ask gives the reason, such as ``SIGTERM``.
-
-    A signal handler may call it, whatever it interrupts: it takes no lock and does not wait.
-    """
-    global _stop
-    if _stop is None:
-        _stop = why
-        if _watch is not None:
-            _watch.ask_stop(why)
-
-
-def stop_asked() -> str | None:
-    """Return why a rank of this job, this one or another, was asked to stop; None while none was.
-
-    Other ranks know within milliseconds, not all at one time: they agree on a step when one of them decides.
-    """
-    return _stop if _stop is not None or _watch is None else _watch.stop_asked
-
-
-def forget_stop() -> None:
-    """Forget a request to stop: it was about another run than the one that begins."""
-    global _stop
-    _stop = None
+watch = ProcessWatch()
+"""The part of this process in its job."""

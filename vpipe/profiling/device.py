@@ -1,36 +1,15 @@
-"""Read a rank's device: its memory, its cores, its clock, and the speed of its products and copies."""
+"""Read a rank's device: its cores, the memory that ranks share, and the speed of its products and copies."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
-from time import perf_counter, thread_time
 
 import torch
 from torch import Tensor
 
 from vpipe import accelerator
-
-Clock = Callable[[], float]
-"""Returns seconds; the difference of two readings is the time between them."""
-
-
-def clock_of(device: torch.device) -> Clock:
-    """Return the clock to measure this device with.
-
-    On a processor with one thread it is the time of that thread: it counts the work, not the time that other processes
-    had the core; torch carries out a backward on the processor in the thread that asks for it. With several threads it
-    is the time that passes. On a GPU it is the time until all work that was launched is done.
-    """
-    if device.type != "cpu":
-        def synchronised() -> float:
-            accelerator.synchronize(device)
-            return perf_counter()
-
-        return synchronised
-    return thread_time if torch.get_num_threads() == 1 else perf_counter
 
 
 def usable_cores() -> list[int]:
@@ -40,33 +19,9 @@ def usable_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Return the GPU's memory; of a processor the host's, or the limit of this process's cgroup (a container's)."""
-    if device.type != "cpu":
-        return accelerator.total_bytes(device)
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdecimal() else total
-
-
 def shared_bytes(device: torch.device, cores: int | None) -> int:
     """Return the memory that the ranks of a host share; where ``cores`` is None, each has a GPU, that of this one."""
-    return memory_bytes(device) * (1 if device.type == "cpu" else cores or 1)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the unused memory."""
-    if device.type != "cpu":
-        return accelerator.free_bytes(device)
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return min(memory_bytes(device), next(1024 * int(line.split()[1]) for line in lines
-                                              if line.startswith("MemAvailable:")))
-    except (OSError, StopIteration):
-        return memory_bytes(device) // 2
+    return accelerator.total_bytes(device) * (1 if device.type == "cpu" else cores or 1)
 
 
 def matrix_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
@@ -102,7 +57,7 @@ def _weights(device: torch.device, dtype: torch.dtype = torch.float32) -> list[T
 
 def _seconds(work: Callable[[], object], device: torch.device) -> list[float]:
     """Return the seconds of four calls, after one that does not count."""
-    clock, seconds = clock_of(device), []
+    clock, seconds = accelerator.clock_of(device), []
     for _ in range(5):
         started = clock()
         work()

@@ -12,7 +12,7 @@ from types import FunctionType
 import torch
 from torch import Tensor, nn
 
-from vpipe.distributed.device import device_name
+from vpipe import accelerator
 from vpipe.model.layer import Layer, Model, split_target, without_values
 from vpipe.model.split import resolve_tie
 from vpipe.plan.profile import Identity
@@ -125,7 +125,7 @@ def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str,
     return Identity(
         model=digest(model, structures, microbatch), model_name=model_name,
         layers=len(model), microbatch_size=len(microbatch[model.batch[0]]) if model.batch else 0, optimizer=optimizer,
-        device=device_name(device), threads=threads, ranks_per_host=ranks_per_host, backend=backend,
+        device=accelerator.name_of(device), threads=threads, ranks_per_host=ranks_per_host, backend=backend,
         torch=str(torch.__version__), ranks=ranks or ranks_per_host, hosts=hosts, cores=cores,
         device_bytes=shared_bytes(device, cores), vpipe=package_versions(["vpipe"]).get("vpipe", ""),
         code=code_digest(model, structures), precision=precision)

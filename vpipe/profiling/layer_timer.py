@@ -16,7 +16,6 @@ from vpipe.description.precision import Precision
 from vpipe.model.layer import Layer, Model
 from vpipe.model.split import StageSpec
 from vpipe.plan.profile import Seconds
-from vpipe.profiling.device import Clock
 from vpipe.profiling.layer_runner import LayerInputs, LayerRunner, zero_rate_optimizer
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime.activations import Record
@@ -53,7 +52,7 @@ class LayerTimer:
         shifted: begin a round with a backward, as every other rank does: in a pipeline neighbours do different things.
     """
 
-    def __init__(self, runners: Sequence[LayerRunner], given: Sequence[LayerInputs], clock: Clock,
+    def __init__(self, runners: Sequence[LayerRunner], given: Sequence[LayerInputs], clock: Callable[[], float],
                  shifted: bool) -> None:
         self._runners, self._given, self._clock = runners, given, clock
         self._pending: dict[str, deque[list[Record]]] = {mode: deque() for mode in _MODES}
@@ -186,7 +185,7 @@ _TIMES, _WARM_UP = 40, 4
 """Calls by which overhead is measured, and how many at first do not count."""
 
 
-def measure_overhead(device: torch.device, clock: Clock, make_optimizer: MakeOptimizer,
+def measure_overhead(device: torch.device, clock: Callable[[], float], make_optimizer: MakeOptimizer,
                      precision: Precision) -> dict[str, float]:
     """Return the seconds that every call takes once, however many layers the stage has, by what is called.
 
@@ -205,7 +204,7 @@ def measure_overhead(device: torch.device, clock: Clock, make_optimizer: MakeOpt
     return overhead | {"step": median(steps[_WARM_UP:])}
 
 
-def _times(layers: int, device: torch.device, clock: Clock, precision: Precision) -> dict[str, float]:
+def _times(layers: int, device: torch.device, clock: Callable[[], float], precision: Precision) -> dict[str, float]:
     model = Model([Layer("first", nn.Identity, ("x",)), Layer("second", nn.Identity), Layer("third", nn.Identity),
                    Layer("last", nn.Identity, outputs=("loss",))], batch=("x",))
     spec = StageSpec(1, range(1, 1 + layers), ("h",), ("h",), (), {})
@@ -228,7 +227,7 @@ def _times(layers: int, device: torch.device, clock: Clock, precision: Precision
     return {figure: median(seconds[_WARM_UP:]) for figure, seconds in found.items()}
 
 
-def _timed(clock: Clock, seconds: list[float], work: Callable[..., Any], *arguments: Any) -> Any:
+def _timed(clock: Callable[[], float], seconds: list[float], work: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function, note how long that takes, and return its result."""
     started = clock()
     result = work(*arguments)

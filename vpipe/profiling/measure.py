@@ -12,18 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vpipe import accelerator
 from vpipe.description.precision import FP32, Precision
 from vpipe.errors import RunError, VpipeError, counted
 from vpipe.model.layer import Model
 from vpipe.plan.profile import Identity, LayerProfile, Profile, Seconds
-from vpipe.profiling.device import (
-    added_bytes_per_s,
-    clock_of,
-    copied_bytes_per_s,
-    free_bytes,
-    matrix_flops_per_s,
-    shared_bytes,
-)
+from vpipe.profiling.device import added_bytes_per_s, copied_bytes_per_s, matrix_flops_per_s, shared_bytes
 from vpipe.profiling.fingerprint import structure, tied_owners
 from vpipe.profiling.layer_runner import (
     LayerCounts,
@@ -148,12 +142,12 @@ class _Measurement:
                  budget_s: float, tell: Tell, precision: Precision = FP32, shared_memory: bool = True) -> None:
         self._model, self._make_optimizer, self._device, self._seed = model, make_optimizer, device, seed
         self._timeout_s, self._budget_s, self._tell, self._precision = timeout_s, budget_s, tell, precision
-        self._group, self._clock = RankGroup(device), clock_of(device)
+        self._group, self._clock = RankGroup(device), accelerator.clock_of(device)
         self._shared_memory = shared_memory
         self._structures = [structure(layer) for layer in model.layers]
         self._cores = self._group.cores()
         sharing = 1 if self._cores is None else self._group.ranks_per_host
-        self._room_bytes = min(self._group.all_gather(free_bytes(device))) // (2 * sharing)  # equal windows
+        self._room_bytes = min(self._group.all_gather(accelerator.free_bytes(device))) // (2 * sharing)  # equal windows
         self._runners: dict[int, LayerRunner] = {}
         self._steps: list[dict[int, list[float]]] = []  # per rank, by kind: they do not depend on the microbatch
 

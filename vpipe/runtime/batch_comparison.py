@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from vpipe.distributed.watchdog import report_failure
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch, Checksums, MicrobatchLoader, Segment
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport, as_bytes, from_bytes
@@ -206,7 +206,7 @@ class BatchComparison:
                 if self._receive(peer, self._post(peer))[0] == _ENDED:
                     continue
                 if loader.error is not None:
-                    report_failure(loader.error)
+                    watch.failed(loader.error)
                     raise loader.error
                 self._fail(f"batches differ between ranks: there are {loader.batches_read} on rank {self._rank} and "
                            f"more on rank {peer}", SAME_BATCHES)
@@ -284,7 +284,7 @@ class BatchComparison:
 
     def _fail(self, what: str, hint: str, peer: int | None = None) -> NoReturn:
         error = RunError(what, hint=hint, rank=self._rank, peer=peer)
-        report_failure(error)
+        watch.failed(error)
         raise error
 
     # -- messages

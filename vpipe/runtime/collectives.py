@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.distributed.exchange import Exchange
 from vpipe.distributed.init import exchange
+from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import Problem, RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec

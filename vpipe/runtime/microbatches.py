@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from vpipe.distributed.watchdog import activity
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import UserError
 from vpipe.model.layer import NO_LABEL
 from vpipe.schedules.action import Action
@@ -111,7 +111,7 @@ class MicrobatchLoader:
 
     def _read_batch(self) -> None:
         try:
-            with activity.during("reading a batch"):
+            with watch.activity.during("reading a batch"):
                 batch = next(self._batches, _END)
             fields = None if batch is _END else self._check(batch)
         except (Exception, KeyboardInterrupt) as error:  # raised when the batches before are done

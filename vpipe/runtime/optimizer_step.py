@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vpipe.description.update import Update
-from vpipe.distributed.watchdog import activity
+from vpipe.distributed.watchdog import watch
 from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Segment
@@ -190,7 +190,7 @@ class OptimizerSteps:
                 borrowed.scale_gradients(factor)
         if self.observer is not None:
             self.observer.weights(number, {name: master.data for name, master in weights.masters.items()})
-        activity.rest()  # the caller's code may run next
+        watch.activity.rest()  # the caller's code may run next
 
     def _apply(self, stage: int, weights: WeightVersions, number: int, rate: float) -> bool:
         """Step the optimizers at their own learning rates times ``rate``; return False if the update is skipped.

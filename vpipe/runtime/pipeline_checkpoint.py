@@ -12,7 +12,7 @@ from vpipe.checkpoint.load import check_compatible, load_tensors
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, no_longer_used
 from vpipe.checkpoint.save import save_checkpoint
 from vpipe.checkpoint.shards import check_dtypes
-from vpipe.distributed.watchdog import activity
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import UserError
 from vpipe.model.layer import Model
 from vpipe.runtime.engine import Engine
@@ -33,13 +33,13 @@ class PipelineCheckpoint:
 
     def save(self, arrangement: Mapping[str, Any]) -> None:
         """Write the checkpoint; see :meth:`vpipe.Pipeline.save`."""
-        with activity.during("saving a checkpoint"), self._engine.collectives.problems_of_all():
+        with watch.activity.during("saving a checkpoint"), self._engine.collectives.problems_of_all():
             tensors = self._engine.checkpoint_state()
             check_dtypes(tensors)
         position = self._engine.position
         info = CheckpointInfo(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
                               arrangement={**arrangement, **self._optimizers()})
-        with activity.during("saving a checkpoint"):
+        with watch.activity.during("saving a checkpoint"):
             save_checkpoint(self._folder, info, tensors, self._engine.collectives.exchange, self._engine.interrupts)
 
     def load(self, model: Model) -> Position:
@@ -48,7 +48,7 @@ class PipelineCheckpoint:
         Raises:
             UserError: it does not fit, or is damaged; on every rank with the problems of the first that has any.
         """
-        with activity.during("loading a checkpoint"), self._engine.collectives.problems_of_all():
+        with watch.activity.during("loading a checkpoint"), self._engine.collectives.problems_of_all():
             folder = find_checkpoint(self._folder, _load_call)
             manifest = Manifest.load(folder)
             check_compatible(manifest, model, "load it into a pipeline of the model that saved it")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vpipe.distributed.watchdog import activity, report_failure
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.runtime.activations import DropoutKey, Record
 from vpipe.runtime.batch_comparison import BatchComparison
@@ -125,15 +125,15 @@ class Worker:
         """
         (op, stage, index), transport = action, self.transport
         waited, started = transport.wait_s, perf_counter()
-        activity.now = action, started
+        watch.activity.now = action, started
         try:
             self.operations[op](stage, index)
         except RunError as error:
             self._report_failure(error, action)
             raise
         except VpipeError as error:
-            activity.rest()
-            report_failure(error)
+            watch.activity.rest()
+            watch.failed(error)
             raise
         except Exception as error:
             who = "the optimizer step raised " if op.makes_version else ""
@@ -181,7 +181,7 @@ class Worker:
             with ExitStack() as stack:
                 for stage in self.stages.values():
                     stack.enter_context(stage.evaluating())
-                stack.enter_context(activity.during("evaluating"))
+                stack.enter_context(watch.activity.during("evaluating"))
                 yield
         finally:
             self.seconds.clear()
@@ -356,9 +356,9 @@ class Worker:
 
     def _report_failure(self, error: RunError, action: Action) -> None:
         """Add the place to an error, and report it to all ranks."""
-        activity.rest()
+        watch.activity.rest()
         error.rank, error.stage, error.action = self.rank, action.stage, str(action)
         if action.op.computes:
             error.microbatch = self.segment.base + action.microbatch
             error.action += "" if self.segment.training else " of an evaluation"
-        report_failure(error)
+        watch.failed(error)

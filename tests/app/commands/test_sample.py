@@ -151,7 +151,7 @@ def test_beams_beyond_the_memory_or_a_minute_are_refused_with_the_most(
     found = re.search(r"error: 1,000,000,000,000 beams need [\d.]+ \w+, but there is room for [\d.]+ \w+\n"
                       r"hint: give --beams (\d+) at most, or fewer --tokens\n$", err)
     assert found is not None
-    monkeypatch.setattr("vpipe.extras.generation.sampling.free_bytes", lambda device: 40_000)
+    monkeypatch.setattr("vpipe.accelerator.free_bytes", lambda device: 40_000)
     most = re.search(r"give --beams (\d+) at most", sample(*words, 1000)[2])
     assert most is not None
     assert 1 < int(most[1]) < 40

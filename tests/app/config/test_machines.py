@@ -18,7 +18,7 @@ from vpipe.errors import UserError
 
 @pytest.fixture(autouse=True)
 def on_host_a(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "is_this_host", lambda name: name in ("hostA", "10.0.0.1"))
+    monkeypatch.setattr(module.Host, "is_this", property(lambda host: host.name in ("hostA", "10.0.0.1")))
 
 
 def load(folder: Path, *machines: str, **changes: object) -> Config:

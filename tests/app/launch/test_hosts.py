@@ -41,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(fork_server.ADDRESS, fork_server.address())
     for name in container.INSIDE:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(hosts, "is_this_host", lambda name: name == "hostA")
+    monkeypatch.setattr(hosts.Host, "is_this", property(lambda host: host.name == "hostA"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

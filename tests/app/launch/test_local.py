@@ -21,9 +21,9 @@ from vpipe.app.errors import LastingError
 from vpipe.app.launch import local
 from vpipe.app.launch.failure_report import read_report, write_report
 from vpipe.app.launch.local import Interrupted, StartNotice, StoppedRanks, close_all, run_ranks
+from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import HostRanks
 from vpipe.app.train.run_folder import failure_path, log_path
-from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError, VpipeError
 
 REPORT = "import json, os, sys, time; folder = sys.argv[1]\n" \

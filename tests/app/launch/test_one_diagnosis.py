@@ -17,8 +17,8 @@ from small_run import write_config
 from test_runs import FRAGILE
 from test_torchrun import BIN, SCONTROL, TORCHRUN, put_model
 
+from vpipe.app.launch.network import free_port
 from vpipe.distributed.fault import Fault
-from vpipe.distributed.network import free_port
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="a rank looks into /proc"),
               pytest.mark.usefixtures("forked")]

@@ -19,7 +19,7 @@ from vpipe.app.launch.ssh import ssh_command
 
 @pytest.fixture(autouse=True)
 def on_host_a(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "is_this_host", lambda name: name == "hostA")
+    monkeypatch.setattr(hosts.Host, "is_this", property(lambda host: host.name == "hostA"))
 
     def started(*arguments: object, **more: object) -> None:
         pytest.fail("something was started")

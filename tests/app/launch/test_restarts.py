@@ -19,8 +19,8 @@ from test_torchrun import TORCHRUN, put_model
 from vpipe.app.config.config import load_config
 from vpipe.app.errors import LastingError
 from vpipe.app.launch.launcher import run
+from vpipe.app.launch.network import free_port
 from vpipe.app.train.job import Job
-from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError
 
 pytestmark = pytest.mark.usefixtures("forked")

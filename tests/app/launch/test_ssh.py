@@ -29,11 +29,11 @@ from vpipe.app.config.machines import Hosts
 from vpipe.app.launch import local
 from vpipe.app.launch import ssh as ssh_module
 from vpipe.app.launch.local import Interrupted, close_all, run_ranks
+from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import HostRanks, ranks_here
 from vpipe.app.launch.remote_agent import decoded, encoded
 from vpipe.app.launch.ssh import Remote, connect, hello_s, prepare, ssh_command
 from vpipe.distributed.fault import Fault
-from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError
 
 SSH = """\
@@ -78,7 +78,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv(fork_server.ADDRESS, fork_server.address())
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(hosts_module, "is_this_host", lambda name: name == "hostA")
+    monkeypatch.setattr(hosts_module.Host, "is_this", property(lambda host: host.name == "hostA"))
     monkeypatch.setattr(local, "GRACE_S", 0.6)
     monkeypatch.chdir(tmp_path)
     yield tmp_path

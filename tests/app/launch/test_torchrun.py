@@ -13,8 +13,8 @@ from small_run import check_updates, losses, only_run, oracle, write_config
 from test_runs import FRAGILE
 
 from vpipe.app.config.config import load_config
+from vpipe.app.launch.network import free_port
 from vpipe.app.train.job import Job
-from vpipe.distributed.network import free_port
 
 pytestmark = pytest.mark.usefixtures("forked")
 

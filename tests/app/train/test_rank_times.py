@@ -55,7 +55,7 @@ def test_nothing_is_measured_or_written_where_nobody_asks(tmp_path: Path, monkey
         raise AssertionError(arguments)
 
     monkeypatch.setattr("vpipe.app.train.rank_times.RankTimes._usage", never)
-    monkeypatch.setattr("vpipe.distributed.exchange.Exchange.gather", never)
+    monkeypatch.setattr("vpipe.distributed.value_exchange.Exchange.gather", never)
     train(job_of(tmp_path), tmp_path)
     assert not (tmp_path / "rank_times.jsonl").exists()
 

@@ -23,7 +23,7 @@ from vpipe.app.train.resume import ResumePoint, prepare_run
 from vpipe.app.train.run_folder import CONFIG
 from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.distributed.watchdog import ask_stop, stop_asked
+from vpipe.distributed.watchdog import watch
 from vpipe.runtime.step_results import Step
 
 FLUSH = {"checkpoint__every_steps": 3, "training__max_steps": 8}
@@ -128,7 +128,7 @@ def test_a_run_that_a_signal_stops_saves_and_goes_on(tmp_path: Path, monkeypatch
     def update(self: ProgressBar, step: Step, metrics: Any) -> None:
         shown(self, step, metrics)
         if step.index == 1 and metrics.past.losses == []:
-            ask_stop("SIGTERM")
+            watch.ask_stop("SIGTERM")
 
     monkeypatch.setattr(ProgressBar, "update", update)
     job = Job.from_config(load_config(write_config(tmp_path, **{
@@ -151,10 +151,10 @@ def test_a_stop_that_is_asked_for_before_the_run_begins(tmp_path: Path) -> None:
     """It is obeyed, and forgotten after it; that nothing was saved is told."""
     job = Job.from_config(load_config(write_config(tmp_path, training__max_steps=9, checkpoint__at_end=False)))
     run = prepare_run(ResumePoint(None, None), job)
-    ask_stop("SIGTERM")
+    watch.ask_stop("SIGTERM")
     assert train(job, run) == Stopped("SIGTERM", saved=False)
     assert 1 <= len(losses(run)) < 9
-    assert stop_asked() is None
+    assert watch.stop_asked is None
 
 
 def test_files_of_earlier_attempts_are_kept_apart(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from vpipe.app.config.config import load_config
 from vpipe.app.config.machines import host_of
+from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import HostRanks, hosts_of, ranks_here, ranks_of
 from vpipe.app.launch.slurm import Nodes, ranks_per_node, slurm_script
 from vpipe.app.launch.ssh import ssh_command
-from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError
 
 FOLDER = "$FOLDER"

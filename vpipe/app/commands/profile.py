@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from vpipe.app.config.config import load_config
 from vpipe.app.launch import local
+from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import check_alone, check_gpus, hosts_of, ranks_here
 from vpipe.app.train.csv_rows import check_output
 from vpipe.app.train.run_folder import CONFIG
 from vpipe.app.visualize.table import table
-from vpipe.distributed.network import free_port
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.units import size_text

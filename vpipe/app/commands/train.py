@@ -16,7 +16,7 @@ from vpipe.app.progress import byte_progress
 from vpipe.app.train.resume import ResumePoint, absolute_path, find_resume_point, resumed_config
 from vpipe.app.train.run_folder import CONFIG, unlock_runs
 from vpipe.checkpoint.integrity import check_intact
-from vpipe.distributed.environment import RankEnvironment
+from vpipe.distributed import RankEnvironment
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.plugins import added, import_files
 

@@ -11,11 +11,11 @@ import torch
 from vpipe.app.commands.profile import folder_unless_failed
 from vpipe.app.config.config import load_config
 from vpipe.app.launch.local import run_ranks
+from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import HostRanks, check_alone
 from vpipe.app.train.job import Job
 from vpipe.app.train.run_folder import CONFIG
 from vpipe.app.verify import batches_for_steps, references, run_in_process, steps_in_batches
-from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError
 from vpipe.testing import Difference, Reference, Trajectory, compare
 

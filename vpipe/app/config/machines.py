@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vpipe.app.config.validation import Mistake
-from vpipe.distributed.network import is_this_host
+from vpipe.distributed import Host
 
 LOCAL = ("localhost", "127.0.0.1")
 _MACHINE = re.compile(r"((?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.-]*):(\d{1,4})", re.ASCII)
@@ -57,7 +57,7 @@ class Hosts:
         entries = [machine for text in machines if (machine := Machine.parse(text)) is not None]
         assert len(entries) == len(machines), "the config has checked the form"
         here = frozenset(login for login in {entry.login for entry in entries}
-                         if host_of(login) in LOCAL or is_this_host(host_of(login)))
+                         if host_of(login) in LOCAL or Host(host_of(login)).is_this)
         return cls(tuple(entry.login for entry in entries), tuple(entry.gpu for entry in entries), here)
 
     @property

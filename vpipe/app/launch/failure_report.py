@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vpipe.app.errors import LastingError, StartError
 from vpipe.app.train.run_folder import failure_path, log_path
-from vpipe.distributed.excepthook import user_frames
-from vpipe.distributed.fault import End, Fault, cause
-from vpipe.distributed.watchdog import current_watchdog
+from vpipe.distributed import Fault, watch
 from vpipe.errors import Problem, RunError, UserError, VpipeError
 
 
 def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
     """Write the report of a rank that fails, for its launcher, and return it; printed if the disk is full."""
-    watch = current_watchdog()
-    fault = None if watch is None else watch.fault
+    watchdog = watch.watchdog
+    fault = None if watchdog is None else watchdog.fault
     blames = isinstance(error, RunError) and error.peer is not None if fault is None else \
         not (fault.reported and rank in fault.ranks)
     if isinstance(error, UserError):
         problems = [[p.what, p.hint, p.where] for p in error.problems]
         if not isinstance(error, StartError):  # what the user could mend before the run was found before: it has failed
             what, hint, where = problems[0]
-            me = f"rank {rank}" if watch is None else watch.place(rank)
+            me = f"rank {rank}" if watchdog is None else watchdog.place(rank)
             problems = [[f"{me}: {what}" + (f" ({where})" if where else ""), hint, None]]
     else:
         assert isinstance(error, RunError)
@@ -38,9 +37,9 @@ def write_report(folder: Path, rank: int, error: VpipeError) -> dict[str, Any]:
             f"; the traceback is in {log_path(folder, rank)}"
         problems = [[error.located, error.hint + logs, None]]
     report = {"rank": rank, "time": time.time(), "blames": blames, "fault": None if fault is None else asdict(fault),
-              "reporter": watch is None or watch.is_reporter, "starting": isinstance(error, StartError),
+              "reporter": watchdog is None or watchdog.is_reporter, "starting": isinstance(error, StartError),
               "lasting": isinstance(error, (LastingError, UserError)), "problems": problems,
-              "frames": user_frames(error)}
+              "frames": error.frames}
     partial = failure_path(folder, rank).with_suffix(f".{threading.get_ident()}.tmp")  # the watchdog may write one, too
     try:
         partial.write_text(json.dumps(report))
@@ -69,6 +68,51 @@ def read_reports(folder: Path) -> list[tuple[dict[str, Any], Fault | None]]:
     reports = sorted((report for rank in ranks if (report := read_report(folder, rank)) is not None),
                      key=lambda report: (report["blames"], not report["reporter"], report["time"]))
     return [(report, report["fault"] and Fault.from_message(report["fault"])) for report in reports]
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a rank that told nobody why, as its starter sees it.
+
+    Attributes:
+        how: ``killed by signal 9 (SIGKILL)``.
+        forced: whether it came from outside: by a signal, or with its host.
+    """
+
+    how: str
+    forced: bool
+
+    @classmethod
+    def with_status(cls, status: int) -> End:
+        """Build the end with an exit status: negative for a signal; a shell or a container makes 128 + its number."""
+        number = -status if status < 0 else status - 128
+        try:
+            return cls(f"killed by signal {number} ({signal.Signals(number).name})", forced=True)
+        except ValueError:
+            return cls(f"killed by signal {number}", forced=True) if status < 0 else \
+                cls(f"with exit status {status}", forced=False)
+
+
+def cause(faults: Sequence[Fault], ends: Mapping[int, End]) -> Fault | None:
+    """Return the failure from which the others follow; None where nothing failed.
+
+    First comes an error that a rank raised, if the failure detector heard of it first: after it others may even end by
+    a signal, as gloo aborts; but one that tells of a lost connection may itself follow. Then a rank whose process was
+    ended from outside: what others say of it follows from that. Then what the ranks found, and last a rank that ended
+    by itself and said nothing: its disk may have been full.
+
+    Args:
+        faults: as the ranks know them, in the order in which they are believed.
+        ends: of ranks that ended without a word.
+    """
+    found = min(faults, key=lambda fault: not fault.reported, default=None)
+    if found is not None and found.reported and not found.may_follow:
+        return found
+    if found is not None and (named := [rank for rank in found.ranks if rank in ends]):
+        dead = found if found.is_death else Fault.ended(*named)
+        return dead.knowing(*(ends[rank].how for rank in named))
+    silent = [rank for rank, end in ends.items() if end.forced] or ([] if found is not None else list(ends)[:1])
+    return Fault.ended(*silent).knowing(*(ends[rank].how for rank in silent)) if silent else found
 
 
 def find_failure(folder: Path, describe: Callable[[int], str], ends: Mapping[int, End]) -> RunError | UserError | None:

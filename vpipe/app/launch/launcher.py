@@ -13,13 +13,13 @@ from vpipe.app.config.machines import Hosts, Machine
 from vpipe.app.errors import LastingError
 from vpipe.app.launch import local
 from vpipe.app.launch.local import Interrupted, StartNotice, StoppedRanks
+from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import check_gpus, hosts_of, ranks_here, ranks_of
 from vpipe.app.launch.restart import Failure, fitted, give_up_reason, restart_point
 from vpipe.app.launch.ssh import Remote, UnreachableError, connect, prepare
 from vpipe.app.train.resume import ResumePoint, nothing_left, prepare_run, run_config
 from vpipe.app.train.run_folder import checkpoints_root, last_step, why_unsaved
 from vpipe.checkpoint.directory import Checkpoints
-from vpipe.distributed.network import free_port
 from vpipe.errors import Problem, RunError, UserError
 
 PAUSE_S = 10.0

@@ -19,14 +19,12 @@ from types import FrameType
 from typing import Any, Protocol
 
 from vpipe.app.errors import LastingError
-from vpipe.app.launch.failure_report import find_failure, read_report, read_reports
+from vpipe.app.launch.failure_report import End, find_failure, read_report, read_reports
+from vpipe.app.launch.network import held
 from vpipe.app.launch.rank_env import HostRanks
-from vpipe.app.signals import STOPS, UNSAVED, status_after
+from vpipe.app.signals import PARENT_PIPE, STOPS, UNSAVED, status_after
 from vpipe.app.train.run_folder import RUNNING, log_path
-from vpipe.distributed.descriptors import reserve_for_starting
-from vpipe.distributed.environment import PARENT_PIPE
-from vpipe.distributed.fault import End, Fault
-from vpipe.distributed.network import held
+from vpipe.distributed import Fault, reserve_for_starting
 from vpipe.errors import RunError, VpipeError, counted
 
 GRACE_S = 2.0

@@ -16,8 +16,8 @@ from vpipe import accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.config.machines import Hosts, host_of
 from vpipe.app.launch.container import Container
-from vpipe.distributed.environment import HOST, MEETING, RUN, SECRET, RankEnvironment
-from vpipe.distributed.network import interface_towards, meeting_address
+from vpipe.app.launch.network import interface_towards
+from vpipe.distributed import Host, RankEnvironment
 from vpipe.errors import UserError, counted
 from vpipe.plugins import IMPORTS, added, imported_files
 from vpipe.schedules.prepare import ScheduleSpec
@@ -64,7 +64,7 @@ def check_gpus(config: Config, numbers: Iterable[int], started_by_others: bool =
     named = config.machines is not None and config.parallel.device != "cpu" and not started_by_others
     if not config.parallel.asks_for_gpus and not named:
         return
-    from vpipe.distributed.device import Visible, choose_device
+    from vpipe.distributed import choose_device
 
     gpus, numbers = accelerator.count(), list(numbers)
     if named and (missing := sorted({number for number in numbers if number >= gpus > 0})):
@@ -73,7 +73,7 @@ def check_gpus(config: Config, numbers: Iterable[int], started_by_others: bool =
                         "nccl; device: cpu computes on the processor")
     if not config.parallel.asks_for_gpus:
         return
-    chosen = [choose_device(config.parallel.device, config.parallel.backend, Visible(gpus, number)).index
+    chosen = [choose_device(config.parallel.device, config.parallel.backend, number).index
               for number in numbers]
     if config.parallel.backend in accelerator.DIRECT and len(set(chosen)) < len(chosen):
         what = f": {counted(len(chosen), 'rank')}, {counted(gpus, 'GPU')}" if gpus < len(chosen) else \
@@ -153,21 +153,21 @@ class HostRanks:
     @property
     def private(self) -> dict[str, str]:
         """The part of every rank's environment that is not to be shown."""
-        return {SECRET: self.secret, MEETING: self.meeting or ""}
+        return {RankEnvironment.SECRET: self.secret, RankEnvironment.MEETING: self.meeting or ""}
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return what else is set for a rank, beside what this process has; torchrun's names, with ours."""
         variables = {
             "RANK": str(rank), "LOCAL_RANK": str(self.devices[rank]), "WORLD_SIZE": str(self.world),
             "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port), "OMP_NUM_THREADS": str(self.threads),
-            RUN: self.run}
+            RankEnvironment.RUN: self.run}
         if IMPORTS in os.environ:
             variables[IMPORTS] = os.environ[IMPORTS]
         if self.interface is not None:
             variables |= {name: value for name, value in interface_variables(self.interface).items()
                           if not (self.interface_found and name in os.environ)}
         if self.host is not None:
-            variables[HOST] = self.host
+            variables[RankEnvironment.HOST] = self.host
         if self.container is not None:
             variables |= self.container.environment
         else:
@@ -188,7 +188,7 @@ def ranks_here(config: Config, hosts: Hosts | None, ranks: int, port: int) -> Ho
         return HostRanks.alone(ranks, port, threads, devices=devices, container=container,
                                address=parallel.master_address, interface=parallel.interface,
                                variables=variables_of_packages(config))
-    address = parallel.master_address or meeting_address(hosts.first, [host_of(login) for login in hosts.others])
+    address = parallel.master_address or Host(hosts.first).address_for([host_of(login) for login in hosts.others])
     return HostRanks(hosts.on(None), ranks, address, port, parallel.interface or interface_towards(address), threads,
                      host=hosts.first, container=container, interface_found=parallel.interface is None,
                      variables=variables_of_packages(config))

@@ -27,27 +27,27 @@ from vpipe.app.config.config import Config, load_resolved, parse_resolved
 from vpipe.app.errors import StartError
 from vpipe.app.launch.container import enter
 from vpipe.app.launch.failure_report import reported_error, write_report
+from vpipe.app.launch.network import interface_towards
 from vpipe.app.launch.rank_env import check_gpus, interface_variables, keep_memory, ranks_of
 from vpipe.app.launch.restart import Attempt, Starter, fitted
 from vpipe.app.progress import accept_any_text
-from vpipe.app.signals import REPORT_S, Stopped, handle_signal, handle_signals, ignore_signals, stopped_status
+from vpipe.app.signals import (
+    PARENT_PIPE,
+    REPORT_S,
+    Stopped,
+    handle_signal,
+    handle_signals,
+    ignore_signals,
+    stopped_status,
+)
 from vpipe.app.train.headline import headline
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.app.train.resume import ResumePoint, nothing_left
 from vpipe.app.train.run_folder import CONFIG, log_path
-from vpipe.distributed.descriptors import name_if_none_left
-from vpipe.distributed.environment import HOST, MEETING, PARENT_PIPE, RankEnvironment
-from vpipe.distributed.failure_detector import WatchdogTiming
-from vpipe.distributed.init import WAITING, meet
-from vpipe.distributed.network import check_interfaces, interface_towards, source_towards_name
-from vpipe.distributed.rendezvous import Rendezvous
-from vpipe.distributed.watchdog import activity, report_failure, report_to
+from vpipe.distributed import Exchange, Host, RankEnvironment, check_interfaces, meet, name_if_none_left, watch
 from vpipe.errors import Problem, RunError, UserError, VpipeError, counted
 from vpipe.plugins import import_files, imported_files
-
-STARTING = WatchdogTiming(beat_s=0.25, silent_s=60.0, grace_s=5.0, long_s=30.0, join_s=120.0)
-"""Until all ranks begin to train. Preparing a large text takes minutes, in which a rank beats."""
 
 REPORTED_S = 2.0
 """For the rank that reports a failure to end first: torchrun ends all ranks when one has ended."""
@@ -138,7 +138,7 @@ def train_rank(rank: RankEnvironment, config: Config | VpipeError | None, start:
 def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, start: ResumePoint | None,
                    restarts: int | None) -> None:
     os.environ.update(rank.variables)
-    report_to(_print_if_reporter)
+    watch.report = _print_if_reporter
     error = config if isinstance(config, VpipeError) else None
     if isinstance(config, Config) and config.container:
         try:
@@ -146,7 +146,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
         except VpipeError as wrong:
             error = wrong
     startup = _Startup(rank, error)
-    hosts = startup.exchange({"host": rank.host, "agent": rank.agent, "source": source_towards_name(rank.address)})
+    hosts = startup.exchange({"host": rank.host, "agent": rank.agent, "source": Host(rank.address).source})
     several = len({host["host"] for host in hosts}) > 1
     attempts: list[Attempt] = []
 
@@ -160,7 +160,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
         return {"config": attempt.job.config.resolved_yaml(), "checkpoint": checkpoint,
                 "done": None if point is None else nothing_left(point, attempt.job)}
 
-    with activity.during("preparing the run"):
+    with watch.activity.during("preparing the run"):
         prepared = startup.from_rank_0(prepare)
     if prepared["done"] is not None:
         if rank.rank == 0:
@@ -172,7 +172,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
         job, point = attempts[0].job, attempts[0].start
     job = startup.agree(job, point, several)
     folder = _folder_here(Path(startup.from_rank_0(lambda: str(attempts[0].begin()))), job)
-    os.environ.update({HOST: rank.host} if several else {})
+    os.environ.update({RankEnvironment.HOST: rank.host} if several else {})
     _choose_interface(job.config, address_towards(rank, [host["source"] for host in hosts]))
     if rank.rank == 0:
         print(f"run folder: {folder}\n{headline(job)}, started by {rank.starter}"
@@ -185,7 +185,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
     stopped, failure = _run_logged(work, folder, rank.rank)
     if failure is not None:
         report = write_report(folder, rank.rank, failure)
-        if startup.rendezvous is not None and not startup.rendezvous.watchdog.is_reporter:
+        if watch.watchdog is not None and not watch.watchdog.is_reporter:
             time.sleep(REPORTED_S)
             raise SystemExit(failure.exit_status)
         raise reported_error(report)
@@ -213,16 +213,16 @@ class _Startup:
 
     def __init__(self, rank: RankEnvironment, error: VpipeError | None = None) -> None:
         self._rank, self._error = rank, error
-        self.rendezvous: Rendezvous | None = None
+        self._exchange: Exchange | None = None
         if rank.ranks > 1:
             try:
-                self.rendezvous = meet(STARTING)
+                self._exchange = meet()
             except VpipeError as apart:
                 raise error or apart from None  # a config that cannot be read may be why they look elsewhere
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks on every rank."""
-        return [value] if self.rendezvous is None else self.rendezvous.exchange.all_gather(value, WAITING)
+        return [value] if self._exchange is None else self._exchange.all_gather(value, "waiting for all ranks")
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
         """Return on every rank what rank 0 makes; raise its error on rank 0 and SystemExit on the others."""
@@ -253,9 +253,9 @@ class _Startup:
                 check_interfaces(interfaces)
             own = Job.from_config(job, checked=True) if isinstance(job, Config) else job
             # On one host all ranks read the same files.
-            return own, own.fingerprint() if several_hosts or (launched and HOST in os.environ) else ""
+            return own, own.fingerprint() if several_hosts or (launched and RankEnvironment.HOST in os.environ) else ""
 
-        with activity.during("opening the data"):
+        with watch.activity.during("opening the data"):
             found, error = self._attempt(check)
             if error is None and start is not None:
                 _, error = self._attempt(lambda: start.manifest)
@@ -387,7 +387,7 @@ def _run_logged(work: Callable[[], T], folder: Path, rank: int) -> tuple[T | Non
         if PARENT_PIPE not in os.environ:  # no launcher reads the report
             _print_if_reporter(error)
 
-    report_to(ended)
+    watch.report = ended
     try:
         result = work()
     except Exception as raised:
@@ -397,7 +397,7 @@ def _run_logged(work: Callable[[], T], folder: Path, rank: int) -> tuple[T | Non
             what = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
             failure = RunError(what, rank=rank, hint="fix what raised it")
             failure.__cause__ = error
-        report_failure(failure)
+        watch.failed(failure)
         return None, failure
     log.info("rank %d has ended", rank)
     return result, None
@@ -426,7 +426,7 @@ class RankLog(logging.FileHandler):
 
 def _follow_launcher() -> None:
     """End at once when the launcher is gone, whatever this process waits for; handle the signals that it passes on."""
-    pipe, folder = os.environ.get(PARENT_PIPE), os.environ.get(MEETING)
+    pipe, folder = os.environ.get(PARENT_PIPE), os.environ.get(RankEnvironment.MEETING)
     if pipe is None:
         return
 

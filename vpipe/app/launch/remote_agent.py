@@ -32,9 +32,9 @@ from typing import Any
 from vpipe.app.config.config import load_config
 from vpipe.app.launch.container import Container
 from vpipe.app.launch.local import GRACE_S, POLL_S, Interrupted, Processes, Signals
+from vpipe.app.launch.network import check_reachable, interface_towards
 from vpipe.app.launch.rank_env import HostRanks, variables_of_packages
 from vpipe.app.train.run_folder import CONFIG, failure_path
-from vpipe.distributed.network import interface_towards, reach
 from vpipe.errors import UserError
 from vpipe.plugins import file_digests, import_files, package_versions
 
@@ -210,7 +210,7 @@ def _ranks_here(run: dict[str, Any], folder: Path) -> HostRanks:
     config = load_config(folder / CONFIG)
     address, port = str(run["address"]), int(run["port"])
     interface = config.parallel.interface or interface_towards(address)
-    reach(address, port, REACH_S)
+    check_reachable(address, port, REACH_S)
     return HostRanks({int(rank): int(device) for rank, device in run["devices"].items()}, int(run["world"]), address,
                      port, interface, config.training.threads, tuple(map(str, run["task"])), str(run["host"]),
                      Container.from_config(config) if config.container else None,

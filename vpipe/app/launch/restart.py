@@ -29,7 +29,7 @@ from vpipe.app.train.run_folder import CONFIG, last_step
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.integrity import find_damage
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.distributed.environment import RankEnvironment
+from vpipe.distributed import RankEnvironment
 from vpipe.errors import RunError, UserError, counted
 from vpipe.schedules.prepare import is_file
 

@@ -20,11 +20,11 @@ from typing import Any
 
 from vpipe.app.config.config import LaunchSection
 from vpipe.app.config.machines import Hosts, host_of
+from vpipe.app.launch.failure_report import End
 from vpipe.app.launch.local import GRACE_S, close_all
+from vpipe.app.launch.network import listening
 from vpipe.app.launch.rank_env import HostRanks
 from vpipe.app.launch.remote_agent import ALIVE_S, SILENT_S, decoded, encoded, identity
-from vpipe.distributed.fault import End
-from vpipe.distributed.network import listening
 from vpipe.errors import Problem, RunError, UserError
 from vpipe.plugins import file_digests, imported_files
 

@@ -23,9 +23,7 @@ from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.save import Saver, SaveResult
 from vpipe.checkpoint.shared_folder import check_shared_folder
-from vpipe.distributed.environment import HOST
-from vpipe.distributed.init import exchange
-from vpipe.distributed.watchdog import activity
+from vpipe.distributed import RankEnvironment, exchange, watch
 from vpipe.errors import RunError, UserError, counted
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.state_dict import Position
@@ -97,7 +95,7 @@ class Checkpointing:
                 _make_writable(root)
             else:
                 root = Path(exchange().from_rank(str(root)))
-                check_shared_folder(root, exchange(), os.environ.get(HOST) or socket.gethostname())
+                check_shared_folder(root, exchange(), os.environ.get(RankEnvironment.HOST) or socket.gethostname())
         except UserError as error:
             if config.checkpoint is not None:
                 raise
@@ -119,7 +117,7 @@ class Checkpointing:
         if self.root is None or self._saved == steps:
             return
         began = perf_counter()
-        with activity.during("saving a checkpoint"):
+        with watch.activity.during("saving a checkpoint"):
             tensors = self._pipe.local_state()
             self._open_saver(self.root).save(self._info(), tensors, began)
         self._saved = steps
@@ -136,7 +134,7 @@ class Checkpointing:
     def finish(self) -> None:
         """Wait until the last checkpoint is complete or given up."""
         if self._saver is not None:
-            with activity.during("waiting for the last checkpoint"):
+            with watch.activity.during("waiting for the last checkpoint"):
                 self._saver.wait()
             self._report(wait_for_drains=False)
 
@@ -227,7 +225,7 @@ class Checkpointing:
         if error is None:
             self._saver.close()
         elif isinstance(error, Exception) and getattr(error, "peer", None) is None:
-            with activity.during("waiting for the last checkpoint"):
+            with watch.activity.during("waiting for the last checkpoint"):
                 self._saver.leave(min(LAST_SAVE_S, self._job.config.parallel.timeout_s / 2))
 
 
@@ -255,7 +253,7 @@ def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> s
     Raises:
         UserError: it does not fit, or a file cannot be read.
     """
-    with activity.during("reading a checkpoint"):
+    with watch.activity.during("reading a checkpoint"):
         position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, pipe.microbatches)
         return pipe.restore(position, lambda wants: load_tensors(
             checkpoint, manifest, filter(wants, manifest.tensors), device_of(job.config), checked=True))

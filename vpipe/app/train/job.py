@@ -35,8 +35,7 @@ from vpipe.description.cut import Cut
 from vpipe.description.description import Description
 from vpipe.description.execution import THREADED, Execution
 from vpipe.description.update import Update
-from vpipe.distributed.device import DeviceMap, Visible, choose_device, device_name, make_current
-from vpipe.distributed.init import join_world
+from vpipe.distributed import DeviceMap, choose_device, join_world
 from vpipe.errors import UserError
 from vpipe.extras.generation.sampling import BERT, masked_ids
 from vpipe.extras.translation.length_buckets import SOURCE_IDS, PairDataset
@@ -407,13 +406,13 @@ def device_of(config: Config) -> torch.device:
     Raises:
         UserError: the device does not exist.
     """
-    device = choose_device(config.parallel.device, config.parallel.backend, Visible.here())
-    make_current(device)
+    device = choose_device(config.parallel.device, config.parallel.backend)
+    accelerator.make_current(device)
     return device
 
 
 def join(config: Config) -> DeviceMap:
-    """Initialise the process group of a run, see :func:`~vpipe.distributed.init.join_world`."""
+    """Initialise the process group of a run, see :func:`~vpipe.distributed.join_world`."""
     return join_world(config.parallel.backend, config.parallel.timeout_s, config.parallel.device)
 
 
@@ -434,7 +433,7 @@ def check_plan(job: Job, warn: Callable[[str], None] = to_stderr) -> None:
     wanted: dict[str, object] = {"microbatch_size": job.microbatch_samples(job.config.microbatch_size),
                                  "precision": job.config.training.precision}
     if on_processors(job.config):  # only ranks know the name of a GPU
-        wanted["device"] = device_name(torch.device("cpu"))
+        wanted["device"] = accelerator.name_of(torch.device("cpu"))
     made_for = {"precision": "fp32", **made_for}  # older plans lack it
     others = [f"{name.replace('_', ' ')} {made_for.get(name)}, not {value}" for name, value in wanted.items()
               if made_for.get(name) != value]

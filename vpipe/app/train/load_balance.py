@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vpipe.app.train.job import Job
 from vpipe.app.train.run_folder import PLAN, PROFILE
-from vpipe.distributed.init import exchange
+from vpipe.distributed import exchange
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
 from vpipe.plan.plan import Plan, Prediction, StagePrediction

@@ -39,8 +39,7 @@ from vpipe.app.train.weights_and_biases import WandbWriter
 from vpipe.checkpoint.directory import Checkpoints, step_of
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.description.execution import THREADED
-from vpipe.distributed.init import exchange, join_world
-from vpipe.distributed.watchdog import activity, forget_stop, note_to, stop_asked
+from vpipe.distributed import exchange, join_world, watch
 from vpipe.errors import RunError, UserError, counted
 from vpipe.extras.orion.run import Orion, orion, orion_lines
 from vpipe.extras.translation.translations import translation_lines
@@ -74,7 +73,7 @@ def train(job: Job, folder: Path, checkpoint: Path | None = None, manifest: Mani
     try:
         return _train(job, folder, checkpoint, manifest)
     finally:
-        forget_stop()  # a request to stop concerns this run alone, even one from before its first step
+        watch.forget_stop()  # a request to stop concerns this run alone, even one from before its first step
 
 
 def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest | None) -> Stopped | None:
@@ -90,7 +89,7 @@ def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest |
         if job.config.parallel.to_plan:
             from vpipe.app.train.planning import plan_job  # slow to import
 
-            with activity.during("planning"):
+            with watch.activity.during("planning"):
                 job = plan_job(job, folder)
         if first and (line := delay_line(job)) is not None:
             print(line, flush=True)
@@ -179,7 +178,7 @@ class _TrainingRun:
             if profiled is not None and profiled > job.steps_done else None
         self._saving = enter(Checkpointing(job, pipe, self._hosts, self._folder, self._metrics, note))
         enter(graceful_stop())
-        note_to(self._progress.show)
+        watch.note_to(self._progress.show)
         on_cpu = pipe.device.type == "cpu"
         if config.parallel.executor == THREADED and on_cpu:
             note(NO_GAIN)
@@ -235,7 +234,7 @@ class _TrainingRun:
 
         def stop() -> bool:  # called on the rank of the last stage
             nonlocal signal
-            signal = stop_asked()
+            signal = watch.stop_asked
             return signal is not None or perf_counter() > deadline
 
         if job.steps_done:

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe import accelerator
-from vpipe.distributed.device import device_name
-from vpipe.profiling.device import clock_of
 from vpipe.profiling.rank_group import RankGroup
 
 
@@ -117,13 +115,13 @@ def find_peak(device: torch.device, dtype: torch.dtype, given_tflops: float | No
     group = RankGroup(device)
     if device.type == "cpu":
         return PeakFlops(_measured(group, device, dtype) / ranks / 1e12, ranks, kind, "measured")
-    known = known_tflops(device_name(device), kind)
+    known = known_tflops(accelerator.name_of(device), kind)
     gpus = group.all_gather([accelerator.uuid_of(device), known])
     devices, peaks = len({gpu for gpu, _ in gpus}), {peak for _, peak in gpus}
     if given_tflops is not None:
         return PeakFlops(given_tflops, devices, kind, GIVEN)
     if known is not None and peaks == {known}:
-        return PeakFlops(known, devices, kind, f"the data sheet of {device_name(device)}")
+        return PeakFlops(known, devices, kind, f"the data sheet of {accelerator.name_of(device)}")
     return PeakFlops(_measured(group, device, dtype) / devices / 1e12, devices, kind, "measured")
 
 
@@ -140,7 +138,7 @@ def _measured(group: RankGroup, device: torch.device, dtype: torch.dtype) -> flo
     that are more than their host's cores get their share of these.
     """
     work, size = _product(device, dtype)
-    clock, best = clock_of(device), 0.0
+    clock, best = accelerator.clock_of(device), 0.0
     for _ in range(ROUNDS):
         group.all_gather(None)  # so that all begin together
         started, products = clock(), 0

@@ -21,7 +21,7 @@ from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job, device_of, join, microbatch_of, model_name
 from vpipe.app.train.optimizers import OptimizerSettings
 from vpipe.app.train.run_folder import CONFIG, PROFILE
-from vpipe.distributed.init import exchange
+from vpipe.distributed import exchange
 from vpipe.errors import Problem, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, Profile

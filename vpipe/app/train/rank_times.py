@@ -13,7 +13,7 @@ from vpipe.app.train.job import Job
 from vpipe.app.train.metrics import LineWriter, finite
 from vpipe.app.train.run_folder import RANK_TIMES
 from vpipe.app.visualize.table import fitted, ms_text, terminal_columns
-from vpipe.distributed.init import exchange
+from vpipe.distributed import exchange
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.schedules.schedule import stages_of_rank

@@ -17,7 +17,7 @@ from vpipe import accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job
-from vpipe.distributed.watchdog import activity
+from vpipe.distributed import watch
 from vpipe.errors import UserError
 from vpipe.pipeline import Pipeline
 from vpipe.schedules.prepare import is_file
@@ -85,7 +85,7 @@ class TorchProfiler:
         if self._recording is None or steps < self._step:
             return False
         self.made = True
-        with activity.during("writing a profile"), message_if_slow("writing the profile", self._pipe.rank == 0):
+        with watch.activity.during("writing a profile"), message_if_slow("writing the profile", self._pipe.rank == 0):
             self._export(self._end())
         self._note(f"{self._step_name} {self._step} is profiled: TensorBoard and Perfetto open {self._root}, a folder "
                    "per rank" + ("; the run ends here (training.exit_after_profile)" if self._exit else ""))

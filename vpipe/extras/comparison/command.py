@@ -13,11 +13,11 @@ from pathlib import Path
 from vpipe.app.config.config import Config, load_config
 from vpipe.app.config.shipped import ENDINGS, shipped_configs
 from vpipe.app.launch.local import run_ranks
+from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import check_alone, check_gpus, hosts_of, ranks_here, ranks_of
 from vpipe.app.train.csv_rows import check_output
 from vpipe.app.train.run_folder import CONFIG, make_run_folder
 from vpipe.description.execution import THREADED
-from vpipe.distributed.network import free_port
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.extras.comparison.systems import HINT, ComparisonRequest
 

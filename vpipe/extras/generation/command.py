@@ -15,11 +15,11 @@ from vpipe.app.commands.profile import folder_unless_failed
 from vpipe.app.data.plain_text import conversion_hint, decoded
 from vpipe.app.data.tokenizers import load_for_pairs, load_tokenizer, load_wordpiece
 from vpipe.app.launch.local import run_ranks
+from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import HostRanks, check_alone
 from vpipe.app.train.checkpoint_model import data_tokenizer, has_model
 from vpipe.arguments import Arguments
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.distributed.network import free_port
 from vpipe.errors import RunError, UserError, counted
 from vpipe.extras.generation.job import GenerationTask, SampledCheckpoint, generate_alone, removed
 from vpipe.extras.generation.sampling import (

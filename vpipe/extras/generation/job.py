@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vpipe import accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.data.tokenizers import ids_in, load_tokenizer
 from vpipe.app.progress import byte_progress, print_line, progress
@@ -23,8 +24,7 @@ from vpipe.app.train.checkpoint_model import CheckpointModel, checkpoint_config
 from vpipe.app.weights.export import PREFIX, weights_of
 from vpipe.checkpoint.load import check_compatible, load_tensors
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.distributed.init import join_world
-from vpipe.distributed.watchdog import activity
+from vpipe.distributed import join_world, watch
 from vpipe.errors import UserError, counted
 from vpipe.extras.generation.generate import (
     TRANSLATES,
@@ -39,7 +39,6 @@ from vpipe.extras.generation.pipelined import GenerationRank, in_flight
 from vpipe.extras.generation.sampling import ChosenTokens, TextModel, line_of, texts, translation_request
 from vpipe.model.layer import Model, build_outline
 from vpipe.model.split import balanced, parameter_count, parameter_counts, resolve_tie, split
-from vpipe.profiling.device import free_bytes
 from vpipe.runtime.transport.distributed import DistributedTransport
 from vpipe.schedules.schedule import describe_rank
 
@@ -250,11 +249,11 @@ def generate_rank(folder: Path, rank: int) -> None:
         checkpoint.introduce()
     requests, device = task.requests, torch.device("cpu")
     at_once = in_flight(ranks, len(requests))
-    stage = checkpoint.stage(task.length, layers, free_bytes(device) / (ranks * at_once))
+    stage = checkpoint.stage(task.length, layers, accelerator.free_bytes(device) / (ranks * at_once))
     join_world("gloo", checkpoint.timeout_s, "cpu")
     transport = DistributedTransport(device, checkpoint.timeout_s, at_once, task.describe, buckets=0)
     show = partial(_show, task, load_tokenizer(Path(task.tokenizer)), stage.cached)
-    with activity.during("generating text"):
+    with watch.activity.during("generating text"):
         member = GenerationRank(stage, transport, ranks, requests)
         if rank == 0:
             show(member.lead())

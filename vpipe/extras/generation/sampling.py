@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vpipe import accelerator
 from vpipe.app.data.tokenizers import CLS, END, MASK, PADDING, SEP, end_token, ids_in, token_id, token_ids
 from vpipe.errors import UserError, counted
 from vpipe.extras.generation.generate import (
@@ -23,7 +24,6 @@ from vpipe.extras.generation.generate import (
     fill_masks,
 )
 from vpipe.model.layer import Model
-from vpipe.profiling.device import free_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,7 +58,7 @@ class TextModel:
     def choices(self, requests: Sequence[Request]) -> Iterator[tuple[int, Chosen]]:
         """Yield the choices for requests, one request after the other, with its number."""
         stage = StageDecoder(DecoderModel(self.model), self.modules, self.window,
-                             free_bytes=free_bytes(torch.device("cpu")))
+                             free_bytes=accelerator.free_bytes(torch.device("cpu")))
         for number, request in enumerate(requests):
             for chosen in decode(stage, request):
                 yield number, chosen

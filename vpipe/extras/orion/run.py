@@ -10,8 +10,7 @@ from typing import Any
 from vpipe.app.errors import StartError
 from vpipe.app.train.job import Job
 from vpipe.app.visualize.table import fitted, terminal_columns
-from vpipe.distributed.exchange import Exchange
-from vpipe.distributed.init import exchange
+from vpipe.distributed import Exchange, exchange
 from vpipe.errors import counted
 from vpipe.extras.orion.scheduler import Inactive, Launch, OrionScheduler, start
 from vpipe.pipeline import Pipeline

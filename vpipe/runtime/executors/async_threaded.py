@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from vpipe import accelerator
-from vpipe.distributed.watchdog import activity
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError
 from vpipe.model.sequential import loss_buffers
 from vpipe.runtime.activations import Record
@@ -298,6 +298,7 @@ class ThreadedWorker(Worker):
 
     def _finish_forward(self, stage_index: int, microbatch: int) -> None:
         given, future = self._under_way.pop((stage_index, microbatch))
+        activity = watch.activity
         before, started = activity.now, perf_counter()
         activity.now = Action(Op.FORWARD, stage_index, microbatch), started  # what the watchdog reports if it hangs
         done = future.result()
@@ -316,7 +317,7 @@ class ThreadedWorker(Worker):
             self._waits.clear()
         self.transport.wait_s -= idle
         self.seconds[stage_index, Op.FORWARD] += done.ended - done.began
-        now, _ = activity.now
+        now, _ = watch.activity.now
         if isinstance(now, Action):
             self.seconds[now.stage, now.op] -= waited + idle  # idle: no longer a wait
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from vpipe.distributed.init import exchange
 from vpipe.distributed.sockets import closed_afterwards
-from vpipe.distributed.watchdog import current_watchdog
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.transport.connect_host import connect
 from vpipe.runtime.transport.link import LinkClosedError
@@ -126,16 +126,16 @@ def host_links(wanted: bool, timeout_s: float) -> HostLinks | None:
     Args:
         wanted: whether this rank may use them; if any may not, none does.
     """
-    default, watch = _world(), current_watchdog()
+    default, watchdog = _world(), watch.watchdog
     made = _host_links.get(default)
-    links, why = connect(dist.get_rank(), wanted, made, None if watch is None else watch.hosts,
+    links, why = connect(dist.get_rank(), wanted, made, None if watchdog is None else watchdog.hosts,
                          exchange(timeout_s=timeout_s).all_gather)
     if why is not None and dist.get_rank() == 0:
         _say(f"gloo carries tensors between ranks of a host, not shared memory: {why}")
     if links is not None and made is None:
         _host_links[default] = links
-        if watch is not None:
-            watch.break_off = partial(_break_off, watch.break_off, ref(links))
+        if watchdog is not None:
+            watchdog.break_off = partial(_break_off, watchdog.break_off, ref(links))
     return links
 
 
@@ -167,7 +167,7 @@ class PeerTransfer:
     def __init__(self, peer: int, doing: str, timeout_s: float | None = None, key: TransferKey | None = None,
                  transport: DistributedTransport | None = None) -> None:
         self.peer, self._doing, self._timeout_s, self._key, self._transport = peer, doing, timeout_s, key, transport
-        self._watch = current_watchdog() if transport is None else transport.watch
+        self._watch = watch.watchdog if transport is None else transport.watch
 
     def __enter__(self) -> None:
         if self._watch is not None:
@@ -210,11 +210,11 @@ class PeerTransfer:
         """Return the error: the peer did not answer in time, or is gone, or another rank failed before."""
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         timed_out, timeout_s = "imed out" in text or "imeout" in text, self._timeout_s
-        me, watch = self._describe(dist.get_rank()), self._watch
-        assert watch is not None, "ranks that exchange tensors watch one another"
+        me, watchdog = self._describe(dist.get_rank()), self._watch
+        assert watchdog is not None, "ranks that exchange tensors watch one another"
         gave_up = f"{me} gave up {self}" + (f" after {timeout_s:g} s" if timeout_s else "")
-        fault = watch.explain(self.peer, (timeout_s or watch.timing.silent_s) if timed_out else None)
-        return watch.error(fault, gave_up if timed_out else f"{me} was {self}")
+        fault = watchdog.explain(self.peer, (timeout_s or watchdog.timing.silent_s) if timed_out else None)
+        return watchdog.error(fault, gave_up if timed_out else f"{me} was {self}")
 
 
 class _Posted(NamedTuple):
@@ -249,7 +249,7 @@ class DistributedTransport:
         self.wait_s = 0.0
         self.timeout_s, self.describe = timeout_s, describe
         self._device, self._timeout = device, timedelta(seconds=timeout_s)
-        self.watch = current_watchdog()
+        self.watch = watch.watchdog
         if self.watch is not None:
             self.watch.describe = describe
         self._most_under_way = {kind: max(SENDS_UNDER_WAY, in_flight) if kind in "FB"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from small_run import losses, only_run, write_config
 
-from vpipe.distributed.network import free_port
+from vpipe.app.launch.network import free_port
 
 ROOT = Path(__file__).parents[4]
 CXX = shutil.which("g++") or shutil.which("clang++")
