@@ -185,8 +185,8 @@ parallel: {model_parallel_size: 2, recompute: 2}
      "did you mean 'naive'?"),
     (["data", "build-bert", "--out", "o", "--seed", "x"], "argument --seed: invalid int value: 'x'",
      "vpipe data build-bert --help says how"),
-    (["data", "build-bert", "--out", "o", "--text", "none"], "the folder none does not exist",
-     "name a folder that holds *.txt files"),
+    (["data", "build-bert", "--out", "o", "--text", "none"], "none does not exist",
+     "name a file or a folder of *.txt files"),
     (["data", "build-bert", "--out", "."], "the output folder . holds 1 entries",
      "name a new or an empty folder, or remove this one"),
 ])

@@ -14,7 +14,7 @@ from tqdm import tqdm
 SLOW_S = 2.0
 
 LOADING_TORCH = "loading PyTorch"
-"""Takes 1.5 s of a core; ten on a machine that is busy, or has not read it before."""
+"""Text for an import that takes 1.5 s of a core; ten on a machine that is busy, or has not read it before."""
 
 
 def accept_any_text() -> None:

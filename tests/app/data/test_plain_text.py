@@ -23,14 +23,14 @@ def test_a_folder_without_text_is_named_with_what_was_looked_for(tmp_path: Path)
     with pytest.raises(UserError) as caught:
         read_documents(tmp_path)
     assert str(caught.value) == (f"error: no *.txt file in {tmp_path} or below it (1 other entries)\n"
-                                 "hint: put text there, documents separated by blank lines, in files that end in .txt")
+                                 "hint: unpack the data there: text, documents separated by blank lines")
 
 
 def test_a_missing_folder_and_a_file_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere does not exist"):
         read_documents(tmp_path / "nowhere")
     (tmp_path / "file.text").write_text("x")
-    with pytest.raises(UserError, match=r"file\.text is a file, not a folder"):
+    with pytest.raises(UserError, match=r"file\.text is no \*\.txt file"):
         read_documents(tmp_path / "file.text")
 
 

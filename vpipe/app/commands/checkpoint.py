@@ -21,7 +21,7 @@ from vpipe.units import size_text
 
 KINDS = {"model": "model", "optim": "optimizer", "buffers": "buffers of replicas", "feedback": "error feedback",
          "delay_correction": "last changes"}
-"""First word of a tensor's name -> what it is."""
+"""Kind of a tensor, for people, by the first word of its name."""
 
 
 def run_ls(options: argparse.Namespace) -> None:

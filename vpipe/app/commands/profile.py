@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from vpipe.app.train.job import Job
 
 MOST_RANKS, PER_CORE = 16, 4
-"""The most ranks, in all and per core, that are started to be measured on CPUs: torch takes 200 MB in each, and they
-would mostly wait for each other."""
+"""Most ranks, in all and per core, that are started to be measured on CPUs: torch takes 200 MB in each, and they would
+mostly wait for each other."""
 
 NOISY = 0.1
-"""A spread above this is marked."""
+"""Largest spread that is not marked."""
 
 _COLUMNS = (("forward", "forward"), ("backward", "backward"), ("input half", "input_half"),
             ("weight half", "weight_half"), ("recompute", "recompute"), ("step", "step"))

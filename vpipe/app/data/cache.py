@@ -14,7 +14,7 @@ import json
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,16 +143,6 @@ def cached_folder(kind: str, facts: Mapping[str, Any], build: Callable[[Path], M
         raise UserError(f"preparing data in {directory} failed: {error}",
                         hint="repair that, or name a folder that can be written as dataset.cache_directory") from error
     return found
-
-
-def existing_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the paths that are files, sorted. Raises :class:`UserError` for a broken link: its data is missing."""
-    known = sorted(paths)
-    for path in known:
-        if path.is_symlink() and not path.exists():
-            raise UserError(f"{path} is a link to {path.readlink()}, which is not there",
-                            hint="mount or copy what it leads to, or remove the link")
-    return [path for path in known if path.is_file()]
 
 
 def file_states(paths: list[Path], root: Path) -> list[tuple[str, int, int]]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from vpipe.app.data.cache import existing_files
 from vpipe.app.data.corpus import PARTS, Part
 from vpipe.errors import Problem, UserError
 
@@ -21,7 +20,10 @@ _LONGEST_LINE = 4 << 20
 
 
 def line_files(path: Path, suffixes: Sequence[str], holds: str) -> list[Path]:
-    """Return the file itself, or those in the folder and below, sorted. Raises :class:`UserError` without any.
+    """Return the file itself, or those in the folder and below, sorted.
+
+    Raises:
+        UserError: there is none, or a link leads nowhere: its data is missing.
 
     Args:
         suffixes: how their names end.
@@ -29,13 +31,17 @@ def line_files(path: Path, suffixes: Sequence[str], holds: str) -> list[Path]:
     """
     kinds = " or ".join(f"*{suffix}" for suffix in suffixes)
     if not path.exists():
-        raise UserError(f"{path} does not exist", hint=f"name a file or a folder of {kinds} files as dataset.path")
+        raise UserError(f"{path} does not exist", hint=f"name a file or a folder of {kinds} files")
     if not path.is_dir():
         if not path.is_file() or not path.name.endswith(tuple(suffixes)):
             raise UserError(f"{path} is no {kinds} file", hint="name one, or a folder that holds some")
         return [path]
-    files = existing_files(file for file in path.rglob("*") if file.name.endswith(tuple(suffixes)))
-    if not files:
+    files = sorted(file for file in path.rglob("*") if file.name.endswith(tuple(suffixes)))
+    for file in files:
+        if file.is_symlink() and not file.exists():
+            raise UserError(f"{file} is a link to {file.readlink()}, which is not there",
+                            hint="mount or copy what it leads to, or remove the link")
+    if not (files := [file for file in files if file.is_file()]):
         others = sum(1 for _ in path.iterdir())
         raise UserError(f"no {kinds} file in {path} or below it ({others} other entries)",
                         hint=f"unpack the data there: {holds}")

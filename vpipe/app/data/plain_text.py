@@ -7,7 +7,7 @@ from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from pathlib import Path
 
-from vpipe.app.data.cache import existing_files
+from vpipe.app.data.line_files import line_files
 from vpipe.errors import UserError
 
 _ABBREVIATIONS = frozenset({
@@ -50,7 +50,7 @@ def _is_abbreviated(before: str) -> bool:
 
 
 BYTE_ORDER_MARK = "\ufeff"
-"""Begins a file, and is no text of it, nor of a file that it was joined to."""
+"""The first character of some files; it is no text of theirs, nor of a file that they were joined to."""
 
 
 def text_files(folder: Path) -> list[Path]:
@@ -58,18 +58,7 @@ def text_files(folder: Path) -> list[Path]:
 
     Raises :class:`UserError` without any.
     """
-    if not folder.exists():
-        raise UserError(f"the folder {folder} does not exist", hint="name a folder that holds *.txt files")
-    if folder.is_file() and folder.suffix == ".txt":
-        return [folder]
-    if not folder.is_dir():
-        raise UserError(f"{folder} is a file, not a folder", hint="name a *.txt file, or the folder that holds them")
-    files = existing_files(folder.rglob("*.txt"))
-    if not files:
-        others = sum(1 for _ in folder.iterdir())
-        raise UserError(f"no *.txt file in {folder} or below it ({others} other entries)",
-                        hint="put text there, documents separated by blank lines, in files that end in .txt")
-    return files
+    return line_files(folder, (".txt",), "text, documents separated by blank lines")
 
 
 def read_documents(folder: Path) -> list[list[str]]:

@@ -140,8 +140,7 @@ class Metrics:
                  events: Iterable[EventWriter] = ()) -> None:
         self._path, self._file = path, None if path is None else LineWriter(path, truncate=past is None)
         self._events = list(events)
-        self._warned_file = self._warned_mfu = False
-        self._warned_events: set[str] = set()
+        self._warned_file, self._warned = False, set[str]()
         self.size = size
         self.past = past or PastMetrics()
         self._started = self._last = perf_counter()
@@ -244,16 +243,14 @@ class Metrics:
             self._warned_file = error is not None
             found.append(f"cannot write '{self._path}': {error}; training continues, and the lines wait until there is "
                          "room" if error is not None else f"'{self._path}' is whole again")
-        for events in self._events:
-            if events.error is not None and events.name not in self._warned_events:
-                self._warned_events.add(events.name)
-                found.append(f"cannot write {events.name} events: {events.error}; training continues without them")
+        once = {events.name: f"cannot write {events.name} events: {events.error}; training continues without them"
+                for events in self._events if events.error is not None}
         efficiency = self.size.efficiency
-        if efficiency is not None and not self._warned_mfu and len(self.update_s) >= RECENT:
-            warning = efficiency.warning(efficiency.utilization(self.recent_tokens_per_s))
-            if warning is not None:
-                self._warned_mfu = True
-                found.append(warning)
+        if efficiency is not None and len(self.update_s) >= RECENT and (
+                warning := efficiency.warning(efficiency.utilization(self.recent_tokens_per_s))) is not None:
+            once["MFU"] = warning
+        found += [text for about, text in once.items() if about not in self._warned]
+        self._warned |= once.keys()
         return found
 
     def check_end(self) -> None:

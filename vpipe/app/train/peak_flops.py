@@ -50,7 +50,7 @@ GPUS = (
     Gpu(r"Tesla V100-SXM2-(16|32)GB", 15.7, None, None, 125.0, "data sheet V100: SXM2"),
     Gpu(r"Tesla V100-PCIE-(16|32)GB", 14.0, None, None, 112.0, "data sheet V100: PCIe"),
     Gpu("Tesla T4", 8.1, None, None, 65.0, "data sheet T4"))
-"""From NVIDIA's publications. Other GPUs are measured."""
+"""GPUs in NVIDIA's publications. Others are measured."""
 
 
 def known_tflops(name: str, kind: str) -> float | None:
@@ -71,11 +71,11 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 GIVEN = "as metrics.peak_tflops says"
 
 ROUNDS, ROUND_S = 3, 0.04
-"""All ranks multiply for so long at the same time, and the best of so many rounds counts."""
+"""Rounds of which the best counts, and the seconds for which all ranks multiply at the same time in each."""
 
 _SIZES = (256, 512, 1024, 2048, 4096)
 _SHORT_S = 0.002
-"""A product that takes less is too small to show what the device can do."""
+"""Shortest product that shows what the device can do."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from vpipe.app.train.tensorboard import scalars
 from vpipe.errors import UserError
 
 RUN_ID = "wandb_id.txt"
-"""Holds the id of the run there, so that a resumed run continues it."""
+"""File with the id of the run there, so that a resumed run continues it."""
 
 
 class WandbWriter:
