@@ -14,7 +14,7 @@ import yaml
 from vpipe.app.config.config import load_config
 from vpipe.app.families.registry import Family, ModelSettings
 from vpipe.app.train.job import Job
-from vpipe.model.layer import Model
+from vpipe.model.model import Model
 from vpipe.testing import ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle
 
 SMALL: Mapping[str, Mapping[str, Any]] = {

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import vpipe
 from vpipe import Cut, Layer, Model, Order, Pipeline, Plan, Update
+from vpipe.checkpoint.manifest import Position
 from vpipe.errors import PerformanceWarning, RunError, UserError
-from vpipe.runtime.state_dict import Position
 from vpipe.schedules.registry import schedule_names
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.arguments import Arguments, as_integer, check_path, shown
+from vpipe.checkpoint.manifest import Position
 from vpipe.description.cut import Cut
 from vpipe.description.description import Description
-from vpipe.description.execution import THREADED, Execution
+from vpipe.description.execution import Execution
 from vpipe.description.order import Order
 from vpipe.description.precision import FP32, Precision
 from vpipe.description.transfers import Transfers
@@ -25,23 +26,22 @@ from vpipe.distributed import excepthook
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import join_world
 from vpipe.errors import PerformanceWarning, Problem, UserError
-from vpipe.model.layer import Model
-from vpipe.model.split import StageSpec, balanced, parameter_counts, split, ties_between
+from vpipe.model.model import Model
+from vpipe.model.split import StageSpec
 from vpipe.old_calls import shows_new_call
 from vpipe.plan.plan import Plan
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, label_actions
 from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.engine import Engine, Pauses
 from vpipe.runtime.executors.async_threaded import KernelScheduler, ThreadedWorker
-from vpipe.runtime.executors.registry import check_executor
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint
+from vpipe.runtime.preparation import prepare_schedule
 from vpipe.runtime.stage_usage import StageUsage
-from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.delays import fewer_updates, warn_of_delay
-from vpipe.schedules.prepare import ScheduleSpec, few_microbatches, note_of
+from vpipe.schedules.prepare import few_microbatches, note_of
 from vpipe.schedules.registry import DEFAULT_SCHEDULE
 from vpipe.schedules.schedule import Schedule
 
@@ -109,14 +109,11 @@ class Pipeline:
         if plan is not None:
             plan.check_fits(len(model))
         if not isinstance(cut.stages, tuple):
-            cut = replace(cut, stages=balanced(parameter_counts(model), cut.count))
+            cut = replace(cut, stages=model.balanced(cut.count))
         world = join_world(transfers.backend, transfers.timeout_s, execution.device)
         description = Description(cut, order, microbatches, update, computed, transfers, execution, seed)
-        check_executor(execution, order.schedule)
-        lowered = ScheduleSpec(
-            order, cut, microbatches, world.ranks if world.ranks > 1 else None,
-            {owner: tuple(borrowers) for owner, borrowers in ties_between(split(model, cut.partition)).items()},
-            description.needs_norms, last_first=execution.executor == THREADED).prepare()
+        lowered = prepare_schedule(model, cut, order, microbatches, execution, needs_norms=description.needs_norms,
+                                   ranks=world.ranks if world.ranks > 1 else None)
         if refused := [Problem(f"{name} {what}", hint) for name, what, hint in computed.refused(
                 transfers.codecs(cut.count))]:
             raise UserError.all_of(refused)
@@ -157,7 +154,7 @@ class Pipeline:
         self.partition, self.recomputed = description.cut.partition, description.cut.recomputed
         self.placement, self.update_every = schedule.placement, schedule.update_every
         self._streams = schedule.stream
-        self.engine = Engine(model, split(model, self.partition), schedule, description, world)
+        self.engine = Engine(model, model.split(self.partition), schedule, description, world)
 
     def train(self, batches: Iterable[Batch], pauses: int | Collection[int] | Pauses | None = None, *,
               updates: int | None = None, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from vpipe.checkpoint import load
+from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.save import Saver
@@ -67,7 +67,7 @@ class Ours:
     def load(self, into: dict[str, Tensor]) -> None:
         newest = Checkpoints(self.root).newest()
         assert newest is not None
-        into.update(load.load_tensors(newest, Manifest.load(newest), into))
+        into.update(Checkpoint(newest, Manifest.load(newest)).tensors(into))
 
     def remove_older(self) -> None:
         """Done: the saver keeps one."""

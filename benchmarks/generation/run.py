@@ -20,8 +20,8 @@ from vpipe.app.launch.network import free_port
 from vpipe.distributed import join_world
 from vpipe.extras.generation.generate import Chosen, DecoderModel, Decoding, Pass, Request, StageDecoder, decode
 from vpipe.extras.generation.pipelined import GenerationRank, in_flight
-from vpipe.model.layer import Model
-from vpipe.model.split import balanced, split
+from vpipe.model.model import Model
+from vpipe.model.split import balanced
 from vpipe.runtime.transport.distributed import DistributedTransport
 
 WINDOW, PROMPT = 1024, 32
@@ -62,7 +62,7 @@ def stage_of(case: dict[str, Any], rank: int) -> tuple[StageDecoder, int]:
     ranks, (model, costs) = case["ranks"], model_of(case["sizes"])
     layers = len(model)
     partition = balanced([1.0] * layers if case["pass_ms"] else costs, ranks)
-    spec = split(model, partition)[rank].layers
+    spec = model.split(partition)[rank].layers
     modules = torch.nn.ModuleDict()
     whole = model.materialize(0).eval()
     modules._modules.update({model.layers[number].name: whole[model.layers[number].name] for number in spec})

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from vpipe import Layer, Model
-from vpipe.model.split import split
 from vpipe.runtime.stage import Stage
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "throughput"))
@@ -49,7 +48,7 @@ def blocks() -> Stage:
     halves = [Layer(f"block{i}.{half.__name__.lower()}", half) for i in range(BLOCKS) for half in (Attention, MLP)]
     ends = (Layer("first", nn.Identity, ("x",)), Layer("last", Mean, outputs=("loss",)))
     model = Model([ends[0], *halves, ends[1]], batch=("x",))
-    spec = split(model, [1, len(halves), 1])[1]
+    spec = model.split([1, len(halves), 1])[1]
     return Stage(model, spec, seed=0, device=torch.device("cpu"), recomputed=frozenset())
 
 

@@ -18,7 +18,7 @@ from cases import CASES, SETTINGS, Case, Setting, adamw, busy_s
 
 from vpipe import Asynchronous, Cut, Execution, Pipeline, Plan
 from vpipe.errors import VpipeError
-from vpipe.model.layer import Model
+from vpipe.model.model import Model
 from vpipe.model.split import balanced
 from vpipe.plan.predict import SimulatedPlan, predict
 from vpipe.plan.profile import Profile

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from vpipe.app.config.config import load_config
 from vpipe.app.train.job import Job
+from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.directory import Checkpoints
-from vpipe.checkpoint.integrity import find_damage
 from vpipe.runtime.transport.compression import Compression
 from vpipe.testing import (
     CutCompression,
@@ -150,7 +150,7 @@ class LongRun:
         last = root / f"step-{self.steps}"
         if not last.is_dir():
             return [f"there is no {last.name}, but {[path.name for path in self.checkpoints]}"]
-        found = [f"{path.name}: {damage}" for path in self.checkpoints for damage in find_damage(path)]
+        found = [f"{path.name}: {damage}" for path in self.checkpoints for damage in Checkpoint.open(path).damage()]
         found += [f"{path.name} was left behind" for path in self.run.rglob("*.tmp")]
         if (root / "latest").read_text().strip() != last.name:
             found.append(f"latest says {(root / 'latest').read_text()!r}")

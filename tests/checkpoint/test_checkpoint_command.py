@@ -23,7 +23,7 @@ from vpipe.app.cli import main
 from vpipe.app.data.dataset import Tokenized
 from vpipe.app.train.job import Job
 from vpipe.app.train.run_folder import RUNNING
-from vpipe.checkpoint.load import load_tensors
+from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.checkpoint.save import save_checkpoint
 from vpipe.testing import InitialState, TrainingRecipe, flush_oracle
@@ -219,7 +219,7 @@ def test_huggingface_there_and_back(vpipe: Vpipe, run: Path, job: Job, tmp_path:
     start, weights = tmp_path / "start", weights_of(job)
     manifest = Manifest.load(start)
     assert (manifest.step, manifest.arrangement["imported"]) == (0, True)
-    found = load_tensors(start, manifest, manifest.tensors)
+    found = Checkpoint(start, manifest).tensors(manifest.tensors)
     assert found.keys() == {f"model.{name}" for name in weights}
     assert all(torch.equal(found[f"model.{name}"], weights[name]) for name in weights)
 

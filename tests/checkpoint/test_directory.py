@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.checkpoint.directory import LATEST, Checkpoints, find_checkpoint, previous, write_text
+from vpipe.checkpoint.directory import LATEST, Checkpoints, previous, write_text
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.errors import UserError
 
@@ -28,7 +28,7 @@ def test_the_newest_is_that_of_the_most_steps(tmp_path: Path) -> None:
     for step in (9, 100, 20):
         write(tmp_path, step)
     assert [path.name for path in Checkpoints(tmp_path).all()] == ["step-9", "step-20", "step-100"]
-    assert find_checkpoint(tmp_path) == tmp_path / "step-100"
+    assert Checkpoints.find(tmp_path) == tmp_path / "step-100"
     assert previous(tmp_path / "step-100") == tmp_path / "step-20"
     assert previous(tmp_path / "step-9") is None
     assert previous(tmp_path) is None
@@ -67,7 +67,7 @@ def test_one_that_is_being_written_does_not_count(tmp_path: Path) -> None:
     for path in (tmp_path / "step-4.tmp", tmp_path / "step-4.tmp" / "."):
         with pytest.raises(UserError, match=rf"'.*step-4.tmp' is no checkpoint: its writing, or its removal, was cut "
                            rf"short\nhint: the newest beside it: vpipe train --resume {tmp_path}/step-3"):
-            find_checkpoint(path)
+            Checkpoints.find(path)
 
 
 def test_one_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_one_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) -> None:
         write(tmp_path, step)
     (tmp_path / "step-5" / "rank0.safetensors").write_bytes(b"whatever")
     (tmp_path / "step-5" / MANIFEST).unlink()
-    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path / "step-5") == tmp_path / "step-5"
+    assert Checkpoints.find(tmp_path) == Checkpoints.find(tmp_path / "step-5") == tmp_path / "step-5"
     with pytest.raises(UserError, match=r"'.*step-5' is damaged: checkpoint.json is missing\nhint: resume from"):
-        Manifest.load(find_checkpoint(tmp_path))
+        Manifest.load(Checkpoints.find(tmp_path))
     folder = Checkpoints(tmp_path)
     folder.update_latest()
     folder.prune(1)
@@ -103,8 +103,8 @@ def test_a_step_that_is_saved_again_replaces_the_one_before(tmp_path: Path) -> N
 def test_the_one_before_counts_until_it_is_replaced(tmp_path: Path) -> None:
     write(tmp_path, 3, seed=1).rename(tmp_path / "step-3.old")
     folder = Checkpoints(tmp_path)
-    assert Manifest.load(find_checkpoint(tmp_path)).seed == 1
-    assert find_checkpoint(tmp_path / "step-3") == tmp_path / "step-3.old"
+    assert Manifest.load(Checkpoints.find(tmp_path)).seed == 1
+    assert Checkpoints.find(tmp_path / "step-3") == tmp_path / "step-3.old"
     write(tmp_path, 4)
     assert previous(tmp_path / "step-4") == tmp_path / "step-3.old"
     folder.clear_leftovers()
@@ -150,9 +150,9 @@ def test_a_run_a_folder_of_checkpoints_and_a_checkpoint_can_be_given(tmp_path: P
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     step = write(tmp_path / "run" / "checkpoints", 7)
     monkeypatch.chdir(step)
-    assert find_checkpoint(Path(".")) == Path(".")
+    assert Checkpoints.find(Path(".")) == Path(".")
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoints", step):
-        assert find_checkpoint(path) == step
+        assert Checkpoints.find(path) == step
 
 
 @pytest.mark.parametrize(("name", "what"), [
@@ -164,7 +164,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, name: str, wha
     (tmp_path / "file").write_text("")
     (tmp_path / "empty" / "checkpoints" / "step-3.tmp").mkdir(parents=True)
     with pytest.raises(UserError, match=what):
-        find_checkpoint(tmp_path / name)
+        Checkpoints.find(tmp_path / name)
 
 
 def test_a_folder_that_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,4 +173,4 @@ def test_a_folder_that_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Path, "is_file", refuse)
     with pytest.raises(UserError, match=f"cannot search for a checkpoint in '{tmp_path}': Permission denied"):
-        find_checkpoint(tmp_path)
+        Checkpoints.find(tmp_path)

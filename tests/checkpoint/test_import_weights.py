@@ -16,7 +16,7 @@ from vpipe.app.families.registry import HuggingFace, ModelSettings, family_named
 from vpipe.app.weights.export import export_huggingface
 from vpipe.app.weights.import_weights import import_weights, read_model_config
 from vpipe.extras.translation.translations import translate
-from vpipe.model.layer import Model
+from vpipe.model.model import Model
 
 LLAMA = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
          "intermediate_size": 40, "max_position_embeddings": 16, "rope_theta": 300.0, "rms_norm_eps": 1e-5}

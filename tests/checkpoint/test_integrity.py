@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from saved_state import about, tensors
 
-from vpipe.checkpoint.integrity import check_intact, find_damage, newest_intact_before
-from vpipe.checkpoint.load import load_tensors
+from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.checkpoint.save import save_checkpoint
 from vpipe.errors import UserError
@@ -31,9 +30,9 @@ def flip(path: Path, place: int) -> None:
 
 def test_nothing_is_wrong_with_one_that_was_just_written(root: Path) -> None:
     heard: list[tuple[int, int]] = []
-    assert find_damage(root / "step-60", lambda done, total: heard.append((done, total))) == []
+    assert Checkpoint.open(root / "step-60").damage(lambda done, total: heard.append((done, total))) == []
     assert heard[-1] == (Manifest.load(root / "step-60").bytes,) * 2
-    check_intact(root / "step-60")
+    Checkpoint.open(root / "step-60").check_intact()
 
 
 def test_a_changed_bit_is_noticed_wherever_it_is(root: Path) -> None:
@@ -41,10 +40,10 @@ def test_a_changed_bit_is_noticed_wherever_it_is(root: Path) -> None:
     whole = path.read_bytes()
     for place in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
         flip(path, place)
-        found, = find_damage(root / "step-60")
+        found, = Checkpoint.open(root / "step-60").damage()
         assert found.startswith(f"{FILE} was changed: its SHA-256 is ")
         path.write_bytes(whole)
-    assert find_damage(root / "step-60") == []
+    assert Checkpoint.open(root / "step-60").damage() == []
 
 
 @pytest.mark.parametrize("length", [0, 1, 500, -1])
@@ -52,12 +51,13 @@ def test_a_file_that_was_cut_short_is_told_with_both_sizes(root: Path, length: i
     path = root / "step-60" / FILE
     whole = path.read_bytes()
     path.write_bytes(whole[:length])
-    assert find_damage(root / "step-60") == [f"{FILE} has {len(whole[:length]):,} bytes instead of {len(whole):,}"]
+    assert Checkpoint.open(root / "step-60").damage() == [
+        f"{FILE} has {len(whole[:length]):,} bytes instead of {len(whole):,}"]
 
 
 def test_a_file_that_is_gone_is_told(root: Path) -> None:
     (root / "step-60" / FILE).unlink()
-    assert list(map(str, find_damage(root / "step-60"))) == [f"{FILE} is missing"]
+    assert list(map(str, Checkpoint.open(root / "step-60").damage())) == [f"{FILE} is missing"]
 
 
 def test_the_newest_intact_one_before_is_offered(root: Path) -> None:
@@ -65,10 +65,9 @@ def test_the_newest_intact_one_before_is_offered(root: Path) -> None:
     flip(root / "step-40" / MANIFEST, 50)
     with pytest.raises(UserError, match=rf"the checkpoint '{root}/step-60' is damaged: {FILE} was changed: .*\n"
                                         rf"hint: resume from step 20 with: vpipe train --resume {root}/step-20"):
-        check_intact(root / "step-60")
+        Checkpoint.open(root / "step-60").check_intact()
     with pytest.raises(UserError, match=f"{FILE} was changed"):
-        load_tensors(root / "step-60", Manifest.load(root / "step-60"), ["model.a.row"])
-    assert newest_intact_before(root / "step-60") == root / "step-20"
+        Checkpoint(root / "step-60", Manifest.load(root / "step-60")).tensors(["model.a.row"])
     (root / "step-20" / FILE).unlink()
     with pytest.raises(UserError, match="hint: no older checkpoint beside it is intact: start the run again"):
-        check_intact(root / "step-60")
+        Checkpoint.open(root / "step-60").check_intact()

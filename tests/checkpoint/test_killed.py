@@ -16,10 +16,8 @@ from pathlib import Path
 import pytest
 from saved_state import about, same, tensors
 
-from vpipe.checkpoint import shards
-from vpipe.checkpoint.directory import LATEST, Checkpoints, find_checkpoint
-from vpipe.checkpoint.integrity import find_damage
-from vpipe.checkpoint.load import load_tensors
+from vpipe.checkpoint import Checkpoint, shards
+from vpipe.checkpoint.directory import LATEST, Checkpoints
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.save import Saver
 from vpipe.distributed.value_exchange import Exchange
@@ -65,9 +63,9 @@ def save(root: Path, step: int, fill: float, keep: int = 2) -> None:
 
 def state_of(folder: Path) -> float:
     """Which of the states a whole checkpoint has."""
-    assert find_damage(folder) == []
+    assert Checkpoint.open(folder).damage() == []
     manifest = Manifest.load(folder)
-    found = load_tensors(folder, manifest, manifest.tensors)
+    found = Checkpoint(folder, manifest).tensors(manifest.tensors)
     fill = found["model.a.repeated"][0].item()
     assert same(found, tensors(fill))
     return fill
@@ -82,7 +80,7 @@ def test_after_a_kill_there_is_one_whole_checkpoint_and_the_next_is_made(tmp_pat
         root = tmp_path / str(at)
         shutil.copytree(tmp_path / "before", root)
         was_killed = killed(lambda: save(root, step, 3.0), at)  # noqa: B023
-        newest = find_checkpoint(root)
+        newest = Checkpoints.find(root)
         found.append(state_of(newest))
         folder = Checkpoints(root)
         folder.clear_leftovers()
@@ -90,7 +88,7 @@ def test_after_a_kill_there_is_one_whole_checkpoint_and_the_next_is_made(tmp_pat
         assert [path for path in root.iterdir() if path.suffix] == [newest] * (newest.suffix == ".old")
         assert (root / LATEST).read_text() == f"{folder.all()[-1].name}\n"
         save(root, 40, 4.0)
-        assert state_of(find_checkpoint(root)) == 4.0
+        assert state_of(Checkpoints.find(root)) == 4.0
         assert len(folder.all()) == 2
         if not was_killed:
             break
@@ -116,4 +114,4 @@ def test_a_file_that_may_not_grow_so_large_gives_the_save_up(tmp_path: Path) -> 
 
     assert not killed(limited, 0)
     assert {path.name for path in tmp_path.iterdir()} == {"step-10", LATEST}
-    assert state_of(find_checkpoint(tmp_path)) == 1.0
+    assert state_of(Checkpoints.find(tmp_path)) == 1.0

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vpipe.checkpoint.load import TensorKind, check_compatible, tensor_kinds
-from vpipe.checkpoint.manifest import Manifest, TensorEntry
+from vpipe.checkpoint.manifest import Manifest, TensorEntry, TensorKind
 from vpipe.errors import UserError
-from vpipe.model.layer import Layer, Model
+from vpipe.model.layer import Layer
+from vpipe.model.model import Model
 
 
 class Block(nn.Module):
@@ -42,6 +42,10 @@ def model(width: int = 4, blocks: int = 2) -> Model:
                  batch=("x",))
 
 
+def kinds_of(model: Model) -> dict[str, TensorKind]:
+    return {name: TensorKind.of(tensor) for name, tensor in model.outline().items()}
+
+
 def manifest_of(kinds: dict[str, TensorKind]) -> Manifest:
     file = "rank0.safetensors"
     entries = {f"model.{name}": TensorEntry(kind.shape, kind.dtype, file) for name, kind in kinds.items()}
@@ -49,7 +53,7 @@ def manifest_of(kinds: dict[str, TensorKind]) -> Manifest:
 
 
 def test_it_wants_what_a_state_dict_has_with_tied_weights_where_they_are_owned() -> None:
-    assert list(map(str, tensor_kinds(model()).items())) == list(map(str, {
+    assert list(map(str, kinds_of(model()).items())) == list(map(str, {
         "block.0.seen": TensorKind((), "int64"), "block.0.linear.weight": TensorKind((4, 4), "float32"),
         "block.0.linear.bias": TensorKind((4,), "float32"), "block.1.seen": TensorKind((), "int64"),
         "block.1.linear.weight": TensorKind((4, 4), "float32"), "block.1.linear.bias": TensorKind((4,), "float32"),
@@ -57,27 +61,27 @@ def test_it_wants_what_a_state_dict_has_with_tied_weights_where_they_are_owned()
 
 
 def test_its_own_checkpoint_fits() -> None:
-    check_compatible(manifest_of(tensor_kinds(model())), model())
+    manifest_of(kinds_of(model())).check_compatible(model())
 
 
 def test_other_shapes_are_named_with_both() -> None:
     with pytest.raises(UserError, match=r"the checkpoint of step 40 is of another model: 'block\.0\.linear\.weight' is "
                                         r"\[6, 6\] float32 in the model and \[4, 4\] float32 in the checkpoint; .*; "
                                         r"and 2 more\nhint: resume with the model section"):
-        check_compatible(manifest_of(tensor_kinds(model())), model(width=6))
+        manifest_of(kinds_of(model())).check_compatible(model(width=6))
 
 
 def test_missing_tensors_and_others_are_named() -> None:
     with pytest.raises(UserError, match=r"'block\.2\.seen' \[\] int64 is not in the checkpoint; 'block\.2\.linear\.w"):
-        check_compatible(manifest_of(tensor_kinds(model())), model(blocks=3))
+        manifest_of(kinds_of(model())).check_compatible(model(blocks=3))
     with pytest.raises(UserError, match=r"'block\.1\.seen' \[\] int64 of the checkpoint is not in the model; '"):
-        check_compatible(manifest_of(tensor_kinds(model())), model(blocks=1))
+        manifest_of(kinds_of(model())).check_compatible(model(blocks=1))
 
 
 def test_another_kind_of_numbers_is_named() -> None:
-    kinds = tensor_kinds(model()) | {"head.decoder.bias": TensorKind((4,), "bfloat16")}
+    kinds = kinds_of(model()) | {"head.decoder.bias": TensorKind((4,), "bfloat16")}
     with pytest.raises(UserError, match=r"'head\.decoder\.bias' is \[4\] float32 in the model and \[4\] bfloat16"):
-        check_compatible(manifest_of(kinds), model())
+        manifest_of(kinds).check_compatible(model())
 
 
 def test_no_weights_are_made_and_the_generator_is_left_alone() -> None:
@@ -88,7 +92,7 @@ def test_no_weights_are_made_and_the_generator_is_left_alone() -> None:
         devices.append(module.decoder.weight.device.type)
         return module
 
-    tensor_kinds(Model([Layer("head", build, ("x",), ("loss",))], batch=("x",)))
+    Model([Layer("head", build, ("x",), ("loss",))], batch=("x",)).outline()
     assert devices == ["meta"]
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -99,5 +103,5 @@ def test_a_layer_that_reads_its_weights_while_it_is_made_is_made_in_full() -> No
         assert module.decoder.weight.sum().item() != 0.0
         return module
 
-    found = tensor_kinds(Model([Layer("head", build, ("x",), ("loss",))], batch=("x",)))
+    found = kinds_of(Model([Layer("head", build, ("x",), ("loss",))], batch=("x",)))
     assert found["head.decoder.weight"] == TensorKind((5, 5), "float32")

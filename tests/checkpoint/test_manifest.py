@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-import vpipe.checkpoint
 from vpipe.checkpoint.manifest import (
     FORMAT,
     ITEM_BYTES,
@@ -121,10 +121,6 @@ def test_a_number_that_json_has_not_is_no_checkpoint(tmp_path: Path) -> None:
         Manifest(0, 0, 0, numbers={"scale": math.nan}).save(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["manifest", "directory", "integrity"])
-def test_listing_checkpoints_does_not_load_torch(name: str) -> None:
-    room = Path(vpipe.checkpoint.__file__).parent
-    imported = {node.module for node in ast.walk(ast.parse((room / f"{name}.py").read_text()))
-                if isinstance(node, ast.ImportFrom)}
-    assert {module for module in imported if module and module.split(".")[0] in ("torch", "vpipe", "safetensors")} <= {
-        "vpipe.checkpoint.manifest", "vpipe.checkpoint.directory", "vpipe.errors", "vpipe.files", "vpipe.plugins"}
+def test_listing_checkpoints_does_not_load_torch() -> None:
+    code = "import sys, vpipe.checkpoint\nassert not {'torch', 'safetensors'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

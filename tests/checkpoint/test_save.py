@@ -11,9 +11,7 @@ from lines import exchanges
 from saved_state import about, same, tensors
 from torch import Tensor
 
-from vpipe.checkpoint import shards
-from vpipe.checkpoint.directory import find_checkpoint
-from vpipe.checkpoint.load import load_tensors
+from vpipe.checkpoint import Checkpoint, Checkpoints, shards
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.save import save_checkpoint
 from vpipe.errors import RunError, UserError
@@ -21,7 +19,7 @@ from vpipe.errors import RunError, UserError
 
 def read_all(folder: Path) -> dict[str, Tensor]:
     manifest = Manifest.load(folder)
-    return load_tensors(folder, manifest, manifest.tensors)
+    return Checkpoint(folder, manifest).tensors(manifest.tensors)
 
 
 def test_a_checkpoint_makes_way_for_another_of_its_name(tmp_path: Path) -> None:
@@ -34,7 +32,7 @@ def test_a_checkpoint_makes_way_for_another_of_its_name(tmp_path: Path) -> None:
 def test_one_whose_writing_was_cut_short_is_no_hindrance(tmp_path: Path) -> None:
     for name in ("mine.tmp", "mine.old"):
         save_checkpoint(tmp_path / name, about(1), tensors())
-    assert Manifest.load(find_checkpoint(tmp_path / "mine")).step == 1
+    assert Manifest.load(Checkpoints.find(tmp_path / "mine")).step == 1
     save_checkpoint(tmp_path / "mine", about(2), tensors(2.0))
     assert same(read_all(tmp_path / "mine"), tensors(2.0))
     assert {path.name for path in tmp_path.iterdir()} == {"mine"}

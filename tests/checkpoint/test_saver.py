@@ -12,10 +12,8 @@ from lines import Lines, exchanges
 from saved_state import about, same, tensors
 from torch import Tensor
 
-from vpipe.checkpoint import shards
+from vpipe.checkpoint import Checkpoint, shards
 from vpipe.checkpoint.directory import LATEST, Checkpoints
-from vpipe.checkpoint.integrity import find_damage
-from vpipe.checkpoint.load import load_tensors
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.save import Saver
 from vpipe.distributed.value_exchange import Exchange
@@ -30,8 +28,8 @@ def alone(root: Path, keep: int | None = None) -> Saver:
 
 def read_all(folder: Path) -> dict[str, Tensor]:
     manifest = Manifest.load(folder)
-    assert find_damage(folder) == []
-    return load_tensors(folder, manifest, manifest.tensors)
+    assert Checkpoint.open(folder).damage() == []
+    return Checkpoint(folder, manifest).tensors(manifest.tensors)
 
 
 def names(root: Path) -> set[str]:

@@ -9,8 +9,7 @@ import torch
 from saved_state import about, of_every_kind, same, tensors
 from torch import Tensor
 
-from vpipe.checkpoint import shards
-from vpipe.checkpoint.load import load_tensors
+from vpipe.checkpoint import Checkpoint, shards
 from vpipe.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from vpipe.checkpoint.save import save_checkpoint
 from vpipe.errors import UserError
@@ -18,7 +17,7 @@ from vpipe.errors import UserError
 
 def read_all(folder: Path) -> dict[str, Tensor]:
     manifest = Manifest.load(folder)
-    return load_tensors(folder, manifest, manifest.tensors)
+    return Checkpoint(folder, manifest).tensors(manifest.tensors)
 
 
 @pytest.mark.parametrize("state", [tensors, of_every_kind, dict], ids=["of every sort", "of every kind", "none at all"])
@@ -61,28 +60,28 @@ def test_only_the_files_that_are_wanted_are_looked_at(tmp_path: Path, monkeypatc
     manifest = Manifest.load(tmp_path / "mine")
     (tmp_path / "mine" / manifest.tensors["model.b.mask"].file).unlink()
     heard: list[tuple[int, int]] = []
-    found = load_tensors(tmp_path / "mine", manifest, ["model.a.row"],
+    found = Checkpoint(tmp_path / "mine", manifest).tensors(["model.a.row"],
                          progress=lambda done, total: heard.append((done, total)))
     assert same(found, {"model.a.row": tensors()["model.a.row"]})
     size = manifest.files[manifest.tensors["model.a.row"].file].bytes
     assert heard == [(size, size)]
     with pytest.raises(UserError, match=r"safetensors is missing"):
-        load_tensors(tmp_path / "mine", manifest, ["model.b.mask"])
+        Checkpoint(tmp_path / "mine", manifest).tensors(["model.b.mask"])
 
 
 def test_a_name_that_is_not_there_is_told(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "mine", about(1), tensors())
     with pytest.raises(UserError, match=r"has no 'model.x', nor 1 more that .*\nhint: it has 11 tensors"):
-        load_tensors(tmp_path / "mine", Manifest.load(tmp_path / "mine"), ["model.a.row", "model.x", "model.y"])
+        Checkpoint(tmp_path / "mine", Manifest.load(tmp_path / "mine")).tensors(["model.a.row", "model.x", "model.y"])
 
 
 def test_a_file_that_is_no_safetensors_is_refused_though_its_sum_is_right(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "mine", about(1), tensors())
     path, manifest = tmp_path / "mine" / "rank0.safetensors", Manifest.load(tmp_path / "mine")
     path.write_bytes(b"nonsense")
-    facts = {path.name: FileEntry(8, shards.sha256_of(path))}
+    facts = {path.name: FileEntry.of(path)}
     with pytest.raises(UserError, match=r"cannot read the checkpoint '.*mine': "):
-        load_tensors(tmp_path / "mine", Manifest.build(about(1), manifest.tensors, facts), ["model.a.row"])
+        Checkpoint(tmp_path / "mine", Manifest.build(about(1), manifest.tensors, facts)).tensors(["model.a.row"])
 
 
 @pytest.mark.parametrize("odd", [torch.zeros(2, dtype=torch.complex128), torch.eye(2).to_sparse()],
@@ -103,6 +102,6 @@ def test_a_manifest_that_says_another_shape_is_refused(tmp_path: Path, stored: T
     manifest = Manifest.load(tmp_path / "mine")
     other = Manifest.build(manifest, {**manifest.tensors, "model.a.row": stored}, manifest.files)
     with pytest.raises(UserError, match=f"rank0.safetensors holds 'model.a.row' {says}"):
-        load_tensors(tmp_path / "mine", other, ["model.a.row"])
+        Checkpoint(tmp_path / "mine", other).tensors(["model.a.row"])
 
 

@@ -16,7 +16,8 @@ from vpipe.app.families.bert import bert_from_settings
 from vpipe.app.families.registry import Family, ModelSettings, family_named
 from vpipe.errors import UserError
 from vpipe.extras.legacy.vpipe_stage_files import MatchedWeights, find_stage_files, match_weights, read_stage_files
-from vpipe.model.layer import Layer, Model
+from vpipe.model.layer import Layer
+from vpipe.model.model import Model
 
 SETTINGS = ModelSettings(50, tie_weights=False, overrides={
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40,

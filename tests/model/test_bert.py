@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vpipe.app.families.bert import BertConfig, BertHead, bert, bert_from_settings, config_from_settings
 from vpipe.app.families.registry import ModelSettings
 from vpipe.errors import UserError
-from vpipe.model.layer import Model
+from vpipe.model.model import Model
 
 SMALL = BertConfig(vocab_size=50, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
                    max_position_embeddings=16)

@@ -20,8 +20,7 @@ from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.app.families.transformer import attention
 from vpipe.app.train.model_section import model_settings
 from vpipe.errors import UserError
-from vpipe.model.layer import Model
-from vpipe.model.split import parameter_counts
+from vpipe.model.model import Model
 from vpipe.testing import TrainingRecipe, flush_oracle
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -135,7 +134,7 @@ def test_presets_have_the_published_sizes_and_flops(family: str, preset: str | N
                                                     count: int) -> None:
     found, settings = family_named(family), ModelSettings(vocab_size, preset=preset, sequence_length=512)
     model = found.factory(settings)
-    counts = parameter_counts(model)
+    counts = model.parameter_counts()
     assert (len(model), sum(counts)) == (layers, count)
     # 6N + 12 L H Q T: N has the word embeddings once, tied or not, and no positions (Chowdhery et al., appendix B).
     config = {"n_positions": 0} | (found.huggingface.config(settings) if found.huggingface else {})
@@ -153,7 +152,7 @@ def test_presets_have_the_published_sizes_and_flops(family: str, preset: str | N
 def test_berts_flops_spread_the_head_over_the_sample() -> None:
     found, settings = family_named("bert"), ModelSettings(30522, preset="base", sequence_length=128)
     assert found.flops is not None
-    flops, counts, h = found.flops(settings), parameter_counts(found.factory(settings)), 768
+    flops, counts, h = found.flops(settings), found.factory(settings).parameter_counts(), 768
     assert flops[1] == 2 * counts[1]
     assert flops[2] == 2 * counts[2] + 4 * h * 128
     assert flops[0] - flops[2] == 2 * 2 * h, "the norm of the embeddings"
@@ -316,4 +315,4 @@ def test_settings_go_before_the_config_file() -> None:
     assert len(model_of("gpt", sequence_length=2048, preset="small", overrides={})) == 25
     assert LlamaConfig(num_attention_heads=8, hidden_size=64).groups == 8
     shared = ModelSettings(50, hidden_size=64, num_layers=1, num_heads=8, num_kv_heads=2, preset="1b")
-    assert parameter_counts(family_named("llama").factory(shared))[0] == 50 * 64 + 64 + 64 * (64 + 16 + 16 + 64)
+    assert family_named("llama").factory(shared).parameter_counts()[0] == 50 * 64 + 64 + 64 * (64 + 16 + 16 + 64)

@@ -30,10 +30,10 @@ from vpipe.extras.generation.generate import (
     chooser,
     decode,
     fill_masks,
-    load_weights,
 )
 from vpipe.extras.translation.model import TranslationConfig, translation
-from vpipe.model.layer import Layer, Model
+from vpipe.model.layer import Layer
+from vpipe.model.model import Model
 
 GPT = gpt(GptConfig(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3))
 LLAMA = llama(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
@@ -262,17 +262,17 @@ def test_weights_that_are_lost_are_named() -> None:
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_weights_are_loaded_for_all_layers_or_some(model: Model) -> None:
     weights, whole = weights_of(model, 3), model.materialize(3).eval()
-    loaded = {"all": load_weights(model, weights, 0), "drawn": load_weights(model, weights, 0, draw=True)}
+    loaded = {"all": model.with_weights(weights, 0), "drawn": model.with_weights(weights, 0, draw=True)}
     for modules in loaded.values():
         assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in modules.state_dict().items())
-    last = load_weights(model, weights, 0, layers=range(3, 5))
+    last = model.with_weights(weights, 0, layers=range(3, 5))
     assert set(last) == {"block1.mlp", "head"}
     assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in last.state_dict().items())
 
 
 def test_bert_gives_the_probabilities_of_masked_words_and_continues_nothing() -> None:
     model = bert(BertConfig.preset("tiny", vocab_size=40, hidden_size=16, max_position_embeddings=16))
-    modules = load_weights(model, weights_of(model, 3), 0)
+    modules = model.with_weights(weights_of(model, 3), 0)
     found = fill_masks(model, modules, [2, 4, 9, 4, 3], [1, 3], 38)
     assert found.shape == (2, 38)
     assert torch.allclose(found.sum(1), torch.ones(2, dtype=found.dtype))
@@ -280,4 +280,4 @@ def test_bert_gives_the_probabilities_of_masked_words_and_continues_nothing() ->
     with pytest.raises(UserError, match="does not predict the next token"):
         DecoderModel(model)
     with pytest.raises(UserError, match="does not predict masked tokens"):
-        fill_masks(GPT, load_weights(GPT, weights_of(GPT, 0), 0), [1], [0], 40)
+        fill_masks(GPT, GPT.with_weights(weights_of(GPT, 0), 0), [1], [0], 40)

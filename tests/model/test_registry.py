@@ -11,7 +11,7 @@ from vpipe.app.families import registry
 from vpipe.app.families.bert import bert_from_settings
 from vpipe.app.families.registry import ModelSettings, model_named, model_names, register_model
 from vpipe.errors import UserError
-from vpipe.model.layer import Model
+from vpipe.model.model import Model
 
 
 def test_registry_finds_built_in_families_and_names_the_nearest() -> None:

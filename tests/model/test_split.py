@@ -13,7 +13,7 @@ from torch import nn
 
 from vpipe import Layer, Model
 from vpipe.errors import UserError
-from vpipe.model.split import StageSpec, alive, balanced, parameter_counts, resolve_tie, split, ties_between
+from vpipe.model.split import StageSpec, balanced, owner_of, ties_between
 
 
 def linear() -> nn.Module:
@@ -30,24 +30,24 @@ SKIPPING = Model([layer("a", "ids", "h skip mask"), layer("b", "h", "h"), layer(
 
 
 def test_tensors_live_from_where_they_are_written_to_where_they_are_last_read() -> None:
-    assert [alive(SKIPPING, cut) for cut in range(7)] == [
+    assert [SKIPPING.crossing(cut) for cut in range(7)] == [
         (), ("h", "mask", "skip"), ("h", "mask", "skip"), ("h", "skip"), ("g", "h"), ("h",), ()]
 
 
 def test_a_name_written_again_is_another_tensor() -> None:
     model = Model([layer("a", "x", "h old"), layer("b", "old", "h"), layer("c", "h", "old"),
                    layer("d", "old", "loss")], ("x",))
-    assert [alive(model, cut) for cut in (1, 2, 3)] == [("old",), ("h",), ("old",)]
+    assert [model.crossing(cut) for cut in (1, 2, 3)] == [("old",), ("h",), ("old",)]
 
 
 def test_a_layer_that_reads_and_rewrites_a_name_keeps_it_alive() -> None:
     model = Model([layer("a", "x", "h k"), layer("b", "h", "h"), layer("c", "h k", "h k"), layer("d", "k", "loss")],
                   ("x",))
-    assert [alive(model, cut) for cut in (1, 2, 3)] == [("h", "k"), ("h", "k"), ("k",)]
+    assert [model.crossing(cut) for cut in (1, 2, 3)] == [("h", "k"), ("h", "k"), ("k",)]
 
 
 def test_a_stage_knows_its_layers_tensors_and_fields() -> None:
-    assert split(SKIPPING, [2, 1, 2, 1]) == (
+    assert SKIPPING.split([2, 1, 2, 1]) == (
         StageSpec(0, range(0, 2), (), ("h", "mask", "skip"), ("ids",), {}),
         StageSpec(1, range(2, 3), ("h", "mask", "skip"), ("h", "skip"), (), {}),
         StageSpec(2, range(3, 5), ("h", "skip"), ("h",), (), {}),
@@ -56,13 +56,13 @@ def test_a_stage_knows_its_layers_tensors_and_fields() -> None:
 
 def test_outputs_of_a_stage_are_the_inputs_of_the_next() -> None:
     for sizes in compositions(6):
-        specs = split(SKIPPING, sizes)
+        specs = SKIPPING.split(sizes)
         assert all(a.outputs == b.inputs for a, b in pairwise(specs))
 
 
 def test_fields_go_to_every_stage_that_reads_them_in_the_order_of_the_batch() -> None:
     model = Model([layer("a", "y x", "h"), layer("b", "h x", "h"), layer("c", "h y", "loss")], ("x", "y"))
-    assert [spec.fields for spec in split(model, [1, 1, 1])] == [("x", "y"), ("x",), ("y",)]
+    assert [spec.fields for spec in model.split([1, 1, 1])] == [("x", "y"), ("x",), ("y",)]
 
 
 # -- ties ----------------------------------------------------------------------------------------------
@@ -73,9 +73,9 @@ TIED = Model([layer("a", "x", "h"), layer("b", "h", "h"), layer("c", "h", "h", w
 
 
 def test_a_tie_of_a_tie_leads_to_the_owner() -> None:
-    assert resolve_tie(TIED, "c.weight") == resolve_tie(TIED, "a.weight") == "a.weight"
-    assert resolve_tie(TIED, "d.bias") == "b.bias"
-    assert resolve_tie(TIED, "c.bias") == "c.bias"
+    assert TIED.ties == {"c.weight": "a.weight", "d.weight": "a.weight", "d.bias": "b.bias", "e.weight": "a.weight"}
+    assert owner_of(TIED.layers, "a.weight") == "a.weight"
+    assert owner_of(TIED.layers, "c.bias") == "c.bias"
 
 
 @pytest.mark.parametrize(("partition", "borrowed", "ties"), [
@@ -90,7 +90,7 @@ def test_a_tie_of_a_tie_leads_to_the_owner() -> None:
 def test_a_weight_tied_across_stages_is_borrowed_from_the_first_that_uses_it(
         partition: list[int], borrowed: list[dict[str, tuple[int, str]]],
         ties: dict[int, dict[int, tuple[str, ...]]]) -> None:
-    specs = split(TIED, partition)
+    specs = TIED.split(partition)
     assert [spec.borrowed for spec in specs] == borrowed
     assert ties_between(specs) == ties
 
@@ -110,13 +110,13 @@ def test_a_weight_tied_across_stages_is_borrowed_from_the_first_that_uses_it(
          "hint: change it by +6 so that it adds up to 6")])
 def test_a_partition_that_does_not_fit_says_both_numbers(partition: list[int], text: str) -> None:
     with pytest.raises(UserError) as error:
-        split(SKIPPING, partition)
+        SKIPPING.split(partition)
     assert str(error.value) == text
 
 
 def test_one_layer_is_no_layers() -> None:
     with pytest.raises(UserError, match="2 stages, but the model has only 1 layer\nhint: use at most 1 stage"):
-        split(Model([Layer("only", nn.Identity, ("x",), ("loss",))], ("x",)), [1, 1])
+        Model([Layer("only", nn.Identity, ("x",), ("loss",))], ("x",)).split([1, 1])
     with pytest.raises(UserError, match="2 stages, but the model has only 1 layer\nhint: use 1 stage"):
         balanced([1], 2)
 
@@ -129,8 +129,8 @@ def test_parameters_are_counted_where_they_are_owned_and_without_memory() -> Non
         return nn.Linear(10**6, 10**6)  # 4 TB
 
     model = Model([Layer("a", huge, ("x",)), Layer("b", huge, ("h",), ("loss",), ties={"weight": "a.weight"})], ("x",))
-    assert parameter_counts(model) == [10**12 + 10**6, 10**6]
-    assert parameter_counts(TIED) == [16, 16, 4, 0, 4]
+    assert model.parameter_counts() == [10**12 + 10**6, 10**6]
+    assert TIED.parameter_counts() == [16, 16, 4, 0, 4]
     assert torch.empty(0).device.type == "cpu"
 
 

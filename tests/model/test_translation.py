@@ -23,8 +23,8 @@ from vpipe.extras.translation.model import (
     sinusoids,
     translation_from_settings,
 )
-from vpipe.model.layer import Layer, Model
-from vpipe.model.split import alive, parameter_counts, split
+from vpipe.model.layer import Layer
+from vpipe.model.model import Model
 
 SIZES: dict[str, Any] = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 3,
                          "decoder_attention_heads": 3, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40}
@@ -105,7 +105,7 @@ def test_chained_layers_compute_torchs_transformer(pre_norm: bool) -> None:
 def test_presets_have_the_published_sizes(preset: str | None, layers: int, count: int) -> None:
     """65 and 213 million in table 3, with a vocabulary of about 37,000 tokens and other biases."""
     found, settings = family_named("translation"), ModelSettings(37000, preset, sequence_length=128)
-    counts = parameter_counts(found.factory(settings))
+    counts = found.factory(settings).parameter_counts()
     assert (len(counts), sum(counts)) == (layers, count)
     assert found.flops is not None
     flops, hidden = found.flops(settings), 1024 if preset == "big" else 512
@@ -130,9 +130,9 @@ def test_layers_and_what_crosses_each_cut() -> None:
         "encoder0.attention", "encoder0.mlp", "encoder1.attention", "encoder1.mlp", "decoder0.attention",
         "decoder0.cross_attention", "decoder0.mlp", "decoder1.attention", "decoder1.cross_attention", "decoder1.mlp",
         "head"]
-    assert [alive(model, cut) for cut in range(1, 11)] == [
+    assert [model.crossing(cut) for cut in range(1, 11)] == [
         *[("h",)] * 3, ("memory",), *[("h", "memory")] * 4, ("h",), ("h",)]
-    assert [spec.fields for spec in split(model, [4, 3, 4])] == [
+    assert [spec.fields for spec in model.split([4, 3, 4])] == [
         ("source_ids", "source_mask"), ("source_mask", "target_ids"), ("source_mask", "labels")]
 
 

@@ -26,7 +26,7 @@ from mutations import mutated, mutated_bytes
 from vpipe.app.config.config import load_config
 from vpipe.app.data.bert_samples import SHAPES, STORAGE, shape_of
 from vpipe.app.data.code_search_net import jsonl_files, read_functions
-from vpipe.checkpoint.load import load_tensors
+from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import MANIFEST, CheckpointInfo, Manifest, _checksum
 from vpipe.checkpoint.shards import write_shards
 from vpipe.description.cut import Cut
@@ -173,7 +173,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load_all(folder: Path) -> None:
     manifest = Manifest.load(folder)
-    load_tensors(folder, manifest, manifest.tensors)
+    Checkpoint(folder, manifest).tensors(manifest.tensors)
 
 
 def sealed(content: Any) -> str:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from profiles import KIB, any_profile, layer, profile, transformer
 
 from vpipe import Asynchronous, Cut, Order
-from vpipe.description.order import order_of
 from vpipe.description.recompute import Recompute
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction
@@ -36,7 +35,7 @@ def equal(layers: int = 4, *, step_s: float = 0.0, cores: int | None = None) -> 
 
 def taken(made: Profile, name: str, recompute: Recompute = 0.0, update_every: int | None = None) -> Prediction:
     """One layer per stage, 8 microbatches."""
-    order = order_of(name, update_every=update_every)
+    order = Order.of(name, update_every=update_every)
     return predict(made, Plan(Cut((1,) * len(made.layers), recompute), order, microbatches=8)).prediction
 
 

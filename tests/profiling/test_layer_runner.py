@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from vpipe import Layer, Model
 from vpipe.app.train.optimizers import OptimizerSettings
 from vpipe.description.precision import Precision
-from vpipe.model.split import StageSpec, alive, split
+from vpipe.model.split import StageSpec
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
 from vpipe.plan.stage_costs import stage_memory
 from vpipe.profiling.layer_runner import (
@@ -158,7 +158,7 @@ def flowing(model: Model, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """Before every layer, the tensors that are alive."""
     now: dict[str, Tensor] = {}
     found = [now]
-    for spec in split(model, [1] * len(model)):
+    for spec in model.split([1] * len(model)):
         stage = Stage(model, spec, seed=0, device=CPU, recomputed=())
         outputs, _ = stage.forward([now[name] for name in spec.inputs], batch, (0, 0), {})
         now = dict(zip(spec.outputs, outputs, strict=True))
@@ -169,8 +169,8 @@ def flowing(model: Model, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 def really_kept(model: Model, layers: range, dropped: tuple[int, ...], tensors: dict[str, Tensor],
                 batch: dict[str, Tensor]) -> int:
     last = layers.stop == len(model)
-    inputs = alive(model, layers.start)
-    spec = StageSpec(0, layers, inputs, ("loss",) if last else alive(model, layers.stop),
+    inputs = model.crossing(layers.start)
+    spec = StageSpec(0, layers, inputs, ("loss",) if last else model.crossing(layers.stop),
                      tuple(f for f in model.batch if any(f in model.layers[i].inputs for i in layers)), {})
     stage = Stage(model, spec, seed=0, device=CPU, recomputed=dropped)
     kept = ActivationCounter()

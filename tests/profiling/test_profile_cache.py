@@ -20,7 +20,8 @@ from vpipe.app.train import planning
 from vpipe.app.train.job import check_plan, microbatch_of
 from vpipe.app.train.planning import identity_of, profile_job
 from vpipe.errors import UserError
-from vpipe.model.layer import Layer, Model
+from vpipe.model.layer import Layer
+from vpipe.model.model import Model
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.profiling.cache import cached, load_by_digest, profile_path, store

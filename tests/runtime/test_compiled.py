@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from vpipe import Cut, Execution, Layer, Model, Pipeline, Update
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.compiled import check_compiled, compiled_model
+from vpipe.runtime.compiled import check_compiled
 from vpipe.schedules.action import Op
 from vpipe.schedules.build import build
 from vpipe.schedules.registry import recipe_named
@@ -29,6 +29,7 @@ from vpipe.testing import (
     flush_oracle,
     version_rule,
 )
+from vpipe.testing.reference_model import compiled_model
 
 # Dynamo reads the gradient of every input that it sees.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")

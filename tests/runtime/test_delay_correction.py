@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.app.train.optimizers import OptimizerSettings
-from vpipe.app.weights.export import weights_of
+from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.runtime import delay_correction
@@ -229,7 +229,7 @@ def test_a_parameter_of_any_kind_is_uncorrected_under_all_of_its_names(tmp_path:
     assert {name for name in state if torch.equal(plain[name], state[name])} == {"0.empty", "1.empty"}
     assert torch.equal(plain["0.first.weight"], plain["0.second.weight"])
     pipe.save(tmp_path / "saved")
-    same_bits(weights_of(tmp_path / "saved", Manifest.load(tmp_path / "saved"), corrected=False), plain)
+    same_bits(Checkpoint(tmp_path / "saved", Manifest.load(tmp_path / "saved")).weights(corrected=False), plain)
 
 
 def plain_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -284,7 +284,7 @@ def test_loaded_under_another_delay_the_weights_without_the_look_ahead_stay(tmp_
     same_bits(second.state_dict(corrected=False), plain_weights(run.tensors))
     second.save(tmp_path / "second")
     if "delay_correction" in then:
-        same_bits(weights_of(tmp_path / "second", Manifest.load(tmp_path / "second"), corrected=False),
+        same_bits(Checkpoint(tmp_path / "second", Manifest.load(tmp_path / "second")).weights(corrected=False),
                   plain_weights(run.tensors))
 
 
@@ -325,7 +325,7 @@ def test_a_checkpoint_that_does_not_state_its_factors_says_so(tmp_path: Path, th
     assert_same(second, steps, oracle(rich_model(), batches[2:], how, second,
                                       InitialState(position.steps, position.microbatches, 0, tensors)))
     with pytest.raises(UserError, match=r"not say by which factor 12 parameters, such as 'embed\.word\.weight', look"):
-        weights_of(tmp_path / "old", Manifest.load(tmp_path / "old"), corrected=False)
+        Checkpoint(tmp_path / "old", Manifest.load(tmp_path / "old")).weights(corrected=False)
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:

@@ -9,7 +9,7 @@ from models import rich_batches, rich_model
 from test_exact_in_every_precision import assert_same, oracle, pipeline, pushed, pushed_model, recipe
 
 from vpipe.app.train.optimizers import MATRIX_OPTIMIZERS, OptimizerSettings, hidden_matrices
-from vpipe.model.layer import Model
+from vpipe.model.model import Model
 
 NAMES = ("nadam", "muon", "soap")
 

@@ -15,7 +15,7 @@ from test_exact import AdamW, decay
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
-from vpipe.runtime.state_dict import Position
+from vpipe.checkpoint.manifest import Position
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.registry import recipe_named
 from vpipe.testing import (

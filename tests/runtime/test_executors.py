@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import executor_jobs
 import jobs
@@ -19,8 +19,7 @@ from pipelines import parts
 from torch import Tensor, nn
 from world import World
 
-from vpipe import Layer, Model, Pipeline
-from vpipe.description.execution import EXECUTORS
+from vpipe import Execution, Layer, Model, Pipeline
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.executors import async_threaded as threaded
@@ -40,7 +39,7 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_all_executors_give_the_same_bits(run: Mapping[str, Any]) -> None:
     expected, *others = (jobs.train(schedule="gpipe", microbatches=4, batches=2, executor=executor, **run)
-                         for executor in EXECUTORS)
+                         for executor in get_args(Execution.Executor))
     assert others == [expected] * 2
 
 

@@ -21,12 +21,10 @@ from vpipe.extras.generation.generate import (
     StageDecoder,
     Text,
     decode,
-    load_weights,
 )
 from vpipe.extras.generation.pipelined import GenerationRank, in_flight
 from vpipe.extras.translation.model import TranslationConfig, translation
-from vpipe.model.layer import Model
-from vpipe.model.split import split
+from vpipe.model.model import Model
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, TensorSpec, TransferKey
 
 GPT = gpt(GptConfig(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3))
@@ -80,9 +78,9 @@ def ring(model: Model, partition: list[int], requests: list[Request]) -> list[Ge
     mailbox: Mailbox = {}
     failures: list[Exception] = []
     decoder = DecoderModel(model)
-    return [GenerationRank(StageDecoder(decoder, load_weights(model, weights, 0, layers=spec.layers), 16, spec.layers),
+    return [GenerationRank(StageDecoder(decoder, model.with_weights(weights, 0, layers=spec.layers), 16, spec.layers),
                            WaitingTransport(spec.index, mailbox, failures), len(partition), requests)
-            for spec in split(model, partition)]
+            for spec in model.split(partition)]
 
 
 def alone(model: Model, request: Request) -> list[Chosen]:

@@ -15,8 +15,7 @@ import torch
 from models import rich_batches
 from world import World
 
-from vpipe.checkpoint.integrity import find_damage
-from vpipe.checkpoint.load import load_tensors
+from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import Manifest, TensorEntry
 from vpipe.errors import UserError
 
@@ -29,7 +28,7 @@ RUN: dict[str, Any] = {"microbatches": 4, "grad_clip": 0.5, "batches": 7}
 def tensors_of(folder: Path) -> dict[str, Any]:
     """What the files hold, without regard to which rank wrote it."""
     manifest = Manifest.load(folder)
-    return jobs.fingerprint(dict(sorted(load_tensors(folder, manifest, manifest.tensors).items())))
+    return jobs.fingerprint(dict(sorted(Checkpoint(folder, manifest).tensors(manifest.tensors).items())))
 
 
 def here(**arguments: Any) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def test_stretches_in_turn_over_gloo_and_in_process(world: World, tmp_path: Path
     ours, theirs = (Manifest.load(folder).arrangement for folder in (last, tmp_path / "whole"))
     assert [ours.get(key) for key in ("optimizers", "optimizer_of")] == [
         theirs.get(key) for key in ("optimizers", "optimizer_of")]
-    assert not find_damage(last)
+    assert not Checkpoint.open(last).damage()
 
 
 def gloo(world: World) -> Callable[..., dict[str, Any]]:

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Layer, Model, Pipeline
+from vpipe.checkpoint.manifest import Position
 from vpipe.description.precision import Precision
 from vpipe.errors import UserError
-from vpipe.model.split import split
 from vpipe.runtime import loss_scaler as scaling
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.state_dict import Position
 
 WORDS, WIDTH, SAMPLES = 12, 8, 8
 BF16 = torch.bfloat16
@@ -324,7 +323,7 @@ def test_two_halves_equal_the_whole_under_autocast(name: str, precision: str) ->
     built, dtype = halves.between(Layer("a", build)), Precision(precision).dtype
 
     def stage() -> Stage:
-        return Stage(built, split(built, [1, 1, 1])[1], seed=1, device=torch.device("cpu"), recomputed=(),
+        return Stage(built, built.split([1, 1, 1])[1], seed=1, device=torch.device("cpu"), recomputed=(),
                      precision=Precision(precision))
 
     given = [([t.detach().to(dtype).requires_grad_() for t in received], fields)

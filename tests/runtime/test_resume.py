@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
+from vpipe.checkpoint.manifest import Position
 from vpipe.errors import UserError
-from vpipe.runtime.state_dict import Position
 from vpipe.runtime.step_results import Step
 from vpipe.testing import InitialState, TrainingRecipe, asynchronous_oracle, flush_oracle, version_rule
 

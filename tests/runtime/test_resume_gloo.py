@@ -15,7 +15,7 @@ from vpipe.app.config.config import load_config
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.app.train.resume import ResumePoint, find_resume_point, prepare_run, resumed_config
-from vpipe.checkpoint.load import load_tensors
+from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import Manifest
 
 CHANGES = {"checkpoint__every_steps": 3, "training__max_steps": 8, "checkpoint__at_end": True,
@@ -57,7 +57,7 @@ def check_equal(one: Path, other: Path) -> None:
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     manifest = Manifest.load(folder)
-    return load_tensors(folder, manifest, manifest.tensors)
+    return Checkpoint(folder, manifest).tensors(manifest.tensors)
 
 
 def test_with_a_flush_four_ranks_go_on_with_a_run_of_one_stage_and_back(world: World, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.accelerator import generators_of
 from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import UserError
-from vpipe.model.split import split
 from vpipe.runtime.stage import Stage
 from vpipe.testing import TrainingRecipe, flush_oracle
 
@@ -27,7 +26,7 @@ IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 
 def stage_of(model: Model, partition: Sequence[int], index: int = 0, recompute: float = 0.0) -> Stage:
     recomputed = recomputed_layers([recompute if stage == index else 0 for stage in range(len(partition))], partition)
-    return Stage(model, split(model, partition)[index], seed=1, device=torch.device("cpu"),
+    return Stage(model, model.split(partition)[index], seed=1, device=torch.device("cpu"),
                  recomputed=recomputed[index])
 
 
@@ -74,7 +73,7 @@ def masked(gpu: int, recompute: float, monkeypatch: pytest.MonkeyPatch) -> list[
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(nn.Module, "to", lambda module, device: module)
     model = between(Layer("drop", partial(DropOnGpu, gpu)), Layer("linear", partial(nn.Linear, 12, 12)))
-    stage = Stage(model, split(model, [1, 2, 1])[1], seed=1, device=torch.device("cuda", gpu),
+    stage = Stage(model, model.split([1, 2, 1])[1], seed=1, device=torch.device("cuda", gpu),
                   recomputed=recomputed_layers([0, recompute, 0], [1, 2, 1])[1])
     before = [generator.get_state() for generator in torch.cuda.default_generators]
     made = [t for m in range(3) for part in trained(stage, [hidden()], {}, (0, m)) for t in part]
@@ -186,7 +185,7 @@ def test_the_layers_that_are_named_are_recomputed(recomputed: set[int]) -> None:
         return build
 
     model = between(*(Layer(f"raw{i}", counting(i)) for i in range(1, 5)))
-    stage = Stage(model, split(model, [1, 4, 1])[1], seed=1, device=torch.device("cpu"), recomputed=recomputed)
+    stage = Stage(model, model.split([1, 4, 1])[1], seed=1, device=torch.device("cpu"), recomputed=recomputed)
     trained(stage, [hidden()], {})
     assert [runs[i] for i in range(1, 5)] == [1 + (i in recomputed) for i in range(1, 5)]
 

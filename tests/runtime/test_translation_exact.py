@@ -18,7 +18,6 @@ from world import World
 from vpipe import Cut, Execution, Model, Pipeline, Update
 from vpipe.app.families.registry import ModelSettings
 from vpipe.extras.translation.model import TranslationOptions, translation_from_settings
-from vpipe.model.layer import NO_LABEL
 from vpipe.schedules.registry import recipe_named, schedule_names
 from vpipe.testing import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle, version_rule
 
@@ -47,7 +46,7 @@ def batches(samples: int = MICROBATCHES, lengths: Sequence[tuple[int, int]] = LE
             return torch.arange(length) < ends
 
         mask, labels, words = there(source), ids(target), ids(source)
-        labels[~there(target)] = NO_LABEL
+        labels[~there(target)] = Model.NO_LABEL
         shifted = torch.cat((torch.zeros(samples, 1, dtype=torch.int64), labels[:, :-1].clamp(min=0)), 1)
         found.append({"source_ids": words * mask, "source_mask": mask.long(), "target_ids": shifted, "labels": labels})
     return found
@@ -154,5 +153,5 @@ def test_an_evaluation_is_the_mean_over_tokens_without_smoothing() -> None:
                 tensors[layer.outputs[0]] = modules[layer.name](*(tensors[name] for name in layer.inputs))
             logits = modules["head"].scores(tensors["h"]).flatten(0, 1)
         total += float(torch.nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum"))
-        tokens += int((batch["labels"] != NO_LABEL).sum())
+        tokens += int((batch["labels"] != Model.NO_LABEL).sum())
     assert loss == pytest.approx(total / tokens, rel=16 * torch.finfo(torch.float32).eps)

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from vpipe import Layer, Model
 from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import RunError
-from vpipe.model.split import split
 from vpipe.runtime.activations import Record
 from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage import Stage
@@ -144,7 +143,7 @@ def between(*layers: Layer) -> Model:
 
 def stage_of(model: Model, partition: Sequence[int], index: int, recompute: float = 0.0) -> Stage:
     recomputed = recomputed_layers([recompute if stage == index else 0 for stage in range(len(partition))], partition)
-    return Stage(model, split(model, partition)[index], seed=1, device=torch.device("cpu"),
+    return Stage(model, model.split(partition)[index], seed=1, device=torch.device("cpu"),
                  recomputed=recomputed[index])
 
 

@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from small_run import only_run, write_config
 from torch import Tensor
 
+from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.directory import Checkpoints
-from vpipe.checkpoint.integrity import find_damage
 from vpipe.checkpoint.manifest import Manifest
 
 RANKS = 3
@@ -188,7 +188,7 @@ class Run:
         found = [*self.path.rglob("*"), *self.checkpoints.root.rglob("*")]
         assert not [path for path in found if re.search(r"\.(tmp|old|part)", path.name)]
         for checkpoint in self.checkpoints.all():
-            assert not find_damage(checkpoint)
+            assert not Checkpoint.open(checkpoint).damage()
         assert (self.checkpoints.root / "latest").read_text().strip() == self.checkpoints.newest().name
 
     def check_equals(self, other: Run) -> None:

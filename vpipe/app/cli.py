@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from vpipe.plugins import import_files
 
         if options.new_output:
-            from vpipe.checkpoint.directory import check_free
+            from vpipe.app.weights import check_free
 
             check_free(options.output)
         if options.module != "vpipe.app.commands.train":  # its ranks report an error together

@@ -17,14 +17,8 @@ from pathlib import Path
 from vpipe.checkpoint.manifest import MANIFEST
 from vpipe.errors import UserError
 
-FOLDER = "checkpoints"
-"""Of a run's folder."""
-
 LATEST = "latest"
 """A file with the name of the newest checkpoint, for scripts and people."""
-
-PROBE = "seen-by-all-"
-"""Prefix of the file that shows whether all hosts see the folder; it exists for a moment."""
 
 _NAME = re.compile(r"step-(\d+)(\.old)?", re.ASCII)
 _PARTIAL = re.compile(r"step-\d+\.tmp", re.ASCII)
@@ -33,8 +27,38 @@ _PARTIAL = re.compile(r"step-\d+\.tmp", re.ASCII)
 class Checkpoints:
     """The checkpoints of one run, in the folder ``root``, which need not exist."""
 
+    FOLDER = "checkpoints"
+    """Name of the folder within that of a run."""
+
+    PROBE = "seen-by-all-"
+    """Prefix of the file that shows whether all hosts see the folder; it exists for a moment."""
+
     def __init__(self, root: Path) -> None:
         self.root = root
+
+    @staticmethod
+    def find(path: Path, resume_hint: Callable[[Path], str] | None = None) -> Path:
+        """Return the newest checkpoint in a run's folder or a folder of checkpoints, or the one that ``path`` is.
+
+        Args:
+            resume_hint: returns how to resume from another one; a command line when None.
+
+        Raises:
+            UserError: there is none.
+        """
+        return _find_or_refuse(path, resume_hint or resume_command)
+
+    @staticmethod
+    def is_one(path: Path) -> bool:
+        """Return whether a folder is a checkpoint."""
+        return (path / MANIFEST).is_file()
+
+    @staticmethod
+    def step_of(path: Path) -> int:
+        """Return after how many steps a checkpoint of a run was saved, by its name."""
+        name = _NAME.fullmatch(path.name)
+        assert name is not None
+        return int(name[1])
 
     def all(self) -> list[Path]:
         """Return all with a final name, the oldest first; also those that lost files since, which reading finds."""
@@ -78,13 +102,13 @@ class Checkpoints:
     def prune(self, keep: int | None) -> None:
         """Remove all but the newest ``keep`` with a manifest; None keeps all. A removal cut short leaves a ``.tmp``."""
         for path in self._with_manifest()[:-keep] if keep else ():
-            _remove(path, self.partial(step_of(path)))
+            _remove(path, self.partial(Checkpoints.step_of(path)))
 
     def clear_leftovers(self) -> None:
         """Remove what interrupted saves have left, but no ``step-N.old`` without a successor. Raises OSError."""
         complete = self.all()
         for path in _entries(self.root):
-            if path.name == f"{LATEST}.tmp" or path.name.startswith(PROBE):
+            if path.name == f"{LATEST}.tmp" or path.name.startswith(self.PROBE):
                 path.unlink()
             elif path.name.startswith("step-") and path.suffix in (".tmp", ".old") and path not in complete:
                 shutil.rmtree(path)
@@ -146,11 +170,7 @@ def resume_command(folder: Path) -> str:
     return f"vpipe train --resume {shlex.quote(str(folder))}"
 
 
-def find_checkpoint(path: Path, resume_hint: Callable[[Path], str] = resume_command) -> Path:
-    """Return the newest checkpoint in a run's folder or a folder of checkpoints, or the one that ``path`` is.
-
-    Raises UserError when there is none; ``resume_hint`` returns how to resume from another one.
-    """
+def _find_or_refuse(path: Path, resume_hint: Callable[[Path], str]) -> Path:
     try:
         found = _find(path)
     except OSError as error:
@@ -167,7 +187,8 @@ def find_checkpoint(path: Path, resume_hint: Callable[[Path], str] = resume_comm
         what = "is a file" if path.exists() else "does not exist"
         raise UserError(f"cannot resume from '{path}': it {what}",
                         hint="give the folder of a run, or one of its checkpoints: RUN/checkpoints/step-N")
-    raise UserError(f"there is no checkpoint in '{path}': neither {MANIFEST}, nor step-N or {FOLDER}/step-N with one",
+    raise UserError(f"there is no checkpoint in '{path}': neither {MANIFEST}, nor step-N or "
+                    f"{Checkpoints.FOLDER}/step-N with one",
                     hint="give the folder of a run that saved a checkpoint; a step-N.tmp is one whose writing was cut "
                          "short")
 
@@ -181,7 +202,7 @@ def _find(path: Path) -> Path | None:
             return folder
     if path.is_dir() and (_NAME.fullmatch(name) or any(path.glob("rank*.safetensors"))):
         return path  # it lost its manifest, which reading finds
-    return Checkpoints(path / FOLDER).newest() or Checkpoints(path).newest()
+    return Checkpoints(path / Checkpoints.FOLDER).newest() or Checkpoints(path).newest()
 
 
 def previous(folder: Path) -> Path | None:
@@ -189,16 +210,8 @@ def previous(folder: Path) -> Path | None:
     name = _NAME.fullmatch(folder.name)
     if name is None:
         return None
-    older = [path for path in Checkpoints(folder.parent).all() if step_of(path) < int(name[1])]
+    older = [path for path in Checkpoints(folder.parent).all() if Checkpoints.step_of(path) < int(name[1])]
     return older[-1] if older else None
-
-
-def check_free(out: Path) -> None:
-    """Raise UserError, before any work is done, when ``out`` exists or its folder does not."""
-    if out.exists():
-        raise UserError(f"'{out}' exists already", hint="name another as -o, or remove it first")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"cannot write '{out}': there is no folder '{out.parent}'", hint="make the folder first")
 
 
 def sync_folder(folder: Path) -> None:
@@ -208,13 +221,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def step_of(path: Path) -> int:
-    """Return after how many steps a checkpoint of a run was saved, by its name."""
-    name = _NAME.fullmatch(path.name)
-    assert name is not None
-    return int(name[1])
 
 
 def _entries(root: Path) -> list[Path]:

@@ -6,16 +6,21 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vpipe.errors import UserError
 from vpipe.files import count_of, parse_json, read_bounded, text_of
 from vpipe.plugins import package_versions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vpipe.model.model import Model
 
 FORMAT = 1
 """Grows when an older vpipe could no longer read what a newer one writes."""
@@ -29,6 +34,25 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e
               "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
               "bool": 1, "complex64": 8}
 """The dtypes that a checkpoint can hold, as torch calls them, with the bytes of one number."""
+
+WEIGHTS = "model."
+"""Begins the names of parameters and buffers of the model."""
+
+SHOWN = 3
+"""Differences between two models that a message names; the others are counted."""
+
+CHUNK_BYTES = 4 << 20
+"""Bytes of a file that are hashed at a time, while other threads of the process can work."""
+
+
+def sha256_of(path: Path, advance: Callable[[int], None] = lambda count: None) -> str:
+    """Return the SHA-256 of a file's content; ``advance`` is called after each piece with its bytes. Raises OSError."""
+    digest, piece = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            digest.update(piece[:count])
+            advance(count)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,26 @@ class FileEntry:
 
     bytes: int
     sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileEntry:
+        """Return those of a file as the disk has it. Raises OSError."""
+        return cls(path.stat().st_size, sha256_of(path))
+
+
+class TensorKind(NamedTuple):
+    """The shape and dtype of a tensor: ``[30522, 256] float32``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: Tensor | TensorEntry) -> TensorKind:
+        """Return those of a tensor, in memory or as a manifest has it."""
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    def __str__(self) -> str:
+        return f"[{', '.join(map(str, self.shape))}] {self.dtype}"
 
 
 def _now() -> str:
@@ -85,6 +129,66 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True)
+class Position:
+    """The position in training at which a checkpoint was made, and a run resumes.
+
+    Attributes:
+        steps: that are done; the next one has this index.
+        microbatches: that are done, counted over all training. Dropout and stochastic rounding follow their number.
+        begun: how many of them are of a batch that is not complete. None: the remainder, as all batches have equally
+            many.
+        samples: of the microbatches that are done.
+    """
+
+    steps: int
+    microbatches: int
+    begun: int | None = None
+    samples: int = 0
+
+    @property
+    def updates(self) -> int:
+        """Return the steps: a step is an update, except between replicas of different widths without a flush."""
+        return self.steps
+
+    def within(self, batch: int) -> int:
+        """Return how many microbatches are done of the incomplete batch, which has ``batch`` of them."""
+        return self.microbatches % batch if self.begun is None else self.begun
+
+    def after(self, steps: int, microbatches: int, samples: int, begun: int) -> Position:
+        """Return the position that many steps, microbatches and samples later."""
+        return Position(self.steps + steps, self.microbatches + microbatches, begun, self.samples + samples)
+
+    def as_numbers(self, batch: int) -> dict[str, int]:
+        """Return the numbers for a manifest that has the steps and samples; ``batch``: microbatches of a batch."""
+        return {"microbatches": self.microbatches, "begun": self.within(batch), "batch": batch}
+
+    @classmethod
+    def from_numbers(cls, steps: int, samples: int, numbers: Mapping[str, Any], batch: int) -> Position:
+        """Return the position from :meth:`as_numbers`, for batches that now have ``batch`` microbatches.
+
+        Raises:
+            UserError: it does not fall between two of these microbatches, or is not known.
+        """
+        if not steps:  # weights from elsewhere
+            return cls(0, 0)
+        found = [numbers.get(key) for key in ("microbatches", "begun", "batch")]
+        done, begun, then = (count if type(count) is int and count >= 0 else -1 for count in found)
+        if not (0 <= begun < then and begun <= done):
+            raise UserError(f"the checkpoint of step {steps} does not say how many microbatches are done: it has "
+                            + ", ".join(f"{key} {numbers.get(key)!r}" for key in ("microbatches", "begun", "batch")),
+                            hint="it was not made by vpipe train or Pipeline.save")
+        scaled = []
+        for microbatches in (done, begun):
+            count, left = divmod(microbatches * batch, then)
+            if left:
+                raise UserError(f"the checkpoint is of a run with {then} microbatches per batch, and was made after "
+                                f"{begun} of them: with {batch} that is within one",
+                                hint=f"go on with {then} microbatches per batch, or from another checkpoint")
+            scaled.append(count)
+        return cls(steps, scaled[0], scaled[1], samples)
+
+
+@dataclass(frozen=True)
 class Manifest(CheckpointInfo):
     """All of ``checkpoint.json``: ``tensors`` by global name, ``files`` of the same folder by name."""
 
@@ -101,6 +205,44 @@ class Manifest(CheckpointInfo):
     def bytes(self) -> int:
         """Return the bytes of all files."""
         return sum(file.bytes for file in self.files.values())
+
+    def check_compatible(self, model: Model, hint: str = "resume with the model section of the checkpoint's own config:"
+                         " vpipe checkpoint show prints it") -> None:
+        """Refuse the checkpoint of another model.
+
+        Raises:
+            UserError: names or shapes differ; with the first of them.
+        """
+        ours = {name: TensorKind.of(tensor) for name, tensor in model.outline().items()}
+        theirs = {name.removeprefix(WEIGHTS): TensorKind.of(entry)
+                  for name, entry in self.tensors.items() if name.startswith(WEIGHTS)}
+        other = [f"'{name}' is {kind} in the model and {theirs[name]} in the checkpoint"
+                 for name, kind in ours.items() if name in theirs and theirs[name] != kind]
+        missing = [f"'{name}' {kind} is not in the checkpoint" for name, kind in ours.items() if name not in theirs]
+        more = [f"'{name}' {kind} of the checkpoint is not in the model"
+                for name, kind in theirs.items() if name not in ours]
+        parts = []
+        for differences in filter(None, (other, missing, more)):
+            rest = len(differences) - SHOWN
+            parts.append("; ".join(differences[:SHOWN]) + (f"; and {rest} more" if rest > 0 else ""))
+        if parts:
+            raise UserError(f"the checkpoint of step {self.step} is of another model: {'; '.join(parts)}", hint=hint)
+
+    @property
+    def no_longer_used(self) -> str | None:
+        """A warning of state in the checkpoint that only older versions have, if there is any."""
+        if any(name.startswith("feedback.") for name in self.tensors):
+            return ("the checkpoint has error feedback of compressed gradients, which this version has not: it is left "
+                    "out, so the losses from here on are others")
+        return None
+
+    def position(self, batch: int) -> Position:
+        """Return the position in training, for batches that now have ``batch`` microbatches.
+
+        Raises:
+            UserError: it does not fall between two of these microbatches, or is not known.
+        """
+        return Position.from_numbers(self.step, self.samples, self.numbers, batch)
 
     def save(self, folder: Path) -> None:
         """Write it into ``folder`` and wait until the disk has it. Raises OSError when it could not be written."""
@@ -142,14 +284,6 @@ class Manifest(CheckpointInfo):
             return _manifest(content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _damaged(path, f"{type(error).__name__}: {error}") from None
-
-
-def no_longer_used(manifest: Manifest) -> str | None:
-    """Return a warning of state in the checkpoint that only older versions have, if there is any."""
-    if any(name.startswith("feedback.") for name in manifest.tensors):
-        return ("the checkpoint has error feedback of compressed gradients, which this version has not: it is left "
-                "out, so the losses from here on are others")
-    return None
 
 
 _CORRECTION = "delay_correction."

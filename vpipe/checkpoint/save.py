@@ -16,11 +16,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from vpipe.checkpoint.directory import Checkpoints, recover, replace_folder, step_of
-from vpipe.checkpoint.manifest import MANIFEST, CheckpointInfo, Manifest
+from vpipe.checkpoint.directory import Checkpoints, recover, replace_folder
+from vpipe.checkpoint.manifest import MANIFEST, WEIGHTS, CheckpointInfo, FileEntry, Manifest, TensorEntry, TensorKind
 from vpipe.checkpoint.shards import HostBuffer, WriteResult, check_dtypes, write_shards
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import RunError, UserError
+from vpipe.model.model import Model
 
 _SHARD = re.compile(r"rank\d+(\.\d+)?\.safetensors", re.ASCII)
 
@@ -87,6 +88,35 @@ def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Te
             partial.rmdir()
         raise RunError(f"could not save a checkpoint to '{folder}': {failed}",
                        hint="what was there before is still there; make room, or give another folder")
+
+
+def save_weights(folder: Path, info: CheckpointInfo, model: Model, weights: Mapping[str, Tensor],
+                 more: Sequence[Path] = ()) -> Manifest:
+    """Write a checkpoint of weights alone, from which a run can begin, into a folder, which is made.
+
+    They are cast to the dtypes of training.
+
+    Args:
+        weights: ``<layer>.<parameter>``, tied ones once.
+        more: files of the folder that the manifest lists, too.
+
+    Raises:
+        UserError: they are not the model's.
+        OSError: they cannot be written.
+    """
+    kinds = {name: tensor.dtype for name, tensor in model.outline().items()}
+    tensors = {WEIGHTS + name: tensor.to(kinds.get(name, tensor.dtype)) for name, tensor in weights.items()}
+    entries = {name: TensorEntry(*TensorKind.of(tensor), "") for name, tensor in tensors.items()}
+    try:
+        Manifest.build(info, entries, {}).check_compatible(model)
+    except UserError as error:
+        raise UserError(error.problems[0].what.replace("the checkpoint of step 0 is", "the weights are"),
+                        hint="give the config of the model that the weights are of") from None
+    result = write_shards(folder, 0, tensors)
+    manifest = Manifest.build(info, result.tensors, {**result.files, **{path.name: FileEntry.of(path)
+                                                                       for path in more}})
+    manifest.save(folder)
+    return manifest
 
 
 @dataclass(frozen=True)
@@ -230,7 +260,8 @@ class Saver:
             self._folder.abort(step)
             try:
                 newest = self._folder.newest()
-                rest = f"the latest checkpoint is step {step_of(newest)}" if newest else "there is no checkpoint yet"
+                rest = "there is no checkpoint yet" if newest is None else (
+                    f"the latest checkpoint is step {Checkpoints.step_of(newest)}")
             except OSError as error:
                 rest = f"and the folder of checkpoints cannot be read: {error_text(error)}"
             self._warnings.append(f"could not save step {step}: {', '.join(errors)}; training goes on, {rest}")

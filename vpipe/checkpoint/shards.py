@@ -1,4 +1,4 @@
-"""Write one rank's tensors of a checkpoint: copied into host memory, then as safetensors files; no pickle."""
+"""Write one rank's tensors of a checkpoint, copied into host memory, as safetensors files, and read them; no pickle."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from vpipe import accelerator
-from vpipe.checkpoint.integrity import sha256_of
-from vpipe.checkpoint.manifest import ITEM_BYTES, FileEntry, TensorEntry
+from vpipe.checkpoint.manifest import ITEM_BYTES, FileEntry, TensorEntry, TensorKind
 from vpipe.errors import UserError
 
 FILE_BYTES = 2 << 30
@@ -115,27 +114,39 @@ def write_shards(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> Writ
         file = f"rank{rank}.safetensors" if len(groups) == 1 else f"rank{rank}.{number}.safetensors"
         files[file] = _write_file(folder / file, group)
         for name, tensor in group.items():
-            entries[name] = TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), file)
+            entries[name] = TensorEntry(*TensorKind.of(tensor), file)
     return WriteResult(entries, files)
 
 
 def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
     """Raise UserError for tensors that files cannot hold."""
     for name, tensor in tensors.items():
-        if dtype_name(tensor.dtype) not in ITEM_BYTES:
+        if TensorKind.of(tensor).dtype not in ITEM_BYTES:
             raise UserError(f"'{name}' is of {tensor.dtype}, which a checkpoint cannot hold",
                             hint=f"kinds of numbers it can hold: {', '.join(ITEM_BYTES)}")
         if tensor.is_sparse:
             raise UserError(f"'{name}' is sparse, which a checkpoint cannot hold", hint="make it dense: .to_dense()")
 
 
-def dtype_name(dtype: torch.dtype | str) -> str:
-    """Return the name without ``torch.``, such as ``float32``."""
-    return str(dtype).removeprefix("torch.")
+def read_file(path: Path, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a file, on the host.
+
+    Raises:
+        UserError: one has another shape or dtype than its entry in the manifest.
+        OSError: the file cannot be read.
+    """
+    with _safetensors_errors(), safe_open(path, framework="pt") as opened:
+        for name, entry in entries.items():
+            tensor = opened.get_tensor(name)
+            if (kind := TensorKind.of(tensor)) != (stated := TensorKind.of(entry)):
+                raise UserError(f"{path.name} holds '{name}' as {kind}, but the manifest says {stated}",
+                                where=str(path.parent), hint="bring the folder back from a copy, or resume from an "
+                                "older checkpoint: vpipe checkpoint ls RUN lists them")
+            yield name, tensor
 
 
 @contextmanager
-def safetensors_errors() -> Iterator[None]:
+def _safetensors_errors() -> Iterator[None]:
     """Raise the errors of safetensors' library as OSErrors, with the system's number where they have one."""
     try:
         yield
@@ -159,10 +170,10 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> FileEntry:
-    with safetensors_errors():
+    with _safetensors_errors():
         save_file(tensors, path)
     path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets only the owner read it
     with path.open("rb") as file:
         os.fsync(file.fileno())
     # Hashed from the disk and not before: so the sum is of the file's content, and other threads can work meanwhile.
-    return FileEntry(path.stat().st_size, sha256_of(path))
+    return FileEntry.of(path)

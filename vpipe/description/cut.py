@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from vpipe.arguments import Arguments, as_integer, shown
-from vpipe.description.recompute import MOST_LAYERS, Recompute, recomputed_layers
+from vpipe.description.recompute import MOST_LAYERS, Recompute, ranges, recomputed_layers
 from vpipe.errors import UserError
 
 Placement = tuple[tuple[int, ...], ...]
@@ -30,6 +30,9 @@ class Cut:
     Raises:
         UserError: a value is of another kind, or the three do not fit each other.
     """
+
+    MOST_LAYERS = MOST_LAYERS
+    """The most layers of all stages, where they are listed."""
 
     stages: int | Sequence[int] | None = None
     recompute: Recompute = 0.0
@@ -65,6 +68,11 @@ class Cut:
         """The layers of every stage, where they are known."""
         assert isinstance(self.stages, tuple), "the layers are counted"
         return self.stages
+
+    @property
+    def layers(self) -> list[range]:
+        """The numbers, in the model, of the layers of every stage, where they are known."""
+        return ranges(self.partition)
 
     @property
     def placement(self) -> Placement | None:

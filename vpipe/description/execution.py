@@ -11,14 +11,6 @@ from vpipe.errors import nearest
 if TYPE_CHECKING:
     import torch
 
-Executor = Literal["overlapped", "naive", "async_threaded"]
-"""``overlapped``: transfers run beside the compute. ``naive``: an action, with its transfers, ends before the next
-begins. ``async_threaded``: the forwards of a batch run in a thread each, on a GPU in a stream each, then the backwards
-from the last to the first. The numbers are the same to the bit."""
-
-EXECUTORS: tuple[Executor, ...] = get_args(Executor)
-THREADED: Executor = "async_threaded"
-
 
 @dataclass(frozen=True)
 class Execution:
@@ -37,14 +29,36 @@ class Execution:
         UserError: a value is of another kind.
     """
 
+    Executor = Literal["overlapped", "naive", "async_threaded"]
+    """``overlapped``: transfers run beside the compute. ``naive``: an action, with its transfers, ends before the next
+    begins. ``async_threaded``: the forwards of a batch run in a thread each, on a GPU in a stream each, then the
+    backwards from the last to the first. The numbers are the same to the bit."""
+
     device: torch.device | str | None = None
     executor: Executor = "overlapped"
     compile: bool | str = False
 
     def __post_init__(self) -> None:
         given = Arguments()
-        if self.executor not in EXECUTORS:
-            given.refuse(f"no executor is called {shown(self.executor)}", nearest(str(self.executor), EXECUTORS))
+        if self.executor not in (known := get_args(Execution.Executor)):
+            given.refuse(f"no executor is called {shown(self.executor)}", nearest(str(self.executor), known))
         if not isinstance(self.compile, bool | None):
             given.name("compile", self.compile, "aot_eager")
         given.check()
+
+    @property
+    def threaded(self) -> bool:
+        """Whether the forwards of a batch run in threads."""
+        return self.executor == "async_threaded"
+
+    @property
+    def no_timeline(self) -> tuple[str, str] | None:
+        """Why a run has no timeline of actions, and what to do instead; None where it has one."""
+        return ("the forwards of the executor async_threaded go on in threads, several at one time: there is no "
+                "timeline of actions one after the other", "use the executor overlapped, which computes the same "
+                "numbers") if self.threaded else None
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of torch.compile: torch's default one for True; None where layers are not compiled."""
+        return ("inductor" if self.compile is True else str(self.compile)) if self.compile else None

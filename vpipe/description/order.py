@@ -49,6 +49,15 @@ class Order:
         said = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
         return kind(**vars(other) | said)
 
+    @staticmethod
+    def of(schedule: str, chunks: int | None = None, *, update_every: int | None = None,
+           warmup: Sequence[int] | None = None, delay_correction: float = 0.0) -> Order:
+        """Return the order for values from a file: an :class:`Asynchronous` where one is given that only it has."""
+        if update_every is None and warmup is None and not delay_correction:
+            return Order(schedule, chunks=chunks)
+        return Asynchronous(schedule, chunks=chunks, update_every=update_every, warmup_depth=warmup,
+                            delay_correction=delay_correction)
+
     def _check(self, given: Arguments) -> None:
         if isinstance(self.schedule, os.PathLike):
             object.__setattr__(self, "schedule", os.fspath(self.schedule))
@@ -83,12 +92,3 @@ class Asynchronous(Order):
                       "delay_correction", self.delay_correction, 1.0, most=1e9)}
         for name, value in values.items():
             object.__setattr__(self, name, value)
-
-
-def order_of(schedule: str, chunks: int | None = None, *, update_every: int | None = None,
-             warmup: Sequence[int] | None = None, delay_correction: float = 0.0) -> Order:
-    """Return the part for values from a file: an :class:`Asynchronous` where one is given that only it has."""
-    if update_every is None and warmup is None and not delay_correction:
-        return Order(schedule, chunks=chunks)
-    return Asynchronous(schedule, chunks=chunks, update_every=update_every, warmup_depth=warmup,
-                        delay_correction=delay_correction)

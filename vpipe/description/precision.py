@@ -22,9 +22,6 @@ from vpipe.errors import UserError, nearest
 if TYPE_CHECKING:
     import torch
 
-PrecisionName = Literal["fp32", "bf16", "bf16_pure", "fp16"]
-PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
-
 _DTYPES = {"bf16": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
 
 
@@ -42,12 +39,14 @@ class Precision:
         UserError: no such precision, or a loss scale that is no positive number or not used.
     """
 
+    Name = Literal["fp32", "bf16", "bf16_pure", "fp16"]
+
     name: str
     loss_scale: float | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in PRECISIONS:
-            raise UserError(f"precision is {shown(self.name)}", hint=nearest(shown(self.name), PRECISIONS))
+        if self.name not in (known := get_args(Precision.Name)):
+            raise UserError(f"precision is {shown(self.name)}", hint=nearest(shown(self.name), known))
         if self.loss_scale is None:
             return
         if not self.scaled:

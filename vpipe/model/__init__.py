@@ -1,10 +1,17 @@
-"""Models as lists of layers: :mod:`vpipe.model.layer`; families by name: :mod:`vpipe.app.families.registry`.
+"""Models as lists of layers: :class:`vpipe.Model`, :class:`vpipe.Layer`."""
 
-The limits stand here, where no torch is imported: config files are checked against them.
-"""
+from __future__ import annotations
 
-LARGEST_SIZE = 1 << 24
-"""Limit of a layer's width, a vocabulary and a sequence: products of two of them stay countable in 64 bits."""
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-MOST_BLOCKS = 1024
-"""Limit of a model's blocks: each is an object or two, and counted when a model is cut."""
+if TYPE_CHECKING:
+    from vpipe.model.layer import seed_of
+
+__all__ = ["seed_of"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:  # loaded when first asked for: it needs torch
+        raise AttributeError(f"module 'vpipe.model' has no attribute '{name}'")
+    return getattr(import_module("vpipe.model.layer"), name)

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
-
 from vpipe.errors import UserError, counted
-from vpipe.model.layer import LOSS, Layer, Model, split_target, without_values
+from vpipe.model.layer import LOSS, Layer, split_target
 
 
 @dataclass(frozen=True)
@@ -29,57 +27,51 @@ class StageSpec:
     borrowed: Mapping[str, tuple[int, str]]
 
 
-def alive(model: Model, cut: int) -> tuple[str, ...]:
-    """Return the tensors that cross the cut before layer ``cut``: written before it, and read next after it."""
-    written = {name for layer in model.layers[:cut] for name in layer.outputs}
-    crossing: dict[str, None] = {}
-    for layer in model.layers[cut:]:
-        crossing.update(dict.fromkeys(name for name in layer.inputs if name in written))
+def crossing(layers: Sequence[Layer], cut: int) -> tuple[str, ...]:
+    """Return the tensors that cross the cut before layer ``cut``; see :meth:`vpipe.Model.crossing`."""
+    written = {name for layer in layers[:cut] for name in layer.outputs}
+    found: dict[str, None] = {}
+    for layer in layers[cut:]:
+        found.update(dict.fromkeys(name for name in layer.inputs if name in written))
         written -= set(layer.outputs)
-    return tuple(crossing)
+    return tuple(found)
 
 
-def resolve_tie(model: Model, target: str) -> str:
+def owner_of(layers: Sequence[Layer], target: str) -> str:
     """Follow ties of ties, and return the parameter at the end."""
-    while True:
-        layer_name, parameter = split_target(target, model.layers)
-        further = model.layers[model.index(layer_name)].ties.get(parameter)
-        if further is None:
-            return target
-        target = further
+    ties = {f"{layer.name}.{own}": further for layer in layers for own, further in layer.ties.items()}
+    while target in ties:
+        target = ties[target]
+    split_target(target, layers)
+    return target
 
 
-def split(model: Model, partition: Sequence[int]) -> tuple[StageSpec, ...]:
-    """Return the stages of ``model`` when stage s takes ``partition[s]`` layers.
-
-    Raises UserError for a partition that does not fit the model, or separates layers that share a module.
-    """
-    layers = len(model)
-    if len(partition) > layers:
-        raise UserError(f"{len(partition)} stages, but the model has only {counted(layers, 'layer')}",
-                        hint=f"use at most {counted(layers, 'stage')}")
+def divide(layers: Sequence[Layer], fields: Sequence[str], partition: Sequence[int]) -> tuple[StageSpec, ...]:
+    """Return the stages of layers, which read these fields of a batch; see :meth:`vpipe.Model.split`."""
+    if len(partition) > len(layers):
+        raise UserError(f"{len(partition)} stages, but the model has only {counted(len(layers), 'layer')}",
+                        hint=f"use at most {counted(len(layers), 'stage')}")
     if any(n < 1 for n in partition):
         raise UserError(f"partition {list(partition)} has an empty stage", hint="give every stage at least one layer")
-    if sum(partition) != layers:
+    if (left := len(layers) - sum(partition)) != 0:
         raise UserError(f"partition {list(partition)} adds up to {counted(sum(partition), 'layer')}, but the model has "
-                        f"{layers}", hint=f"change it by {layers - sum(partition):+d} so that it adds up to {layers}")
-    ends = list(accumulate(partition))
-    ranges = [range(end - size, end) for end, size in zip(ends, partition, strict=True)]
-    owner_of = {model.layers[i].name: stage for stage, span in enumerate(ranges) for i in span}
+                        f"{len(layers)}", hint=f"change it by {left:+d} so that it adds up to {len(layers)}")
+    spans = [range(end - size, end) for end, size in zip(accumulate(partition), partition, strict=True)]
+    stage_of = {layers[i].name: stage for stage, span in enumerate(spans) for i in span}
     specs = []
-    for stage, span in enumerate(ranges):
-        here = model.layers[span.start:span.stop]
+    for stage, span in enumerate(spans):
+        here = layers[span.start:span.stop]
         borrowed = {}
         for layer in here:
-            _check_shared(layer, stage, owner_of)
+            _check_shared(layer, stage, stage_of)
             for own, target in layer.ties.items():
-                target = resolve_tie(model, target)
-                owner = owner_of[split_target(target, model.layers)[0]]
+                target = owner_of(layers, target)
+                owner = stage_of[split_target(target, layers)[0]]
                 if owner != stage:
                     borrowed[f"{layer.name}.{own}"] = (owner, target)
-        outputs = alive(model, span.stop) if span.stop < layers else (LOSS,)
-        specs.append(StageSpec(stage, span, alive(model, span.start), outputs,
-                               tuple(f for f in model.batch if any(f in layer.inputs for layer in here)), borrowed))
+        outputs = crossing(layers, span.stop) if span.stop < len(layers) else (LOSS,)
+        specs.append(StageSpec(stage, span, crossing(layers, span.start), outputs,
+                               tuple(f for f in fields if any(f in layer.inputs for layer in here)), borrowed))
     return tuple(specs)
 
 
@@ -107,25 +99,6 @@ def ties_between(specs: Sequence[StageSpec]) -> Ties:
             if target not in names:
                 ties[owner][spec.index] = (*names, target)
     return ties
-
-
-def parameter_counts(model: Model) -> list[int]:
-    """Count the parameters of each layer, a tied one once, where it is owned. Builds on the meta device: no memory."""
-    counts = []
-    for layer in model.layers:
-        with without_values():
-            module = layer.make()
-        counts.append(sum(p.numel() for name, p in module.named_parameters() if name not in layer.ties))
-    return counts
-
-
-def parameter_count(model: Model) -> int | None:
-    """Return the number of parameters; None where a layer cannot be built without values (it reads them)."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return sum(parameter_counts(model))
-    except Exception:  # of a user's layer; where it is an error with values, too, building the pipeline reports it
-        return None
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:

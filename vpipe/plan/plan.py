@@ -13,7 +13,7 @@ from typing import Any
 
 from vpipe.arguments import Arguments, check_path
 from vpipe.description.cut import Cut, Placement
-from vpipe.description.order import Order, order_of
+from vpipe.description.order import Order
 from vpipe.description.recompute import MOST_LAYERS, layers_outside, ranges
 from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.files import number_of, read_json
@@ -225,7 +225,7 @@ class Plan:
         recompute = said.get("recompute_layers") or tuple(map(float, said.get("recompute_ratio", ())))
         predictions = said.get("predictions")
         return cls(Cut(said["partition"], recompute or 0.0, [ranks[str(stage)] for stage in range(len(ranks))] or 1),
-                   order_of(said.get("schedule", ""), update_every=said.get("update_every"),
+                   Order.of(said.get("schedule", ""), update_every=said.get("update_every"),
                             warmup=said.get("warmup_depth")),
                    said.get("microbatches"), None if predictions is None else Prediction.of_json(predictions),
                    said.get("profile"), said.get("profiled"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from vpipe.description.order import order_of
+from vpipe.description.order import Order
 from vpipe.description.recompute import ranges
 from vpipe.errors import UserError, counted
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
@@ -55,7 +55,7 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
     if sum(partition) != layers:
         raise UserError(f"the plan is for {sum(partition)} layers, but the profile is of a model of {layers}",
                         hint="make another plan, or profile the model that the plan is for")
-    order = plan.order.over(order_of(name, update_every=update_every))
+    order = plan.order.over(Order.of(name, update_every=update_every))
     spec = ScheduleSpec(order, plan.cut, microbatches, ties=ties_of(profile, partition))
     built = spec.prepare() if is_file(name) else _build(profile, spec)
     split = bool(built.split_backwards)

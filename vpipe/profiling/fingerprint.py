@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from vpipe import accelerator
-from vpipe.model.layer import Layer, Model, split_target, without_values
-from vpipe.model.split import resolve_tie
+from vpipe.model.layer import Layer, split_target, without_values
+from vpipe.model.model import Model
 from vpipe.plan.profile import Identity
 from vpipe.plugins import package_versions
 from vpipe.profiling.device import shared_bytes, usable_cores
@@ -92,8 +92,8 @@ def code_digest(model: Model, structures: list[str]) -> str | None:
 def tied_owners(model: Model, number: int) -> dict[str, tuple[int, str]]:
     """Return the tied parameters of a layer: own name -> (the number of the layer that owns it, its name there)."""
     found = {}
-    for own, target in model.layers[number].ties.items():
-        name, parameter = split_target(resolve_tie(model, target), model.layers)
+    for own in model.layers[number].ties:
+        name, parameter = split_target(model.ties[f"{model.layers[number].name}.{own}"], model.layers)
         found[own] = (model.index(name), parameter)
     return found
 

@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from vpipe import accelerator
 from vpipe.description.precision import FP32, Precision
-from vpipe.model.layer import LOSS, Model
-from vpipe.model.split import StageSpec, alive
+from vpipe.model.layer import LOSS
+from vpipe.model.model import Model
+from vpipe.model.split import StageSpec
 from vpipe.plan.profile import TensorBytes
 from vpipe.profiling.fingerprint import tied_owners
 from vpipe.runtime.activations import ActivationCounter, Record
@@ -93,7 +94,7 @@ def read_later(model: Model, number: int) -> tuple[str, ...]:
     """Return the layer's outputs that a later layer reads."""
     last = number + 1 == len(model)
     return tuple(name for name in dict.fromkeys(model.layers[number].outputs)
-                 if (name == LOSS if last else name in alive(model, number + 1)))
+                 if (name == LOSS if last else name in model.crossing(number + 1)))
 
 
 def gradients_for(outputs: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:

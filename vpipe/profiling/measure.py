@@ -15,7 +15,7 @@ from torch import Tensor
 from vpipe import accelerator
 from vpipe.description.precision import FP32, Precision
 from vpipe.errors import RunError, VpipeError, counted
-from vpipe.model.layer import Model
+from vpipe.model.model import Model
 from vpipe.plan.profile import Identity, LayerProfile, Profile, Seconds
 from vpipe.profiling.device import added_bytes_per_s, copied_bytes_per_s, matrix_flops_per_s, shared_bytes
 from vpipe.profiling.fingerprint import structure, tied_owners

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -14,18 +12,12 @@ from torch import nn
 
 from vpipe import accelerator
 from vpipe.errors import UserError, nearest
-from vpipe.model.layer import Layer, Model
 from vpipe.schedules.schedule import Schedule
 
 DEFAULT_BACKEND = "inductor"
 USUAL_BACKENDS = (DEFAULT_BACKEND, "aot_eager", "eager", "cudagraphs")
 VARIANTS = 16
 """Variants of a layer's code: two batch shapes (a smaller last batch), training, evaluation, recomputation, dtypes."""
-
-
-def compile_backend(given: bool | str) -> str:
-    """Return the backend that ``compile`` means: torch's default for True."""
-    return DEFAULT_BACKEND if given is True else str(given)
 
 
 def check_compiled(backend: str, schedule: Schedule, device: torch.device | None = None) -> None:
@@ -71,14 +63,3 @@ def compile_layers(layers: Sequence[nn.Module], backend: str) -> None:
     config.fail_on_recompile_limit_hit = True
     for layer in layers:
         layer.compile(backend=backend)
-
-
-def compiled_model(model: Model, backend: str) -> Model:
-    """Return a model whose layers are compiled as they are built, for a program without a pipeline."""
-    def build(layer: Layer) -> nn.Module:
-        module = layer.build()
-        compile_layers([module], backend)
-        return module
-
-    return Model([replace(layer, build=partial(build, layer)) for layer in model.layers], model.batch,
-                 model.labels)

@@ -13,20 +13,20 @@ from operator import gt
 from torch import Tensor
 
 from vpipe import accelerator
+from vpipe.checkpoint.manifest import Position
 from vpipe.description.description import Description
-from vpipe.description.execution import THREADED, Executor
+from vpipe.description.execution import Execution
 from vpipe.distributed.device import DeviceMap
 from vpipe.errors import RunError, UserError, counted
-from vpipe.model.layer import Model
+from vpipe.model.model import Model
 from vpipe.model.split import StageSpec, ties_between
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
 from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.collectives import Collectives
-from vpipe.runtime.compiled import check_compiled, compile_backend, compile_layers
+from vpipe.runtime.compiled import check_compiled, compile_layers
 from vpipe.runtime.delay_correction import Extrapolation, describe_other_factors
 from vpipe.runtime.executors.async_threaded import ThreadedWorker
 from vpipe.runtime.executors.naive import NaiveWorker
-from vpipe.runtime.executors.registry import NO_TIMELINE
 from vpipe.runtime.interpreter import Interpreter, RankPrograms, RunningSegment
 from vpipe.runtime.interrupts import Interrupts
 from vpipe.runtime.loss_scaler import LossScaler
@@ -36,7 +36,7 @@ from vpipe.runtime.reducer import count_buckets
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_layers import check_not_shared
 from vpipe.runtime.stage_optimizer import StageOptimizer, check_rescheduled
-from vpipe.runtime.state_dict import LastChanges, Position, StatePart, state_parts
+from vpipe.runtime.state_dict import LastChanges, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import Compression
@@ -309,8 +309,8 @@ class Engine:
         Raises:
             UserError: forwards run in threads, so that actions have no times of their own.
         """
-        if self._description.execution.executor == THREADED:
-            raise UserError(NO_TIMELINE[0], hint=NO_TIMELINE[1])
+        if (why := self._description.execution.no_timeline) is not None:
+            raise UserError(why[0], hint=why[1])
         assert self._stream is None, "microbatches in flight were not recorded"
         self._interpreter.recorders = {rank: Recorder(worker, limit) for rank, worker in self.workers.items()}
         return self._interpreter.recorders
@@ -497,10 +497,10 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
     """
     placement, ties, distributed = schedule.placement, ties_between(specs), world.ranks > 1
     update, execution, precision = description.update, description.execution, description.precision
-    worker_of: dict[Executor, Callable[..., Worker]] = {
+    worker_of: dict[Execution.Executor, Callable[..., Worker]] = {
         "overlapped": Worker, "naive": NaiveWorker, "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
-    if execution.compile:
-        check_compiled(backend := compile_backend(execution.compile), schedule, world.own)
+    if (backend := execution.backend) is not None:
+        check_compiled(backend, schedule, world.own)
         compile_layers([layer for stages in built.values() for stage in stages.values()
                         for layer in stage.modules.values()], backend)
     mailbox: Mailbox = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import UserError
-from vpipe.model.layer import NO_LABEL
+from vpipe.model.model import Model
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment
 
@@ -172,7 +172,7 @@ class MicrobatchLoader:
     def labelled(self, microbatch: int, name: str) -> int:
         """Return the number of entries with a label in a field of a microbatch whose batch is still in use."""
         _, number, within = self._locate(microbatch)
-        return int((self._open[number].chunks[within][name] != NO_LABEL).sum())
+        return int((self._open[number].chunks[within][name] != Model.NO_LABEL).sum())
 
     def consume(self, microbatch: int) -> dict[str, Tensor]:
         """Return the fields of a microbatch; free the batch when every stage has used all of it."""

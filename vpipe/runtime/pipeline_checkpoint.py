@@ -7,16 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vpipe.checkpoint.directory import find_checkpoint
-from vpipe.checkpoint.load import check_compatible, load_tensors
-from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, no_longer_used
+from vpipe.checkpoint.checkpoint import Checkpoint
+from vpipe.checkpoint.directory import Checkpoints
+from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, Position
 from vpipe.checkpoint.save import save_checkpoint
 from vpipe.checkpoint.shards import check_dtypes
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import UserError
-from vpipe.model.layer import Model
+from vpipe.model.model import Model
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.state_dict import Position
 
 
 class PipelineCheckpoint:
@@ -49,15 +48,15 @@ class PipelineCheckpoint:
             UserError: it does not fit, or is damaged; on every rank with the problems of the first that has any.
         """
         with watch.activity.during("loading a checkpoint"), self._engine.collectives.problems_of_all():
-            folder = find_checkpoint(self._folder, _load_call)
+            folder = Checkpoints.find(self._folder, _load_call)
             manifest = Manifest.load(folder)
-            check_compatible(manifest, model, "load it into a pipeline of the model that saved it")
+            manifest.check_compatible(model, "load it into a pipeline of the model that saved it")
             self._check_run(manifest)
-            position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, self._batch)
+            position = manifest.position(self._batch)
             self._engine.check_restorable(position)
-            tensors = load_tensors(folder, manifest, filter(self._engine.wants, manifest.tensors),
-                                   resume_hint=_load_call)
-        for warning in (no_longer_used(manifest), self._engine.restore(position, tensors)):
+            tensors = Checkpoint(folder, manifest).tensors(filter(self._engine.wants, manifest.tensors),
+                                                           resume_hint=_load_call)
+        for warning in (manifest.no_longer_used, self._engine.restore(position, tensors)):
             if self._engine.collectives.exchange.rank == 0 and warning is not None:
                 warnings.warn(warning, stacklevel=3)
         return position

@@ -18,8 +18,9 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from vpipe.description.precision import FP32, Precision
 from vpipe.errors import RunError, UserError, VpipeError
-from vpipe.model.layer import Layer, Model, seed_of
-from vpipe.model.split import StageSpec, alive
+from vpipe.model.layer import Layer, seed_of
+from vpipe.model.model import Model
+from vpipe.model.split import StageSpec
 from vpipe.runtime.activations import DropoutKey, Record, Span, SpanActivations, SpanGraph
 from vpipe.runtime.layer_errors import (
     LayerOutputs,
@@ -76,8 +77,8 @@ class Stage(StageLayers):
             here = list(run)
             modules = {self.layer_names[i]: self.modules[i] for i in here}
             yield Span(tuple((i, model.layers[i], self.modules[i]) for i in here),
-                       self.spec.inputs if here[0] == start else alive(model, here[0]),
-                       self.spec.outputs if here[-1] == stop - 1 else alive(model, here[-1] + 1),
+                       self.spec.inputs if here[0] == start else model.crossing(here[0]),
+                       self.spec.outputs if here[-1] == stop - 1 else model.crossing(here[-1] + 1),
                        dropped, SideEffects(modules, dropped, self.all_weights))
 
     def _in_several_spans(self, weights: WeightVersions) -> list[str]:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from vpipe import accelerator
 from vpipe.description.precision import Precision
 from vpipe.errors import UserError
-from vpipe.model.layer import LOSS, Model, check_alike, kind_of, parameter_of, set_parameter, share_modules
+from vpipe.model.layer import LOSS, check_alike, kind_of, parameter_of, set_parameter, share_modules
+from vpipe.model.model import Model
 from vpipe.model.sequential import rounded_module
 from vpipe.model.split import StageSpec
 from vpipe.model.wrappers import find_wrapper

@@ -17,7 +17,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -32,67 +31,6 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import RATES, StageOptimizer, first_of
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
-
-
-@dataclass(frozen=True)
-class Position:
-    """The position in training at which a checkpoint was made, and a run resumes.
-
-    Attributes:
-        steps: that are done; the next one has this index.
-        microbatches: that are done, counted over all training. Dropout and stochastic rounding follow their number.
-        begun: how many of them are of a batch that is not complete. None: the remainder, as all batches have equally
-            many.
-        samples: of the microbatches that are done.
-    """
-
-    steps: int
-    microbatches: int
-    begun: int | None = None
-    samples: int = 0
-
-    @property
-    def updates(self) -> int:
-        """Return the steps: a step is an update, except between replicas of different widths without a flush."""
-        return self.steps
-
-    def within(self, batch: int) -> int:
-        """Return how many microbatches are done of the incomplete batch, which has ``batch`` of them."""
-        return self.microbatches % batch if self.begun is None else self.begun
-
-    def after(self, steps: int, microbatches: int, samples: int, begun: int) -> Position:
-        """Return the position that many steps, microbatches and samples later."""
-        return Position(self.steps + steps, self.microbatches + microbatches, begun, self.samples + samples)
-
-    def as_numbers(self, batch: int) -> dict[str, int]:
-        """Return the numbers for a manifest that has the steps and samples; ``batch``: microbatches of a batch."""
-        return {"microbatches": self.microbatches, "begun": self.within(batch), "batch": batch}
-
-    @classmethod
-    def from_numbers(cls, steps: int, samples: int, numbers: Mapping[str, Any], batch: int) -> Position:
-        """Return the position from :meth:`as_numbers`, for batches that now have ``batch`` microbatches.
-
-        Raises:
-            UserError: it does not fall between two of these microbatches, or is not known.
-        """
-        if not steps:  # weights from elsewhere
-            return cls(0, 0)
-        found = [numbers.get(key) for key in ("microbatches", "begun", "batch")]
-        done, begun, then = (count if type(count) is int and count >= 0 else -1 for count in found)
-        if not (0 <= begun < then and begun <= done):
-            raise UserError(f"the checkpoint of step {steps} does not say how many microbatches are done: it has "
-                            + ", ".join(f"{key} {numbers.get(key)!r}" for key in ("microbatches", "begun", "batch")),
-                            hint="it was not made by vpipe train or Pipeline.save")
-        scaled = []
-        for microbatches in (done, begun):
-            count, left = divmod(microbatches * batch, then)
-            if left:
-                raise UserError(f"the checkpoint is of a run with {then} microbatches per batch, and was made after "
-                                f"{begun} of them: with {batch} that is within one",
-                                hint=f"go on with {then} microbatches per batch, or from another checkpoint")
-            scaled.append(count)
-        return cls(steps, scaled[0], scaled[1], samples)
-
 
 NUMBERS = {"int": torch.int64, "float": torch.float64}
 """Kinds of numbers in an optimizer's state, and the dtype that holds each exactly."""

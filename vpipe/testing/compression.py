@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vpipe.model.layer import Model
-from vpipe.model.split import split
+from vpipe.model.model import Model
 from vpipe.runtime.transport.compression import Compression, decode
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey
 from vpipe.schedules.assignment import Assignment
@@ -29,7 +28,7 @@ class CutCompression:
 
     def __init__(self, model: Model, partition: Sequence[int], placement: Placement, compression: Compression) -> None:
         self._placement, self._compression = placement, compression
-        self._cuts = {spec.layers.start: spec for spec in split(model, partition)[1:]}
+        self._cuts = {spec.layers.start: spec for spec in model.split(partition)[1:]}
 
     def __call__(self, number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
         """Replace the inputs of a layer by their values after compression, if a cut lies before it.

@@ -22,12 +22,9 @@ import torch
 from torch import Tensor
 
 from vpipe.description.description import Description
-from vpipe.description.execution import THREADED
 from vpipe.errors import RunError, UserError
-from vpipe.model.layer import Model
-from vpipe.model.split import split, ties_between
+from vpipe.model.model import Model
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.compiled import compile_backend, compiled_model
 from vpipe.runtime.transport.compression import Compression
 from vpipe.schedules.build import build
 from vpipe.schedules.graph import Graph
@@ -36,7 +33,7 @@ from vpipe.schedules.registry import recipe_named
 from vpipe.schedules.schedule import Schedule
 from vpipe.testing.compression import CutCompression
 from vpipe.testing.reference import Batch, asynchronous_oracle, flush_oracle
-from vpipe.testing.reference_model import ReferencePrecision
+from vpipe.testing.reference_model import ReferencePrecision, compiled_model
 from vpipe.testing.reference_optimizer import TrainingRecipe, Versions, uncompressed, version_rule
 from vpipe.testing.trajectory import Trajectory
 
@@ -138,8 +135,8 @@ def references(model: Model, description: Description, schedule: Schedule, batch
         plain: whether the optimizer moves little when a gradient does, so that plain PyTorch is a second oracle where
             the exact one adds gradients in another order.
     """
-    if description.execution.compile:
-        model = compiled_model(model, compile_backend(description.execution.compile))
+    if (backend := description.execution.backend) is not None:
+        model = compiled_model(model, backend)
     partition, update, name = description.cut.partition, description.update, description.order.schedule
     assert name is not None
     widths, microbatches = [len(ranks) for ranks in schedule.placement], len(batches) * description.microbatches
@@ -147,7 +144,7 @@ def references(model: Model, description: Description, schedule: Schedule, batch
     steps = -(-microbatches // microbatches_of_step(schedule))
     rounding = _rounding(precision, description.microbatches, optimizer_eps) * steps
     # async_threaded reverses the backwards of gpipe, but keeps gradients apart and adds them in order.
-    bound = 0.0 if _in_order(schedule) or description.execution.executor == THREADED else rounding
+    bound = 0.0 if _in_order(schedule) or description.execution.threaded else rounding
     compression = Compression.described(description.transfers, len(partition), description.seed)
     if compression is not None and bound:
         raise UserError(f"'{name}' completes microbatches out of order, and with parallel.compress there "
@@ -162,8 +159,8 @@ def references(model: Model, description: Description, schedule: Schedule, batch
 
     trajectory = Trajectory()
     if schedule.flush:
-        regrouped = [what for what, there in (("tied gradients summed by stage", ties_between(split(
-            model, partition))), ("gradients summed by replica", max(widths) > 1),
+        regrouped = [what for what, there in (("tied gradients summed by stage", any(
+            spec.borrowed for spec in model.split(partition))), ("gradients summed by replica", max(widths) > 1),
             ("tensors coded at the cuts", compression is not None)) if there]
         flush_oracle(model, batches, recipe(trajectory), partition if regrouped else None,
                      widths if regrouped else None)

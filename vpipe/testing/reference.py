@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vpipe import accelerator
-from vpipe.model.layer import LOSS, NO_LABEL, Model, seed_of
+from vpipe.model.layer import LOSS, seed_of
+from vpipe.model.model import Model
 from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS
 from vpipe.testing.reference_model import FP32, ReferenceModel, ReferencePrecision
 from vpipe.testing.reference_optimizer import (
@@ -235,7 +236,7 @@ def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable
             for fields in _microbatches(batch, microbatches):
                 size = len(next(iter(fields.values())))
                 if model.labels is not None:
-                    size = int((fields[model.labels] != NO_LABEL).sum())
+                    size = int((fields[model.labels] != Model.NO_LABEL).sum())
                 loss = _forward(model, fields, lambda i, inputs: modules[model.layers[i].name](*inputs), (0, 0, 0),
                                 precision=precision)
                 total, samples = total + float(loss) * size, samples + size

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from vpipe.description.precision import Precision
-from vpipe.model.layer import LOSS, Model, set_parameter, split_target
+from vpipe.model.layer import LOSS, Layer, set_parameter, split_target
+from vpipe.model.model import Model
 from vpipe.model.sequential import rounded_module
-from vpipe.model.split import split
+from vpipe.runtime.compiled import compile_layers
 from vpipe.schedules.assignment import Assignment
 
 
@@ -91,7 +93,7 @@ class ReferenceModel:
                  precision: ReferencePrecision = FP32, device: torch.device | str = "cpu") -> None:
         self._model, self._modules, self.widths = model, model.materialize(seed).to(device), tuple(widths)
         self.layers = [self._modules[layer.name] for layer in model.layers]
-        specs = split(model, partition)
+        specs = model.split(partition)
         assert len(specs) == len(widths), "one width per stage"
         self._stage = [spec.index for spec in specs for _ in spec.layers]
         self.parameters = self._trainable()
@@ -213,3 +215,13 @@ class ReferenceModel:
         return [{name: copies.get(f"{layer.name}.{name}", canonical[id(p)])
                  for name, p in self._modules[layer.name].named_parameters(remove_duplicate=False)
                  if id(p) in canonical} for layer in self._model.layers]
+
+
+def compiled_model(model: Model, backend: str) -> Model:
+    """Return a model whose layers are compiled as they are built."""
+    def build(layer: Layer) -> nn.Module:
+        module = layer.build()
+        compile_layers([module], backend)
+        return module
+
+    return Model([replace(layer, build=partial(build, layer)) for layer in model.layers], model.batch, model.labels)

@@ -23,7 +23,7 @@ from vpipe.app.data.tokenizers import load_tokenizer, train_byte_bpe
 from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.app.train.loop import train
 from vpipe.app.weights.export import export_huggingface, make_checkpoint
-from vpipe.checkpoint.directory import find_checkpoint
+from vpipe.checkpoint import Checkpoints
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.errors import RunError
 from vpipe.extras.generation.generate import Decoding, Request
@@ -298,8 +298,8 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_named(gpt: Path, tmp_pat
     with monkeypatch.context() as patched:
         patched.setattr("vpipe.extras.generation.command.Manifest.load", load)
         assert "after step 60" in sample(tmp_path / "run", "--prompt", "the", "--tokens", 1)[2]
-    monkeypatch.setattr("vpipe.extras.generation.job.weights_of", lambda folder, *_, **__: find_checkpoint(
-        folder / "gone" if shutil.rmtree(folder) is None else folder))
+    monkeypatch.setattr("vpipe.extras.generation.job.Checkpoint.weights", lambda found, *_, **__: Checkpoints.find(
+        found.folder / "gone" if shutil.rmtree(found.folder) is None else found.folder))
     status, _, err = sample(tmp_path / "run", "--prompt", "the", "--tokens", 1)
     assert status == 2
     assert "step-60' was removed while it was read, as a run does that keeps a few\nhint: do it again" in err

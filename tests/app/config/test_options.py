@@ -22,7 +22,7 @@ from vpipe.app.train.job import Job
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
-from vpipe.model.layer import Model
+from vpipe.model.model import Model
 from vpipe.plugins import IMPORTS
 
 

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 FRAGILE = """\
 from vpipe.app.families.bert import bert_from_settings
-from vpipe.model.layer import Layer, Model
+from vpipe.model.layer import Layer
+from vpipe.model.model import Model
 from vpipe.app.families.registry import register_model
 from torch import nn
 

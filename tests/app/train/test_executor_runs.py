@@ -9,9 +9,8 @@ from small_run import job_of, losses, write_config
 
 from vpipe.app.cli import main
 from vpipe.app.train.headline import headline
-from vpipe.app.train.loop import train
+from vpipe.app.train.loop import NO_GAIN, train
 from vpipe.app.verify import batches_for_steps, references, run_in_process
-from vpipe.runtime.executors.registry import NO_GAIN
 from vpipe.testing import compare
 
 

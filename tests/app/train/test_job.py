@@ -22,7 +22,8 @@ from vpipe.app.train.optimizers import hidden_matrices
 from vpipe.app.train.resume import IMPORTED, other_tokens
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
-from vpipe.model.layer import Layer, Model
+from vpipe.model.layer import Layer
+from vpipe.model.model import Model
 
 
 def refused(folder: Path, **changes: Any) -> str:

@@ -17,7 +17,8 @@ from vpipe import Cut
 from vpipe.app.train.job import Job
 from vpipe.app.train.load_balance import BalanceCheck, RankWork, warning
 from vpipe.app.train.loop import build_pipeline
-from vpipe.model.layer import Layer, Model
+from vpipe.model.layer import Layer
+from vpipe.model.model import Model
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import StageMemory

@@ -16,7 +16,8 @@ from vpipe.app.errors import LastingError
 from vpipe.app.train import loop
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
-from vpipe.model.layer import Layer, Model
+from vpipe.model.layer import Layer
+from vpipe.model.model import Model
 from vpipe.pipeline import Pipeline
 from vpipe.testing import evaluate_oracle
 

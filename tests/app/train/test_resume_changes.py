@@ -19,7 +19,7 @@ from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.app.train.resume import ResumePoint, find_resume_point, nothing_left, prepare_run, resumed_config
 from vpipe.app.train.run_folder import running, unlock_runs
-from vpipe.checkpoint import integrity
+from vpipe.checkpoint import checkpoint
 from vpipe.checkpoint.manifest import Manifest, TensorEntry
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
@@ -67,7 +67,7 @@ def test_a_manifest_is_loaded_once_and_every_byte_is_hashed_once(one: Path, tmp_
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """Both before a rank starts; a rank loads the manifest once more, and hashes nothing."""
     run = shutil.copytree(one, tmp_path / "run")
-    load, sha256_of = Manifest.load, integrity.sha256_of
+    load, sha256_of = Manifest.load, checkpoint.sha256_of
     loaded: list[Path] = []
     hashed: list[str] = []
 
@@ -80,7 +80,7 @@ def test_a_manifest_is_loaded_once_and_every_byte_is_hashed_once(one: Path, tmp_
         return sha256_of(path, *rest)
 
     monkeypatch.setattr(Manifest, "load", load_counted)
-    monkeypatch.setattr(integrity, "sha256_of", hash_counted)
+    monkeypatch.setattr(checkpoint, "sha256_of", hash_counted)
     start = find_resume_point(run / "checkpoints" / "step-1")
     job = Job.from_config(resumed_config(start, None, ["training.max_steps=2"], None))
     _check_intact(start)

@@ -21,7 +21,7 @@ from vpipe.app.train.loop import _TrainingRun, train
 from vpipe.app.train.metrics import ProgressBar
 from vpipe.app.train.resume import ResumePoint, prepare_run
 from vpipe.app.train.run_folder import CONFIG
-from vpipe.checkpoint.load import load_tensors
+from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.distributed.watchdog import watch
 from vpipe.runtime.step_results import Step
@@ -57,7 +57,7 @@ def tensors(run: Path, step: int) -> dict[str, Tensor]:
     """All that a checkpoint of a run holds."""
     folder = run / "checkpoints" / f"step-{step}"
     manifest = Manifest.load(folder)
-    return load_tensors(folder, manifest, manifest.tensors)
+    return Checkpoint(folder, manifest).tensors(manifest.tensors)
 
 
 def check_equal(one: Path, other: Path, step: int, only: str = "") -> None:

@@ -27,7 +27,8 @@ from vpipe.app.train.metrics import Efficiency, Metrics, PastMetrics, StepSize
 from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.peak_flops import PeakFlops
 from vpipe.app.train.summary import RunFigures, evaluation_text, p95, printable, summary
-from vpipe.model.layer import Layer, Model
+from vpipe.model.layer import Layer
+from vpipe.model.model import Model
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
 

@@ -13,9 +13,7 @@ from typing import Any
 from vpipe.app.progress import LOADING_TORCH, byte_progress, message_if_slow
 from vpipe.app.train.run_folder import CONFIG, check_not_running
 from vpipe.app.visualize.table import PIPE_COLUMNS, Column, columns, terminal_columns
-from vpipe.checkpoint.directory import FOLDER, Checkpoints, find_checkpoint
-from vpipe.checkpoint.integrity import find_damage
-from vpipe.checkpoint.manifest import MANIFEST, Manifest, TensorEntry
+from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest, TensorEntry
 from vpipe.errors import RunError, UserError, counted
 from vpipe.units import size_text
 
@@ -90,7 +88,7 @@ def run_verify(options: argparse.Namespace) -> None:
         try:
             manifest = Manifest.load(path)
             with byte_progress(f"reading {path.name}") as progress:
-                damage = [str(one) for one in find_damage(path, progress, manifest=manifest)]
+                damage = Checkpoint(path, manifest).damage(progress)
         except UserError as error:
             damage = [error.problems[0].what]
         if damage:
@@ -110,15 +108,15 @@ def checkpoints_in(path: Path) -> list[Path]:
     Raises:
         UserError: there is none.
     """
-    if (path / MANIFEST).is_file():
+    if Checkpoints.is_one(path):
         return [path]
-    for root in (path / FOLDER, path, *_configured_root(path)):
+    for root in (path / Checkpoints.FOLDER, path, *_configured_root(path)):
         if found := Checkpoints(root).all():
             return found
     if not path.is_dir():
         raise UserError(f"there is no folder '{path}'" if not path.exists() else f"'{path}' is a file, not a folder",
                         hint="give the folder of a run, or one of its checkpoints: RUN/checkpoints/step-N")
-    return [find_checkpoint(path)]  # one that lost its manifest; else the error says what was searched
+    return [Checkpoints.find(path)]  # one that lost its manifest; else the error says what was searched
 
 
 def _configured_root(run: Path) -> Iterator[Path]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from vpipe import Model
 from vpipe.app.commands.checkpoint import checkpoints_in
 from vpipe.app.config.config import load_config
 from vpipe.app.data.tokenizers import end_token, load_tokenizer
@@ -19,12 +20,11 @@ from vpipe.app.progress import byte_progress
 from vpipe.app.train.checkpoint_model import CheckpointModel, config_text, data_tokenizer, has_model, model_differences
 from vpipe.app.train.job import Job
 from vpipe.app.train.model_section import model_file, model_settings
-from vpipe.app.weights.export import export_huggingface, export_safetensors, export_torch, make_checkpoint, weights_of
+from vpipe.app.weights.export import export_huggingface, export_safetensors, export_torch, make_checkpoint
 from vpipe.app.weights.import_weights import CONFIG, import_weights, read_model_config
-from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
+from vpipe.checkpoint import Checkpoint, CheckpointInfo, Manifest
 from vpipe.errors import UserError, counted
 from vpipe.extras.legacy.vpipe_stage_files import find_stage_files, match_weights, read_stage_files
-from vpipe.model.layer import Model
 from vpipe.units import size_text
 
 SLOW_BYTES = 1 << 29
@@ -39,7 +39,7 @@ def run_export(options: argparse.Namespace) -> None:
         options.format == "torch" and has_model(manifest)) else None
     huggingface = None if options.format != "huggingface" or found is None else _names_of(found.name)
     with byte_progress(f"reading {folder.name}") as progress:
-        weights = weights_of(folder, manifest, progress, corrected=not options.uncorrected)
+        weights = Checkpoint(folder, manifest).weights(progress=progress, corrected=not options.uncorrected)
     size = sum(tensor.nbytes for tensor in weights.values())
     if size >= SLOW_BYTES:
         print(f"writing {size_text(size)}", file=sys.stderr, flush=True)

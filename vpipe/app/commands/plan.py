@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vpipe import Order
 from vpipe.app.config.apply_plan import TARGETS
 from vpipe.app.config.config import Config, load_config
 from vpipe.app.launch.rank_env import check_alone, ranks_of
@@ -16,7 +17,6 @@ from vpipe.app.progress import message_if_slow
 from vpipe.app.train.csv_rows import check_output
 from vpipe.app.visualize.explain_plan import PlanExplanation, depths_text
 from vpipe.app.visualize.table import PIPE_COLUMNS, terminal_columns
-from vpipe.description.order import order_of
 from vpipe.errors import UserError, counted
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
@@ -134,7 +134,7 @@ def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | No
     if parallel.to_plan or is_file(parallel.schedule) or isinstance(parallel.recompute, str):
         return None
     count = job.config.microbatches
-    plan = Plan(replace(job.cut, ranks=job.placement), order_of(
+    plan = Plan(replace(job.cut, ranks=job.placement), Order.of(
         parallel.schedule, update_every=parallel.update_every, warmup=parallel.depths), count)
     plan = replace(plan, predictions=predict(profiles[count], plan).prediction)
     peak, seconds = plan.predicted.fullest_rank[1], plan.predicted.seconds_per_sample

@@ -15,7 +15,7 @@ from vpipe.app.launch.restart import Starter
 from vpipe.app.progress import byte_progress
 from vpipe.app.train.resume import ResumePoint, absolute_path, find_resume_point, resumed_config
 from vpipe.app.train.run_folder import CONFIG, unlock_runs
-from vpipe.checkpoint.integrity import check_intact
+from vpipe.checkpoint import Checkpoint
 from vpipe.distributed import RankEnvironment
 from vpipe.errors import UserError, VpipeError, counted
 from vpipe.plugins import added, import_files
@@ -151,6 +151,6 @@ def _run_of_same_starter(options: argparse.Namespace) -> ResumePoint | None:
 
 def _check_intact(start: ResumePoint | None) -> None:
     """Read every byte of a checkpoint, and refuse one that is damaged before anything starts."""
-    if start is not None and start.checkpoint is not None:
+    if start is not None and start.checkpoint is not None and start.manifest is not None:
         with byte_progress(f"checking {start.checkpoint.name}") as progress:
-            check_intact(start.checkpoint, progress, manifest=start.manifest)
+            Checkpoint(start.checkpoint, start.manifest).check_intact(progress)

@@ -7,9 +7,9 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from vpipe import Cut
 from vpipe.app.config.parallel import OF_SCHEDULE, OF_STAGES, ParallelSection
 from vpipe.app.config.yaml_tree import Keys, Tree, describe, read_json_tree
-from vpipe.description.recompute import Recompute, recomputed_layers
 from vpipe.errors import Problem, UserError
 from vpipe.plan.plan import KEYS, MOST_BYTES, MOST_VALUES, Plan
 from vpipe.schedules.registry import recipe_if_any
@@ -128,7 +128,6 @@ def _same(key: str, value: Any, planned: Any, plan: Plan) -> bool:
     if not key.startswith("recompute"):
         return bool(value == planned)
     try:
-        recompute: Recompute = value
-        return recomputed_layers(recompute, plan.partition) == plan.recomputed
+        return Cut(plan.partition, value).recomputed == plan.recomputed
     except (UserError, TypeError):
         return False

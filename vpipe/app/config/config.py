@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from vpipe import Execution, Order, Precision
 from vpipe.app.config.apply_plan import PLAN, apply_plan, drop_derived
 from vpipe.app.config.machines import machine_mistakes
 from vpipe.app.config.options import OPTIONS, option_problems
@@ -32,13 +33,9 @@ from vpipe.app.config.validation import (
     validated,
 )
 from vpipe.app.config.yaml_tree import Place, Tree, describe, parse, read_yaml, write
-from vpipe.description.execution import THREADED
-from vpipe.description.order import Order, order_of
-from vpipe.description.precision import Precision, PrecisionName
+from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS
 from vpipe.errors import UserError
 from vpipe.extras.legacy.vpipe_flat import FLAT_KEYS, REPLACED_SECTIONS, to_native
-from vpipe.model import LARGEST_SIZE, MOST_BLOCKS
-from vpipe.runtime.executors.registry import NO_TIMELINE
 from vpipe.schedules.prepare import is_file, microbatches_of
 from vpipe.schedules.registry import recipe_if_any
 from vpipe.schedules.size import MOST_MICROBATCHES
@@ -180,7 +177,7 @@ class TrainingSection(Section):
         "delay of its stage, in updates"))
     delay_correction_strength: float = Field(1.0, gt=0, description=(
         "share of that delay, or a multiple of it, over which extrapolate continues"))
-    precision: PrecisionName = Field("fp32", description=(
+    precision: Precision.Name = Field("fp32", description=(
         "arithmetic of the layers; bf16 and fp16 use autocast, bf16_pure also rounds the weights and keeps fp32 "
         "master weights"))
     loss_scale: LossScale = Field("dynamic", description=(
@@ -325,7 +322,7 @@ class Config(Section):
     def order(self) -> Order:
         """The schedule; a stand-in where it is planned."""
         parallel = self.parallel.standing_in
-        return order_of(parallel.schedule, parallel.chunks, update_every=parallel.update_every,
+        return Order.of(parallel.schedule, parallel.chunks, update_every=parallel.update_every,
                         warmup=parallel.depths, delay_correction=self.training.extrapolation or 0.0)
 
     @property
@@ -403,8 +400,8 @@ class Config(Section):
         for key, what, hint in self.training.computed.refused(used_codecs(self.parallel.compress)):
             yield Mistake(("parallel", key), what, hint)
 
-        if self.trace and self.parallel.executor == THREADED:
-            yield Mistake(("trace",), f"is true, but {NO_TIMELINE[0]}", NO_TIMELINE[1])
+        if self.trace and (why := Execution(executor=self.parallel.executor).no_timeline) is not None:
+            yield Mistake(("trace",), f"is true, but {why[0]}", why[1])
 
     def with_parallel(self, parallel: ParallelSection | None = None, **changes: object) -> Config:
         """Return this config with another section ``parallel``, or other values of it, which are not validated."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from vpipe import accelerator
+from vpipe import Cut, Execution, Transfers, accelerator
 from vpipe.app.config.validation import (
     FilePath,
     Ints,
@@ -22,14 +22,10 @@ from vpipe.app.config.validation import (
     is_share,
 )
 from vpipe.app.config.yaml_tree import describe
-from vpipe.description.cut import Cut
-from vpipe.description.execution import THREADED, Executor
-from vpipe.description.recompute import MOST_LAYERS, ranges
-from vpipe.description.transfers import Transfers
 from vpipe.errors import UserError, nearest
 from vpipe.plan.plan import Plan
 from vpipe.plugins import announced
-from vpipe.runtime.executors.registry import threads_refused
+from vpipe.runtime import threads_refused
 from vpipe.schedules.build import check_warmup, places_copies
 from vpipe.schedules.prepare import has_flush, is_file
 from vpipe.schedules.registry import (
@@ -69,8 +65,8 @@ def _layers_or_auto(value: Any) -> Any:
     if not isinstance(value, (list, tuple)) or not value:
         raise MistakesError(Mistake((), f"must be a list of whole numbers or auto, got {describe(value)}", hint))
     layers = check_entries(value, lambda entry: type(entry) is int and entry >= 1, "a whole number of at least 1", hint)
-    if sum(layers) > MOST_LAYERS:
-        raise MistakesError(Mistake((), f"has {sum(layers):,} layers in all, more than {MOST_LAYERS:,}", hint))
+    if sum(layers) > Cut.MOST_LAYERS:
+        raise MistakesError(Mistake((), f"has {sum(layers):,} layers in all, more than {Cut.MOST_LAYERS:,}", hint))
     return layers
 
 
@@ -163,7 +159,7 @@ class ParallelSection(Section):
         "at once, others wait while it is at work; also USE_ORION_SCHEDULER=1"))
     orion_strict: bool = Field(False, description=(
         "refuse to train where use_orion_scheduler has no effect, instead of a warning"))
-    executor: Executor = Field("overlapped", description=(
+    executor: Execution.Executor = Field("overlapped", description=(
         "how a rank runs its actions, with the same results: overlapped sends and receives during compute; naive ends "
         "each action before the next; async_threaded, for gpipe on GPUs, runs each microbatch's forwards in a thread "
         "and a stream of its own"))
@@ -377,11 +373,11 @@ class ParallelSection(Section):
                               f"stages {', '.join(str(len(own)) for own in self.stage_to_rank_map.values())} ranks",
                               "leave it out: the map says it")
         yield from self._schedule()
-        if self.executor == THREADED and (refused := threads_refused(self.schedule)):
+        if self.executor == "async_threaded" and (refused := threads_refused(self.schedule)):
             yield Mistake(("executor",), f"is {refused[0]}", refused[1])
-        if self.use_orion_scheduler and self.executor != THREADED:
+        if self.use_orion_scheduler and self.executor != "async_threaded":
             yield Mistake(("use_orion_scheduler",), f"is true, but the executor is {self.executor}, which has one "
-                          "stream for all microbatches", f"set executor: {THREADED}, or use_orion_scheduler: false")
+                          "stream for all microbatches", "set executor: async_threaded, or use_orion_scheduler: false")
         elif self.use_orion_scheduler and ORION not in announced("vpipe.rank_environment"):
             yield Mistake(("use_orion_scheduler",), "is true, but no package here adds Orion", "install vpipe with "
                           "vpipe/extras/orion, or leave it out")
@@ -413,7 +409,7 @@ class ParallelSection(Section):
             yield Mistake(("recompute",), "names layers, but the partition, which decides whose they are, is auto",
                           "write the partition, or recompute: auto")
         elif named and not isinstance(self.partition, str) and len(self.partition) == self.model_parallel_size:
-            here = ranges(self.partition)
+            here = Cut(self.partition).layers
             yield from (Mistake(("recompute", stage), f"names layer {layer}, but stage {stage} has the layers "
                                 f"{here[stage].start} to {here[stage].stop - 1}", "layers are those of the model, "
                                 "counted from 0") for stage, layers in named.items() if stage < len(here)

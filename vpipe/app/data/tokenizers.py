@@ -22,7 +22,7 @@ DEFAULT_VOCAB_SIZE = 8192
 _MOST_BYTES = 128 << 20
 
 LARGEST_VOCAB_SIZE = 1 << 24
-"""The most tokens that a model may have (:data:`vpipe.model.LARGEST_SIZE`)."""
+"""The most tokens that a model may have (:data:`vpipe.app.families.LARGEST_SIZE`)."""
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vpipe import Layer, Model
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
 from vpipe.app.families.transformer import Blocks, ConfigKeys, attention, block_weight_names, weight_names
 from vpipe.errors import UserError
-from vpipe.model.layer import LOSS, Layer, Model
 
 _WORDS = "block0.attention.embeddings.word.weight"
 _DECODER_BIAS = "head.decoder.bias"
@@ -153,7 +153,7 @@ def bert(config: BertConfig) -> Model:
         if i > 0:
             layers.append(Layer(f"block{i}.attention", partial(BertAttention, config), inputs=("h", "input_mask")))
         layers.append(Layer(f"block{i}.mlp", partial(BertMlp, config)))
-    layers.append(Layer("head", partial(BertHead, config), outputs=(LOSS,),
+    layers.append(Layer("head", partial(BertHead, config), outputs=("loss",),
                         inputs=("h", "masked_lm_positions", "masked_lm_ids", "next_sentence_labels"),
                         ties={"decoder.weight": _WORDS} if config.tie_word_embeddings else {}))
     return Model(layers, batch=("input_ids", "segment_ids", "input_mask", "masked_lm_positions", "masked_lm_ids",

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vpipe import Model
 from vpipe.app.families.kv_cache import KeyValueCache, PerToken
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
 from vpipe.app.families.transformer import (
@@ -32,7 +33,6 @@ from vpipe.app.families.transformer import (
     decoder_copies,
     decoder_names,
 )
-from vpipe.model.layer import Model
 
 KEYS = ConfigKeys(
     "GPT",

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vpipe import Model
 from vpipe.app.families.kv_cache import KeyValueCache, PerToken
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
 from vpipe.app.families.transformer import (
@@ -35,7 +36,6 @@ from vpipe.app.families.transformer import (
     decoder_names,
 )
 from vpipe.errors import UserError
-from vpipe.model.layer import Model
 
 KEYS = ConfigKeys(
     "LLaMA",

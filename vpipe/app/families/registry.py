@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import vpipe.app.families
+from vpipe import Model
 from vpipe.arguments import shown
 from vpipe.errors import UserError, nearest
-from vpipe.model.layer import Model
 from vpipe.plugins import announced, is_own, load, unregistered
 
 ENTRY_POINT_GROUP = "vpipe.models"

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vpipe import Layer, Model
+from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS
 from vpipe.app.families.kv_cache import KeyValueCache
 from vpipe.app.families.registry import ModelSettings
 from vpipe.errors import Problem, UserError, nearest
-from vpipe.model import LARGEST_SIZE, MOST_BLOCKS
-from vpipe.model.layer import LOSS, NO_LABEL, Layer, Model
 
 Positive = float
 """Type of a config's field that may be any number above 0."""
@@ -189,13 +189,13 @@ def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor, smoothing: float = 0.
 
     Args:
         logits_bsv: scores [B, S, V].
-        labels_bs: int64 [B, S]: the next token, already shifted; :data:`NO_LABEL` where there is none.
+        labels_bs: int64 [B, S]: the next token, already shifted; :attr:`vpipe.Model.NO_LABEL` where there is none.
         smoothing: share of a label's probability that is spread evenly over all V tokens.
     """
     precision = torch.promote_types(logits_bsv.dtype, torch.float32)
-    total = F.cross_entropy(logits_bsv.to(precision).flatten(0, 1), labels_bs.flatten(), ignore_index=NO_LABEL,
+    total = F.cross_entropy(logits_bsv.to(precision).flatten(0, 1), labels_bs.flatten(), ignore_index=Model.NO_LABEL,
                             reduction="sum", label_smoothing=smoothing)
-    return total / (labels_bs != NO_LABEL).sum().clamp(min=1)
+    return total / (labels_bs != Model.NO_LABEL).sum().clamp(min=1)
 
 
 class EmbeddingsAndAttention(nn.Module):
@@ -242,6 +242,6 @@ def decoder(blocks: int, embeddings: Callable[[], nn.Module], attention: Callabl
         if i > 0:
             layers.append(Layer(f"block{i}.attention", attention))
         layers.append(Layer(f"block{i}.mlp", mlp))
-    layers.append(Layer("head", head, inputs=("h", "labels"), outputs=(LOSS,),
+    layers.append(Layer("head", head, inputs=("h", "labels"), outputs=("loss",),
                         ties={"decoder.weight": TOKEN_EMBEDDINGS} if tied else {}))
     return Model(layers, batch=("input_ids", "labels"))

@@ -19,7 +19,7 @@ from vpipe.app.launch.restart import Failure, fitted, give_up_reason, restart_po
 from vpipe.app.launch.ssh import Remote, UnreachableError, connect, prepare
 from vpipe.app.train.resume import ResumePoint, nothing_left, prepare_run, run_config
 from vpipe.app.train.run_folder import checkpoints_root, last_step, why_unsaved
-from vpipe.checkpoint.directory import Checkpoints
+from vpipe.checkpoint import Checkpoints
 from vpipe.errors import Problem, RunError, UserError
 
 PAUSE_S = 10.0

@@ -26,9 +26,7 @@ from vpipe.app.launch.failure_report import find_failure
 from vpipe.app.launch.rank_env import ranks_of
 from vpipe.app.train.resume import ResumePoint, check_config, checkpoint_roots, prepare_run, run_config
 from vpipe.app.train.run_folder import CONFIG, last_step
-from vpipe.checkpoint.directory import Checkpoints
-from vpipe.checkpoint.integrity import find_damage
-from vpipe.checkpoint.manifest import Manifest
+from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.distributed import RankEnvironment
 from vpipe.errors import RunError, UserError, counted
 from vpipe.schedules.prepare import is_file
@@ -95,8 +93,7 @@ def newest_intact(run: Path, root: Path) -> ResumePoint | None:
     for checkpoint in reversed(Checkpoints(root).all()):
         try:
             manifest = Manifest.load(checkpoint)
-            found = list(map(str, find_damage(checkpoint, _progress(f"looking at {checkpoint.name}"),
-                                              manifest=manifest)))
+            found = Checkpoint(checkpoint, manifest).damage(_progress(f"looking at {checkpoint.name}"))
         except UserError as error:
             found = [error.problems[0].what]
         else:

@@ -12,12 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vpipe import Cut, Order
 from vpipe.app.report.figures import Figures, Points, step_ends
 from vpipe.app.report.idle_causes import Cause, Producers, medians, time_slices
 from vpipe.app.report.recording import Recording, Track, read_recording
 from vpipe.app.report.run_metrics import History, Totals, read_history
-from vpipe.description.cut import Cut
-from vpipe.description.order import Order
 from vpipe.errors import CheckError, UserError, counted
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.predict import predict

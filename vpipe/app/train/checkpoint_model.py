@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from vpipe import Model
 from vpipe.app.config.config import Config, ModelSection, drop_removed
 from vpipe.app.config.validation import validated
 from vpipe.app.config.yaml_tree import parse, write
 from vpipe.app.families.registry import Family, ModelSettings, family_named
 from vpipe.app.train.job import Job
 from vpipe.app.train.model_section import model_file, model_settings
-from vpipe.checkpoint.manifest import Manifest
+from vpipe.checkpoint import Manifest
 from vpipe.errors import UserError
-from vpipe.model.layer import Model
 
 _ONLY_TRAINING = ("dropout", "initializer_range")
 """Parts of keys that change how a model is trained, but not what its weights mean."""

@@ -14,19 +14,15 @@ from statistics import median
 from time import perf_counter
 from types import TracebackType
 
+from vpipe import Pipeline
 from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.metrics import Metrics
 from vpipe.app.train.resume import RUN
 from vpipe.app.train.run_folder import checkpoints_root
-from vpipe.checkpoint.directory import Checkpoints, step_of
-from vpipe.checkpoint.load import load_tensors
-from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
-from vpipe.checkpoint.save import Saver, SaveResult
-from vpipe.checkpoint.shared_folder import check_shared_folder
+from vpipe.app.train.shared_folder import check_shared_folder
+from vpipe.checkpoint import Checkpoint, CheckpointInfo, Checkpoints, Manifest, Saver, SaveResult
 from vpipe.distributed import RankEnvironment, exchange, watch
 from vpipe.errors import RunError, UserError, counted
-from vpipe.pipeline import Pipeline
-from vpipe.runtime.state_dict import Position
 
 log = logging.getLogger("vpipe")
 
@@ -167,8 +163,9 @@ class Checkpointing:
         if last is not None and last.error and last.step == self._metrics.steps:
             assert self.root is not None, "a save was tried there"
             newest = Checkpoints(self.root).newest()
-            rest = "there is no checkpoint to resume from" if newest is None else \
-                f"then go on from step {step_of(newest)} with: vpipe train --resume {quote(str(self._folder))}"
+            rest = "there is no checkpoint to resume from" if newest is None else (
+                f"then go on from step {Checkpoints.step_of(newest)} with: vpipe train --resume "
+                f"{quote(str(self._folder))}")
             raise RunError(f"the last checkpoint, of step {last.step}, could not be saved: {last.error}",
                            hint="make room, or set checkpoint.directory, or lower the learning rate where weights are "
                            f"not finite; {rest}")
@@ -254,6 +251,6 @@ def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> s
         UserError: it does not fit, or a file cannot be read.
     """
     with watch.activity.during("reading a checkpoint"):
-        position = Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, pipe.microbatches)
-        return pipe.restore(position, lambda wants: load_tensors(
-            checkpoint, manifest, filter(wants, manifest.tensors), device_of(job.config), checked=True))
+        found = Checkpoint(checkpoint, manifest)
+        return pipe.restore(manifest.position(pipe.microbatches), lambda wants: found.tensors(
+            filter(wants, manifest.tensors), device_of(job.config), checked=True))

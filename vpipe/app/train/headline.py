@@ -8,7 +8,6 @@ from vpipe.app.data.dataset import Described, VaryingBatches
 from vpipe.app.train.job import Job
 from vpipe.errors import counted
 from vpipe.extras.translation.length_buckets import SOURCE_IDS, PairDataset
-from vpipe.model.split import parameter_count
 from vpipe.schedules.delays import describe_delays, fewer_updates, warn_of_delay
 
 
@@ -48,7 +47,7 @@ def size_lines(job: Job) -> str:
              "about " * (rest > 0) + counted(steps, job.step_name, commas=True)]
     if isinstance(dataset, PairDataset):
         epoch.append(f"{100 * dataset.padding_share(config.dataset.batch_size):.1f} % padding")
-    parameters = parameter_count(job.model)
+    parameters = job.model.parameter_count()
     text = job.held_out_text
     return (("parameters unknown" if parameters is None else counted(parameters, "parameter", commas=True))
             + f", vocabulary of {config.model.vocab_size:,}" * tokens

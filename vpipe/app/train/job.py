@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vpipe import accelerator
+from vpipe import Cut, Execution, Model, Update, accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.config.options import all_options
 from vpipe.app.data.dataset import Dataset, DatasetSettings, Tokenized, VaryingBatches
@@ -31,23 +31,19 @@ from vpipe.app.train.optimizers import (
 )
 from vpipe.app.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
 from vpipe.app.train.tensorboard import check_installed
-from vpipe.description.cut import Cut
-from vpipe.description.description import Description
-from vpipe.description.execution import THREADED, Execution
-from vpipe.description.update import Update
+from vpipe.description import Description
 from vpipe.distributed import DeviceMap, choose_device, join_world
 from vpipe.errors import UserError
 from vpipe.extras.generation.sampling import BERT, masked_ids
 from vpipe.extras.translation.length_buckets import SOURCE_IDS, PairDataset
-from vpipe.model.layer import Model, seed_of
-from vpipe.model.split import balanced, parameter_counts, split, ties_between
+from vpipe.model import seed_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.profiling.cache import load_by_digest, to_stderr
 from vpipe.profiling.fingerprint import digest, structure
-from vpipe.runtime.compiled import check_compiled, compile_backend
+from vpipe.runtime import prepare_schedule
 from vpipe.schedules.delays import mean_delay
-from vpipe.schedules.prepare import ScheduleSpec, has_flush
+from vpipe.schedules.prepare import has_flush
 from vpipe.schedules.schedule import Schedule, describe_rank
 from vpipe.schedules.size import Placement
 
@@ -156,12 +152,10 @@ class Job:
         to_plan, parallel, training = config.parallel.to_plan, config.parallel.standing_in, config.training
         cut = parallel.cut
         if isinstance(cut.stages, int):
-            cut = replace(cut, stages=balanced(parameter_counts(model), cut.stages))
-        ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(split(model, cut.partition)).items()}
-        schedule = ScheduleSpec(config.order, cut, config.microbatches, None, ties, training.needs_norms,
-                                last_first=parallel.executor == THREADED).prepare(proved=proved)
-        if training.compile:
-            check_compiled(compile_backend(training.compile), schedule)
+            cut = replace(cut, stages=model.balanced(cut.stages))
+        execution = Execution(executor=parallel.executor, compile=training.compile)
+        schedule = prepare_schedule(model, cut, config.order, config.microbatches, execution,
+                                    needs_norms=training.needs_norms, proved=proved)
         config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
         if "partition" not in to_plan:
             config = config.with_parallel(partition=cut.partition)

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vpipe import Pipeline
 from vpipe.app.train.job import Job
 from vpipe.app.train.run_folder import PLAN, PROFILE
 from vpipe.distributed import exchange
 from vpipe.errors import UserError
-from vpipe.pipeline import Pipeline
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
-from vpipe.runtime.stage_usage import StageUsage
+from vpipe.runtime import StageUsage
 from vpipe.schedules.prepare import is_file
 from vpipe.units import size_text
 

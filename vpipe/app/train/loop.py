@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from vpipe import Pipeline
 from vpipe.app.config.config import config_row
 from vpipe.app.data.prefetch import prefetched
 from vpipe.app.errors import LastingError, StartError
@@ -36,22 +37,22 @@ from vpipe.app.train.tensorboard import TensorBoardWriter
 from vpipe.app.train.torch_profiler import TorchProfiler
 from vpipe.app.train.trace_writer import TraceWriter
 from vpipe.app.train.weights_and_biases import WandbWriter
-from vpipe.checkpoint.directory import Checkpoints, step_of
-from vpipe.checkpoint.manifest import Manifest
-from vpipe.description.execution import THREADED
+from vpipe.checkpoint import Checkpoints, Manifest
 from vpipe.distributed import exchange, join_world, watch
 from vpipe.errors import RunError, UserError, counted
 from vpipe.extras.orion.run import Orion, orion, orion_lines
 from vpipe.extras.translation.translations import translation_lines
-from vpipe.pipeline import Pipeline
+from vpipe.runtime import Step
 from vpipe.runtime.collectives import LocalUsage
-from vpipe.runtime.executors.registry import NO_GAIN
 from vpipe.runtime.microbatches import Batch
-from vpipe.runtime.step_results import Step
 from vpipe.schedules.prepare import few_microbatches, note_of
 
 log = logging.getLogger("vpipe")
 
+
+NO_GAIN = ("executor async_threaded: on a CPU it brings no gain over overlapped, which takes less memory; it is for "
+           "GPUs, where each microbatch gets a stream")
+"""The note that such a run prints."""
 
 def train(job: Job, folder: Path, checkpoint: Path | None = None, manifest: Manifest | None = None) -> Stopped | None:
     """Train as the config says; rank 0 shows progress and writes ``metrics.jsonl`` and the summary.
@@ -180,7 +181,7 @@ class _TrainingRun:
         enter(graceful_stop())
         watch.note_to(self._progress.show)
         on_cpu = pipe.device.type == "cpu"
-        if config.parallel.executor == THREADED and on_cpu:
+        if config.parallel.executor == "async_threaded" and on_cpu:
             note(NO_GAIN)
         if self._orion is not None and self._orion.inactive is not None and pipe.rank == 0:
             note(f"warning: {self._orion.inactive}")
@@ -472,5 +473,5 @@ class DivergenceCheck:
             raise LastingError(what, hint=f"{hint}; there is no checkpoint before it", stage=stage,
                                microbatch=microbatch)
         setting = setting or f"training.learning_rate={self._job.config.training.learning_rate / 2:g}"
-        raise LastingError(what, hint=f"{hint}, and go on from step {step_of(newest)}, such as: vpipe train --resume "
-                           f"{quote(str(newest))} --set {setting}", stage=stage, microbatch=microbatch)
+        raise LastingError(what, hint=f"{hint}, and go on from step {Checkpoints.step_of(newest)}, such as: vpipe "
+                           f"train --resume {quote(str(newest))} --set {setting}", stage=stage, microbatch=microbatch)

@@ -28,7 +28,7 @@ from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.peak_flops import PeakFlops, find_peak
 from vpipe.app.visualize.table import compact
 from vpipe.errors import UserError, counted
-from vpipe.runtime.step_results import Step
+from vpipe.runtime import Step
 
 log = logging.getLogger("vpipe")
 

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from vpipe import accelerator
+from vpipe import Model, accelerator
 from vpipe.errors import UserError, nearest
-from vpipe.model.layer import Model, build_outline
-from vpipe.model.split import resolve_tie
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "lamb", "muon", "soap")
 
@@ -131,14 +129,15 @@ def hidden_matrices(model: Model) -> frozenset[str]:
     users: dict[str, set[int]] = {}  # matrix -> numbers of the layers that use it
     tables: set[str] = set()
     for number, layer in enumerate(model.layers):
-        module = build_outline(layer, number)
+        module = layer.outline(number)
         first_names = {parameter: name for name, parameter in module.named_parameters()}
         for path, part in module.named_modules(remove_duplicate=False):
             for own, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
                 if parameter.ndim != 2 or min(parameter.shape) == 1:
                     continue
-                tied = layer.ties.get(f"{path}.{own}" if path else own) or layer.ties.get(first_names[parameter])
-                name = f"{layer.name}.{first_names[parameter]}" if tied is None else resolve_tie(model, tied)
+                full = f"{layer.name}.{first_names[parameter]}"
+                name = model.ties.get(f"{layer.name}.{path}.{own}" if path else f"{layer.name}.{own}",
+                                      model.ties.get(full, full))
                 users.setdefault(name, set()).add(number)
                 words = f"{type(part).__name__} {name}".lower()
                 if isinstance(part, nn.Embedding | nn.EmbeddingBag) or (not isinstance(part, nn.Linear) and any(

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from vpipe import Pipeline
 from vpipe.app.train.job import Job
 from vpipe.app.train.metrics import LineWriter, finite
 from vpipe.app.train.run_folder import RANK_TIMES
 from vpipe.app.visualize.table import fitted, ms_text, terminal_columns
 from vpipe.distributed import exchange
-from vpipe.pipeline import Pipeline
-from vpipe.runtime.stage_usage import StageUsage
+from vpipe.runtime import StageUsage
 from vpipe.schedules.schedule import stages_of_rank
 from vpipe.units import size_text
 

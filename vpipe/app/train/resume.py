@@ -13,6 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from vpipe import Cut
 from vpipe.app.config.config import (
     CheckpointSection,
     Config,
@@ -39,10 +40,7 @@ from vpipe.app.train.run_folder import (
     next_attempt,
     why_unsaved,
 )
-from vpipe.checkpoint.directory import Checkpoints, find_checkpoint, step_of
-from vpipe.checkpoint.integrity import newest_intact_before, older_intact_hint
-from vpipe.checkpoint.manifest import Manifest, no_longer_used
-from vpipe.description.recompute import recomputed_layers
+from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.errors import Problem, UserError, counted
 from vpipe.plan.plan import Plan
 from vpipe.schedules.prepare import is_file
@@ -92,14 +90,7 @@ class ResumePoint:
         """
         if self.checkpoint is None or self._loaded is not None:
             return self._loaded
-        try:
-            return Manifest.load(self.checkpoint)
-        except UserError as error:
-            [problem] = error.problems
-            if newest_intact_before(self.checkpoint) is None:
-                raise
-            raise UserError(problem.what, where=problem.where,
-                            hint=f"{problem.hint}; here {older_intact_hint(self.checkpoint)}") from None
+        return Checkpoint.open(self.checkpoint).manifest
 
     @property
     def folders(self) -> list[Path]:
@@ -124,7 +115,7 @@ def find_resume_point(path: Path) -> ResumePoint:
         raise UserError(f"there is no checkpoint of the run in '{path}': {why_unsaved(config, path)}",
                         where=f"looked in {', '.join(map(str, roots))}",
                         hint=f"start a new run: vpipe train {quote(str(path / CONFIG))}{every}")
-    elsewhere = ResumePoint(None, absolute_path(find_checkpoint(path)))
+    elsewhere = ResumePoint(None, absolute_path(Checkpoints.find(path)))
     checkpoint, manifest = elsewhere.checkpoint, elsewhere.manifest
     assert checkpoint is not None
     assert manifest is not None
@@ -200,7 +191,7 @@ def _still_holds(plan: Plan, config: Config, settings: Sequence[str]) -> bool:
                                    for key in ("partition", "recompute", "schedule", "plan")):
         return False
     try:
-        recomputed = isinstance(parallel.recompute, str) or recomputed_layers(parallel.recompute, plan.partition) == \
+        recomputed = isinstance(parallel.recompute, str) or Cut(plan.partition, parallel.recompute).recomputed == \
             plan.recomputed
     except UserError:
         return False
@@ -331,7 +322,7 @@ def _move_later(root: Path, steps: int, attempt: str) -> list[str]:
     try:
         folder.clear_leftovers()
         for path in reversed(folder.all()):
-            if step_of(path) > steps:
+            if Checkpoints.step_of(path) > steps:
                 aside = root / EARLIER / attempt
                 aside.mkdir(parents=True, exist_ok=True)
                 path.rename(aside / path.name)
@@ -384,7 +375,7 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     if manifest is not None:
         check_fits_job(manifest, job)
         steps = manifest.step
-        if warning := no_longer_used(manifest):
+        if warning := manifest.no_longer_used:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     if (folder := start.folder) is None:
         folder = new_run(job)
@@ -445,17 +436,14 @@ def check_fits_job(manifest: Manifest, job: Job) -> None:
     Raises:
         UserError: with what differs.
     """
-    from vpipe.checkpoint.load import check_compatible  # which needs torch, as a job does
-    from vpipe.runtime.state_dict import Position
-
     was = parse(manifest.config, "", "").get(("model", "name"))
     if was is not None and was != job.config.model.name:
         raise UserError(f"the checkpoint is of the model '{was}', but model.name is '{job.config.model.name}'",
                         hint=f"set model.name to {was}, with its sizes: vpipe checkpoint show prints them")
-    check_compatible(manifest, job.model)
+    manifest.check_compatible(job.model)
     if problems := list(_differences(manifest, job)):
         raise UserError.all_of(problems)
-    Position.from_numbers(manifest.step, manifest.samples, manifest.numbers, job.config.microbatches)
+    manifest.position(job.config.microbatches)
 
 
 def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:

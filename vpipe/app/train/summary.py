@@ -19,9 +19,8 @@ from vpipe.app.train.metrics import Metrics, finite
 from vpipe.app.train.peak_flops import PeakFlops
 from vpipe.app.visualize.table import clipped, compact, filled, fitted, milliseconds, ms_text, terminal_columns
 from vpipe.errors import counted
-from vpipe.extras.generation.generate import load_weights
 from vpipe.extras.generation.sampling import BERT, TextModel, decoding_for, masked_ids, prompt_ids
-from vpipe.runtime.stage_usage import StageUsage
+from vpipe.runtime import StageUsage
 from vpipe.schedules.delays import describe_delays, mean_delay
 from vpipe.schedules.size import Placement
 from vpipe.units import size_text
@@ -154,7 +153,7 @@ def samples(job: Job, weights: Mapping[str, Tensor], steps: int) -> Iterator[str
     assert job.tokenizer_path is not None, "checked"
     masks = job.config.model.name == BERT
     tokenizer = (load_wordpiece if masks else load_tokenizer)(job.tokenizer_path)
-    trained = load_weights(job.model, weights, training.seed, draw=True).float()
+    trained = job.model.with_weights(weights, training.seed, draw=True).float()
     states = {"before training": job.model.materialize(training.seed).eval(),
               f"after {counted(steps, job.step_name)}": trained}
     for prompt in training.sample_prompts:

@@ -13,13 +13,12 @@ from types import TracebackType
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import profile, record_function
 
-from vpipe import accelerator
+from vpipe import Pipeline, accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job
 from vpipe.distributed import watch
 from vpipe.errors import UserError
-from vpipe.pipeline import Pipeline
 from vpipe.schedules.prepare import is_file
 
 log = logging.getLogger("vpipe")

@@ -14,8 +14,8 @@ from typing import IO
 
 import torch.distributed as dist
 
+from vpipe import Pipeline
 from vpipe.errors import UserError
-from vpipe.pipeline import Pipeline
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
 from vpipe.runtime.collectives import clock_offset
 from vpipe.schedules.action_record import FORMAT

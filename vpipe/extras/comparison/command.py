@@ -17,7 +17,6 @@ from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import check_alone, check_gpus, hosts_of, ranks_here, ranks_of
 from vpipe.app.train.csv_rows import check_output
 from vpipe.app.train.run_folder import CONFIG, make_run_folder
-from vpipe.description.execution import THREADED
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.extras.comparison.systems import HINT, ComparisonRequest
 
@@ -93,8 +92,8 @@ def _load(options: argparse.Namespace) -> Mapping[str, Config]:
         except UserError as error:
             problems += error.problems
             continue
-        if configs[model].parallel.executor == THREADED:
-            raise UserError(f"vpipe compare runs schedules that {THREADED} cannot, and notes when each action ran",
+        if configs[model].parallel.executor == "async_threaded":
+            raise UserError("vpipe compare runs schedules that async_threaded cannot, and notes when each action ran",
                             hint="add --set parallel.executor=overlapped, or leave --scheduler out")
     if problems:
         raise UserError.all_of(list(dict.fromkeys(problems)))

@@ -9,14 +9,12 @@ from itertools import chain
 from math import lcm
 from typing import Any
 
+from vpipe import Cut, Order
 from vpipe.app.config.parallel import AUTO
 from vpipe.app.train.job import Job
 from vpipe.app.train.planning import memory_limit, profile_job, request_of
-from vpipe.description.cut import Cut
-from vpipe.description.order import order_of
 from vpipe.errors import Problem, UserError, counted
 from vpipe.extras.comparison.systems import SYSTEMS, ComparisonRequest, microbatch_counts, plan_system
-from vpipe.model.split import balanced, parameter_counts
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver import solve
@@ -165,11 +163,11 @@ def _schedule_contender(label: str, model: str, name: str, job: Job, profiles: M
             raise UserError(f"'{name}' holds {counted(chunks, 'stage')} on a rank, but the config has replicas of "
                             "stages", hint="leave the replicas out, or the schedule")
         description = f"{counted(chunks, 'stage')} on each rank, balanced by parameters"
-        partition = tuple(balanced(parameter_counts(job.model), ranks * chunks))
+        partition = job.model.balanced(ranks * chunks)
         placement = placement_of(recipe, ranks, chunks)
         share = parallel.recompute if not isinstance(parallel.recompute, str) else 0.0
         recomputed = Cut(partition, share).recomputed
-    plan = Plan(Cut(partition, recomputed, placement), order_of(name, update_every=every), microbatches)
+    plan = Plan(Cut(partition, recomputed, placement), Order.of(name, update_every=every), microbatches)
     job.with_plan(plan)  # refuses one that does not fit the config
     return Contender(label, model, description, plan)
 

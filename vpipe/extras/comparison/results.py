@@ -19,7 +19,7 @@ from vpipe.errors import counted
 from vpipe.extras.comparison.planning import Contender
 from vpipe.extras.comparison.round_robin import MIN_UPDATES, WARM_UP, Turn
 from vpipe.plan.plan import Prediction
-from vpipe.runtime.stage_usage import StageUsage
+from vpipe.runtime import StageUsage
 from vpipe.units import size_text
 
 RECENT = 0.1

@@ -28,9 +28,9 @@ from vpipe.extras.comparison.results import Comparison, Outcome
 from vpipe.extras.comparison.round_robin import TimedTraining, take_turns
 from vpipe.extras.comparison.systems import ComparisonRequest
 from vpipe.profiling.rank_group import RankGroup
+from vpipe.runtime import StageUsage
 from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.collectives import LocalUsage
-from vpipe.runtime.stage_usage import StageUsage
 from vpipe.schedules.action_record import RecordedAction
 
 RECORDED = 20_000

@@ -19,7 +19,7 @@ from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import HostRanks, check_alone
 from vpipe.app.train.checkpoint_model import data_tokenizer, has_model
 from vpipe.arguments import Arguments
-from vpipe.checkpoint.manifest import Manifest
+from vpipe.checkpoint import Manifest
 from vpipe.errors import RunError, UserError, counted
 from vpipe.extras.generation.job import GenerationTask, SampledCheckpoint, generate_alone, removed
 from vpipe.extras.generation.sampling import (

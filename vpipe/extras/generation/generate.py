@@ -13,7 +13,6 @@ size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
 from time import perf_counter
@@ -22,44 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vpipe import Model
 from vpipe.app.families.bert import BertHead
 from vpipe.app.families.kv_cache import KeyValueCache
 from vpipe.app.families.transformer import EmbeddingsAndAttention
 from vpipe.errors import UserError
-from vpipe.model.layer import Model, build_outline, set_parameter, share_modules, without_random_values
-from vpipe.model.split import alive, resolve_tie
 from vpipe.units import size_text
-
-
-def load_weights(model: Model, weights: Mapping[str, Tensor], seed: int, draw: bool = False,
-                 layers: range | None = None) -> nn.ModuleDict:
-    """Return layers of a model with these weights, in eval mode.
-
-    Args:
-        weights: of all their parameters and buffers, ``<layer>.<parameter>``, tied ones under their owner's name.
-        seed: of the run, for what its layers draw beside the weights.
-        draw: whether they draw at all; without, building is faster.
-        layers: their numbers; None for all.
-    """
-    here = {number: model.layers[number] for number in (range(len(model)) if layers is None else layers)}
-    with nullcontext() if draw else without_random_values():
-        modules = {layer.name: layer.materialize(number, seed) for number, layer in here.items()}
-    share_modules(modules, {layer.name: layer.shared for layer in here.values()})
-    parameters: dict[str, nn.Parameter] = {}
-    for layer in here.values():
-        module = modules[layer.name]
-        module.load_state_dict({name: weights[f"{layer.name}.{name}"] for name in module.state_dict()
-                                if name not in layer.ties}, strict=False)
-        for own, target in layer.ties.items():
-            owner = resolve_tie(model, target)
-            if owner not in parameters:  # its layer is not here
-                parameters[owner] = nn.Parameter(weights[owner])
-            set_parameter(module, own, parameters[owner])
-        parameters |= {f"{layer.name}.{name}": parameter for name, parameter in module.named_parameters()}
-    whole = nn.ModuleDict()
-    whole._modules.update(modules)  # layer names may hold dots, which add_module refuses
-    return whole.eval()
-
 
 # -- what is asked for ---------------------------------------------------------------------------------------------
 
@@ -327,7 +294,7 @@ class DecoderModel:
     """
 
     def __init__(self, model: Model) -> None:
-        outlines = [build_outline(layer, number) for number, layer in enumerate(model.layers)]
+        outlines = [layer.outline(number) for number, layer in enumerate(model.layers)]
         self.model, self.translates = model, set(model.batch) == TRANSLATES
         if not hasattr(outlines[-1], "scores") or not (self.translates or set(model.batch) == {"input_ids", "labels"}):
             raise UserError("the model does not predict the next token of a text",
@@ -345,7 +312,7 @@ class DecoderModel:
     def crossing(self, cut: int, begins: bool) -> tuple[str, ...]:
         """Return the tensors that cross the cut before a layer, in a pass that begins anew or in another one."""
         writer = {name: number for number, layer in enumerate(self.model.layers[:cut]) for name in layer.outputs}
-        return tuple(name for name in alive(self.model, cut) if begins or self.grows[writer[name]])
+        return tuple(name for name in self.model.crossing(cut) if begins or self.grows[writer[name]])
 
 
 def _has_step(module: nn.Module) -> bool:

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vpipe import accelerator
+from vpipe import Model, accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.data.tokenizers import ids_in, load_tokenizer
 from vpipe.app.progress import byte_progress, print_line, progress
 from vpipe.app.train.checkpoint_model import CheckpointModel, checkpoint_config
-from vpipe.app.weights.export import PREFIX, weights_of
-from vpipe.checkpoint.load import check_compatible, load_tensors
-from vpipe.checkpoint.manifest import Manifest
+from vpipe.checkpoint import Checkpoint, Manifest
 from vpipe.distributed import join_world, watch
 from vpipe.errors import UserError, counted
 from vpipe.extras.generation.generate import (
@@ -33,13 +31,10 @@ from vpipe.extras.generation.generate import (
     Decoding,
     Request,
     StageDecoder,
-    load_weights,
 )
 from vpipe.extras.generation.pipelined import GenerationRank, in_flight
 from vpipe.extras.generation.sampling import ChosenTokens, TextModel, line_of, texts, translation_request
-from vpipe.model.layer import Model, build_outline
-from vpipe.model.split import balanced, parameter_count, parameter_counts, resolve_tie, split
-from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime import DistributedTransport
 from vpipe.schedules.schedule import describe_rank
 
 if TYPE_CHECKING:
@@ -113,8 +108,8 @@ class SampledCheckpoint:
         if words > size:
             raise UserError(f"the tokenizer has {words:,} tokens, but the model only {size:,}",
                             hint="name the tokenizer.json that the model was trained with as --tokenizer")
-        check_compatible(self.manifest, self.model(length), "its code has changed since: take the one that it was "
-                                                            "trained with")
+        self.manifest.check_compatible(self.model(length), "its code has changed since: take the one that it was "
+                                                           "trained with")
 
     def partition(self, ranks: int, length: int) -> tuple[int, ...]:
         """Return the layers of each rank: as in the run if it had as many stages, else balanced by their operations per
@@ -131,16 +126,16 @@ class SampledCheckpoint:
             raise UserError(f"--ranks is {ranks}, but the model has only {counted(len(model), 'layer')}",
                             hint=f"use {len(model)} ranks at most")
         flops = self.found.family.flops
-        return tuple(balanced(parameter_counts(model) if flops is None else flops(
-            replace(self.found.settings, sequence_length=length)), ranks))
+        return model.balanced(ranks, None if flops is None else flops(
+            replace(self.found.settings, sequence_length=length)))
 
     def text_model(self, length: int, tokenizer: Tokenizer) -> TextModel:
         """Return the whole model with its weights."""
         model = self.model(length)
         with self.kept(), byte_progress(f"reading {self.folder.name}") as progress:
-            weights = weights_of(self.folder, self.manifest, progress, checked=True)
+            weights = Checkpoint(self.folder, self.manifest).weights(progress=progress, checked=True)
         self.introduce()
-        return TextModel(model, load_weights(model, weights, self.manifest.seed, self._draws).float(), tokenizer,
+        return TextModel(model, model.with_weights(weights, self.manifest.seed, self._draws).float(), tokenizer,
                          length)
 
     @contextmanager
@@ -155,7 +150,7 @@ class SampledCheckpoint:
 
     def introduce(self) -> None:
         """Print which checkpoint it is."""
-        parameters = parameter_count(self.model(1))
+        parameters = self.model(1).parameter_count()
         size = "parameters unknown" if parameters is None else counted(parameters, "parameter", commas=True)
         print(f"{self.folder}: {self.found.name}, {size}, after step "
               f"{self.manifest.step:,}", file=sys.stderr, flush=True)
@@ -168,13 +163,13 @@ class SampledCheckpoint:
         """Return layers of the model with their weights; no others are read. For ``free_bytes`` see StageDecoder."""
         model = self.model(length)
         names = {f"{model.layers[number].name}.{name}" for number in layers
-                 for name in build_outline(model.layers[number], number).state_dict()
+                 for name in model.layers[number].outline(number).state_dict()
                  if name not in model.layers[number].ties}
-        names |= {resolve_tie(model, target) for number in layers for target in model.layers[number].ties.values()}
+        names |= {model.ties[f"{model.layers[number].name}.{own}"] for number in layers
+                  for own in model.layers[number].ties}
         with self.kept():
-            found = load_tensors(self.folder, self.manifest, [PREFIX + name for name in names], checked=True)
-        weights = {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
-        modules = load_weights(model, weights, self.manifest.seed, self._draws, layers).float()
+            weights = Checkpoint(self.folder, self.manifest).weights(names, checked=True)
+        modules = model.with_weights(weights, self.manifest.seed, self._draws, layers).float()
         return StageDecoder(DecoderModel(model), modules, length, layers, free_bytes)
 
 
@@ -244,7 +239,7 @@ def generate_rank(folder: Path, rank: int) -> None:
     torch.set_num_threads(task.threads)
     path, ranks = Path(task.folder), len(task.partition)
     checkpoint = SampledCheckpoint.from_manifest(path, Manifest.load(path))
-    layers = split(checkpoint.model(task.length), task.partition)[rank].layers
+    layers = checkpoint.model(task.length).split(task.partition)[rank].layers
     if rank == 0:
         checkpoint.introduce()
     requests, device = task.requests, torch.device("cpu")

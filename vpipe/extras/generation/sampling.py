@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vpipe import accelerator
+from vpipe import Model, accelerator
 from vpipe.app.data.tokenizers import CLS, END, MASK, PADDING, SEP, end_token, ids_in, token_id, token_ids
 from vpipe.errors import UserError, counted
 from vpipe.extras.generation.generate import (
@@ -23,7 +23,6 @@ from vpipe.extras.generation.generate import (
     decode,
     fill_masks,
 )
-from vpipe.model.layer import Model
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -17,12 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vpipe import Model
 from vpipe.app.families.registry import Family, ModelSettings
 from vpipe.app.weights.import_weights import load_torch, tensors_of
-from vpipe.checkpoint.load import tensor_kinds
 from vpipe.errors import UserError, counted
-from vpipe.model.layer import Model
-from vpipe.model.split import resolve_tie
 
 STATE = "state_dict"
 
@@ -85,9 +83,8 @@ def read_stage_files(files: Sequence[Path]) -> list[StageWeight]:
 def match_weights(found: Sequence[StageWeight], model: Model, family: Family,
                   settings: ModelSettings) -> MatchedWeights:
     """Find the weight of the model that each tensor is. Raises UserError unless exactly one way agrees."""
-    shapes = {name: kind.shape for name, kind in tensor_kinds(model).items()}
-    ties = {f"{layer.name}.{own}": resolve_tie(model, target)
-            for layer in model.layers for own, target in layer.ties.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.outline().items()}
+    ties = dict(model.ties)
     by_name = _by_name(found, {name: name for name in shapes} | ties, family, settings)
     if by_name is not None:
         return _checked("their names", by_name, shapes)
@@ -129,7 +126,7 @@ def _orders(model: Model, ties: Mapping[str, str], family: Family,
             settings: ModelSettings) -> list[tuple[str, list[str]]]:
     """Return the orders in which files may hold the weights, with tied ones or without."""
     untied = Model([replace(layer, ties={}) for layer in model.layers], model.batch)
-    orders = [("the model's order", list(tensor_kinds(untied)))]
+    orders = [("the model's order", list(untied.outline()))]
     if family.stage_order is not None:
         orders.insert(0, ("the first VPipe's order", family.stage_order(settings)))
     return [(what, list(order)) for what, every in orders

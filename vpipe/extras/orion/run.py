@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vpipe import Pipeline
 from vpipe.app.errors import StartError
 from vpipe.app.train.job import Job
 from vpipe.app.visualize.table import fitted, terminal_columns
 from vpipe.distributed import Exchange, exchange
 from vpipe.errors import counted
 from vpipe.extras.orion.scheduler import Inactive, Launch, OrionScheduler, start
-from vpipe.pipeline import Pipeline
 
 
 class Orion:

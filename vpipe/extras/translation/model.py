@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vpipe import Layer, Model
 from vpipe.app.families.kv_cache import KeyValueCache
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
 from vpipe.app.families.transformer import (
@@ -36,7 +37,6 @@ from vpipe.app.families.transformer import (
     weight_names,
 )
 from vpipe.errors import UserError
-from vpipe.model.layer import LOSS, Layer, Model
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "swish": F.silu, "silu": F.silu}
 
@@ -271,7 +271,7 @@ def translation(config: TranslationConfig, length: int | None = None) -> Model:
         layers.append(Layer(f"{name}.cross_attention", partial(
             TranslationCrossAttention, config, config.decoder_attention_heads), inputs=("h", "memory", "source_mask")))
         layers.append(Layer(f"{name}.mlp", partial(TranslationMlp, config, config.inner("decoder"))))
-    layers.append(Layer("head", partial(TranslationHead, config), inputs=("h", "labels"), outputs=(LOSS,),
+    layers.append(Layer("head", partial(TranslationHead, config), inputs=("h", "labels"), outputs=("loss",),
                         ties={"decoder.weight": _TARGET} if config.tie_word_embeddings else {}))
     return Model(layers, batch=("source_ids", "source_mask", "target_ids", "labels"), labels="labels")
 

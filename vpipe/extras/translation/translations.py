@@ -9,14 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vpipe import Model
 from vpipe.app.data.tokenizers import END, PADDING, ids_in, load_tokenizer, token_id
 from vpipe.app.families.kv_cache import KeyValueCache
 from vpipe.app.train.job import Job
 from vpipe.app.train.summary import printable
 from vpipe.errors import counted
-from vpipe.extras.generation.generate import load_weights
 from vpipe.extras.translation.length_buckets import SOURCE_IDS, SOURCE_MASK, PairDataset
-from vpipe.model.layer import Model
 
 MOST_PAIRS, _AT_ONCE = 256, 64
 """Held-out pairs that are translated, and how many at once."""
@@ -69,7 +68,7 @@ def translation_lines(job: Job, weights: Mapping[str, Tensor], steps: int) -> It
     assert isinstance(dataset, PairDataset), "asked for of pairs alone"
     pairs, after = dataset.held_out[:MOST_PAIRS], f"after {counted(steps, job.step_name)}"
     states = {"before training": job.model.materialize(seed).eval(),
-              after: load_weights(job.model, weights, seed, draw=True).float()}
+              after: job.model.with_weights(weights, seed, draw=True).float()}
     texts = {"source": [source for source, _ in pairs], "reference": [target for _, target in pairs],
              **{when: _translations(job, dataset, modules, len(pairs)) for when, modules in states.items()}}
     found_bleu = {name: bleu(found, texts["reference"]) for name, found in texts.items()}

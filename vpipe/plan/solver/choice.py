@@ -15,7 +15,7 @@ from math import lcm
 from typing import Literal
 
 from vpipe.description.cut import Cut
-from vpipe.description.order import order_of
+from vpipe.description.order import Order
 from vpipe.errors import CheckError, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
@@ -233,7 +233,7 @@ class Candidate:
     def plan(self, profile: Profile) -> Plan:
         """Return the plan without predictions."""
         choice = self.choice
-        order = order_of(choice.schedule, update_every=None if choice.flush else choice.every, warmup=choice.depths)
+        order = Order.of(choice.schedule, update_every=None if choice.flush else choice.every, warmup=choice.depths)
         return Plan(Cut(self.partition, self.recomputed, choice.groups), order, choice.microbatches,
                     profile=profile.identity.digest, profiled=asdict(profile.identity))
 

@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 from lines import exchanges
 
-from vpipe.checkpoint.shared_folder import check_shared_folder
+from vpipe.app.train.shared_folder import check_shared_folder
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import UserError
 
@@ -40,7 +40,7 @@ def test_a_folder_that_all_see_is_fine(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_a_host_does_not_see_is_refused_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.checkpoint.shared_folder.VISIBLE_S", 0.1)
+    monkeypatch.setattr("vpipe.app.train.shared_folder.VISIBLE_S", 0.1)
     said = look([tmp_path / "a", tmp_path / "b", tmp_path / "a"])
     assert len(set(said)) == 1
     assert re.match(r"error: the folder for checkpoints '.*' of rank 0 \(host0\) is not the one seen by rank 1 "

@@ -7,8 +7,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from vpipe.checkpoint.directory import PROBE
-from vpipe.distributed.value_exchange import Exchange
+from vpipe.checkpoint import Checkpoints
+from vpipe.distributed import Exchange
 from vpipe.errors import UserError
 
 VISIBLE_S = 5.0
@@ -23,7 +23,7 @@ def check_shared_folder(root: Path, exchange: Exchange, host: str) -> None:
     All ranks call it, with rank 0's absolute path and, for the message, their host.
     """
     rank = exchange.rank
-    probe = root / f"{PROBE}{secrets.token_hex(8)}"
+    probe = root / f"{Checkpoints.PROBE}{secrets.token_hex(8)}"
 
     def judge(blind: list[str]) -> str:
         ranks = ", ".join(filter(None, blind))

@@ -1,0 +1,275 @@
+"""A model is an ordered list of layers that pass named tensors on.
+
+A :class:`~vpipe.model.layer.Layer` holds a function that builds its module, and the names of the tensors that it reads
+and writes; nothing is built until a rank needs it. Names work like variables in a program: a later layer may write a
+name again (``h`` in, ``h`` out), and a name stays readable until then, so a tensor may skip any number of layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.arguments import Arguments, shown
+from vpipe.errors import Problem, UserError, nearest
+from vpipe.model.layer import (
+    LOSS,
+    Layer,
+    check_alike,
+    check_module,
+    kind_of,
+    parameter_of,
+    set_parameter,
+    share_modules,
+    split_target,
+    without_random_values,
+    without_values,
+)
+from vpipe.model.sequential import (
+    Loss,
+    WithLoss,
+    check_children,
+    check_sequential,
+    copy_module,
+    shared_modules,
+    shared_parameters,
+)
+from vpipe.model.split import StageSpec, balanced, crossing, divide, owner_of
+
+
+class Model:
+    """Layers in order, and the names of the fields of a batch (a dict of tensors, dimension 0 = samples).
+
+    The last layer must write the tensor called ``loss``: the mean loss of the samples it was given, a scalar.
+
+    Args:
+        labels: a field that the last layer reads, if the loss is the mean over its entries that are not
+            :attr:`NO_LABEL`, of which samples have different numbers. An evaluation is then the mean over all of them.
+            In training an update weights its microbatches alike, as ever.
+    """
+
+    NO_LABEL = -100
+    """Label of a token after which there is none to learn."""
+
+    def __init__(self, layers: Iterable[Layer], batch: Sequence[str], labels: str | None = None) -> None:
+        self.layers, self.batch = _checked(layers, batch)
+        self.labels = labels
+        problems = list(_problems(self.layers, self.batch))
+        if labels is not None and (labels not in self.batch or labels not in self.layers[-1].inputs):
+            problems.append(Problem(f"the labels of the model are {shown(labels)}, which is no field of the batch that "
+                                    "the last layer reads", nearest(str(labels), list(self.batch))))
+        if problems:
+            raise UserError.all_of(problems)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @classmethod
+    def sequential(cls, modules: nn.Sequential, loss: Loss) -> Model:
+        """Return an ``nn.Sequential`` as a model of one layer per child; a batch is ``input`` and ``target``.
+
+        The children are already initialised and are copied as they are; ``loss(output, target)`` joins the last child.
+        A parameter that several children share, or a child that stands in several places, becomes tied. A module with
+        buffers that stands in several places (a batch normalisation) must have them all in one stage. Raises UserError
+        when they are something else; there is no child; one is lazy or scripted; a function in it, or the loss, holds a
+        module or a tensor of the ``nn.Sequential``; the loss has parameters to train.
+        """
+        check_sequential(modules, loss)
+        children = {name: child for name, child in modules._modules.items() if child is not None}  # repeated ones too
+        if not children:
+            raise UserError("the nn.Sequential has no children", hint="give it at least one module")
+        for name, child in children.items():
+            check_module(name, child)
+        check_children(modules, children, loss)
+        *front, last = children
+        ties, shared = shared_parameters(children), shared_modules(children)
+        source = "input"
+        layers = []
+        for name in front:
+            layers.append(Layer(name, partial(copy_module, children[name]), (source,), ("h",), ties[name],
+                                shared[name]))
+            source = "h"
+        ending = WithLoss(children[last], loss)
+        layers.append(Layer(last, partial(copy_module, ending), (source, "target"), (LOSS,), ties[last], shared[last]))
+        return cls(layers, batch=("input", "target"))
+
+    def materialize(self, seed: int = 0) -> nn.ModuleDict:
+        """Return the whole model on one device, tied parameters shared: for references, export, inference."""
+        given = Arguments()
+        seed = given.integer("seed", seed, least=0)
+        given.check()
+        modules = {layer.name: layer.materialize(i, seed) for i, layer in enumerate(self.layers)}
+        share_modules(modules, {layer.name: layer.shared for layer in self.layers})
+        for layer in self.layers:
+            for own, target in layer.ties.items():
+                owner, parameter = split_target(target, self.layers)
+                before = parameter_of(layer.name, modules[layer.name], own)
+                shared = parameter_of(owner, modules[owner], parameter)
+                check_alike({f"{layer.name}.{own}": kind_of(before), target: kind_of(shared)})
+                set_parameter(modules[layer.name], own, shared)
+        return _module_dict(modules)
+
+    def with_weights(self, weights: Mapping[str, Tensor], seed: int, draw: bool = False,
+                     layers: range | None = None) -> nn.ModuleDict:
+        """Return layers of the model with these weights, in eval mode.
+
+        Args:
+            weights: of all their parameters and buffers, ``<layer>.<parameter>``, tied ones under their owner's name.
+            seed: of the run, for what its layers draw beside the weights.
+            draw: whether they draw at all; without, building is faster.
+            layers: their numbers; None for all.
+        """
+        here = {number: self.layers[number] for number in (range(len(self)) if layers is None else layers)}
+        with nullcontext() if draw else without_random_values():
+            modules = {layer.name: layer.materialize(number, seed) for number, layer in here.items()}
+        share_modules(modules, {layer.name: layer.shared for layer in here.values()})
+        parameters: dict[str, nn.Parameter] = {}
+        for layer in here.values():
+            module = modules[layer.name]
+            module.load_state_dict({name: weights[f"{layer.name}.{name}"] for name in module.state_dict()
+                                    if name not in layer.ties}, strict=False)
+            for own in layer.ties:
+                owner = self.ties[f"{layer.name}.{own}"]
+                if owner not in parameters:  # its layer is not here
+                    parameters[owner] = nn.Parameter(weights[owner])
+                set_parameter(module, own, parameters[owner])
+            parameters |= {f"{layer.name}.{name}": parameter for name, parameter in module.named_parameters()}
+        return _module_dict(modules).eval()
+
+    def outline(self) -> dict[str, Tensor]:
+        """Return the tensors of the state by ``<layer>.<parameter or buffer>``, tied ones once: for shapes and dtypes.
+
+        They have no values, unless a layer reads some when it is built.
+        """
+        return {f"{layer.name}.{name}": tensor for number, layer in enumerate(self.layers)
+                for name, tensor in layer.outline(number).state_dict().items() if name not in layer.ties}
+
+    def index(self, name: str) -> int:
+        """Return the position of the layer called ``name``. Raises UserError when there is none."""
+        names = [layer.name for layer in self.layers]
+        if name not in names:
+            raise UserError(f"no layer is called {shown(name)}", hint=nearest(str(name), names))
+        return names.index(name)
+
+    @cached_property
+    def ties(self) -> Mapping[str, str]:
+        """Tied parameters: ``<layer>.<parameter>`` -> that of the layer that owns it, at the end of ties of ties."""
+        return {f"{layer.name}.{own}": owner_of(self.layers, target) for layer in self.layers
+                for own, target in layer.ties.items()}
+
+    # -- stages ----------------------------------------------------------------------------------------
+
+    def split(self, partition: Sequence[int]) -> tuple[StageSpec, ...]:
+        """Return the stages when stage s takes ``partition[s]`` layers.
+
+        Raises UserError for a partition that does not fit the model, or separates layers that share a module.
+        """
+        return divide(self.layers, self.batch, partition)
+
+    def crossing(self, cut: int) -> tuple[str, ...]:
+        """Return the tensors that cross the cut before layer ``cut``: written before it, and read next after it."""
+        return crossing(self.layers, cut)
+
+    def parameter_counts(self) -> list[int]:
+        """Count the parameters of each layer, a tied one once, where it is owned, without memory for them."""
+        counts = []
+        for layer in self.layers:
+            with without_values():
+                module = layer.make()
+            counts.append(sum(p.numel() for name, p in module.named_parameters() if name not in layer.ties))
+        return counts
+
+    def parameter_count(self) -> int | None:
+        """Return the number of parameters; None where a layer cannot be built without values (it reads them)."""
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return sum(self.parameter_counts())
+        except Exception:  # of a user's layer; where it is an error with values, too, building the pipeline reports it
+            return None
+
+    def balanced(self, stages: int, costs: Sequence[float] | None = None) -> tuple[int, ...]:
+        """Return the partition into so many stages with the smallest possible heaviest stage.
+
+        Args:
+            costs: of the layers; their parameters when None.
+
+        Raises:
+            UserError: there are more stages than layers.
+        """
+        return tuple(balanced(self.parameter_counts() if costs is None else costs, stages))
+
+
+def _module_dict(modules: Mapping[str, nn.Module]) -> nn.ModuleDict:
+    whole = nn.ModuleDict()
+    whole._modules.update(modules)  # layer names may hold dots, which add_module refuses
+    return whole
+
+
+def _checked(layers: Any, batch: Any) -> tuple[tuple[Layer, ...], tuple[str, ...]]:
+    """Return both arguments of a model, each as a tuple. Raises UserError when they are something else."""
+    given = Arguments()
+    hint = "give a list of layers: Model([Layer('embed', lambda: Embed(), ...), ...], batch=('ids', 'labels'))"
+    if isinstance(layers, nn.Sequential):
+        given.refuse("the layers of the model are an nn.Sequential", "write Model.sequential(modules, loss)")
+    elif isinstance(layers, (nn.Module, Tensor, str)) or not isinstance(layers, Iterable):
+        given.refuse(f"the layers of the model are {shown(layers)}", hint)
+    else:
+        layers = tuple(layers)
+        for i, layer in enumerate(layers):
+            if not isinstance(layer, Layer):
+                given.refuse(f"layer {i} of the model is {shown(layer)}, not a Layer", hint)
+    names = given.names("the batch fields of the model", batch, "('ids', 'labels')")
+    given.check()
+    return layers, names
+
+
+def _problems(layers: tuple[Layer, ...], batch: tuple[str, ...]) -> Iterable[Problem]:
+    if not layers:
+        yield Problem("the model has no layers", "give Model at least one Layer")
+        return
+    names = [layer.name for layer in layers]
+    for name in sorted(n for n, times in Counter(names).items() if times > 1):
+        yield Problem(f"two layers are called '{name}'", "give every layer a name of its own")
+    taken = set(names)
+    for name in names:
+        for other in (name[:place] for place, sign in enumerate(name) if sign == "."):
+            if other in taken:
+                yield Problem(f"the name of layer '{name}' begins with that of layer '{other}' and a dot",
+                              "rename one of them: '<layer>.<parameter>' must name one parameter alone")
+    known = set(batch)
+    if LOSS in known:
+        yield Problem("a batch field is called 'loss'", "rename the field: 'loss' is the tensor that is minimised")
+    for i, layer in enumerate(layers):
+        for name in layer.inputs:
+            if name not in known:
+                yield Problem(f"layer '{layer.name}' reads '{name}', which no earlier layer writes and no batch holds",
+                              nearest(name, sorted(known)))
+        for name in layer.outputs:
+            if name in batch:
+                yield Problem(f"layer '{layer.name}' writes '{name}', which is a field of the batch",
+                              "give the output another name")
+            if name == LOSS and i != len(layers) - 1:
+                yield Problem(f"layer '{layer.name}' writes 'loss' but is not the last layer",
+                              "let the last layer write the loss: a pipeline starts its backward there")
+        known.update(layer.outputs)
+        for own, target in layer.shared.items():
+            if not any(f"{target}.".startswith(earlier + ".") for earlier in names[:i]):
+                yield Problem(f"layer '{layer.name}' shares '{own}' with '{target}', which is in no earlier layer",
+                              "what is shared is '<earlier layer>' or '<earlier layer>.<submodule>'")
+        for own, target in layer.ties.items():
+            if not any(target.startswith(earlier + ".") for earlier in names[:i]):
+                yield Problem(f"layer '{layer.name}' ties '{own}' to '{target}', which is in no earlier layer",
+                              "a tie points to '<earlier layer>.<parameter>'")
+    if LOSS not in layers[-1].outputs:
+        yield Problem(f"the last layer '{layers[-1].name}' does not write 'loss'",
+                      f"it writes {list(layers[-1].outputs)}: name one of its outputs 'loss'")
+    fields = {name for layer in layers for name in layer.inputs}
+    for name in batch:
+        if name not in fields:
+            yield Problem(f"no layer reads the batch field '{name}'", "leave it out of batch=...")
