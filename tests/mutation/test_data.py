@@ -17,8 +17,8 @@ from vpipe.app.data.cache import MANIFEST, _digest
 from vpipe.app.data.dataset import DatasetSettings
 from vpipe.app.data.registry import dataset_named
 from vpipe.app.data.tokenizers import load_tokenizer
+from vpipe.app.families import LARGEST_SIZE
 from vpipe.extras.bert_hdf5.shards import BertHdf5, write_shard
-from vpipe.model import LARGEST_SIZE
 
 SHAPE = (12, 16)
 
