@@ -24,10 +24,9 @@ from vpipe.app.data.bert_samples import STORAGE
 from vpipe.app.data.synthetic import synthetic_bert
 from vpipe.extras.bert_hdf5.shards import write_shard
 from vpipe.plan.plan import Plan
-from vpipe.schedules.build import build
-from vpipe.schedules.csv_format import write_csv
-from vpipe.schedules.lower import lower
-from vpipe.schedules.registry import schedule_names
+from vpipe.schedules.builder import build
+from vpipe.schedules.lowering import lower
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import default_placement
 
 VPIPE = Path(sys.executable).with_name("vpipe")
@@ -528,7 +527,7 @@ no deadlock, whether sends wait for their receives or not; with the transfers th
 peak activations per rank: 2 2 1; versions per stage: 1 1; staleness: 0 0
 """
     assert "rank 1 (stage 0, 2 of 2)" in printed(capsys, "schedule", "a.csv", "--stages", "2", "--format", "svg")
-    (here / "a.csv").write_text(write_csv(lower(build("1f1b", ((0, 1), (2,)), 4))))
+    (here / "a.csv").write_text(lower(build("1f1b", ((0, 1), (2,)), 4)).to_csv())
     assert "37 actions, 16 of them transfers\n" in printed(capsys, "check", "a.csv")
     (here / "a.csv").write_text((here / "a.csv").read_text().replace("0REDUCE_GRAD0,", "", 1))
     assert main(["check", "a.csv"]) == 2
@@ -545,7 +544,7 @@ def test_actions_that_torch_does_itself_are_reported(here: Path, capsys: pytest.
     assert {cell[1] for row in rows for cell in row} <= set("FBIW")
     assert err == ("note: num_stages=4, n_microbatches=2; left out: 4 STEP: step the optimizer after schedule.step(); "
                    "2 R: a backward recomputes where your modules use torch.utils.checkpoint\n")
-    (here / "a.csv").write_text(write_csv(lower(build("1f1b", default_placement(2), 1))))
+    (here / "a.csv").write_text(lower(build("1f1b", default_placement(2), 1)).to_csv())
     assert main(["schedule", "a.csv", "--format", "torch"]) == 0
     out, err = capsys.readouterr()
     assert (out, err.count("left out: 4 transfers and sums: PyTorch adds its own; 2 STEP")) == ("0F0,0B0\n1F0,1B0\n", 1)
@@ -570,7 +569,7 @@ def test_auto_with_replicas_searches_for_each(capsys: pytest.CaptureFixture[str]
 def test_all_schedules_with_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "schedule", "--all", "--stages", "2", "--widths", "2", "--microbatches", "8").splitlines()
     assert lines[0] == "4 ranks (2 replicas each), 8 microbatches, F 1, I 1, W 1, transfer 0"
-    assert {line.split()[0] for line in lines[3:lines.index("", 3)]} == set(schedule_names())
+    assert {line.split()[0] for line in lines[3:lines.index("", 3)]} == set(RegisteredSchedule.names())
     assert not [line for line in lines if "not possible" in line]
     lines = printed(capsys, "schedule", "--all", "--widths", "2,1", "--microbatches", "8").splitlines()
     assert lines[0].startswith("3 ranks (2, 1 replicas), 8 microbatches")
@@ -582,7 +581,7 @@ def test_all_schedules_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "schedule", "--all", "--stages", "3", "--microbatches", "5").splitlines()
     assert lines[0] == "3 ranks, 5 microbatches, F 1, I 1, W 1, transfer 0"
     names = {line.split()[0] for line in lines[3:lines.index("", 3)]}
-    assert names == set(schedule_names())
+    assert names == set(RegisteredSchedule.names())
     [impossible] = [line for line in lines if line.startswith("interleaved ")]
     assert "not possible" in impossible
 
@@ -622,11 +621,11 @@ def test_a_schedule_that_breaks_a_rule(here: Path, capsys: pytest.CaptureFixture
 
 def test_a_lowered_file_is_checked_unchanged(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schedule = lower(build("1f1b", default_placement(2), 2))
-    (here / "a.csv").write_text(write_csv(schedule))
+    (here / "a.csv").write_text(schedule.to_csv())
     assert "18 actions, 8 of them transfers\nno deadlock, whether sends wait for their receives or not\n" in printed(
         capsys, "check", "a.csv")
     (here / "a.csv").write_text(
-        write_csv(schedule).replace("0SEND_F0,0RECV_B0,0F1,0SEND_F1,", "0SEND_F0,0F1,0SEND_F1,0RECV_B0,")
+        schedule.to_csv().replace("0SEND_F0,0RECV_B0,0F1,0SEND_F1,", "0SEND_F0,0F1,0SEND_F1,0RECV_B0,")
         .replace("1RECV_F1,1B0,1SEND_B0,", "1B0,1SEND_B0,1RECV_F1,"))
     assert main(["check", "a.csv"]) == 2
     assert "deadlock when sends wait for their receive (rendezvous)" in capsys.readouterr().err

@@ -30,9 +30,9 @@ from vpipe.app.visualize.summary import RankCosts, Summary
 from vpipe.errors import UserError
 from vpipe.extras.legacy.vpipe_flat import FlatConfig, PartitionFile, RankFile
 from vpipe.schedules import registry
-from vpipe.schedules.build import build
+from vpipe.schedules.builder import build
 from vpipe.schedules.delays import mean_delay
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import default_placement
 
 ROOT = Path(__file__).parents[1]
@@ -142,7 +142,7 @@ def printed(arguments: list[str]) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("name", [*schedule_names(), *MORE])
+@pytest.mark.parametrize("name", [*RegisteredSchedule.names(), *MORE])
 def test_every_schedule_has_its_picture_of_today(name: str) -> None:
     picture = ROOT / "docs" / "schedules" / f"{name}.svg"
     assert (" ".join(MORE[name]) if name in MORE else f"### {name}\n") in SCHEDULES_PAGE.read_text()
@@ -169,9 +169,9 @@ def value(text: str, symbols: dict[str, Fraction]) -> Any:
     return eval(text, {"min": min, "max": max, "ceil": math.ceil}, dict(symbols))
 
 
-@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("name", RegisteredSchedule.names())
 def test_formulas_are_exact_where_they_hold(name: str) -> None:
-    recipe, (*cells, condition) = recipe_named(name), formulas()[name]
+    recipe, (*cells, condition) = RegisteredSchedule.named(name), formulas()[name]
     held = 0
     for p, m, v in ((1, 3, 2), (2, 6, 2), (2, 8, 4), (3, 6, 6), (4, 4, 2), (4, 8, 3), (4, 16, 2), (5, 15, 2)):
         v = v if recipe.any_chunks and name != "auto" else recipe.chunks
@@ -189,8 +189,8 @@ def test_formulas_are_exact_where_they_hold(name: str) -> None:
                     continue
                 held += 1
                 stages = [stage for stage, ranks in enumerate(summary.schedule.placement) if r in ranks]
-                actual = (summary.timeline.bubble_s, Fraction(summary.ranks[r].peak_activations, v),
-                          max(summary.stages[stage].versions for stage in stages))
+                actual = (summary.timeline.bubble_s, Fraction(summary.proved.rank_peaks[r].peak_activations, v),
+                          max(summary.proved.stage_peaks[stage].versions for stage in stages))
                 for cell, is_ in zip(cells, actual, strict=True):
                     if cell.startswith("`"):
                         assert is_ == value(cell.strip("`"), symbols), (cell, symbols)
@@ -238,7 +238,7 @@ def test_the_bubbles_and_delays_beside_one_another_are_those_of_the_code() -> No
     assert [int(m) for m, *_ in found] == [p // 2, p, 2 * p, 4 * p]
     for m, *said, delay in found:
         for name, percent in zip(("1f1b", "zb_v"), said, strict=True):
-            recipe = recipe_named(name)
+            recipe = RegisteredSchedule.named(name)
             made = build(name, recipe.layout(p, recipe.chunks), int(m))
             assert round(100 * Summary.of(made, RankCosts(1, 1, 1)).timeline.bubble_share) == int(percent)
         stream = build("pipedream", default_placement(p), int(m), int(m))
@@ -251,8 +251,8 @@ def test_the_picture_of_delays_is_of_today() -> None:
 
 def test_the_page_that_adds_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code runs as it stands, one block after the other, and shows what it says."""
-    schedule_names()
-    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    RegisteredSchedule.names()
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
     page = (ROOT / "docs" / "add-a-schedule.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$(?:\n+prints\n+```\n(.*?)^```$)?", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 3
@@ -326,7 +326,7 @@ if __name__ == "__main__":
     for title, keys in sections().items():
         print(f"\n### {title}\n\n| key | values | default | meaning |\n|---|---|---|---|")
         print("\n".join(f"| {' | '.join(row)} |" for row in rows(keys)))
-    for schedule in [*schedule_names(), *MORE]:
+    for schedule in [*RegisteredSchedule.names(), *MORE]:
         (ROOT / "docs" / "schedules" / f"{schedule}.svg").write_text(printed(drawing(schedule)))
     DELAYS.write_text(drawn_delays())
     compared = printed(COMPARED)

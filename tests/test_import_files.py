@@ -72,8 +72,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Path("my_schedules.py").write_text(SCHEDULE)
     Path("folder/my_models.py").write_text(MODEL)
     Path("c.yaml").write_text(yaml.safe_dump(CONFIG))
-    models.model_names(), data_sets.dataset_names(), schedules.schedule_names()
-    for room, store in ((models, "_families"), (data_sets, "_factories"), (schedules, "_RECIPES")):
+    models.model_names(), data_sets.dataset_names(), schedules.RegisteredSchedule.names()
+    for room, store in ((models, "_families"), (data_sets, "_factories"), (schedules, "_REGISTERED")):
         monkeypatch.setattr(room, store, dict(getattr(room, store)))
     before = set(sys.modules)
     yield tmp_path
@@ -86,7 +86,7 @@ def forget() -> None:
     """What another process would not have: the files' modules, and what they registered."""
     for name in ("my_schedules", "my_models"):
         del sys.modules[name]
-    del models._families["own"], data_sets._factories["same"], schedules._RECIPES["mine"]
+    del models._families["own"], data_sets._factories["same"], schedules._REGISTERED["mine"]
 
 
 def test_a_schedule_of_a_file_is_drawn(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +110,7 @@ def test_a_run_of_files_and_its_resumption(here: Path, capfd: pytest.CaptureFixt
                                            "(--import FILE.py) or by a package\n")
     assert main([*again, "--import", "my_schedules.py"]) == 2
     assert "there is no model 'own'" in capfd.readouterr().err
-    del sys.modules["my_schedules"], schedules._RECIPES["mine"]
+    del sys.modules["my_schedules"], schedules._REGISTERED["mine"]
     assert main([*again, *IMPORT]) == 0, capfd.readouterr().err
     assert len(losses(run)) == 3
 

@@ -21,7 +21,7 @@ import vpipe
 from vpipe import Cut, Layer, Model, Order, Pipeline, Plan, Update
 from vpipe.checkpoint.manifest import Position
 from vpipe.errors import PerformanceWarning, RunError, UserError
-from vpipe.schedules.registry import schedule_names
+from vpipe.schedules.registry import RegisteredSchedule
 
 
 def model() -> Model:
@@ -66,7 +66,7 @@ def test_the_public_names_are_a_pipeline_and_its_parts() -> None:
 
 
 @pytest.mark.parametrize("use", ["import vpipe", "from vpipe import Cut, Plan; Plan(Cut((1,)))", "import vpipe.errors",
-                                 "from vpipe.schedules.build import build; build('1f1b', ((0,), (1,)), 2)"])
+                                 "from vpipe.schedules.builder import build; build('1f1b', ((0,), (1,)), 2)"])
 def test_modules_without_tensors_do_not_load_torch(use: str) -> None:
     script = f"{use}\nimport sys\nassert 'torch' not in sys.modules, 'torch was loaded'"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
@@ -108,7 +108,7 @@ OWN = "our own are added by importing their file (--import FILE.py) or by a pack
      "hint: give a number from 0 to 1, or a list such as [3, 4]: layers of the model, counted from 0"),
     ({"stages": 2, "schedule": "1f2b"}, f"error: no schedule is called '1f2b'\nhint: did you mean '1f1b'? Y{OWN}"),
     ({"stages": 2, "schedule": "zigzag"},
-     f"error: no schedule is called 'zigzag'\nhint: known names: {', '.join(schedule_names())}; y{OWN}"),
+     f"error: no schedule is called 'zigzag'\nhint: known names: {', '.join(RegisteredSchedule.names())}; y{OWN}"),
     ({"stages": 2, "microbatches": 0}, "error: 2 stages and 0 microbatches\n"
                                        "hint: a pipeline needs at least one of each"),
     ({"stages": 2, "schedule": "pipedream", "microbatches": 6, "update_every": 4},

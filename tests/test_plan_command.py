@@ -23,7 +23,7 @@ from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.plan.solver import solve
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, backward, forward, step
-from vpipe.schedules.registry import recipe_named, register_schedule
+from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 
 Said = Callable[..., tuple[int, str, str]]
 
@@ -216,8 +216,8 @@ def early_forwards(rank: int, ranks: int, microbatches: int) -> Iterator[Action]
 
 def test_a_users_schedule_is_planned_and_chosen_when_it_is_the_best(said: Said,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe_named("1f1b")
-    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    RegisteredSchedule.named("1f1b")
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
     register_schedule("early", flush=True, peak_activations=lambda rank, size: min(
         2 * (size.ranks - rank) - 1, size.microbatches))(early_forwards)
     # Slow links and slow halves; the memory is too small for all microbatches at once.

@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[str, Callable[[str], Any], Callable[[], list[str]], str]]
     "vpipe.datasets": ("data set", data_sets.dataset_named, data_sets.dataset_names,
                        "from vpipe.app.data.registry import register_dataset\n@register_dataset('{name}')\n"
                        "def made(settings):\n    return None\n"),
-    "vpipe.schedules": ("schedule", schedules.recipe_named, schedules.schedule_names,
+    "vpipe.schedules": ("schedule", schedules.RegisteredSchedule.named, schedules.RegisteredSchedule.names,
                         "from vpipe.schedules.registry import register_schedule\n"
                         "from vpipe.schedules.generators.gpipe import gpipe\n"
                         "@register_schedule('{name}', flush=True)\n"
@@ -45,7 +45,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     monkeypatch.syspath_prepend(tmp_path)
     for _, _, names, _ in KINDS.values():
         names()
-    for room, store in ((models, "_families"), (data_sets, "_factories"), (schedules, "_RECIPES")):
+    for room, store in ((models, "_families"), (data_sets, "_factories"), (schedules, "_REGISTERED")):
         monkeypatch.setattr(room, store, dict(getattr(room, store)))
     before = set(sys.modules)
 
@@ -114,7 +114,7 @@ def test_schedules_of_packages_are_drawn_and_compared(install: Install, capsys: 
     out = capsys.readouterr().out
     assert "1F0" in out
     assert "which cannot be imported: ZeroDivisionError" in out
-    planned = schedules.planned_schedules(flush=True)
+    planned = schedules.RegisteredSchedule.for_plans(flush=True)
     assert "made_elsewhere" in planned
     assert "hollow" not in planned
     assert main(["schedule", "hollow", "--stages", "2", "--microbatches", "2"]) == 2

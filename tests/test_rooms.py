@@ -189,7 +189,7 @@ def test_the_files_that_the_map_names_exist() -> None:
             and not any(file.endswith(f"/{name}") for file in here)] == []
 
 
-MAY_NAME_KINDS = ("schedules/kinds.py", "schedules/action.py", "schedules/build.py", "schedules/lower.py",
+MAY_NAME_KINDS = ("schedules/kinds.py", "schedules/action.py", "schedules/builder.py", "schedules/lowering.py",
                   "schedules/v_schedules.py", "schedules/generators/", "schedules/search/", "runtime/",
                   "testing/strategies.py")
 """The table, what makes actions (generators, lowering, the search, a strategy), and what executes them."""
@@ -260,7 +260,7 @@ def test_importing_vpipe_loads_the_library_alone_and_no_torch() -> None:
 
 
 def test_checking_and_drawing_a_schedule_does_not_import_torch() -> None:
-    code = "import sys, vpipe.schedules.check, vpipe.app.commands.schedule\nassert 'torch' not in sys.modules"
+    code = "import sys, vpipe.schedules.checker, vpipe.app.commands.schedule\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -287,7 +287,7 @@ def test_few_files_know_a_field_of_a_part() -> None:
     """The others pass the part: that of the schedule, the config's section, the plan."""
     knowing = {file.relative_to(ROOT).as_posix() for file in FILES if "warmup_depth" in file.read_text()}
     assert knowing == {"description/order.py", "app/config/parallel.py", "extras/legacy/vpipe_flat.py", "plan/plan.py",
-                       "schedules/build.py", "app/visualize/summary.py"}
+                       "schedules/builder.py", "app/visualize/summary.py"}
 
 
 def test_one_file_names_kinds_of_devices() -> None:

@@ -40,9 +40,9 @@ from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint
 from vpipe.runtime.preparation import prepare_schedule
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
-from vpipe.schedules.delays import fewer_updates, warn_of_delay
-from vpipe.schedules.prepare import few_microbatches, note_of
-from vpipe.schedules.registry import DEFAULT_SCHEDULE
+from vpipe.schedules.advice import Advice
+from vpipe.schedules.csv_format import CsvFile
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Pipeline:
             _check_once(given, plan, order, microbatches)
             order = order.over(plan.order)
             microbatches = plan.microbatches if microbatches is None else microbatches
-        order = order.over(Order(DEFAULT_SCHEDULE))
+        order = order.over(Order(RegisteredSchedule.DEFAULT))
         microbatches = given.integer("microbatches", 1 if microbatches is None else microbatches)
         computed = given.part(Precision, precision)
         given.instance("transfers", transfers, Transfers)
@@ -122,15 +122,15 @@ class Pipeline:
                             "flush: no gradient is late",
                             hint="leave it out, or choose a schedule without a flush, such as pipedream")
         self._set_up(model, description, lowered, world)
-        if self.rank == 0 and (left_out := note_of(order.schedule)) is not None:
+        if self.rank:
+            return
+        if CsvFile.is_path(order.schedule) and (left_out := CsvFile.read(order.schedule).note) is not None:
             warnings.warn(left_out, stacklevel=3)
-        if self.rank == 0 and (slow := few_microbatches(lowered, "microbatches")) is not None:
+        advice = Advice(lowered, microbatches)
+        late = advice.late_gradients("an optimizer such as torch.optim.Muon",
+                                     *[] if description.delay_correction else ["delay_correction=1.0"])
+        for slow in filter(None, (advice.few_microbatches, late)):
             warnings.warn(slow, PerformanceWarning, stacklevel=3)
-        remedies = [better] if (better := fewer_updates(lowered, microbatches)) else []
-        remedies += ["an optimizer such as torch.optim.Muon"]
-        remedies += [] if description.delay_correction else ["delay_correction=1.0"]
-        if self.rank == 0 and (late := warn_of_delay(lowered, remedies)) is not None:
-            warnings.warn(late, PerformanceWarning, stacklevel=3)
 
     @classmethod
     def prepared(cls, model: Model, description: Description, schedule: Schedule, world: DeviceMap) -> Pipeline:

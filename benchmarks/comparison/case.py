@@ -15,7 +15,7 @@ from vpipe.extras.comparison.systems import SYSTEMS, System, microbatch_counts, 
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver import PlanRequest, solve
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.registry import RegisteredSchedule
 
 RANKS = 8
 PLACEMENT = tuple((rank,) for rank in range(RANKS))
@@ -121,7 +121,7 @@ def _best(system: System, case: Case) -> Run:
 
 def _published(system: System, case: Case) -> Run:
     size = PUBLISHED_SIZES[system.name]
-    every = None if recipe_named(system.schedule).flush else 1
+    every = None if RegisteredSchedule.named(system.schedule).flush else 1
     plan = solve(PlanRequest({BATCH // size: case.profile(BATCH // size)}, RANKS, case.memory_bytes, (system.schedule,),
                              {BATCH // size: every}, placement=PLACEMENT, recompute=system.recompute)).plan
     return Run(system.name, case, plan, size, None)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from case import Case
 from torch.distributed.pipelining import schedules as torchs
 
-from vpipe.schedules.build import build
+from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Placement, Size
 
 
@@ -31,7 +31,7 @@ class Order:
 
     def placement(self, ranks: int) -> Placement:
         """The ranks of its stages."""
-        return recipe_named(self.name).layout(ranks, self.chunks)
+        return RegisteredSchedule.named(self.name).layout(ranks, self.chunks)
 
     def schedule(self, case: Case) -> Schedule:
         """Its compute actions."""

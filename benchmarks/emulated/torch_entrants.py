@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torchs
 
-from vpipe.schedules.schedule import stages_of_rank
+from vpipe.schedules.assignment import stages_of_rank
 
 RIVALS = ("zb_v", "zb_h1")
 """One of these is torch's best at p/2, p and 2p microbatches: the others were tried."""

@@ -32,12 +32,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torchs
 from torch_entrants import updates
 
-from vpipe.schedules.build import build
+from vpipe.schedules.assignment import stages_of_rank
+from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Link, StageCosts
-from vpipe.schedules.csv_format import read_csv, write_torch_csv
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.csv_format import CsvFile
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Layout, Placement, default_placement
 
 RANKS, MICROBATCHES = 4, 8
@@ -91,7 +92,7 @@ def order_of_torch(name: str, chunks: int) -> Schedule:
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.csv"
         torchs.get_schedule_class(name)([stage] * chunks, MICROBATCHES)._dump_csv(str(path), format="compute_only")
-        return read_csv(path)
+        return CsvFile.read(path).schedule
 
 
 def torchs_own(name: str, parts: list[PipelineStage], loss_fn: Any) -> torchs._PipelineSchedule:
@@ -150,7 +151,7 @@ def measured_stages(model: Uneven, stages: int) -> list[StageCosts]:
     with TemporaryDirectory() as folder:
         halves = Path(folder) / "halves.csv"
         order = order_of_torch(name, stages // RANKS)
-        halves.write_text(re.sub(r"(\d+)B(\d+)", r"\1I\2,\1W\2", write_torch_csv(order)))
+        halves.write_text(re.sub(r"(\d+)B(\d+)", r"\1I\2,\1W\2", order.to_torch_csv()))
         found: Mapping[int, list[float]] = {i: own for rank in run_ranks(RANKS, work) for i, own in rank.items()}
     return [StageCosts(*found[i], activation_bytes=sizes[i], weight_half_bytes=sizes[i]) for i in range(stages)]
 
@@ -190,7 +191,7 @@ def compete(model: Uneven, turns: int) -> Iterator[str]:
     with TemporaryDirectory() as folder:
         for name in schedules.keys() - makes.keys():
             path = Path(folder) / f"{len(makes)}.csv"
-            path.write_text(write_torch_csv(schedules[name]))
+            path.write_text((schedules[name]).to_torch_csv())
             makes[name] = partial(from_file, path)
         found = measure(Case(RANKS, MICROBATCHES, CASE.times, turns), [
             Entrant("torch", name, 1, partial(start, model, schedule.placement, makes[name]))

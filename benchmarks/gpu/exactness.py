@@ -20,14 +20,14 @@ from models import CONFIGS, small_batches, small_model
 
 from vpipe import Cut, Execution, Pipeline
 from vpipe.errors import PerformanceWarning
-from vpipe.schedules.registry import Recipe, recipes
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.testing import ReferencePrecision, TrainingRecipe, asynchronous_oracle, flush_oracle, version_rule
 
 RANKS, MICROBATCHES, STEPS, SAMPLES = 4, 8, 3, 16
 FP32, REDUCED = 1e-5, 1e-2
 
 
-def trained(schedule: Recipe, device: torch.device, recompute: float = 0.0,
+def trained(schedule: RegisteredSchedule, device: torch.device, recompute: float = 0.0,
             precision: str = "fp32") -> tuple[Pipeline, list[float]]:
     """Train on the small model, and return the pipeline and its losses."""
     pipe = Pipeline(small_model(), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -36,7 +36,7 @@ def trained(schedule: Recipe, device: torch.device, recompute: float = 0.0,
     return pipe, [step.loss for step in pipe.train(small_batches(STEPS, SAMPLES))]
 
 
-def expected(schedule: Recipe, pipe: Pipeline, device: torch.device, precision: str) -> list[float]:
+def expected(schedule: RegisteredSchedule, pipe: Pipeline, device: torch.device, precision: str) -> list[float]:
     """Return the losses of the oracle."""
     recipe = TrainingRecipe(lambda named: torch.optim.SGD(list(named.values()), lr=0.1, momentum=0.9), MICROBATCHES, 1,
                             precision=ReferencePrecision(precision), device=device)
@@ -69,7 +69,7 @@ def main() -> None:
     part = Part(__doc__)
     warnings.simplefilter("ignore", PerformanceWarning)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    known = {schedule.name: schedule for schedule in recipes() if schedule.search is None}
+    known = {schedule.name: schedule for schedule in RegisteredSchedule.imported() if schedule.search is None}
     for name, schedule in known.items():
         pipe, losses = trained(schedule, part.device)
         add(part, f"{name}, fp32", losses, expected(schedule, pipe, part.device, "fp32"), FP32)

@@ -25,12 +25,12 @@ from training import PIPEDREAM, optimizer
 from vpipe.plan.profile import Identity
 from vpipe.profiling.measure import measure
 from vpipe.schedules.action import Action
-from vpipe.schedules.build import build
+from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search_placements
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Size
 
 FILE = Path(__file__).parent / "costs.json"
@@ -86,9 +86,9 @@ def update_s(arm: Arm, step: float = 1.0) -> float:
 @cache
 def _period(schedule: str, ranks: int, batch: int, step_s: float) -> float:
     costs, blocks = block_costs(), BLOCKS // ranks
-    halves = schedule != "1f1b" and recipe_named(schedule).flush
+    halves = schedule != "1f1b" and RegisteredSchedule.named(schedule).flush
     backward = (costs.input_s, costs.weight_s) if halves else (costs.backward_s / 2, costs.backward_s / 2)
-    recipe = recipe_named(schedule)
+    recipe = RegisteredSchedule.named(schedule)
 
     def costs_of(chunks: int) -> Costs:
         return Costs.uniform(Size(ranks, batch, chunks, batch), blocks * costs.forward_s, blocks * backward[0],
@@ -105,7 +105,7 @@ def _period(schedule: str, ranks: int, batch: int, step_s: float) -> float:
     for events in timeline.events:
         for event in events:
             if event.action.op.value == "STEP":
-                update = event.action.microbatch
+                update = event.action.index
                 ends[update] = max(ends.get(update, 0.0), float(event.end_s))
     return (ends[UPDATES - 1] - ends[UPDATES // 2 - 1]) / (UPDATES // 2)
 
@@ -114,7 +114,7 @@ def _repeated(schedule: Schedule) -> Schedule:
     """Return so many updates of a schedule with a flush, one after the other on every rank."""
     def moved(action: Action, update: int) -> Action:
         by = 1 if action.op.value == "STEP" else schedule.microbatches
-        return action._replace(microbatch=action.microbatch + by * update)
+        return action._replace(index=action.index + by * update)
 
     return replace(schedule, microbatches=UPDATES * schedule.microbatches, programs=tuple(
         tuple(moved(action, update) for update in range(UPDATES) for action in program)

@@ -11,10 +11,10 @@ import torch
 from device import WIDTH, Device, Times
 
 from vpipe import Cut, Execution, Layer, Model, Pipeline
-from vpipe.schedules.build import build
+from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, StageCosts
-from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Placement
 
 MICROBATCHES, BATCHES = 16, 3
@@ -51,7 +51,7 @@ class Setup:
 
     def formula_s(self) -> float:
         """A turn, if messages and programs took no time: as simulated."""
-        flush = recipe_named(self.schedule).flush
+        flush = RegisteredSchedule.named(self.schedule).flush
         schedule = build(self.schedule, self.placement, MICROBATCHES * (1 if flush else BATCHES))
         costs = Costs(tuple(StageCosts(one.forward_s, one.backward_s / 2, one.backward_s / 2) for one in self.times))
         return float(simulate(schedule, costs).makespan_s) * (BATCHES if flush else 1)

@@ -17,9 +17,7 @@ from vpipe.app.visualize.summary import RankCosts, Summary, share_text
 from vpipe.app.visualize.svg import draw_svg
 from vpipe.app.visualize.table import number, percent, plain, row_name, sizes
 from vpipe.errors import CheckError, UserError, counted
-from vpipe.schedules.action import Action
-from vpipe.schedules.csv_format import read_csv, write_csv
-from vpipe.schedules.registry import Recipe, recipe_named, recipes
+from vpipe.schedules import Action, CsvFile, RegisteredSchedule
 
 EDITED = Path("edited.csv")
 MOST = {"ranks": 16, "microbatches": 64}
@@ -48,30 +46,31 @@ def answer(request: str) -> str:
 def catalog() -> Mapping[str, Any]:
     """Return the registered schedules, which settings each takes, and the largest sizes."""
     return {"most": MOST, "schedules": [
-        {"name": recipe.name, "about": _about(recipe), "flush": recipe.flush, "chunks": recipe.chunks,
-         "any_chunks": recipe.any_chunks, "any_warmup": recipe.any_warmup, "searched": recipe.search is not None}
-        for recipe in recipes()]}
+        {"name": registered.name, "about": _about(registered), "flush": registered.flush, "chunks": registered.chunks,
+         "any_chunks": registered.any_chunks, "any_warmup": registered.any_warmup,
+         "searched": registered.search is not None}
+        for registered in RegisteredSchedule.imported()]}
 
 
 def draw(settings: Mapping[str, str]) -> Mapping[str, Any]:
     """Return everything that the page shows of the schedule that ``settings`` name."""
     costs, options = _costs(settings), _options(settings)
-    _check_search(recipe_named(options.name), options, MOST_SEARCHED, "use the command line")
+    _check_search(RegisteredSchedule.named(options.name), options, MOST_SEARCHED, "use the command line")
     return _drawn(Summary.of(named_schedule(options, costs), costs), _command(settings))
 
 
 def compare(settings: Mapping[str, str], name: str) -> Mapping[str, Any]:
     """Return a row of the comparison: the schedule ``name`` with those of the settings that it can have."""
-    costs, options, recipe = _costs(settings), _options(settings), recipe_named(name)
-    _check_search(recipe, options, MOST_SEARCHED_BESIDE, "choose it alone")
-    one = Summary.of(compared_schedule(recipe, options, costs), costs)
+    costs, options, registered = _costs(settings), _options(settings), RegisteredSchedule.named(name)
+    _check_search(registered, options, MOST_SEARCHED_BESIDE, "choose it alone")
+    one = Summary.of(compared_schedule(registered, options, costs), costs)
     period = one.period_s / one.schedule.assignment.per_step
     return {"name": name, "flush": one.schedule.flush,
             "order": [float(one.timeline.bubble_s), float(one.peak), name],
             "cells": [one.chunks, number(one.timeline.bubble_s), share_text(one),
                       number(one.timeline.makespan_s), number(period), number(one.peak),
-                      str(max(stage.versions for stage in one.stages)),
-                      str(max(stage.staleness for stage in one.stages))]}
+                      str(max(stage.versions for stage in one.proved.stage_peaks)),
+                      str(max(stage.staleness for stage in one.proved.stage_peaks))]}
 
 
 def check(settings: Mapping[str, str], text: str) -> Mapping[str, Any]:
@@ -83,7 +82,7 @@ def check(settings: Mapping[str, str], text: str) -> Mapping[str, Any]:
     except UserError as error:
         marks = _marked(text, error.marks) if isinstance(error, CheckError) else _lines(error)
         return {"problems": _problems(error), "marks": marks, "command": f"vpipe check {EDITED}"}
-    drawn = _drawn(Summary.of(read_csv(EDITED), _costs(settings)),
+    drawn = _drawn(Summary.of(CsvFile.read(EDITED).schedule, _costs(settings)),
                    _with_costs(["vpipe", "simulate", str(EDITED)], settings))
     return {"verdict": said.getvalue(), "drawn": drawn}
 
@@ -91,9 +90,9 @@ def check(settings: Mapping[str, str], text: str) -> Mapping[str, Any]:
 _CALLS: Mapping[str, Callable[..., Any]] = {"catalog": catalog, "draw": draw, "compare": compare, "check": check}
 
 
-def _about(recipe: Recipe) -> str:
+def _about(registered: RegisteredSchedule) -> str:
     """Return the first line that the schedule's file says of it."""
-    return (sys.modules[recipe.program.__module__].__doc__ or "").strip().partition("\n")[0]
+    return (sys.modules[registered.program.__module__].__doc__ or "").strip().partition("\n")[0]
 
 
 def _costs(settings: Mapping[str, str]) -> RankCosts:
@@ -120,9 +119,9 @@ def _options(settings: Mapping[str, str]) -> Namespace:
                      warmup=settings.get("warmup", "").strip() or None)
 
 
-def _check_search(recipe: Recipe, options: Namespace, most: int, hint: str) -> None:
+def _check_search(registered: RegisteredSchedule, options: Namespace, most: int, hint: str) -> None:
     size = (options.stages or 0) * (options.microbatches or 0)
-    if recipe.search is not None and size > most:
+    if registered.search is not None and size > most:
         raise UserError(f"the search takes long for {counted(options.stages, 'rank')} and "
                         f"{counted(options.microbatches, 'microbatch')}: the product is {size}, and this page "
                         f"searches up to {most} here", hint=hint)
@@ -154,15 +153,15 @@ def _drawn(summary: Summary, command: str) -> Mapping[str, Any]:
     ranks = [{"name": row_name(schedule.placement, rank), "activations": peaks.peak_activations,
               "halves": peaks.peak_weight_halves, "idle": number(timeline.idle_s[rank]),
               "events": [[str(event.action), event.action.op.value, plain(event.start_s), plain(event.end_s),
-                          versions.get((event.action.stage, event.action.microbatch))
+                          versions.get((event.action.stage, event.action.index))
                           if event.action.op.value != "STEP" else None] for event in timeline.events[rank]],
               "memory": [[plain(time), plain(held)] for time, held in dict(timeline.memory[rank]).items()],
-              "peak": number(timeline.peak_bytes[rank])} for rank, peaks in enumerate(summary.ranks)]
+              "peak": number(timeline.peak_bytes[rank])} for rank, peaks in enumerate(summary.proved.rank_peaks)]
     moments = sorted({plain(time) for events in timeline.events for event in events
                       for time in (event.start_s, event.end_s)})
     return {
         "name": schedule.name, "sizes": sizes(schedule), "command": command, "svg": draw_svg(summary),
-        "csv": write_csv(schedule), "microbatches": schedule.microbatches, "flush": schedule.flush,
+        "csv": schedule.to_csv(), "microbatches": schedule.microbatches, "flush": schedule.flush,
         "bubble": number(timeline.bubble_s),
         "share": percent(timeline.bubble_share), "makespan": number(timeline.makespan_s),
         "end": plain(timeline.makespan_s), "period": number(period), "per_step": per_step,
@@ -170,7 +169,7 @@ def _drawn(summary: Summary, command: str) -> Mapping[str, Any]:
         "per_microbatch": number(period / per_step), "peak": number(summary.peak), "ranks": ranks,
         "most": plain(max(timeline.peak_bytes)), "moments": moments,
         "stages": [{"ranks": list(where), "versions": stage.versions, "staleness": stage.staleness}
-                   for where, stage in zip(schedule.placement, summary.stages, strict=True)]}
+                   for where, stage in zip(schedule.placement, summary.proved.stage_peaks, strict=True)]}
 
 
 def _problems(error: UserError) -> list[Mapping[str, str | None]]:

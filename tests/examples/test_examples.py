@@ -23,9 +23,8 @@ from torch import nn
 
 from vpipe import Asynchronous, Cut, Execution, Layer, Model, Order, Pipeline, Precision, Transfers, Update
 from vpipe.runtime.step_results import Step
-from vpipe.schedules.build import build
-from vpipe.schedules.csv_format import write_torch_csv
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.builder import build
+from vpipe.schedules.registry import RegisteredSchedule
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 TRANSFORMER = QUICKSTART.with_name("transformer.py")
@@ -82,7 +81,7 @@ def test_it_prints_the_same_under_torchrun(tmp_path: Path) -> None:
 def test_torch_prints_under_a_schedule_of_ours_what_the_model_prints_without(schedule: str, ranks: int,
                                                                              tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
-    file.write_text(write_torch_csv(build(schedule, recipe_named(schedule).layout(ranks, 2), 8)))
+    file.write_text(build(schedule, RegisteredSchedule.named(schedule).layout(ranks, 2), 8).to_torch_csv())
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(12)])

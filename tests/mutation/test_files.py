@@ -21,7 +21,7 @@ from vpipe.description.order import Order
 from vpipe.extras.bert_hdf5.shards import BertHdf5
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
-from vpipe.schedules.csv_format import read_csv
+from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.prepare import ScheduleSpec
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
@@ -29,7 +29,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "JSON of a config": ("p.json", read_json_tree),
     "plan": ("plan.json", Plan.load),
     "profile": ("profile.json", Profile.load),
-    "schedule": ("s.csv", read_csv),
+    "schedule": ("s.csv", CsvFile.read),
     "arranged schedule": ("s.csv", lambda path: ScheduleSpec(Order(path), Cut(1), 1).prepare()),
     "manifest": ("checkpoint.json", lambda path: Manifest.load(path.parent)),
     "shard": ("a_training.hdf5", lambda path: BertHdf5(path.parent)),
@@ -103,14 +103,14 @@ def test_json_that_is_no_plan(text: str, what: str, tmp_path: Path) -> None:
     ("," * (9 << 20), "has more than 8 MiB")])
 def test_csv_that_is_no_schedule(text: str, what: str, tmp_path: Path) -> None:
     (tmp_path / "s.csv").write_text(text)
-    assert what in str(refusal(lambda: read_csv(tmp_path / "s.csv")))
+    assert what in str(refusal(lambda: CsvFile.read(tmp_path / "s.csv").schedule))
 
 
 def test_a_schedule_that_takes_too_long_to_prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "s.csv").write_text("0F0,0F1\n1F0,1F1,1B0\n")
-    assert read_csv(tmp_path / "s.csv").stages == 2
+    assert CsvFile.read(tmp_path / "s.csv").schedule.stages == 2
     monkeypatch.setattr("vpipe.schedules.csv_format.MOST_ACTIONS", 4)
-    found = refusal(lambda: read_csv(tmp_path / "s.csv"))
+    found = refusal(lambda: CsvFile.read(tmp_path / "s.csv").schedule)
     assert f"has more than 4 forwards and backwards ({tmp_path / 's.csv'}:2)" in str(found)
 
 

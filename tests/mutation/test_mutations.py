@@ -35,9 +35,9 @@ from vpipe.extras.bert_hdf5.shards import BertHdf5, write_shard
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
-from vpipe.schedules.build import build
-from vpipe.schedules.csv_format import read_csv, write_csv, write_torch_csv
-from vpipe.schedules.lower import lower
+from vpipe.schedules.builder import build
+from vpipe.schedules.csv_format import CsvFile
+from vpipe.schedules.lowering import lower
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.size import default_placement
 
@@ -140,12 +140,12 @@ def test_profiles(tmp_path: Path) -> None:
 
 def test_schedules(tmp_path: Path) -> None:
     made = [build(name, default_placement(2), 4) for name in ("gpipe", "1f1b", "zb_h1", "pipedream")]
-    texts = [write_csv(each) for schedule in made for each in (schedule, lower(schedule))]
-    texts += [write_torch_csv(schedule) for schedule in made if schedule.flush]
+    texts = [each.to_csv() for schedule in made for each in (schedule, lower(schedule))]
+    texts += [schedule.to_torch_csv() for schedule in made if schedule.flush]
     path, dice, refused = tmp_path / "s.csv", Random(0), 0
 
     def arrange() -> None:
-        schedule = read_csv(path)
+        schedule = CsvFile.read(path).schedule
         ScheduleSpec(Order(path), Cut(schedule.stages), schedule.microbatches).prepare()
 
     for text in texts:

@@ -19,11 +19,10 @@ from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory
 from vpipe.schedules.action import Op
-from vpipe.schedules.build import build
-from vpipe.schedules.csv_format import write_csv
-from vpipe.schedules.peaks import peak_contents, rank_peaks, stage_peaks
-from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.builder import build
+from vpipe.schedules.peaks import peak_contents
+from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import default_placement
 
 
@@ -120,7 +119,7 @@ def test_memory_is_that_of_the_schedule(name: str) -> None:
     plan = Plan(Cut((3, 3, 3, 4), recompute=((0, 1), (), (7,), ())), Order(name), microbatches=8)
     predicted = predict(made, plan)
     schedule = predicted.timeline.schedule
-    for stage, (facts, versions) in enumerate(zip(rank_peaks(schedule), stage_peaks(schedule), strict=True)):
+    for stage, (facts, versions) in enumerate(zip(schedule.rank_peaks, schedule.stage_peaks, strict=True)):
         halves = facts.peak_weight_halves if name == "zb_h1" and stage else 0
         bound = stage_memory(made, [range(0, 3), range(3, 6), range(6, 9), range(9, 13)][stage],
                              plan.recomputed[stage], facts.peak_activations, versions.versions, halves)
@@ -172,7 +171,7 @@ def test_a_prediction_survives_a_file() -> None:
 
 
 def test_costs_are_of_halves_where_a_schedule_halves() -> None:
-    made, placement = equal(), recipe_named("zb_h1").layout(4, 1)
+    made, placement = equal(), RegisteredSchedule.named("zb_h1").layout(4, 1)
     predicted = predict(made, Plan(Cut((1,) * 4), Order("zb_h1"), microbatches=8))
     split = pipeline_costs(made, (1,) * 4, [()] * 4, placement, split=True)
     assert predicted.timeline.costs.stages[1].input_s == split.stages[1].input_s == pytest.approx(1.1)
@@ -183,7 +182,7 @@ def test_costs_are_of_halves_where_a_schedule_halves() -> None:
 def test_a_schedule_from_a_file_takes_what_it_takes_by_name(name: str, tmp_path: Path) -> None:
     made, plan = equal(), Plan(Cut((1,) * 4, recompute=(1.0, 0.0, 0.0, 0.0)), Order(name), microbatches=8)
     path = tmp_path / f"{name}.csv"
-    path.write_text(write_csv(build(name, default_placement(4), 8)))
+    path.write_text(build(name, default_placement(4), 8).to_csv())
     by_name, by_file = (predict(made, one).prediction for one in (plan, replace(plan, order=Order(str(path)))))
     assert by_file.samples_per_step == by_name.samples_per_step
     if name == "pipedream":  # a file ends with its batch: the pipeline is filled and emptied every time

@@ -13,7 +13,7 @@ from vpipe.errors import UserError
 from vpipe.plan.solver import PlanRequest, Solution, solve, without_recompute
 from vpipe.plan.solver.choice import equal_widths
 from vpipe.plan.stage_costs import StageMemory, combined_memory
-from vpipe.schedules.registry import planned_schedules
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.units import parse_size
 
 
@@ -25,7 +25,7 @@ def seconds(solution: Solution) -> float:
 def test_nothing_that_was_simulated_and_fits_is_faster_than_the_plan() -> None:
     made = replace(any_profile(929316374, 7, latency_s=1e-3, bytes_per_s=1e6, cores=2), dispatch_s=5e-4,
                    accumulate_bytes_per_s=1e7)
-    solution = solve(PlanRequest({4: made}, 4, 378662, planned_schedules(flush=False)))
+    solution = solve(PlanRequest({4: made}, 4, 378662, RegisteredSchedule.for_plans(flush=False)))
     assert solution.alternatives
     assert all(other.seconds_per_sample >= seconds(solution) * (1 - 1e-6) for other in solution.alternatives
                if other.simulated and other.seconds_per_sample is not None)
@@ -50,7 +50,7 @@ def test_several_stages_on_a_rank_over_the_limit_are_said_to_be(schedule: str) -
 @pytest.mark.parametrize(("seed", "layers", "ranks", "solver"), [
     (387717185, 8, 4, "exact"), (405840948, 7, 3, "vpipe"), (520684370, 9, 4, "vpipe")])
 def test_a_remedy_that_is_named_fits(seed: int, layers: int, ranks: int, solver: Literal["exact", "vpipe"]) -> None:
-    request = PlanRequest({2: any_profile(seed, layers)}, ranks, 120 * KIB, planned_schedules(flush=False),
+    request = PlanRequest({2: any_profile(seed, layers)}, ranks, 120 * KIB, RegisteredSchedule.for_plans(flush=False),
                           recompute=0.5, solver=solver)
     with pytest.raises(UserError) as error:
         solve(request)

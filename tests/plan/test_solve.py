@@ -24,10 +24,9 @@ from vpipe.plan.solver.stage_table import StageDemand, StageTable
 from vpipe.plan.stage_costs import stage_costs, stage_memory
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, backward, forward, step
-from vpipe.schedules.build import build
+from vpipe.schedules.builder import build
 from vpipe.schedules.costs import StageCosts
-from vpipe.schedules.peaks import rank_peaks, stage_peaks
-from vpipe.schedules.registry import planned_schedules, recipe_named, register_schedule
+from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 
 
 def subsets(layers: range) -> Iterator[tuple[int, ...]]:
@@ -177,7 +176,7 @@ def test_memory_of_stages_is_that_of_the_programs(schedule: str, widths: tuple[i
     told, free = (Choice(schedule, microbatches, None, 4, given) for given in (placement, None))
     flush = told.flush
     built = build(schedule, placement, microbatches if flush else 12 * told.every, None if flush else told.every)
-    activations, versions = rank_peaks(built), stage_peaks(built)
+    activations, versions = built.rank_peaks, built.stage_peaks
     behind = 4
     for stage, group in enumerate(placement):
         demand = told.demand(behind, len(group))
@@ -190,7 +189,8 @@ def test_memory_of_stages_is_that_of_the_programs(schedule: str, widths: tuple[i
         behind -= len(group)
 
 
-@pytest.mark.parametrize("schedules", [planned_schedules(flush=True), planned_schedules(flush=False)])
+@pytest.mark.parametrize("schedules", [RegisteredSchedule.for_plans(flush=True),
+                                       RegisteredSchedule.for_plans(flush=False)])
 def test_a_plan_keeps_its_limit_when_simulated(schedules: tuple[str, ...]) -> None:
     made = transformer(4, latency_s=1e-4)
     limit = 520 * KIB
@@ -352,8 +352,8 @@ def fails_when_large(rank: int, ranks: int, microbatches: int) -> Iterator[Actio
 @pytest.fixture
 def _users(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules that a user registers: a good one, and two that cannot run."""
-    recipe_named("1f1b")
-    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    RegisteredSchedule.named("1f1b")
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
     register_schedule("early", flush=True, peak_activations=lambda rank, size: min(
         2 * (size.ranks - rank) - 1, size.microbatches))(early_forwards)
     register_schedule("deadlocks", flush=True)(deadlocks)
@@ -362,8 +362,8 @@ def _users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_users")
 def test_a_registered_schedule_is_planned_and_chosen_when_it_is_the_best() -> None:
-    assert {"early", "deadlocks", "fails"} <= set(planned_schedules(flush=True))
-    traits = traits_of(recipe_named("early"))
+    assert {"early", "deadlocks", "fails"} <= set(RegisteredSchedule.for_plans(flush=True))
+    traits = traits_of(RegisteredSchedule.named("early"))
     assert (traits.split, traits.filling_halves, traits.tight, traits.by_depth) == (False, 0.0, False, True)
     # Slow links, halves that take long, and no memory for all microbatches at once: neither 1F1B nor ZB-H2 nor GPipe.
     slow = [replace(each, input_half=Seconds(0.03), weight_half=Seconds(0.03)) for each in (
@@ -384,13 +384,13 @@ def test_a_registered_schedule_is_planned_and_chosen_when_it_is_the_best() -> No
     ("pipedream_vertical_sync", ScheduleTraits(False, 0.0, True, False)), ("zb_v", ScheduleTraits(True)),
     ("interleaved", ScheduleTraits())])
 def test_the_properties_of_a_schedule_are_measured(schedule: str, traits: ScheduleTraits) -> None:
-    assert traits_of(recipe_named(schedule)) == traits
+    assert traits_of(RegisteredSchedule.named(schedule)) == traits
 
 
 def test_the_planner_tries_what_is_registered_as_planned() -> None:
-    assert planned_schedules(flush=True) == ("1f1b", "chimera", "dualpipe", "gpipe", "interleaved", "zb_h1",
+    assert RegisteredSchedule.for_plans(flush=True) == ("1f1b", "chimera", "dualpipe", "gpipe", "interleaved", "zb_h1",
                                                "zb_h2", "zb_v")
-    assert planned_schedules(flush=False) == ("2bw", "pipedream")
+    assert RegisteredSchedule.for_plans(flush=False) == ("2bw", "pipedream")
 
 
 def test_a_share_of_equal_layers_is_counted_wherever_the_stage_begins() -> None:

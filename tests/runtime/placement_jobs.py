@@ -85,7 +85,7 @@ def registered() -> Iterator[None]:
         yield
     finally:
         for name in ("carousel", "wide_ends", "opposite"):
-            del registry._RECIPES[name]
+            del registry._REGISTERED[name]
 
 
 def train(**arguments: Any) -> dict[str, Any]:

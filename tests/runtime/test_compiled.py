@@ -18,8 +18,8 @@ from vpipe import Cut, Execution, Layer, Model, Pipeline, Update
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.compiled import check_compiled
 from vpipe.schedules.action import Op
-from vpipe.schedules.build import build
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.builder import build
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import Layout
 from vpipe.testing import (
     ReferencePrecision,
@@ -34,14 +34,14 @@ from vpipe.testing.reference_model import compiled_model
 # Dynamo reads the gradient of every input that it sees.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
 SPLIT = [name for name in FLUSH if any(action.op is Op.INPUT for program in build(
-    name, recipe_named(name).layout(2, recipe_named(name).chunks), 8).programs for action in program)]
+    name, RegisteredSchedule.named(name).placement(2), 8).programs for action in program)]
 WHOLE = [name for name in (*FLUSH, *STREAMS) if name not in SPLIT]
 
 
 def oracle(name: str, pipe: Pipeline, backend: str, precision: str = "fp32") -> ReferenceRun:
     model, batches = compiled_model(rich_model(), backend), rich_batches(2, MICROBATCHES)
     recipe = TrainingRecipe(AdamW().from_named, MICROBATCHES, 7, clip=0.5, precision=ReferencePrecision(precision))
-    if recipe_named(name).flush:
+    if RegisteredSchedule.named(name).flush:
         return flush_oracle(model, batches, recipe, pipe.partition, list(map(len, pipe.placement)))
     return asynchronous_oracle(model, batches, recipe, pipe.partition, pipe.update_every or 1,
                                version_of=version_rule(name))

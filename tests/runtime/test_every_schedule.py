@@ -19,26 +19,25 @@ from vpipe import Asynchronous, Cut, Pipeline, Update
 from vpipe.errors import UserError
 from vpipe.runtime.transport.transport import InProcessTransport, TransferKey
 from vpipe.schedules.action import Action, Op, input_half, weight_half
-from vpipe.schedules.build import build
-from vpipe.schedules.csv_format import write_csv
-from vpipe.schedules.registry import _RECIPES, recipe_named, schedule_names
+from vpipe.schedules.builder import build
+from vpipe.schedules.registry import _REGISTERED, RegisteredSchedule
 from vpipe.schedules.size import Size, default_placement
 from vpipe.testing import ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle, version_rule
 
-FLUSH = [name for name in schedule_names() if recipe_named(name).flush]
-STREAMS = [name for name in schedule_names() if not recipe_named(name).flush]
+FLUSH = [name for name in RegisteredSchedule.names() if RegisteredSchedule.named(name).flush]
+STREAMS = [name for name in RegisteredSchedule.names() if not RegisteredSchedule.named(name).flush]
 MICROBATCHES = 8
 
 
 def cut(name: str, ranks: int = 2) -> list[int]:
     """Eight layers over the stages that a schedule has on so many ranks."""
-    stages = ranks * recipe_named(name).chunks
+    stages = ranks * RegisteredSchedule.named(name).chunks
     return [8 // stages] * stages if stages in (1, 2, 4, 8) else [8 - stages + 1] + [1] * (stages - 1)
 
 
 def copies(name: str, ranks: int = 2) -> tuple[int, ...] | None:
     """The copies of every stage of a schedule that places several: their gradients are sums of sums."""
-    widths = tuple(map(len, recipe_named(name).layout(ranks, recipe_named(name).chunks)))
+    widths = tuple(map(len, RegisteredSchedule.named(name).layout(ranks, RegisteredSchedule.named(name).chunks)))
     return widths if max(widths) > 1 else None
 
 
@@ -96,9 +95,9 @@ def test_tied_weights_with_a_flush(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("recompute", [0.0, 0.6])
 @pytest.mark.parametrize(("name", "stages", "every"), [
     (name, stages, every) for name in STREAMS for stages in (2, 4) for every in (1, 2, 4, 8)
-    if every >= recipe_named(name).update_every(stages)])
+    if every >= RegisteredSchedule.named(name).update_every(stages)])
 def test_without_a_flush_equals_its_oracle(name: str, stages: int, every: int, recompute: float) -> None:
-    recipe, count = recipe_named(name), 3 if every == MICROBATCHES else 2  # 2bw uses an update two later
+    recipe, count = RegisteredSchedule.named(name), 3 if every == MICROBATCHES else 2  # 2bw uses an update two later
     model, batches, partition = rich_model(), rich_batches(count, MICROBATCHES), cut(name, stages)
     pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
                     stages=Cut(partition, recompute=recompute), schedule=Asynchronous(name, update_every=every),
@@ -119,7 +118,7 @@ def test_without_a_flush_equals_its_oracle(name: str, stages: int, every: int, r
 @pytest.mark.parametrize("name", STREAMS)
 def test_more_forwards_ahead_equal_their_oracle(name: str, warmup: tuple[int, ...], every: int) -> None:
     """The evaluation drains the pipeline, with as many microbatches in flight as the depths say."""
-    recipe, size = recipe_named(name), Size(len(warmup), 24, 1, every, warmup=warmup)
+    recipe, size = RegisteredSchedule.named(name), Size(len(warmup), 24, 1, every, warmup=warmup)
     if every < recipe.update_every(warmup[0] + 1):
         return
     model, first, second = rich_model(), rich_batches(2, MICROBATCHES), rich_batches(3, MICROBATCHES, seed=9)
@@ -158,7 +157,7 @@ def test_a_weight_tied_several_times(partition: list[int], schedule: str, recomp
         assert_same_state(pipe.state_dict(), expected.state)
 
 
-@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("name", RegisteredSchedule.names())
 def test_receives_are_posted_as_sends_are_sent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a transport without tags needs, from the first batch on and when shapes change."""
     orders: dict[str, dict[tuple[int, int, str, int], list[int]]] = {"send": {}, "post": {}}
@@ -174,7 +173,7 @@ def test_receives_are_posted_as_sends_are_sent(name: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(InProcessTransport, "send", sending)
     monkeypatch.setattr(InProcessTransport, "post", posting)
-    stages = 4 * recipe_named(name).chunks
+    stages = 4 * RegisteredSchedule.named(name).chunks
     pipe = Pipeline(rich_model(), Update(AdamW(), grad_clip=0.5), stages=[8 // stages] * stages, schedule=name,
                     microbatches=8)
     batches = rich_batches(3, 8, lengths=(6, 9))
@@ -199,7 +198,7 @@ def test_a_stream_whose_weight_halves_come_late(monkeypatch: pytest.MonkeyPatch)
     def late(rank: int, ranks: int, microbatches: int, update_every: int = 1,
              warmup: Sequence[int] = ()) -> Iterator[Action]:
         owed: int | None = None
-        for action in recipe_named("pipedream").program(rank, ranks, microbatches, update_every, warmup):
+        for action in RegisteredSchedule.named("pipedream").program(rank, ranks, microbatches, update_every, warmup):
             if action.op is Op.BACKWARD:
                 yield input_half(rank, action.microbatch)
                 if owed is not None:
@@ -211,8 +210,8 @@ def test_a_stream_whose_weight_halves_come_late(monkeypatch: pytest.MonkeyPatch)
                     owed = None
                 yield action
 
-    monkeypatch.setattr("vpipe.schedules.registry._RECIPES", {
-        **_RECIPES, "late": replace(recipe_named("pipedream"), name="late", program=late)})
+    monkeypatch.setattr("vpipe.schedules.registry._REGISTERED", {
+        **_REGISTERED, "late": replace(RegisteredSchedule.named("pipedream"), name="late", program=late)})
     model, batches = rich_model(), rich_batches(3, 4)
     pipe = Pipeline(model, AdamW(), stages=[3, 5], schedule=Asynchronous("late", update_every=2), microbatches=4,
                     seed=7)
@@ -224,7 +223,7 @@ def test_a_stream_whose_weight_halves_come_late(monkeypatch: pytest.MonkeyPatch)
 
 def test_evaluation_within_a_batch_of_an_asynchronous_file_comes_at_its_end(tmp_path: Path) -> None:
     file = tmp_path / "stream.csv"
-    file.write_text(write_csv(build("pipedream", default_placement(2), 4)))
+    file.write_text(build("pipedream", default_placement(2), 4).to_csv())
     model, batches = rich_model(), rich_batches(2, 4)
 
     def run(evaluate: bool) -> list[float]:
@@ -281,7 +280,7 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
 
 def test_an_asynchronous_schedule_from_a_file_ends_with_its_batch(tmp_path: Path) -> None:
     file = tmp_path / "stream.csv"
-    file.write_text(write_csv(build("pipedream", default_placement(2), 4)))
+    file.write_text(build("pipedream", default_placement(2), 4).to_csv())
     model, batches = rich_model(), rich_batches(3, 4)
     pipe = Pipeline(model, AdamW(), stages=[3, 5], schedule=str(file), microbatches=4, seed=7)
     losses = [step.loss for step in pipe.engine.train(batches, updates=6)]
@@ -302,7 +301,7 @@ def test_a_file_that_does_not_fit(tmp_path: Path, arguments: dict[str, Any], tex
                  **parts(**{"stages": 2, "microbatches": 2, "schedule": str(file), "optimizer": AdamW(), **arguments}))
 
 
-@pytest.mark.parametrize("name", sorted(set(schedule_names()) - {"gpipe"}))
+@pytest.mark.parametrize("name", sorted(set(RegisteredSchedule.names()) - {"gpipe"}))
 def test_evaluation_is_the_same_on_any_layout(name: str) -> None:
     batches = rich_batches(2, MICROBATCHES)
     losses = [Pipeline(rich_model(), AdamW(), stages=cut(schedule), schedule=schedule, microbatches=MICROBATCHES,

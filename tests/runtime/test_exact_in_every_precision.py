@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vpipe import Layer, Model, Pipeline
 from vpipe.checkpoint.manifest import Position
 from vpipe.runtime.step_results import Step
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.testing import (
     InitialState,
     ReferencePrecision,
@@ -50,7 +50,7 @@ def oracle(model: Model, batches: Sequence[Mapping[str, Tensor]], how: TrainingR
            start: InitialState = FROM_SCRATCH) -> ReferenceRun:
     """Of a pipeline's arrangement."""
     widths = list(map(len, pipe.placement))
-    if not recipe_named(pipe.schedule).flush:
+    if not RegisteredSchedule.named(pipe.schedule).flush:
         return asynchronous_oracle(model, batches, how, pipe.partition, pipe.update_every,
                                    version_of=version_rule(pipe.schedule, pipe.engine._schedule.warmup),
                                    widths=widths, start=start)

@@ -19,22 +19,22 @@ from vpipe.errors import CheckError, UserError
 from vpipe.runtime.worker import check_runnable
 from vpipe.schedules import kinds, registry
 from vpipe.schedules.action import Action, step
-from vpipe.schedules.build import build
-from vpipe.schedules.check import check, prove
+from vpipe.schedules.builder import build
+from vpipe.schedules.checker import check, prove
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.kinds import GRADIENT, MICROBATCH, Kind, Value, register_kind
-from vpipe.schedules.lower import lower
+from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import default_placement
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on the path with an installed package; what it registers is taken back."""
-    registry.schedule_names()
+    registry.RegisteredSchedule.names()
     monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
-    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
     kind_jobs.install(tmp_path, "averaging", "AVERAGE")
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -182,7 +182,7 @@ def test_a_replay_takes_as_long_as_was_measured(folder: Path) -> None:
 def test_a_file_with_a_kind_of_an_imported_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
-    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
     (tmp_path / "averaging.py").write_text(kind_jobs.PACKAGE.format(package="averaging", kind="AVERAGE"))
     (tmp_path / "own.csv").write_text("0F0,0B0,0STEP0,0AVERAGE0\n")
     imported = ["--import", str(tmp_path / "averaging.py")]

@@ -10,7 +10,7 @@ import pytest
 from world import World
 
 from vpipe.distributed.descriptors import AT_START, SPARE, joining
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.registry import RegisteredSchedule
 
 EVEN, UNEVEN = [2, 2, 2, 2], [1, 4, 2, 1]
 SCHEDULES = [("gpipe", None), ("1f1b", None), ("pipedream", 1), ("pipedream", 2)]
@@ -39,10 +39,10 @@ def test_gloo_equals_one_process(world: World, schedule: str, update_every: int 
     assert len(set(run["state"].values())) == len(run["state"]), "different tensors have different fingerprints"
 
 
-@pytest.mark.parametrize("schedule", sorted(set(schedule_names()) - {name for name, _ in SCHEDULES}))
+@pytest.mark.parametrize("schedule", sorted(set(RegisteredSchedule.names()) - {name for name, _ in SCHEDULES}))
 def test_every_other_schedule_over_gloo_equals_one_process(world: World, schedule: str) -> None:
     """Four ranks, with as many stages on each as the schedule has."""
-    stages = 4 * recipe_named(schedule).chunks
+    stages = 4 * RegisteredSchedule.named(schedule).chunks
     same_everywhere(world, model="rich", schedule=schedule, microbatches=8, batches=2,
                     partition=[8 // stages] * stages, recompute=0.5, grad_clip=0.5)
 

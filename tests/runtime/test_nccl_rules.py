@@ -25,7 +25,7 @@ from vpipe.app.train.resume import ResumePoint, prepare_run
 from vpipe.runtime.transport import distributed
 from vpipe.runtime.transport.distributed import DistributedTransport, PeerTransfer
 from vpipe.runtime.transport.transport import TransferKey
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.registry import RegisteredSchedule
 
 RULES = {f"{'eager' if eager else 'lazy'}-{'buffered' if buffered else 'rendezvous'}":
          {"eager": eager, "buffered": buffered} for eager in (False, True) for buffered in (False, True)}
@@ -43,10 +43,10 @@ def equal_under_rules(world: World, rules: str = HARDEST, **arguments: Any) -> d
     return expected
 
 
-@pytest.mark.parametrize("schedule", schedule_names())
+@pytest.mark.parametrize("schedule", RegisteredSchedule.names())
 def test_every_schedule(world: World, schedule: str) -> None:
     """Tied weights, tensors that skip stages, recompute and clipping; several stages per rank where it has them."""
-    stages = 4 * recipe_named(schedule).chunks
+    stages = 4 * RegisteredSchedule.named(schedule).chunks
     equal_under_rules(world, model="rich", schedule=schedule, microbatches=8, batches=2,
                       partition=[8 // stages] * stages, recompute=0.5, grad_clip=0.5)
 
@@ -54,7 +54,7 @@ def test_every_schedule(world: World, schedule: str) -> None:
 @pytest.mark.parametrize("rules", sorted(set(RULES) - {HARDEST}))
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "pipedream", "chimera", "dualpipe"])
 def test_every_way_to_make_communicators_and_to_send(world: World, schedule: str, rules: str) -> None:
-    stages = 4 * recipe_named(schedule).chunks
+    stages = 4 * RegisteredSchedule.named(schedule).chunks
     equal_under_rules(world, rules, model="rich", schedule=schedule, microbatches=8, batches=2,
                       partition=[8 // stages] * stages, grad_clip=0.5)
 

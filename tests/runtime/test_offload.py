@@ -17,7 +17,7 @@ from vpipe.runtime.activations import storage_of
 from vpipe.runtime.offload import SavedTensors
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.registry import Program, recipe_named, schedule_names
+from vpipe.schedules.registry import Program, RegisteredSchedule
 
 
 def test_offloaded_tensors_leave_the_device_and_weights_stay() -> None:
@@ -54,11 +54,11 @@ def offloading(program: Program) -> Program:
     return generate
 
 
-@pytest.mark.parametrize("name", [name for name in schedule_names() if recipe_named(name).search is None])
+@pytest.mark.parametrize("name", [one.name for one in RegisteredSchedule.imported() if one.search is None])
 def test_every_schedule_is_exact_with_offloaded_activations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, also where half of the layers are recomputed."""
-    recipe = recipe_named(name)
-    monkeypatch.setitem(registry._RECIPES, "away", replace(recipe, name="away", program=offloading(recipe.program)))
+    recipe = RegisteredSchedule.named(name)
+    monkeypatch.setitem(registry._REGISTERED, "away", replace(recipe, name="away", program=offloading(recipe.program)))
     stages = 2 * recipe.chunks
     fetched: list[int] = []
     monkeypatch.setattr(SavedTensors, "fetch", lambda saved: (fetched.append(len(saved._holders)), fetch(saved)))
@@ -74,7 +74,8 @@ def trained(schedule: str, stages: int, recompute: float) -> list[float]:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(stages)))
     model = Model.sequential(layers, loss=nn.MSELoss())
-    options = {} if recipe_named(schedule).flush else {"update_every": recipe_named(schedule).update_every(stages)}
+    registered = RegisteredSchedule.named(schedule)
+    options = {} if registered.flush else {"update_every": registered.update_every(stages)}
     pipe = Pipeline(model,
                     **parts(stages=stages, schedule=schedule, microbatches=8, recompute=recompute, seed=0,
                             optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1), **options))

@@ -76,7 +76,7 @@ def test_over_gloo_and_under_nccl_s_rules(world: World, name: str, microbatches:
     (lambda ranks, chunks: ((0, 0), (1,)), 2, "rank 0 stands twice among the ranks [0, 0] of a stage", "name each")])
 def test_wrong_placements_are_refused(layout: object, stages: int, what: str, hint: str,
                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.schedules.registry._RECIPES", {})
+    monkeypatch.setattr("vpipe.schedules.registry._REGISTERED", {})
     register_schedule("odd", flush=True, layout=layout)(placement_jobs.carousel)  # type: ignore[arg-type]
     with pytest.raises(UserError) as raised:
         Pipeline(rich_model(), AdamW(), stages=stages, schedule="odd", microbatches=4)

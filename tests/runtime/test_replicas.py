@@ -31,15 +31,14 @@ from vpipe import Cut, Layer, Model, Pipeline, Update
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.action import Op
-from vpipe.schedules.build import build
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.builder import build
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import Placement, both_ways
 from vpipe.testing import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle, version_rule
 
 WIDTHS = [(2, 1), (1, 2), (1, 3, 2), (2, 2, 2), (2, 1, 2)]
-FOLDED = [name for name in schedule_names()
-          if recipe_named(name).flush and recipe_named(name).chunks > 1]  # several stages per rank
-BOTH_WAYS = [name for name in schedule_names() if recipe_named(name).layout is both_ways]
+FOLDED = [one.name for one in RegisteredSchedule.imported() if one.flush and one.chunks > 1]  # several stages per rank
+BOTH_WAYS = [name for name in RegisteredSchedule.names() if RegisteredSchedule.named(name).layout is both_ways]
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -121,7 +120,7 @@ def test_all_sorts_of_layers_in_both_directions(name: str, build: Any) -> None:
 @pytest.mark.parametrize("name", FOLDED)
 def test_several_stages_on_each_rank(name: str) -> None:
     """Two pipelines side by side: each takes every second microbatch."""
-    folded = recipe_named(name)
+    folded = RegisteredSchedule.named(name)
     stages = 2 * folded.chunks
     model, batches = rich_model(), rich_batches(2, 8)
     pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),

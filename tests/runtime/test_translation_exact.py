@@ -18,7 +18,7 @@ from world import World
 from vpipe import Cut, Execution, Model, Pipeline, Update
 from vpipe.app.families.registry import ModelSettings
 from vpipe.extras.translation.model import TranslationOptions, translation_from_settings
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.testing import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle, version_rule
 
 MICROBATCHES = 4
@@ -54,7 +54,7 @@ def batches(samples: int = MICROBATCHES, lengths: Sequence[tuple[int, int]] = LE
 
 def cut(name: str, ranks: int = 2) -> list[int]:
     """Eleven layers over the stages that a schedule has on so many ranks."""
-    stages = ranks * recipe_named(name).chunks
+    stages = ranks * RegisteredSchedule.named(name).chunks
     return [11 // stages + (stage < 11 % stages) for stage in range(stages)]
 
 
@@ -67,8 +67,8 @@ def plain(tied: bool, partition: tuple[int, ...] | None, widths: tuple[int, ...]
     return flush_oracle(model(tied), batches(), recipe(), partition, widths)
 
 
-FLUSH = [name for name in schedule_names() if recipe_named(name).flush]
-STREAMS = [name for name in schedule_names() if not recipe_named(name).flush]
+FLUSH = [name for name in RegisteredSchedule.names() if RegisteredSchedule.named(name).flush]
+STREAMS = [name for name in RegisteredSchedule.names() if not RegisteredSchedule.named(name).flush]
 
 
 @pytest.mark.parametrize("name", FLUSH)

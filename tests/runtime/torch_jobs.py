@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from vpipe.schedules.csv_format import read_csv
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.assignment import stages_of_rank
+from vpipe.schedules.csv_format import CsvFile
+from vpipe.schedules.schedule import Schedule
 
 SAMPLES = 2
 """Per microbatch."""
@@ -19,7 +20,7 @@ SAMPLES = 2
 
 def run_files(*, paths: list[str]) -> dict[str, list[str]]:
     """What differs from plain PyTorch on a rank, by file."""
-    return {Path(path).name: differences(path, read_csv(Path(path)), dist.get_rank()) for path in paths}
+    return {Path(path).name: differences(path, CsvFile.read(Path(path)).schedule, dist.get_rank()) for path in paths}
 
 
 def differences(path: str, schedule: Schedule, rank: int) -> list[str]:

@@ -17,14 +17,13 @@ from fractions import Fraction
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action
-from vpipe.schedules.build import build, build_evaluation, reverse_backwards
-from vpipe.schedules.check import check
+from vpipe.schedules.builder import build, build_evaluation, reverse_backwards
+from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, Link, StageCosts
-from vpipe.schedules.lower import lower
-from vpipe.schedules.peaks import rank_peaks, stage_peaks
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.lowering import lower
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Placement, widened
 
 RANDOM = 10_000
@@ -62,8 +61,8 @@ def programs(schedule: Schedule) -> str:
 
 
 def measured(schedule: Schedule, seed: int) -> Iterator[str]:
-    yield repr([(peaks.peak_activations, peaks.peak_weight_halves) for peaks in rank_peaks(schedule)])
-    yield repr([(peaks.versions, peaks.staleness) for peaks in stage_peaks(schedule)])
+    yield repr([(peaks.peak_activations, peaks.peak_weight_halves) for peaks in schedule.rank_peaks])
+    yield repr([(peaks.versions, peaks.staleness) for peaks in schedule.stage_peaks])
     for costs in some_costs(schedule, random.Random(seed)):
         timeline = simulate(schedule, costs)
         yield repr([[(str(event.action), str(event.start_s), str(event.end_s)) for event in rank]
@@ -100,7 +99,7 @@ LATER = ("chimera", "dualpipe")
 
 def registered() -> Iterator[tuple[Schedule, bool]]:
     """Every generator, in several sizes, with replicas, ties, recomputation, chunks and other warm-ups."""
-    yield from _in_some_sizes(name for name in schedule_names() if name not in LATER)
+    yield from _in_some_sizes(name for name in RegisteredSchedule.names() if name not in LATER)
     for name in ("1f1b", "gpipe", "zb_h1", "pipedream", "2bw"):
         for placement in (((0, 1), (2,)), ((0,), (1, 2)), ((2, 0), (1,), (3,)), ((0, 1, 2), (3, 4))):
             yield from _built(name, placement, 12, True, False, None)
@@ -113,7 +112,7 @@ def registered() -> Iterator[tuple[Schedule, bool]]:
 
 def _in_some_sizes(names: Iterable[str]) -> Iterator[tuple[Schedule, bool]]:
     for name in names:
-        recipe = recipe_named(name)
+        recipe = RegisteredSchedule.named(name)
         for ranks, replicas, microbatches, tied, recomputed in (
                 (1, 1, 3, False, False), (2, 1, 8, True, True), (3, 1, 6, True, False), (4, 1, 8, False, True),
                 (2, 2, 8, True, False), (2, 3, 12, False, True)):
@@ -217,7 +216,7 @@ def of_random(group: int) -> str:
 
 
 if __name__ == "__main__":
-    from test_check import BROKEN
+    from test_checker import BROKEN
 
     by_hand = [digest(iter([verdict(case[0]())])) for cases in BROKEN.values() for case in cases]
     pairs = [each for pair in of_registered() for each in pair]

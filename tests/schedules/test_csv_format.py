@@ -16,11 +16,11 @@ from torch.distributed.pipelining import schedules as theirs
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.build import build
-from vpipe.schedules.check import check, prove
-from vpipe.schedules.csv_format import LARGEST_BYTES, read_csv, read_csv_file, write_csv, write_torch_csv
-from vpipe.schedules.lower import lower
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.builder import build
+from vpipe.schedules.checker import check, prove
+from vpipe.schedules.csv_format import LARGEST_BYTES, CsvFile
+from vpipe.schedules.lowering import lower
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import both_ways, default_placement
 
@@ -90,7 +90,7 @@ def test_schedules_written_by_torch_pass_the_checker(name: str, ranks: int, chun
     for form in ("compute_only", "compute_comms"):
         path = tmp_path / f"{form}.csv"
         theirs_written(name, ranks, chunks, microbatches, form, path)
-        read[form] = read_csv(path)
+        read[form] = CsvFile.read(path).schedule
         check(read[form])
         assert (read[form].name, read[form].ranks, read[form].stages, read[form].microbatches) == (
             path.name, ranks, ranks * chunks, microbatches)
@@ -106,7 +106,7 @@ def test_schedules_written_by_torch_pass_the_checker(name: str, ranks: int, chun
 @pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(1, 2, 3), (2, 1, 6), (2, 2, 4), (3, 3, 6), (4, 2, 8)])
 def test_interleaved_zb_is_the_order_of_torch(ranks: int, chunks: int, microbatches: int) -> None:
     order = theirs.ScheduleInterleavedZeroBubble(on_one_rank(ranks, chunks), microbatches).pipeline_order
-    ours = build("interleaved_zb", recipe_named("interleaved_zb").layout(ranks, chunks), microbatches)
+    ours = build("interleaved_zb", RegisteredSchedule.named("interleaved_zb").layout(ranks, chunks), microbatches)
     assert computed(ours) == computed_by(order)
 
 
@@ -119,13 +119,13 @@ def test_the_order_that_torch_shows_of_1f1b_is_refused_here_as_it_is_there(tmp_p
     writer.pipeline_order = order
     writer._dump_csv(tmp_path / "a.csv", format="compute_only")
     with pytest.raises(UserError, match=r"2F4 \(rank 2, cell \d+\) is of microbatch 4, but .* more than 4 forwards"):
-        read_csv(tmp_path / "a.csv")
+        CsvFile.read(tmp_path / "a.csv")
 
 
 def test_receives_that_torch_puts_off_may_deadlock(tmp_path: Path) -> None:
     """``defer_pp_recv`` counts on sends that do not wait; the checker does not, the compute order is sound."""
     theirs.ScheduleInterleaved1F1B(on_one_rank(2, 2), 4, defer_pp_recv=True)._dump_csv(tmp_path / "a.csv")
-    read = read_csv(tmp_path / "a.csv")
+    read = CsvFile.read(tmp_path / "a.csv").schedule
     with pytest.raises(CheckError, match="deadlock when sends wait for their receive"):
         check(read)
     check(lower(read.compute_only()))
@@ -133,7 +133,7 @@ def test_receives_that_torch_puts_off_may_deadlock(tmp_path: Path) -> None:
 
 def sizes(name: str) -> Iterator[Schedule]:
     """The schedule of ours in several sizes."""
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     for ranks, microbatches in ((1, 4), (2, 4), (4, 8), (4, 12)):
         for chunks in {recipe.chunks, 3} if recipe.any_chunks else {recipe.chunks}:
             try:
@@ -142,14 +142,14 @@ def sizes(name: str) -> Iterator[Schedule]:
                 continue
 
 
-@pytest.mark.parametrize("name", [name for name in schedule_names()
-                                  if recipe_named(name).flush and recipe_named(name).layout is not both_ways])
+@pytest.mark.parametrize("name", [one.name for one in RegisteredSchedule.imported()
+                                  if one.flush and one.layout is not both_ways])
 def test_torch_loads_each_of_ours_that_has_a_flush(name: str, tmp_path: Path) -> None:
     made = list(sizes(name))
     assert made
     for schedule in made:
         path = tmp_path / "a.csv"
-        path.write_text(write_torch_csv(lower(schedule)))
+        path.write_text(lower(schedule).to_torch_csv())
         reader = runtime(schedule.ranks, schedule.stages // schedule.ranks, schedule.microbatches)
         reader._load_csv(str(path))
         assert computed_by(reader.pipeline_order_with_comms) == computed(schedule)
@@ -165,7 +165,7 @@ def test_torch_loads_each_of_ours_that_has_a_flush(name: str, tmp_path: Path) ->
 ])
 def test_a_schedule_that_torch_cannot_run_is_not_written_for_it(schedule: Schedule, what: str) -> None:
     with pytest.raises(UserError) as caught:
-        write_torch_csv(schedule)
+        schedule.to_torch_csv()
     assert what in str(caught.value)
 
 
@@ -173,9 +173,9 @@ def test_torch_takes_losses_in_the_order_of_their_forwards(tmp_path: Path) -> No
     """So a last stage that begins with microbatch 1 is refused, and any other stage may."""
     with pytest.raises(UserError, match="stage 1, the last, takes microbatch 1 in turn 0, but PyTorch's runtime would "
                                         "take its loss for that of microbatch 0"):
-        write_torch_csv(read_text("0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n", tmp_path))
+        read_text("0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n", tmp_path).to_torch_csv()
     text = "0F1,0F0,0B0,0B1\n1F0,1F1,1B0,1B1\n"
-    assert write_torch_csv(read_text(text, tmp_path)) == text
+    assert read_text(text, tmp_path).to_torch_csv() == text
 
 
 def simulated(reader: theirs._PipelineScheduleRuntime, stages: int) -> None:
@@ -189,13 +189,13 @@ def simulated(reader: theirs._PipelineScheduleRuntime, stages: int) -> None:
 # -- ours ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("name", RegisteredSchedule.names())
 def test_a_written_schedule_is_read_back(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     for schedule in sizes(name):
         for ours in (schedule, lower(schedule)):
-            path.write_text(write_csv(ours))
-            read = read_csv(path)
+            path.write_text(ours.to_csv())
+            read = CsvFile.read(path).schedule
             check(read)
             assert (read.programs, read.placement, read.microbatches, read.update_every) == (
                 ours.programs, ours.placement, ours.microbatches, ours.update_every)
@@ -208,11 +208,11 @@ def test_a_written_schedule_is_read_back(name: str, tmp_path: Path) -> None:
 def read_text(text: str | bytes, folder: Path) -> Schedule:
     path = folder / "a.csv"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return read_csv(path)
+    return CsvFile.read(path).schedule
 
 
 def test_a_stream_keeps_its_updates_and_versions(tmp_path: Path) -> None:
-    read = read_text(write_csv(build("pipedream", default_placement(3), 8, 2)), tmp_path)
+    read = read_text(build("pipedream", default_placement(3), 8, 2).to_csv(), tmp_path)
     assert (read.flush, read.update_every, read.versions) == (False, 2, (2, 2, 1))
 
 
@@ -235,7 +235,7 @@ def test_a_row_for_every_replica(tmp_path: Path) -> None:
 def test_a_stage_with_fewer_replicas_steps_more_often(tmp_path: Path) -> None:
     """Two microbatches are one update of a stage with two replicas and two of the other."""
     schedule = build("pipedream", ((0, 1), (2,)), 2, 1)
-    read = read_text(write_csv(schedule), tmp_path)
+    read = read_text(schedule.to_csv(), tmp_path)
     assert (read.programs, read.flush, read.update_every) == (schedule.programs, False, 1)
     check(read)
 
@@ -243,7 +243,7 @@ def test_a_stage_with_fewer_replicas_steps_more_often(tmp_path: Path) -> None:
 def test_actions_left_out_of_a_torch_file_are_named(tmp_path: Path) -> None:
     theirs_written("ScheduleDualPipeV", 2, 2, 6, "compute_comms", tmp_path / "a.csv")
     text = (tmp_path / "a.csv").read_text()
-    file = read_csv_file(tmp_path / "a.csv")
+    file = CsvFile.read(tmp_path / "a.csv")
     assert set(file.left_out) == {"UNSHARD", "RESHARD", "REDUCE_GRAD"}
     assert {**file.left_out, "OVERLAP_F_B": file.pairs} == {
         name: text.count(name) for name in ("UNSHARD", "RESHARD", "REDUCE_GRAD", "OVERLAP_F_B")}
@@ -252,7 +252,7 @@ def test_actions_left_out_of_a_torch_file_are_named(tmp_path: Path) -> None:
 def test_transfers_of_ties_and_norms_are_left_out_of_the_file(tmp_path: Path) -> None:
     schedule = prove("1f1b", default_placement(3), 4, None, {0: (2,)}, norm=True)
     assert {action.op for program in schedule.programs for action in program} >= {Op.SEND_W, Op.RECV_G, Op.NORM}
-    read = read_text(write_csv(schedule), tmp_path)
+    read = read_text(schedule.to_csv(), tmp_path)
     check(read)
     assert read.programs == lower(build("1f1b", default_placement(3), 4)).programs
 
@@ -261,8 +261,8 @@ def test_actions_that_torch_has_not_are_left_out_for_it() -> None:
     schedule = build("gpipe", default_placement(1), 1)
     more = schedule.with_programs([[Action(Op.USE, 0, 0), *schedule.programs[0][:1], Action(Op.RECOMPUTE, 0, 0),
                                     *schedule.programs[0][1:]]])
-    assert write_csv(more) == "0USE0,0F0,0R0,0B0,0STEP0\n"
-    assert write_torch_csv(more) == "0F0,0B0\n"
+    assert more.to_csv() == "0USE0,0F0,0R0,0B0,0STEP0\n"
+    assert more.to_torch_csv() == "0F0,0B0\n"
 
 
 @pytest.mark.parametrize(("text", "what", "hint", "line"), [
@@ -306,9 +306,9 @@ def test_a_file_that_is_no_schedule(text: str | bytes, what: str, hint: str, lin
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no file '.*none.csv'"):
-        read_csv(tmp_path / "none.csv")
+        CsvFile.read(tmp_path / "none.csv")
     with pytest.raises(UserError, match=r"cannot be read: .*Is a directory"):
-        read_csv(tmp_path)
+        CsvFile.read(tmp_path)
 
 
 @pytest.mark.parametrize(("text", "what"), [
@@ -327,9 +327,9 @@ def test_an_order_that_is_wrong_is_for_the_checker_to_say(text: str, what: str, 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(["1f1b", "zb_v", "pipedream", "2bw"]), st.booleans(), st.data())
 def test_a_damaged_file_is_refused_or_sound(name: str, lowered: bool, data: st.DataObject) -> None:
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     schedule = build(name, recipe.layout(2, recipe.chunks), 4)
-    rows = [row.split(",") for row in write_csv(lower(schedule) if lowered else schedule).splitlines()]
+    rows = [row.split(",") for row in (lower(schedule) if lowered else schedule).to_csv().splitlines()]
     odd = ["", "0R0", "0W1", "1I0", "9F9", "0STEP1", "0USE5", "0NORM0", "0RECV_F0", "1SEND_TIED_W1",
            "(0F0;0B0)OVERLAP_F_B", "0REDUCE_GRAD", "x"]
     for _ in range(data.draw(st.integers(1, 3))):
@@ -341,7 +341,7 @@ def test_a_damaged_file_is_refused_or_sound(name: str, lowered: bool, data: st.D
         path = Path(folder) / "a.csv"
         path.write_text("\n".join(map(",".join, rows)))
         try:
-            read = read_csv(path)
+            read = CsvFile.read(path).schedule
             check(read)
         except UserError:
             return

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from vpipe.schedules.build import build
-from vpipe.schedules.delays import describe_delays, fewer_updates, greatest_delay, mean_delay, warn_of_delay
-from vpipe.schedules.lower import lower
+from vpipe.schedules.advice import Advice
+from vpipe.schedules.builder import build
+from vpipe.schedules.delays import greatest_delay, mean_delay
+from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import default_placement
 
@@ -61,22 +62,24 @@ def test_delays_are_described_with_what_would_lower_them(name: str, placement: i
                                                          batch: int | None, line: str | None,
                                                          fewer: str | None) -> None:
     schedule = build(name, default_placement(placement), every or 8, every)
-    said = describe_delays(schedule)
+    advice = Advice(schedule, every or 8, batch)
+    said = advice.delays
     assert (said and said.removeprefix("delay of gradients in updates").lstrip(":, ")) == line
-    assert fewer_updates(schedule, every or 8, batch) == fewer
-    assert (warn_of_delay(schedule, []) is None) == (line is None or greatest_delay(schedule, 0) <= 2)
+    assert advice.fewer_updates == fewer
+    assert (advice.late_gradients() is None) == (line is None or greatest_delay(schedule, 0) <= 2)
 
 
 def test_a_warning_names_deeper_warm_ups() -> None:
     deep, own = (build("pipedream", ((0,), (1,), (2,), (3,)), 4, 1, warmup=depths) for depths in ((9, 2, 1, 0), None))
-    assert "better are: a lower warmup_depth; fewer stages" in str(warn_of_delay(deep, []))
-    assert "warmup_depth" not in str(warn_of_delay(own, []))
+    assert "; another optimizer; a lower warmup_depth; fewer stages" in str(
+        Advice(deep, 4).late_gradients("another optimizer"))
+    assert "warmup_depth" not in str(Advice(own, 4).late_gradients())
 
 
 def test_fewer_updates_with_replicas() -> None:
     schedule = build("pipedream", ((0, 1), (2, 3), (4, 5)), 12, 1)
-    assert fewer_updates(schedule, 12, 24) == "update_every 3 (0.667 updates late; an update is then 12 samples)"
-    assert fewer_updates(schedule, 1, 24) == (
+    assert Advice(schedule, 12, 24).fewer_updates == "update_every 3 (0.667 updates late; an update is then 12 samples)"
+    assert Advice(schedule, 1, 24).fewer_updates == (
         "microbatches 6 and update_every 3 (0.667 updates late; an update is then 24 samples)")
 
 

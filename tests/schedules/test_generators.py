@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.build import build
-from vpipe.schedules.check import prove
+from vpipe.schedules.builder import build
+from vpipe.schedules.checker import prove
 from vpipe.schedules.costs import Costs, Number
-from vpipe.schedules.peaks import rank_loads, rank_peaks
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.loads import rank_loads
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Size, both_ways
 from vpipe.schedules.two_ways import unfolded
 
 
 def made(name: str, ranks: int, microbatches: int, chunks: int | None = None,
          update_every: int | None = None) -> Schedule:
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     return build(name, recipe.layout(ranks, chunks or recipe.chunks), microbatches, update_every)
 
 
@@ -43,7 +43,7 @@ def texts(schedule: Schedule) -> list[str]:
 @st.composite
 def proved(draw: st.DrawFn, name: str) -> Schedule | None:
     """A schedule that passed the checker; None where its numbers are refused."""
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     ranks, microbatches = draw(st.integers(1, 8)), draw(st.integers(1, 24))
     chunks = draw(st.integers(1, 4)) if recipe.any_chunks else recipe.chunks
     try:
@@ -54,7 +54,7 @@ def proved(draw: st.DrawFn, name: str) -> Schedule | None:
         return None
 
 
-@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("name", RegisteredSchedule.names())
 @settings(deadline=None, max_examples=8)
 @given(data=st.data())
 def test_every_size_passes_or_is_refused(name: str, data: st.DataObject) -> None:
@@ -70,7 +70,7 @@ def test_every_size_passes_or_is_refused(name: str, data: st.DataObject) -> None
         if schedule.flush:
             assert program[-1].op is Op.STEP
     if name not in AT_MOST:
-        assert [fact.peak_activations for fact in rank_peaks(schedule)] == list(schedule.peak_activations)
+        assert [fact.peak_activations for fact in schedule.rank_peaks] == list(schedule.peak_activations)
 
 
 AT_MOST = {"v_half", "v_min", "auto"}  # their bounds count from F to W, or come from a limit
@@ -115,7 +115,7 @@ CLOSED_FORMS: dict[str, tuple[Callable[[int, int, int], bool], Bubble]] = {  # w
 @given(data=st.data())
 def test_bubble(name: str, data: st.DataObject) -> None:
     holds, bubble = CLOSED_FORMS[name]
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     ranks = data.draw(st.integers(1, 8)) * (2 if recipe.layout is both_ways else 1)
     chunks = data.draw(st.integers(1, 4)) if recipe.any_chunks else recipe.chunks
     fitting = [m for m in range(1, 49) if holds(ranks, m, chunks)]
@@ -164,13 +164,13 @@ def test_golden_bubbles(numbers: tuple[int, int], times: tuple[Number, Number, N
 
 def test_golden_numbers_of_few_microbatches_and_of_memory() -> None:
     assert bubble_s(made("zb_h1", 4, 4)) == bubble_s(made("zb_h2", 4, 4)) == 3
-    assert rank_peaks(made("interleaved", 4, 8))[0].peak_activations == 5.5 * 2
-    assert rank_peaks(made("interleaved", 8, 24))[0].peak_activations == 11.5 * 2
-    assert rank_peaks(made("interleaved", 4, 4))[0].peak_activations == 4 * 2
-    assert [fact.peak_activations for fact in rank_peaks(made("zb_h2", 4, 8))] == [7, 5, 3, 1]
-    assert [fact.peak_weight_halves for fact in rank_peaks(made("zb_h1", 4, 8))] == [1, 2, 3, 4]
+    assert made("interleaved", 4, 8).rank_peaks[0].peak_activations == 5.5 * 2
+    assert made("interleaved", 8, 24).rank_peaks[0].peak_activations == 11.5 * 2
+    assert made("interleaved", 4, 4).rank_peaks[0].peak_activations == 4 * 2
+    assert [fact.peak_activations for fact in made("zb_h2", 4, 8).rank_peaks] == [7, 5, 3, 1]
+    assert [fact.peak_weight_halves for fact in made("zb_h1", 4, 8).rank_peaks] == [1, 2, 3, 4]
     assert bubble_s(made("interleaved_zb", 4, 8)) == Fraction(3, 2)
-    assert [(fact.peak_activations, fact.peak_weight_halves) for fact in rank_peaks(made("interleaved_zb", 4, 8))] == [
+    assert [(fact.peak_activations, fact.peak_weight_halves) for fact in made("interleaved_zb", 4, 8).rank_peaks] == [
         (8, 1), (7, 2), (6, 3), (5, 4)]
 
 
@@ -193,7 +193,7 @@ def test_chimera_as_published(ranks: int) -> None:
         schedule = made("chimera", ranks, units * ranks)
         equal = simulate(schedule, Costs.uniform(Size(ranks, schedule.microbatches, 1, 1), 2, 1, 1))
         assert equal.bubble_share == Fraction(ranks - 2, 2 * schedule.microbatches + ranks - 2)
-        peaks = [fact.peak_activations for fact in rank_peaks(schedule)]
+        peaks = [fact.peak_activations for fact in schedule.rank_peaks]
         assert peaks == [ranks // 2 + 1 + min(rank, ranks - 1 - rank) for rank in range(ranks)]
     unit = simulate(made("chimera", ranks, ranks), Costs.uniform(Size(ranks, ranks, 1, 1), 3, 2, 2))
     assert unit.makespan_s == ranks * 3 + (2 * ranks - 2) * 4
@@ -203,17 +203,17 @@ def test_chimera_as_published(ranks: int) -> None:
 def test_chimera_beside_a_wave_unfolded(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For m = p alike; for longer batches the wave keeps its bubble, where B = 2F, and holds p microbatches."""
     def wave(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-        return unfolded(recipe_named("hanayo").program, rank, ranks, microbatches)
+        return unfolded(RegisteredSchedule.named("hanayo").program, rank, ranks, microbatches)
 
-    monkeypatch.setattr(registry, "_RECIPES", {
-        **registry._RECIPES, "wave": replace(recipe_named("chimera"), name="wave", program=wave,
+    monkeypatch.setattr(registry, "_REGISTERED", {
+        **registry._REGISTERED, "wave": replace(RegisteredSchedule.named("chimera"), name="wave", program=wave,
                                              peak_activations=lambda rank, size: size.ranks)})
-    assert rank_peaks(made("wave", ranks, ranks)) == rank_peaks(made("chimera", ranks, ranks))
+    assert made("wave", ranks, ranks).rank_peaks == made("chimera", ranks, ranks).rank_peaks
     for units in (1, 2, 5):
         schedule = prove("wave", both_ways(ranks), units * ranks)
         assert bubble_s(schedule.compute_only()) == 2 * (ranks - 2)
         assert bubble_s(made("chimera", ranks, units * ranks)) == (ranks - 2) * (units + 1)
-        assert units == 1 or {fact.peak_activations for fact in rank_peaks(schedule)} == {ranks}
+        assert units == 1 or {fact.peak_activations for fact in schedule.rank_peaks} == {ranks}
 
 
 def test_two_copies_of_the_weights() -> None:
@@ -299,8 +299,8 @@ def test_numbers_that_a_schedule_cannot_have(name: str, ranks: int, microbatches
 
 
 def test_names() -> None:
-    assert set(schedule_names()) >= {
+    assert set(RegisteredSchedule.names()) >= {
         "gpipe", "1f1b", "interleaved", "interleaved_zb", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min",
         "dualpipe_v", "hanayo", "dualpipe", "chimera", "pipedream", "pipedream_vertical_sync", "2bw"}
     with pytest.raises(UserError, match="did you mean 'pipedream'"):
-        recipe_named("pipedreams")
+        RegisteredSchedule.named("pipedreams")

@@ -7,17 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vpipe.schedules.action import Action
-from vpipe.schedules.check import prove
-from vpipe.schedules.peaks import (
-    RankLoad,
-    RankPeaks,
-    StageLoad,
-    StagePeaks,
-    rank_loads,
-    rank_peaks,
-    stage_loads,
-    stage_peaks,
-)
+from vpipe.schedules.checker import prove
+from vpipe.schedules.loads import RankLoad, RankPeaks, StageLoad, StagePeaks, rank_loads, stage_loads
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import default_placement
 
@@ -60,33 +51,33 @@ def test_every_version_from_the_one_in_use_to_the_latest_is_held() -> None:
 
 def test_a_schedule_with_a_flush_holds_one_version() -> None:
     schedule = prove("1f1b", default_placement(3), 4)
-    assert rank_peaks(schedule) == (RankPeaks(3, 0), RankPeaks(2, 0), RankPeaks(1, 0))
-    assert stage_peaks(schedule) == (StagePeaks(1, 0),) * 3
+    assert schedule.rank_peaks == (RankPeaks(3, 0), RankPeaks(2, 0), RankPeaks(1, 0))
+    assert schedule.stage_peaks == (StagePeaks(1, 0),) * 3
 
 
 def test_halves_as_in_their_paper() -> None:
     """Stage s of p holds p-s activations and s weight halves, and one more between an I and the W behind it."""
-    facts = rank_peaks(prove("zb_h1", default_placement(4), 8))
+    facts = prove("zb_h1", default_placement(4), 8).rank_peaks
     assert facts == (RankPeaks(4, 1), RankPeaks(3, 2), RankPeaks(2, 3), RankPeaks(1, 4))
 
 
 def test_pipedream_as_in_its_paper() -> None:
     schedule = prove("pipedream", default_placement(4), 16)
-    assert [fact.peak_activations for fact in rank_peaks(schedule)] == [4, 3, 2, 1]
-    assert stage_peaks(schedule) == (StagePeaks(4, 3), StagePeaks(3, 2), StagePeaks(2, 1), StagePeaks(1, 0))
+    assert [fact.peak_activations for fact in schedule.rank_peaks] == [4, 3, 2, 1]
+    assert schedule.stage_peaks == (StagePeaks(4, 3), StagePeaks(3, 2), StagePeaks(2, 1), StagePeaks(1, 0))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 def test_2bw_holds_two_versions_and_is_one_update_behind(stages: int) -> None:
     for every in (stages, stages + 2):
-        assert stage_peaks(prove("2bw", default_placement(stages), 6 * every, every)) == (StagePeaks(2, 1),) * stages
+        assert prove("2bw", default_placement(stages), 6 * every, every).stage_peaks == (StagePeaks(2, 1),) * stages
 
 
 def test_placement_does_not_matter() -> None:
     def held(placement: tuple[tuple[int, ...], ...]) -> tuple[list[RankPeaks], tuple[StagePeaks, ...]]:
         schedule: Schedule = prove("pipedream", placement, 12)
-        ranks = rank_peaks(schedule)
-        return [ranks[rank] for (rank,) in placement], stage_peaks(schedule)
+        ranks = schedule.rank_peaks
+        return [ranks[rank] for (rank,) in placement], schedule.stage_peaks
 
     assert held(((2,), (0,), (1,))) == held(((0,), (1,), (2,)))
 
@@ -94,7 +85,7 @@ def test_placement_does_not_matter() -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 8), st.sampled_from([1, 2, 3, 4]))
 def test_a_stream_needs_fewer_versions_when_it_updates_less_often(stages: int, every: int) -> None:
-    held = stage_peaks(prove("pipedream", default_placement(stages), 4 * stages * every, every))
+    held = prove("pipedream", default_placement(stages), 4 * stages * every, every).stage_peaks
     for stage, fact in enumerate(held):
         behind = stages - 1 - stage
         assert fact == StagePeaks(-(-behind // every) + 1, -(-behind // every))

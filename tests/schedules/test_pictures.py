@@ -7,11 +7,12 @@ import inspect
 import pytest
 
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.build import build
+from vpipe.schedules.assignment import stages_of_rank
+from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs
-from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.schedule import Schedule, stages_of_rank
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Size
 
 SIZES = {"zb_h1": (3, 4), "zb_h2": (3, 5), "gpipe": (3, 4), "1f1b": (3, 4),  # ranks and microbatches; others 2 and 4
@@ -20,7 +21,7 @@ STREAMS = {"pipedream": (3, 1), "pipedream_vertical_sync": (3, 1), "2bw": (2, 2)
 
 
 def pictured(name: str) -> Schedule:
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     if recipe.flush:
         ranks, microbatches = SIZES.get(name, (2, 4))
         return build(name, recipe.layout(ranks, recipe.chunks), microbatches)
@@ -67,18 +68,18 @@ def _cell(action: Action, chunk: int) -> str:
 
 
 def picture_in_docstring(name: str) -> list[str]:
-    lines = (inspect.getdoc(recipe_named(name).program) or "").splitlines()
+    lines = (inspect.getdoc(RegisteredSchedule.named(name).program) or "").splitlines()
     return [line.strip() for line in lines if line.strip().startswith("rank ")]
 
 
-PUBLISHED = [name for name in schedule_names() if name != "auto"]  # which has no order of its own
+PUBLISHED = [name for name in RegisteredSchedule.names() if name != "auto"]  # which has no order of its own
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_picture_is_the_execution(name: str) -> None:
     drawn, real = picture_in_docstring(name), picture(pictured(name))
     assert drawn, f"draw {name} in its docstring"
-    if recipe_named(name).flush:
+    if RegisteredSchedule.named(name).flush:
         assert drawn == real
         return
     for row, whole in zip(drawn, real, strict=True):

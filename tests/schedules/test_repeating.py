@@ -17,24 +17,23 @@ from vpipe.app.cli import main
 from vpipe.app.visualize.summary import RankCosts
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules import registry
-from vpipe.schedules.build import build
-from vpipe.schedules.check import check
-from vpipe.schedules.peaks import rank_peaks, stage_peaks
-from vpipe.schedules.registry import Recipe, recipe_named, recipes
-from vpipe.schedules.repeating import find
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.builder import build
+from vpipe.schedules.checker import check
+from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.repeating import Repeating
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Placement, widened
 
-FIXED = [recipe for recipe in recipes() if recipe.search is None]
+FIXED = [recipe for recipe in RegisteredSchedule.imported() if recipe.search is None]
 TIMES = st.sampled_from([1, 2, 3, Fraction(1, 2), Fraction(7, 3)])
 COSTS = st.builds(RankCosts, TIMES, TIMES, TIMES, st.sampled_from([0, 0, Fraction(1, 3), 1, 2]),
                   st.sampled_from([0, 0, 1]))
 
 
-def same_as_listed(recipe: Recipe, placement: Placement, microbatches: int, costs: RankCosts,
+def same_as_listed(recipe: RegisteredSchedule, placement: Placement, microbatches: int, costs: RankCosts,
                    update_every: int | None = None) -> bool:
     """Compare a schedule that repeats with the listed one; return whether it is seen to repeat."""
-    found = find(recipe.name, placement, microbatches, costs.of(placement), update_every)
+    found = Repeating.find(recipe.name, placement, microbatches, costs.of(placement), update_every)
     if found is None:
         return False
     whole = build(recipe.name, placement, microbatches, update_every)
@@ -43,7 +42,7 @@ def same_as_listed(recipe: Recipe, placement: Placement, microbatches: int, cost
     assert [tuple(pattern.repeated(found.copies)) for pattern in found.patterns] == list(whole.programs)
     assert (own.makespan_s, own.bubble_s, own.bubble_share, own.idle_s, own.work_s) == (
         timeline.makespan_s, timeline.bubble_s, timeline.bubble_share, timeline.idle_s, timeline.work_s)
-    assert (found.ranks, found.stages) == (rank_peaks(whole), stage_peaks(whole))
+    assert (found.rank_peaks, found.stage_peaks) == (whole.rank_peaks, whole.stage_peaks)
     begin, end = found.left_out_s
     for shown, listed in zip(own.events, timeline.events, strict=True):
         later = [event for event in listed if event.start_s >= end or event.end_s > end]
@@ -57,7 +56,8 @@ def same_as_listed(recipe: Recipe, placement: Placement, microbatches: int, cost
 @given(st.sampled_from(FIXED), st.integers(1, 5), st.integers(1, 3), st.integers(1, 60), COSTS, st.integers(1, 3),
        st.sampled_from([None, 2, 4, 6]))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
-def test_a_repeating_schedule_equals_the_listed_one(recipe: Recipe, ranks: int, chunks: int, microbatches: int,
+def test_a_repeating_schedule_equals_the_listed_one(recipe: RegisteredSchedule, ranks: int, chunks: int,
+                                                    microbatches: int,
                                                     costs: RankCosts, replicas: int, update_every: int | None) -> None:
     if not recipe.any_chunks:
         chunks = recipe.chunks
@@ -72,9 +72,9 @@ def test_a_repeating_schedule_equals_the_listed_one(recipe: Recipe, ranks: int, 
 @pytest.mark.parametrize(("name", "bubble"), [
     ("1f1b", 9), ("zb_h1", 3), ("interleaved", Fraction(9, 2)), ("pipedream", 9)])
 def test_a_bubble_has_its_closed_form_at_any_number_of_microbatches(name: str, bubble: Fraction) -> None:
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     placement = recipe.layout(4, recipe.chunks)
-    found = find(name, placement, 12_000, RankCosts().of(placement))
+    found = Repeating.find(name, placement, 12_000, RankCosts().of(placement))
     assert found is not None
     assert (found.timeline.bubble_s, found.schedule.microbatches) == (bubble, 12_000)
     assert found.timeline.work_s == (36_000,) * 4
@@ -82,40 +82,41 @@ def test_a_bubble_has_its_closed_form_at_any_number_of_microbatches(name: str, b
 
 
 def test_times_that_drift_apart_do_not_repeat() -> None:
-    placement = recipe_named("gpipe").layout(3)
-    assert find("gpipe", placement, 500, RankCosts(transfer_s=1).of(placement)) is not None
-    assert find("gpipe", placement, 500, RankCosts(transfer_s=2).of(placement)) is None  # the link falls behind
+    placement = RegisteredSchedule.named("gpipe").layout(3)
+    assert Repeating.find("gpipe", placement, 500, RankCosts(transfer_s=1).of(placement)) is not None
+    # the link falls behind
+    assert Repeating.find("gpipe", placement, 500, RankCosts(transfer_s=2).of(placement)) is None
 
 
 def registered(monkeypatch: pytest.MonkeyPatch, name: str, **changes: Any) -> None:
     """Change a recipe, for a test."""
-    monkeypatch.setitem(registry._RECIPES, name, replace(recipe_named(name), **changes))
+    monkeypatch.setitem(registry._REGISTERED, name, replace(RegisteredSchedule.named(name), **changes))
 
 
 def test_a_pattern_that_changes_at_some_size_is_not_taken_for_one_that_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule may be 1F1B for few microbatches and GPipe for many: the wanted size is compared."""
-    one, other = recipe_named("1f1b").program, recipe_named("gpipe").program
-    placement = recipe_named("1f1b").layout(3)
+    one, other = RegisteredSchedule.named("1f1b").program, RegisteredSchedule.named("gpipe").program
+    placement = RegisteredSchedule.named("1f1b").layout(3)
     registered(monkeypatch, "1f1b", peak_activations=lambda rank, size: size.microbatches,
                program=lambda rank, ranks, microbatches: (other if microbatches > 100 and rank == 1 else one)(
                    rank, ranks, microbatches))
-    assert find("1f1b", placement, 100, RankCosts().of(placement)) is not None
-    assert find("1f1b", placement, 101, RankCosts().of(placement)) is None
+    assert Repeating.find("1f1b", placement, 100, RankCosts().of(placement)) is not None
+    assert Repeating.find("1f1b", placement, 101, RankCosts().of(placement)) is None
 
 
 def test_a_peak_above_what_is_stated_for_the_wanted_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    placement = recipe_named("gpipe").layout(3)
+    placement = RegisteredSchedule.named("gpipe").layout(3)
     registered(monkeypatch, "gpipe", peak_activations=lambda rank, size: min(size.microbatches, 50))
     with pytest.raises(CheckError, match="rank 0 holds the activations of 60 microbatch-stages; the schedule states at "
                                          "most 50"):
-        find("gpipe", placement, 60, RankCosts().of(placement))
+        Repeating.find("gpipe", placement, 60, RankCosts().of(placement))
 
 
 def test_versions_above_what_is_stated_for_the_wanted_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    placement = recipe_named("pipedream").layout(3)
+    placement = RegisteredSchedule.named("pipedream").layout(3)
     registered(monkeypatch, "pipedream", versions=lambda rank, size: 3 if size.microbatches < 60 else 2)
     with pytest.raises(CheckError, match="stage 0 holds 3 weight versions; the schedule states at most 2"):
-        find("pipedream", placement, 60, RankCosts().of(placement))
+        Repeating.find("pipedream", placement, 60, RankCosts().of(placement))
 
 
 def test_the_beginning_and_the_end_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,14 +16,13 @@ from vpipe.description.order import Asynchronous
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.build import build
-from vpipe.schedules.check import check, prove
-from vpipe.schedules.csv_format import read_csv, write_csv
+from vpipe.schedules.builder import build
+from vpipe.schedules.checker import check, prove
+from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.graph import Graph
-from vpipe.schedules.lower import lower
-from vpipe.schedules.peaks import rank_peaks
+from vpipe.schedules.lowering import lower
 from vpipe.schedules.prepare import ScheduleSpec
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement, both_ways, widened
 from vpipe.testing import placements, ties
@@ -62,7 +61,7 @@ def cases(draw: st.DrawFn, names: tuple[str, ...] = ANY_WIDTHS) -> Case:
     name = draw(st.sampled_from(names))
     placement = draw(placements())
     widths = [len(ranks) for ranks in placement]
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     least = recipe.update_every(max(depth(widths, stage) for stage in range(len(widths))) + 1)
     microbatches = draw(st.integers(max(max(widths), least), 13))
     every = None if recipe.flush else draw(st.sampled_from(
@@ -130,17 +129,17 @@ def test_warm_up_and_peak(case: Case) -> None:
             own, warmup = len(range(replica, case.microbatches, len(ranks))), depth(case.widths, stage)
             turns = [Op.FORWARD, Op.BACKWARD] * max(0, own - warmup)
             assert ops == [Op.FORWARD] * min(warmup, own) + turns + [Op.BACKWARD] * min(warmup, own)
-            assert rank_peaks(schedule)[rank].peak_activations == min(warmup + 1, own)
+            assert schedule.rank_peaks[rank].peak_activations == min(warmup + 1, own)
             assert schedule.peak_activations[rank] == min(warmup + 1, own)
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.data(), st.sampled_from([name for name in schedule_names() if name != "auto"]), st.integers(1, 3),
+@given(st.data(), st.sampled_from([name for name in RegisteredSchedule.names() if name != "auto"]), st.integers(1, 3),
        st.integers(1, 3), st.integers(1, 12))
 def test_with_equal_widths_every_pipeline_is_one_without_replicas(data: st.DataObject, name: str, ranks: int,
                                                                   width: int, own: int) -> None:
     """Microbatch j of replica r is microbatch j * width + r of all."""
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     alone = recipe.layout(ranks, recipe.chunks)
     count = own * width if not recipe.flush else data.draw(st.integers((own - 1) * width + 1, own * width))
     assume(count >= width)
@@ -171,8 +170,8 @@ def test_a_file_has_the_same_replicas(case: Case, lowered: bool) -> None:
     schedule = lower(build(case.name, case.placement, case.microbatches, case.every)) if lowered else case.built()
     with TemporaryDirectory() as folder:
         path = Path(folder) / "a.csv"
-        path.write_text(write_csv(schedule))
-        read = read_csv(path)
+        path.write_text(schedule.to_csv())
+        read = CsvFile.read(path).schedule
     assert (read.programs, read.placement, read.microbatches) == (
         schedule.programs, case.placement, case.microbatches)
     if max(map(schedule.updates, range(schedule.stages))) > 1:  # else the file of a stream is one with a flush

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from answers import digest, of_random, of_registered, verdict
-from test_check import BROKEN
+from test_checker import BROKEN
 
 OLD = json.loads(Path(__file__).with_name("answers.json").read_text())
 

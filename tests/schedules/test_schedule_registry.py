@@ -14,10 +14,10 @@ from vpipe.description.order import Asynchronous, Order
 from vpipe.errors import UserError
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, backward, forward, step
-from vpipe.schedules.check import prove
+from vpipe.schedules.checker import prove
 from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.prepare import ScheduleSpec
-from vpipe.schedules.registry import recipe_named, register_schedule
+from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.schedules.size import default_placement
 from vpipe.testing import version_rule
 
@@ -25,8 +25,8 @@ from vpipe.testing import version_rule
 @pytest.fixture(autouse=True)
 def _names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that a test adds go with it."""
-    recipe_named("1f1b")
-    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    RegisteredSchedule.named("1f1b")
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
 
 
 def good(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -44,7 +44,7 @@ def test_a_name_is_given_once() -> None:
         register_schedule("mine", flush=True)(other)
     with pytest.raises(UserError, match="already a schedule called '1f1b': vpipe"):
         register_schedule("1f1b", flush=True)(good)
-    assert recipe_named("mine").program is good
+    assert RegisteredSchedule.named("mine").program is good
 
 
 def test_a_stream_that_takes_no_warm_up_is_called_as_before() -> None:
@@ -54,7 +54,7 @@ def test_a_stream_that_takes_no_warm_up_is_called_as_before() -> None:
     def eager(rank: int, ranks: int, microbatches: int, update_every: int) -> Iterator[Action]:
         """A stream with twice as many forwards ahead, whatever anybody says."""
         warmup = tuple(2 * (ranks - 1 - position) for position in range(ranks))
-        yield from recipe_named("pipedream").program(rank, ranks, microbatches, update_every, warmup)
+        yield from RegisteredSchedule.named("pipedream").program(rank, ranks, microbatches, update_every, warmup)
 
     schedule = prove("eager", default_placement(3), 48, 6)
     assert [mean_delay(schedule, stage) for stage in range(3)] == [4 / 6, 2 / 6, 0]

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.build import build
-from vpipe.schedules.check import check, prove
+from vpipe.schedules.builder import build
+from vpipe.schedules.checker import check, prove
 from vpipe.schedules.costs import Costs, Link, StageCosts
-from vpipe.schedules.lower import lower
-from vpipe.schedules.peaks import rank_peaks
-from vpipe.schedules.registry import recipe_named, register_schedule, schedule_names
+from vpipe.schedules.lowering import lower
+from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search, search_placements
-from vpipe.schedules.simulator.simulate import simulate
-from vpipe.schedules.simulator.timeline import Timeline
+from vpipe.schedules.simulator.timeline import Timeline, simulate
 from vpipe.schedules.size import Layout, Placement, Size, default_placement
 
 V_OF_4 = Layout.ZIGZAG(4, 2)
@@ -39,8 +37,8 @@ def texts(schedule: Schedule) -> list[str]:
 def by_hand(placement: Placement, microbatches: int) -> list[Schedule]:
     """Every schedule of fixed order and with a flush that runs there."""
     made = []
-    for name in schedule_names():
-        if recipe_named(name).flush and name != "auto":
+    for name in RegisteredSchedule.names():
+        if RegisteredSchedule.named(name).flush and name != "auto":
             try:
                 made.append(build(name, placement, microbatches))
             except UserError:
@@ -87,7 +85,7 @@ def test_never_worse_than_any_made_by_hand_that_keeps_the_limits(
     check(lower(schedule))
     found = timeline(schedule, costs)
     assert keeps(found.peak_bytes, limits)
-    assert schedule.peak_activations == tuple(rank.peak_activations for rank in rank_peaks(schedule))
+    assert schedule.peak_activations == tuple(rank.peak_activations for rank in schedule.rank_peaks)
     for other in by_hand(placement, microbatches):
         made = timeline(other, costs)
         if keeps(made.peak_bytes, limits):
@@ -173,7 +171,7 @@ def test_by_name_on_any_placement() -> None:
     made = lower(build("auto", default_placement(4), 8, costs=Costs.uniform(size, 3, 2, 1), limits=4))
     check(made)
     assert max(timeline(made, Costs.uniform(size, 3, 2, 1)).peak_bytes) <= 4
-    programs = [list(recipe_named("auto").program(rank, 4, 8, chunks=2)) for rank in range(4)]
+    programs = [list(RegisteredSchedule.named("auto").program(rank, 4, 8, chunks=2)) for rank in range(4)]
     assert programs == [list(program) for program in build("auto", Layout.LOOP(4, 2), 8).programs]
 
 
@@ -192,8 +190,8 @@ def test_the_best_placement() -> None:
 
 
 def test_a_registered_schedule_that_cannot_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = recipe_named("1f1b")
-    monkeypatch.setattr("vpipe.schedules.registry._RECIPES", {"1f1b": made})
+    made = RegisteredSchedule.named("1f1b")
+    monkeypatch.setattr("vpipe.schedules.registry._REGISTERED", {"1f1b": made})
 
     @register_schedule("stuck", flush=True)
     def stuck(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:

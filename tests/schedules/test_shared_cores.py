@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action
-from vpipe.schedules.build import build
+from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Link, Number, StageCosts
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.simulate import SharedCores, simulate
-from vpipe.schedules.simulator.timeline import Event, Timeline
+from vpipe.schedules.simulator.event_loop import SharedCores
+from vpipe.schedules.simulator.timeline import Event, Timeline, simulate
 from vpipe.schedules.size import Placement, default_placement
 
 TWO = StageCosts(2, 1, 1)
@@ -84,7 +84,7 @@ ACTIONS = [("1f1b", 1), ("gpipe", 1), ("zb_h1", 1), ("interleaved", 2), ("pipedr
 def test_cores_are_busy_with_what_there_is_to_do(named: tuple[str, int], ranks: int, cores: int,
                                                  data: st.DataObject) -> None:
     name, chunks = named
-    schedule = build(name, recipe_named(name).layout(ranks, chunks), 2 * ranks)
+    schedule = build(name, RegisteredSchedule.named(name).layout(ranks, chunks), 2 * ranks)
     stages = tuple(StageCosts(*data.draw(st.tuples(*[st.integers(1, 5)] * 3)), step_s=data.draw(st.integers(0, 3)))
                    for _ in range(ranks * chunks))
     hosts = data.draw(st.tuples(*[st.integers(0, 1)] * ranks))

@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op, backward, forward
-from vpipe.schedules.build import build
+from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Link, Number, StageCosts
-from vpipe.schedules.lower import lower
-from vpipe.schedules.peaks import rank_peaks
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.lowering import lower
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.simulate import simulate
-from vpipe.schedules.simulator.timeline import Timeline
+from vpipe.schedules.simulator.timeline import Timeline, simulate
 from vpipe.schedules.size import Placement, Size, default_placement
 
 MEASURED = (Fraction("18.5"), Fraction("18.1"), Fraction("9.3"))
@@ -29,7 +27,7 @@ HALF = Fraction(1, 2)
 
 def built(name: str, ranks: int, microbatches: int, every: int | None = None,
           ties: dict[int, tuple[int, ...]] | None = None) -> Schedule:
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     return build(name, recipe.layout(ranks, recipe.chunks), microbatches, every, ties)
 
 
@@ -133,7 +131,7 @@ def test_closed_forms(name: str, ranks: int, microbatches: int, f: int, i: int, 
     timeline = run(name, ranks, microbatches, (f, i, w))
     assert timeline.bubble_s == (ranks - 1) * (f + i + w)
     assert timeline.makespan_s == (ranks - 1 + microbatches) * (f + i + w)
-    assert timeline.peak_bytes == tuple(fact.peak_activations for fact in rank_peaks(timeline.schedule))
+    assert timeline.peak_bytes == tuple(fact.peak_activations for fact in timeline.schedule.rank_peaks)
 
 
 def test_pipedream_has_no_bubble_in_its_steady_state() -> None:
@@ -399,7 +397,7 @@ def test_memory_counts_what_the_facts_count(name: str, ranks: int, batches: int)
     activations, halves = (
         simulate(schedule, Costs((StageCosts(1, 1, 1, **one),) * schedule.stages)).peak_bytes
         for one in ({"weight_half_bytes": 0}, {"activation_bytes": 0}))
-    facts = rank_peaks(schedule)
+    facts = schedule.rank_peaks
     assert activations == tuple(fact.peak_activations for fact in facts)
     assert halves == tuple(fact.peak_weight_halves for fact in facts)
 

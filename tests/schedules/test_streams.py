@@ -13,18 +13,17 @@ from vpipe.description.cut import Cut
 from vpipe.description.order import Asynchronous
 from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.build import build
-from vpipe.schedules.check import prove
+from vpipe.schedules.builder import build
+from vpipe.schedules.checker import prove
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.graph import Graph
-from vpipe.schedules.peaks import rank_peaks, stage_peaks
 from vpipe.schedules.prepare import ScheduleSpec
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Size, default_placement
 
-STREAMS = [name for name in schedule_names() if not recipe_named(name).flush]
+STREAMS = [name for name in RegisteredSchedule.names() if not RegisteredSchedule.named(name).flush]
 
 VERSIONS: dict[str, Callable[[Sequence[int], int, int, int], int]] = {  # of (warm-up, k, stage, microbatch)
     "pipedream": lambda d, k, stage, i: max(0, (i - d[stage]) // k),
@@ -47,7 +46,7 @@ def streams(draw: st.DrawFn, name: str) -> tuple[tuple[int, ...], int, int]:
     """Forwards of every rank before its first backward, microbatches per update, updates."""
     more = draw(st.lists(st.integers(0, 4), max_size=7).map(lambda numbers: [*sorted(numbers, reverse=True), 0]))
     warmup = tuple(len(more) - 1 - rank + extra for rank, extra in enumerate(more))
-    every = recipe_named(name).update_every(warmup[0] + 1) + draw(st.integers(0, 4))
+    every = RegisteredSchedule.named(name).update_every(warmup[0] + 1) + draw(st.integers(0, 4))
     return warmup, every, draw(st.integers(1, max(1, 24 // every)))
 
 
@@ -78,7 +77,7 @@ def test_versions(name: str, data: st.DataObject) -> None:
     schedule = prove(name, default_placement(len(warmup)), every * updates, every, warmup=warmup)
     for (stage, microbatch), version in Graph.from_schedule(schedule).version.items():
         assert version == VERSIONS[name](warmup, every, stage, microbatch)
-    assert [fact.peak_activations for fact in rank_peaks(schedule)] == list(schedule.peak_activations)
+    assert [fact.peak_activations for fact in schedule.rank_peaks] == list(schedule.peak_activations)
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -87,7 +86,7 @@ def test_versions(name: str, data: st.DataObject) -> None:
 def test_versions_and_staleness_of_a_long_stream(name: str, data: st.DataObject) -> None:
     warmup, every, _ = data.draw(streams(name))
     schedule = made(name, len(warmup), every * (2 + -(-2 * (warmup[0] + 1) // every)), every, warmup)
-    for stage, fact in enumerate(stage_peaks(schedule)):
+    for stage, fact in enumerate(schedule.stage_peaks):
         behind = warmup[0 if name == "pipedream_vertical_sync" else stage]
         versions = 2 if name == "2bw" else 1 - -behind // every
         assert (fact.versions, fact.staleness) == (versions, versions - 1)
@@ -113,7 +112,7 @@ def used(program: Iterable[Action], microbatches: int, every: int) -> list[Actio
 @given(data=st.data(), more=st.integers(0, 12))
 def test_prefix_closed(name: str, data: st.DataObject, more: int) -> None:
     warmup, every, updates = data.draw(streams(name))
-    program, microbatches, ranks = recipe_named(name).program, every * updates, len(warmup)
+    program, microbatches, ranks = RegisteredSchedule.named(name).program, every * updates, len(warmup)
     for rank in range(ranks):
         longer = program(rank, ranks, microbatches + more, update_every=every, warmup=warmup)
         exact = program(rank, ranks, microbatches, update_every=every, warmup=warmup)

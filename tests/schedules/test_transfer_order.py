@@ -12,12 +12,13 @@ from serial_device import SerialDevices
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.build import build, build_evaluation, replica_views, stream_program
-from vpipe.schedules.check import check, prove
+from vpipe.schedules.assignment import stages_of_rank
+from vpipe.schedules.builder import build, build_evaluation, replica_views, stream_program
+from vpipe.schedules.checker import check, prove
 from vpipe.schedules.graph import Graph
-from vpipe.schedules.lower import Lowering, lower
-from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.schedule import Assignment, Schedule, stages_of_rank
+from vpipe.schedules.lowering import Lowering, lower
+from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.schedule import Assignment, Schedule
 from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import Layout, Placement, default_placement, widened
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order, post_in_time
@@ -101,9 +102,9 @@ def check_serial(schedule: Schedule) -> None:
         assert SerialDevices(schedule, rendezvous=rendezvous, blocking=blocking).run() == []
 
 
-@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("name", RegisteredSchedule.names())
 def test_every_schedule_reaches_its_end(name: str) -> None:
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     for ranks, replicas, norm, tied in ((2, 1, False, True), (4, 1, True, True), (2, 2, True, False)):
         placement = widened(recipe.layout(ranks, recipe.chunks), replicas)
         ties = {0: tuple(range(1, len(placement)))} if tied else {}
@@ -119,7 +120,7 @@ def test_replicas_of_any_width(name: str, widths: list[int], microbatches: int, 
     placement = tuple(tuple(range(at, at + width)) for at, width in zip(first, widths, strict=True))
     try:
         schedule = prove(name, placement, microbatches, None, {0: tuple(range(1, len(widths)))} if tied else {},
-                         norm and recipe_named(name).flush)
+                         norm and RegisteredSchedule.named(name).flush)
     except UserError:
         assume(False)
     check_serial(ordered(schedule))
@@ -132,7 +133,7 @@ def test_evaluations_reach_their_end() -> None:
 
 def test_without_the_order_the_model_of_a_device_stands_still() -> None:
     """The model finds what nccl would do: GPU.md's settings, but for those whose transfers go one way at a time."""
-    placements = {name: recipe_named(name).layout(2, recipe_named(name).chunks) for name in schedule_names()}
+    placements = {name: RegisteredSchedule.named(name).placement(2) for name in RegisteredSchedule.names()}
     stands_still = {name for name, placement in placements.items()
                     if SerialDevices(prove(name, placement, 8), rendezvous=True).run()}
     assert {"1f1b", "zb_v", "interleaved", "pipedream"} <= stands_still
@@ -147,7 +148,7 @@ def test_actions_keep_their_order_and_only_receives_move() -> None:
 
 def lazily(name: str, placement: Placement, microbatches: int, rank: int, warmup: Sequence[int]) -> list[Action]:
     """The actions of a rank of a stream that is ordered while it comes, as the engine does it."""
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     found = replica_views(recipe, placement, 4 * len(placement), 1 if name == "pipedream" else None, warmup)
     assignment = Assignment(placement, found[0].size.update_every, False, lambda number: number < microbatches)
     ties = {0: (len(placement) - 1,)}
@@ -168,7 +169,8 @@ def test_a_stream_is_ordered_as_the_same_schedule_of_known_length(name: str, pla
                                                                   warmup: tuple[int, ...]) -> None:
     """Every rank orders the whole stream by itself, as far as it has come: all must find the same order."""
     microbatches = 24
-    every = replica_views(recipe_named(name), placement, 4 * len(placement), 1 if name == "pipedream" else None,
+    every = replica_views(RegisteredSchedule.named(name), placement, 4 * len(placement),
+                          1 if name == "pipedream" else None,
                           warmup)[0].size
     whole = ordered(prove(name, placement, microbatches, every.update_every, {0: (len(placement) - 1,)}, warmup=warmup))
     for rank, program in enumerate(whole.programs):
@@ -178,7 +180,7 @@ def test_a_stream_is_ordered_as_the_same_schedule_of_known_length(name: str, pla
 def test_a_stream_asks_for_no_microbatch_much_before_it_comes() -> None:
     asked: list[int] = []
     placement = ((0,), (1,), (2,))
-    recipe = recipe_named("pipedream")
+    recipe = RegisteredSchedule.named("pipedream")
     found = replica_views(recipe, placement, 12, 1)
 
     def exists(number: int) -> bool:

@@ -15,14 +15,14 @@ from vpipe.app.commands.verify import _compared
 from vpipe.app.verify import batches_for_steps, references, run_in_process, steps_in_batches
 from vpipe.errors import RunError
 from vpipe.runtime.weight_versions import WeightVersions
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.testing import Difference, ReplicaMismatch, Trajectory, compare
 
 
-@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("name", RegisteredSchedule.names())
 def test_bert_under_every_schedule_is_what_its_oracle_says(name: str, tmp_path: Path) -> None:
     """BERT ties its head to its embeddings, and its mask skips every layer."""
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     job = job_of(tmp_path, parallel__schedule=name, parallel__model_parallel_size=2 * recipe.chunks,
                  parallel__recompute=0.5, training__grad_clip=0.5 if recipe.flush else None)
     batches = batches_for_steps(job, 2)

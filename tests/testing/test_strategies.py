@@ -15,8 +15,8 @@ from torch import nn
 import vpipe.testing
 from vpipe import Model, Pipeline, Plan
 from vpipe.errors import UserError
-from vpipe.schedules.check import check
-from vpipe.schedules.registry import schedule_names
+from vpipe.schedules.checker import check
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 from vpipe.testing import assert_equals_oracle, orders, partitions, placements, plans, schedules, ties
@@ -46,7 +46,7 @@ def test_those_who_borrow_a_weight_come_after_its_owner(stages: int, data: st.Da
         assert owner < borrowers[0] <= borrowers[-1] < stages
 
 
-@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("name", RegisteredSchedule.names())
 def test_every_schedule_can_be_drawn(name: str) -> None:
     @settings(deadline=None, max_examples=3)
     @given(schedules([name], most_ranks=4, most_microbatches=8))

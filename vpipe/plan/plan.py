@@ -19,6 +19,7 @@ from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.files import number_of, read_json
 from vpipe.plan.profile import parse_record
 from vpipe.plan.stage_costs import StageMemory, combined_memory
+from vpipe.schedules.assignment import passes
 from vpipe.schedules.size import MOST_MICROBATCHES
 
 
@@ -179,6 +180,11 @@ class Plan:
     def ranks(self) -> int:
         """The number of ranks of all stages."""
         return len({rank for own in self.groups for rank in own})
+
+    @property
+    def copies(self) -> int:
+        """The copies of every stage that the schedule itself places, besides replicas."""
+        return sum(map(len, self.groups)) // (self.ranks * passes(self.groups, self.groups[0][0]))
 
     def check_fits(self, layers: int, ranks: int | None = None, where: str | None = None) -> None:
         """Refuse to be used for another model, or for another number of ranks.

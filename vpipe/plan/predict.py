@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vpipe.description.order import Order
 from vpipe.description.recompute import ranges
@@ -11,15 +11,13 @@ from vpipe.errors import UserError, counted
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory
-from vpipe.schedules.action import Action
-from vpipe.schedules.build import build, placement_of
-from vpipe.schedules.costs import Costs
+from vpipe.schedules.builder import build
+from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.peaks import peak_contents
-from vpipe.schedules.prepare import ScheduleSpec, is_file
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.simulate import simulate
-from vpipe.schedules.simulator.timeline import Event, Timeline
+from vpipe.schedules.simulator.timeline import SimulatedSteps, Timeline, lengthened, simulate_steps
 
 
 @dataclass(frozen=True)
@@ -57,22 +55,13 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
                         hint="make another plan, or profile the model that the plan is for")
     order = plan.order.over(Order.of(name, update_every=update_every))
     spec = ScheduleSpec(order, plan.cut, microbatches, ties=ties_of(profile, partition))
-    built = spec.prepare() if is_file(name) else _build(profile, spec)
+    built = spec.prepare() if CsvFile.is_path(name) else _build(profile, spec)
     split = bool(built.split_backwards)
     assignment = built.assignment
     shares = [-(-assignment.per_update(stage) // len(ranks)) for stage, ranks in enumerate(built.placement)]
     costs = pipeline_costs(profile, partition, recomputed, built.placement, split, built.versions, shares)
-    steps = _simulate_stream(built, costs) if built.stream else _simulate_batches(built, costs)
+    steps = simulate_steps(built, costs)
     return SimulatedPlan(_prediction(profile, partition, recomputed, steps), steps.timeline)
-
-
-def step_period(schedule: Schedule, costs: Costs) -> float:
-    """Return the time from one step of training to the next at ``costs``, as :func:`predict` does.
-
-    Args:
-        schedule: compute actions and steps only; of a stream any part, without recomputation.
-    """
-    return (_simulate_stream(_long(schedule), costs) if schedule.stream else _simulate_batches(schedule, costs)).step_s
 
 
 def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -88,104 +77,20 @@ def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, 
 
 def _build(profile: Profile, spec: ScheduleSpec) -> Schedule:
     """Build a schedule that is simulated only, so without proof; a stream with a steady state in its middle."""
-    recipe, cut, placement = recipe_named(spec.schedule), spec.cut, spec.cut.placement
+    registered, cut, placement = RegisteredSchedule.named(spec.schedule), spec.cut, spec.cut.placement
     if placement is None:
-        if cut.count % recipe.chunks:
-            raise UserError(f"'{spec.schedule}' holds {recipe.chunks} stages on each rank, which do not divide "
+        if cut.count % registered.chunks:
+            raise UserError(f"'{spec.schedule}' holds {registered.chunks} stages on each rank, which do not divide "
                             f"{counted(cut.count, 'stage')}", hint="use a multiple, or say where the stages live")
-        placement = placement_of(recipe, cut.count // recipe.chunks, recipe.chunks)
-    costs = None if recipe.search is None else pipeline_costs(profile, cut.partition, cut.recomputed, placement)
+        placement = registered.placement(cut.count // registered.chunks, registered.chunks)
+    costs = None if registered.search is None else pipeline_costs(profile, cut.partition, cut.recomputed, placement)
     one = build(spec.schedule, placement, spec.microbatches, spec.update_every, spec.ties, spec.recompute, costs,
                 warmup=spec.order.warmup)
-    return one if one.flush else _long(one, spec.recompute)
-
-
-def _long(stream: Schedule, recompute: Collection[int] = ()) -> Schedule:
-    """Return a stream that is long enough to have a steady state in its middle."""
-    return build(stream.name, stream.placement, sum(_stream_steps(stream)) * stream.assignment.per_step,
-                 stream.update_every, stream.ties, recompute, warmup=stream.warmup)
-
-
-_SETTLING = 12
-"""Microbatches beyond those in flight after which a stream repeats itself, and over which a mean is good, nearly."""
-
-
-def _stream_steps(schedule: Schedule) -> tuple[int, int, int]:
-    """Return the steps of a simulated stream: while it fills, those that count, while it drains."""
-    per_step = schedule.assignment.per_step
-    in_flight = max(schedule.ranks, *(len(ranks) * (depth + 1)  # over the whole pipeline, whatever the widths
-                                      for ranks, depth in zip(schedule.placement, schedule.warmup, strict=True)))
-    return (-(-(in_flight + _SETTLING) // per_step) + 1,
-            max(2, -(-max(_SETTLING, in_flight // 2) // per_step)), -(-in_flight // per_step))
-
-
-@dataclass(frozen=True)
-class _SimulatedSteps:
-    """Simulated steps."""
-
-    timeline: Timeline  # see SimulatedPlan
-    step_s: float  # the time from step to step
-    working_s: tuple[float, ...]  # per rank and step, how long it computes or steps, at the speed that it has
-
-
-def _simulate_batches(schedule: Schedule, costs: Costs) -> _SimulatedSteps:
-    """Simulate two batches: the second may begin on a rank while other ranks finish the first.
-
-    Only one, where weights are tied and replicas take unequally many microbatches: numbered on, the microbatches of a
-    second batch would go to other replicas than the first's, which tied weights do not allow.
-    """
-    if schedule.ties and any(schedule.microbatches % len(group) for group in schedule.placement):
-        timeline = simulate(schedule, costs)
-        return _SimulatedSteps(timeline, _end_s(timeline.events), _working_s(timeline.events))
-
-    def per_batch(action: Action) -> int:  # by how much the index differs from that in the batch before
-        return schedule.microbatches if action.op.per_microbatch else schedule.updates(action.stage)
-
-    twice = schedule.with_programs([(*program, *(
-        Action(action.op, action.stage, action.microbatch + per_batch(action)) for action in program))
-        for program in schedule.programs])
-    timeline = simulate(replace(twice, microbatches=2 * schedule.microbatches), costs)
-    halves = [len(events) // 2 for events in timeline.events]
-    events = tuple(events[:half] for events, half in zip(timeline.events, halves, strict=True))
-    later = tuple(events[half:] for events, half in zip(timeline.events, halves, strict=True))
-    alone = [tuple(action for action in program if action.microbatch < per_batch(action))
-             for program in timeline.schedule.programs]
-    transfers = tuple(transfer for transfer in timeline.transfers
-                      if transfer.action.microbatch < per_batch(transfer.action))
-    steps = schedule.microbatches // schedule.assignment.per_step
-    return _SimulatedSteps(Timeline.of(schedule.with_programs(alone), costs, events, transfers),
-                           (_end_s(later) - _end_s(events)) / steps,
-                           tuple(seconds / steps for seconds in _working_s(later)))
-
-
-def _end_s(events: Sequence[Sequence[Event]]) -> float:
-    return max(float(event.end_s) for of_rank in events for event in of_rank)
-
-
-def _working_s(events: Sequence[Sequence[Event]]) -> tuple[float, ...]:
-    return tuple(float(sum(event.end_s - event.start_s for event in of_rank)) for of_rank in events)
-
-
-def _simulate_stream(schedule: Schedule, costs: Costs) -> _SimulatedSteps:
-    """Simulate a stream, and average over steps in its middle, as the last stage makes them."""
-    timeline, assignment = simulate(schedule, costs), schedule.assignment
-    filling, counting, _ = _stream_steps(schedule)
-    last = schedule.stages - 1
-    made: dict[int, float] = {}  # by update of the last stage, when its last replica had made it
-    for rank in schedule.placement[last]:
-        for event in timeline.events[rank]:
-            if event.action.op.makes_version and event.action.stage == last:
-                update = event.action.microbatch
-                made[update] = max(float(event.end_s), made.get(update, 0.0))
-    per_step = assignment.per_step // assignment.per_update(last)
-    begin, end = (made[steps * per_step - 1] for steps in (filling, filling + counting))
-    working = tuple(sum(max(0.0, min(end, float(event.end_s)) - max(begin, float(event.start_s)))
-                        for event in events) / counting for events in timeline.events)
-    return _SimulatedSteps(timeline, (end - begin) / counting, working)
+    return one if one.flush else lengthened(one, spec.recompute)
 
 
 def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],
-                steps: _SimulatedSteps) -> Prediction:
+                steps: SimulatedSteps) -> Prediction:
     timeline, step_s = steps.timeline, steps.step_s
     schedule, costs = timeline.schedule, timeline.costs
     idle = [max(0.0, step_s - working) for working in steps.working_s]

@@ -82,7 +82,7 @@ class Recorder:
 
     def execute(self, action: Action) -> None:
         """Execute and record one action of training."""
-        worker, op, stage, index = self.worker, action.op, action.stage, action.microbatch
+        worker, op, stage, index = self.worker, action.op, action.stage, action.index
         if self.count >= self._limit:
             worker.execute(action)
             return

@@ -25,8 +25,7 @@ from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch, Checksums, MicrobatchLoader, Segment
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport, as_bytes, from_bytes
-from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.schedule import stages_of_rank
+from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.size import Placement
 
 WHOLE_BYTES = 1 << 18

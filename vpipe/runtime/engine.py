@@ -43,10 +43,9 @@ from vpipe.runtime.transport.compression import Compression
 from vpipe.runtime.transport.distributed import DistributedTransport, is_ordered, tensor_groups
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
 from vpipe.runtime.worker import Worker, check_runnable
-from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.assignment import Assignment, describe_rank
 from vpipe.schedules.delays import mean_delay
-from vpipe.schedules.kinds import is_own
-from vpipe.schedules.schedule import Schedule, describe_rank
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 
 Pauses = Callable[[int], int | None]
@@ -78,7 +77,7 @@ class Engine:
         self.collectives = Collectives(self.workers, specs, self._placement, distributed, timeout_s)
         if distributed and is_ordered(self._device):  # refuses while another pipeline has transfers under way
             tensor_groups(self._device, timedelta(seconds=timeout_s))
-        foreign = ", ".join(sorted(kind.meaning for kind in schedule.kinds if not is_own(kind))) or "none"
+        foreign = ", ".join(sorted(kind.meaning for kind in schedule.kinds if not kind.is_own)) or "none"
         with self.collectives.problems_of_all(foreign):
             check_runnable(schedule.kinds)
             stages = build_stages(model, specs, schedule, description, world)
@@ -179,7 +178,8 @@ class Engine:
         self._end_batches(loader)
 
     def _train_to_pause(self, loader: MicrobatchLoader, first: int, pause: int | None) -> Iterator[Step]:
-        assignment = replace(self._schedule.assignment, exists=lambda microbatch: loader.has(first + microbatch))
+        assignment = replace(self._schedule.assignment,
+                             has_microbatch=lambda microbatch: loader.has(first + microbatch))
         segment = self._segment(loader, first, assignment)
         stream = self._stream = RunningSegment(segment, self._steps_of_stream(segment, assignment), self._results)
         try:

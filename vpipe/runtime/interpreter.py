@@ -13,12 +13,12 @@ from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.worker import IsSplit, VersionOf, Worker
 from vpipe.schedules.action import Action
-from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.build import build_evaluation, replica_views, stream_program
+from vpipe.schedules.assignment import Assignment, stages_of_rank
+from vpipe.schedules.builder import build_evaluation, replica_views, stream_program
 from vpipe.schedules.graph import Flow, Graph
-from vpipe.schedules.lower import Lowering, lower
-from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.lowering import Lowering, lower
+from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.setting import Setting
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order
 from vpipe.schedules.versions import StreamVersions
@@ -61,12 +61,12 @@ class RankPrograms:
         on those that never come are left out.
         """
         split, placement = {stage for stage, _ in self._split}, self._schedule.placement
-        recipe = recipe_named(self._schedule.name)
-        views = replica_views(recipe, placement, self._schedule.microbatches, assignment.update_every,
+        registered = RegisteredSchedule.named(self._schedule.name)
+        views = replica_views(registered, placement, self._schedule.microbatches, assignment.update_every,
                               self._schedule.warmup)
 
         def compute(rank: int) -> Iterator[Action]:
-            return stream_program(recipe, views[rank], assignment, stages_of_rank(placement, rank), self._recompute)
+            return stream_program(registered, views[rank], assignment, stages_of_rank(placement, rank), self._recompute)
 
         ties, versions = self._schedule.ties, StreamVersions(assignment, compute)
 
@@ -131,7 +131,7 @@ class Interpreter:
         try:
             for rank, action in self._execute_all(programs, segment):
                 if action.op.makes_version:
-                    used = (action.microbatch + 1) * assignment.per_update(action.stage)
+                    used = (action.index + 1) * assignment.per_update(action.stage)
                     step, left = divmod(used, assignment.per_step)
                     made[step - 1] += not left
                     # A step of fewer microbatches ends with the programs.

@@ -266,9 +266,9 @@ class Segment:
     def number_of(self, action: Action) -> int:
         """Return the run's number of an action's microbatch, update or version."""
         if action.op.per_microbatch:
-            return self.base + action.microbatch
+            return self.base + action.index
         per_update = self.assignment.per_update(action.stage)
-        return self.steps_before * self.assignment.per_step // per_update + action.microbatch
+        return self.steps_before * self.assignment.per_step // per_update + action.index
 
     def signature(self, microbatch: int) -> Signature:
         """Return the shapes of a microbatch's fields."""

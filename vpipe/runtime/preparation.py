@@ -9,7 +9,7 @@ from vpipe.description.execution import Execution
 from vpipe.description.order import Order
 from vpipe.errors import UserError
 from vpipe.schedules.prepare import ScheduleSpec
-from vpipe.schedules.registry import recipe_if_any, reversible_schedules
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def prepare_schedule(model: Model, cut: Cut, order: Order, microbatches: int, ex
 def threads_refused(schedule: str) -> tuple[str, str] | None:
     """Return why ``async_threaded`` cannot run a schedule, and what to do instead; None when it can: if the backwards
     may be reversed (:func:`vpipe.schedules.build.reverse_backwards`)."""
-    recipe = recipe_if_any(schedule)
+    recipe = RegisteredSchedule.find(schedule)
     if recipe is not None and recipe.reversible:
         return None
-    possible = " or ".join(reversible_schedules())
+    possible = " or ".join(RegisteredSchedule.with_reversible_backwards())
     return (f"async_threaded, which runs the schedule {possible} alone, but the schedule is {schedule}",
             f"use the schedule {possible}, or the executor overlapped, which runs any")

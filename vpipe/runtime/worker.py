@@ -29,8 +29,8 @@ from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import CompressedTransport, Compression
 from vpipe.runtime.transport.transport import Transport
+from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, Kind, Op
-from vpipe.schedules.kinds import is_own, kinds
 from vpipe.schedules.size import Placement
 
 VersionOf = Callable[[int, int], int]
@@ -56,7 +56,7 @@ def check_runnable(present: Collection[Kind]) -> None:
     Raises:
         UserError: the module or the function does not exist.
     """
-    for kind in sorted(kind for kind in present if not is_own(kind)):
+    for kind in sorted(kind for kind in present if not kind.is_own):
         try:
             resolve_name(kind.runs)
         except (ImportError, AttributeError) as error:
@@ -94,7 +94,8 @@ class Worker:
         self.segment: Segment
         self._version_of: VersionOf
         self.is_split: IsSplit
-        self.operations: dict[Kind, Callable[[int, int], None]] = {kind: self._operation(kind) for kind in kinds()}
+        self.operations: dict[Kind, Callable[[int, int], None]] = {
+            kind: self._operation(kind) for kind in kinds.known()}
 
     def _operation(self, kind: Kind) -> Callable[[int, int], None]:
         """Return the function that executes a kind of action, given a stage and an index."""
@@ -194,7 +195,7 @@ class Worker:
         return StageUsage(
             forward_s=own.get(Op.FORWARD, 0.0),
             backward_s=sum(seconds for op, seconds in own.items()
-                           if op.computes and op is not Op.FORWARD and is_own(op)),
+                           if op.computes and op is not Op.FORWARD and op.is_own),
             step_s=sum(own.get(op, 0.0) for op in (Op.STEP, Op.NORM)),
             communication_s=sum(seconds for (_, op), seconds in self.seconds.items()
                                 if op.transfer is not None or op.summed or op.host_bytes is not None),
@@ -205,7 +206,7 @@ class Worker:
             peak_activations=self.peak_activations[stage],
             peak_memory_bytes=peak_memory_bytes(self.stages[stage].device),
             others_s=sum(seconds for op, seconds in own.items()
-                         if not is_own(op) and op.transfer is None and op.host_bytes is None))
+                         if not op.is_own and op.transfer is None and op.host_bytes is None))
 
     # -- forward ---------------------------------------------------------------------------------------
 
@@ -359,6 +360,6 @@ class Worker:
         watch.activity.rest()
         error.rank, error.stage, error.action = self.rank, action.stage, str(action)
         if action.op.computes:
-            error.microbatch = self.segment.base + action.microbatch
+            error.microbatch = self.segment.base + action.index
             error.action += "" if self.segment.training else " of an evaluation"
         watch.failed(error)

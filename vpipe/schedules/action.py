@@ -11,7 +11,8 @@ import re
 from typing import NamedTuple
 
 from vpipe.errors import UserError
-from vpipe.schedules.kinds import Kind, Op, kind_if_any, kinds
+from vpipe.schedules import kinds
+from vpipe.schedules.kinds import Kind, Op
 
 __all__ = ["Action", "Kind", "Op", "backward", "forward", "input_half", "step", "use", "weight_half"]
 
@@ -19,19 +20,49 @@ _TEXT = re.compile(r"(\d+)([A-Za-z_]+)(\d+)")
 
 
 class Action(NamedTuple):
-    """One operation of one stage. ``microbatch`` is the index of a microbatch, an update or a version, by ``op``."""
+    """One operation of one stage on the microbatch, the update or the version with a number, as its kind counts."""
 
     op: Kind
     stage: int
-    microbatch: int
+    index: int  # type: ignore[assignment]  # of the tuple nobody asks for a position
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op}{self.microbatch}"
+        return f"{self.stage}{self.op}{self.index}"
 
     @property
-    def index(self) -> int:  # type: ignore[override] # of the tuple nobody asks for a position
-        """The number of the microbatch, the update or the version, as its kind counts."""
-        return self.microbatch
+    def microbatch(self) -> int:
+        """The number of the microbatch, where the kind counts these."""
+        return self.index
+
+    @classmethod
+    def forward(cls, stage: int, microbatch: int) -> Action:
+        """Return F."""
+        return cls(Op.FORWARD, stage, microbatch)
+
+    @classmethod
+    def backward(cls, stage: int, microbatch: int) -> Action:
+        """Return B, a whole backward."""
+        return cls(Op.BACKWARD, stage, microbatch)
+
+    @classmethod
+    def input_half(cls, stage: int, microbatch: int) -> Action:
+        """Return I, the half of a backward that makes the gradients of the inputs."""
+        return cls(Op.INPUT, stage, microbatch)
+
+    @classmethod
+    def weight_half(cls, stage: int, microbatch: int) -> Action:
+        """Return W, the half of a backward that makes the gradients of the weights."""
+        return cls(Op.WEIGHT, stage, microbatch)
+
+    @classmethod
+    def use(cls, stage: int, version: int) -> Action:
+        """Return USE: the stage's next forwards use that version of its weights."""
+        return cls(Op.USE, stage, version)
+
+    @classmethod
+    def step(cls, stage: int, update: int) -> Action:
+        """Return STEP, the optimizer step of an update."""
+        return cls(Op.STEP, stage, update)
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -41,37 +72,18 @@ class Action(NamedTuple):
             UserError: ``text`` is not ``<stage><kind><index>``, or there is no such kind.
         """
         match = _TEXT.fullmatch(text.strip())
-        kind = None if match is None else kind_if_any(match[2])
+        kind = None if match is None else kinds.find(match[2])
         if match is None or kind is None:
             package = "" if match is None or len(match[2]) < 2 else \
                 f"; for {match[2]} of a package install it, or name its file with --import"
             raise UserError(f"'{text}' is not an action", hint="write <stage><operation><index>, such as 2F0; "
-                            f"operations: {', '.join(kind for kind in kinds() if not kind.of_model)}{package}")
+                            f"operations: {', '.join(kind for kind in kinds.known() if not kind.of_model)}{package}")
         return cls(kind, int(match[1]), int(match[3]))
 
 
-def forward(stage: int, microbatch: int) -> Action:
-    return Action(Op.FORWARD, stage, microbatch)
-
-
-def backward(stage: int, microbatch: int) -> Action:
-    return Action(Op.BACKWARD, stage, microbatch)
-
-
-def input_half(stage: int, microbatch: int) -> Action:
-    return Action(Op.INPUT, stage, microbatch)
-
-
-def weight_half(stage: int, microbatch: int) -> Action:
-    return Action(Op.WEIGHT, stage, microbatch)
-
-
-def use(stage: int, version: int) -> Action:
-    return Action(Op.USE, stage, version)
-
-
-def step(stage: int, update: int) -> Action:
-    return Action(Op.STEP, stage, update)
+forward, backward, step, use = Action.forward, Action.backward, Action.step, Action.use
+input_half, weight_half = Action.input_half, Action.weight_half
+"""Short names, for generators."""
 
 
 def __getattr__(name: str) -> object:

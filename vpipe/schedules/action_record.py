@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from vpipe.schedules.action import Action, Kind
 
-FORMAT = 1
-
 
 class RecordedAction(NamedTuple):
     """One action as it was executed: it waited until ``start_s + waited_s`` and worked until ``end_s``.
@@ -35,6 +33,11 @@ class RecordedAction(NamedTuple):
     waited_s: float
     held_bytes: int
     versions: int
+
+    @staticmethod
+    def file_format() -> int:
+        """Return the number of the file's format, which its header has."""
+        return 1
 
     @property
     def begun_s(self) -> float:

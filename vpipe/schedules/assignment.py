@@ -26,13 +26,13 @@ class Assignment:
         placement: ranks per stage.
         update_every: microbatches per update with a flush; per update and replica without.
         flush: the pipeline is empty at every update.
-        exists: tells whether there is a microbatch of a number. If so, all smaller numbers exist.
+        has_microbatch: tells whether there is a microbatch of a number. If so, all smaller numbers exist.
     """
 
     placement: Placement
     update_every: int
     flush: bool
-    exists: Callable[[int], bool]
+    has_microbatch: Callable[[int], bool]
 
     @staticmethod
     def replica_of(microbatch: int, width: int) -> int:
@@ -81,7 +81,7 @@ class Assignment:
 
     def has_update(self, stage: int, update: int) -> bool:
         """Tell whether there is a microbatch for an update of a stage."""
-        return self.exists(update * self.per_update(stage))
+        return self.has_microbatch(update * self.per_update(stage))
 
     def in_update(self, stage: int, update: int) -> range:
         """Return the microbatches of an update of a stage."""
@@ -93,7 +93,7 @@ class Assignment:
 
     def _existing(self, first: int, count: int) -> range:
         beyond = first + count
-        while beyond > first and not self.exists(beyond - 1):
+        while beyond > first and not self.has_microbatch(beyond - 1):
             beyond -= 1
         return range(first, beyond)
 
@@ -121,3 +121,26 @@ class Assignment:
         if len(microbatches) >= len(ranks):
             return list(ranks)
         return [rank for rank in ranks if self._of_rank(microbatches, stage, rank)]
+
+
+def stages_of_rank(placement: Placement, rank: int) -> list[int]:
+    """Return the stages that live on ``rank``, in order."""
+    return [stage for stage, ranks in enumerate(placement) if rank in ranks]
+
+
+def passes(placement: Placement, rank: int) -> int:
+    """Return how many stages of a rank the same microbatch passes, at most.
+
+    These are all of them, unless they are copies for different microbatches.
+    """
+    own = [(placement[stage].index(rank), len(placement[stage])) for stage in stages_of_rank(placement, rank)]
+    if len(set(own)) == 1:
+        return len(own)
+    return max(sum(Assignment.replica_of(microbatch, width) == replica for replica, width in own)
+               for microbatch in range(lcm(*(width for _, width in own))))
+
+
+def describe_rank(placement: Placement, rank: int) -> str:
+    """Return a rank with its stages for messages: ``rank 2 (stage 2)``."""
+    stages = stages_of_rank(placement, rank)
+    return f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"

@@ -7,13 +7,14 @@ Every number may be an ``int``, a ``Fraction`` or a ``float``. The simulator cou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
 
-from vpipe.schedules.size import Size
+from vpipe.schedules.assignment import passes
+from vpipe.schedules.size import Placement, Size
 
 Number = int | float | Fraction
 
@@ -122,7 +123,35 @@ class Costs:
         """
         stage = StageCosts(ratio(forward, size.chunks), ratio(input, size.chunks), ratio(weight, size.chunks),
                            step_s=ratio(step, size.chunks))
-        return cls((stage,) * size.stages, Link(transfer))
+        return cls((stage,) * size.stages).with_transfers(transfer)
+
+    @classmethod
+    def of_ranks(cls, placement: Placement, recomputing: Collection[int] = (), *, forward_s: Number = 1,
+                 input_s: Number = 1, weight_s: Number = 1, transfer_s: Number = 0, step_s: Number = 0,
+                 activation_bytes: Number = 1, version_bytes: Number = 0) -> Costs:
+        """Return the costs of stages of which each takes an equal share of its rank's.
+
+        Args:
+            placement: the ranks of every stage.
+            recomputing: stages that repeat their forward.
+            forward_s, input_s, weight_s, step_s, version_bytes: of a whole rank.
+            transfer_s: of any transfer between ranks.
+            activation_bytes: of a whole rank, held from F until B or I; as much again from I until W.
+        """
+        stages = []
+        for stage, (rank, *_) in enumerate(placement):
+            share = passes(placement, rank)
+            forward, input_half, weight, step, held, version = (ratio(number, share) for number in (
+                forward_s, input_s, weight_s, step_s, activation_bytes, version_bytes))
+            stages.append(StageCosts(forward, input_half, weight, step_s=step, activation_bytes=held,
+                                     weight_half_bytes=held, version_bytes=version,
+                                     recompute_s=forward if stage in recomputing else 0))
+        return cls(tuple(stages)).with_transfers(transfer_s)
+
+    def with_transfers(self, seconds: Number) -> Costs:
+        """Return the same with transfers that take so long, whatever their size, where no link is given."""
+        return replace(self, default_link=Link(seconds))
+
 
 
 def ratio(number: Number, divisor: Number) -> Number:

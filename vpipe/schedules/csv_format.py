@@ -1,4 +1,4 @@
-"""Read and write schedules as CSV files, in the form of PyTorch's pipelining.
+"""Read schedules from CSV files, in the form of PyTorch's pipelining.
 
 One row per rank, one action per cell; an empty cell is a time at which the rank does nothing::
 
@@ -6,25 +6,27 @@ One row per rank, one action per cell; an empty cell is a time at which the rank
     ,1F0,1B0,1F1,1B1
 
 Files that :mod:`torch.distributed.pipelining` writes (its ``_dump_csv``, ``compute_only`` or ``compute_comms``) can be
-read here; :func:`write_torch_csv` writes those that its ``_load_csv`` reads.
+read here. :meth:`Schedule.to_csv` writes files, :meth:`Schedule.to_torch_csv` those that its ``_load_csv`` reads.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, takewhile
 from pathlib import Path
 
 from vpipe.errors import UserError, counted, nearest
 from vpipe.files import read_bounded
+from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, step
-from vpipe.schedules.kinds import kind_names
-from vpipe.schedules.peaks import rank_loads, stage_loads
+from vpipe.schedules.loads import rank_loads, stage_loads
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import MOST_ACTIONS, MOST_RANKS, MOST_STAGES, Placement, first_missing
 
@@ -73,28 +75,41 @@ class CsvFile:
         said += [f"{self.pairs} OVERLAP_F_B: each taken as one action after the other"] if self.pairs else []
         return f"{self.schedule.name}: {'; '.join(said)}" if said else None
 
+    @staticmethod
+    def is_path(text: str) -> bool:
+        """Tell whether a text that names a schedule is the path of a file."""
+        return isinstance(text, str) and text.endswith(".csv")  # anything but text is refused as a name
 
-def read_csv(path: Path) -> Schedule:
-    """Return the schedule in a CSV file; see :func:`read_csv_file`."""
-    return read_csv_file(path).schedule
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> CsvFile:
+        """Read the schedule in a CSV file, unchanged; the checker finds what is wrong with its order.
+
+        * The rows are the ranks; a stage lives on the rank that has its forwards. Several such ranks are replicas, in
+          the order of their first microbatches.
+        * A file without any STEP has a flush: every stage steps at the end of its rank's program. With STEPs, each
+          is an update of as many microbatches, on every replica.
+        * PyTorch's overlapped pairs, ``(0F1;3B0)OVERLAP_F_B``, are put one after the other.
+        * Operations that only a model can ask for are left out: PyTorch's UNSHARD, RESHARD and REDUCE_GRAD (which has
+          no index) of sharded or replicated stages, our exchanges of tied weights and of norms.
+        * Transfers stay, so that the checker can prove them; see :meth:`Schedule.compute_only`.
+        * The schedule states the peaks that it has as its bounds.
+
+        Raises:
+            UserError: the file cannot be read, or is no schedule; the error has the line.
+        """
+        try:
+            state = os.stat(path)
+        except (OSError, ValueError):
+            return _read(Path(path))  # its error explains the path
+        return _read_once(os.fspath(path), state.st_mtime_ns, state.st_size)
 
 
-def read_csv_file(path: Path) -> CsvFile:
-    """Read the schedule in a CSV file, unchanged; the checker finds what is wrong with its order.
+@lru_cache(maxsize=8)
+def _read_once(path: str, modified_ns: int, size_bytes: int) -> CsvFile:
+    return _read(Path(path))
 
-    * The rows are the ranks; a stage lives on the rank that has its forwards. Several such ranks are replicas, in the
-      order of their first microbatches.
-    * A file without any STEP has a flush: every stage steps at the end of its rank's program. With STEPs, each
-      is an update of as many microbatches, on every replica.
-    * PyTorch's overlapped pairs, ``(0F1;3B0)OVERLAP_F_B``, are put one after the other.
-    * Operations that only a model can ask for are left out: PyTorch's UNSHARD, RESHARD and REDUCE_GRAD (which has no
-      index) of sharded or replicated stages, our exchanges of tied weights and of norms.
-    * Transfers stay, so that the checker can prove them; see :meth:`~vpipe.schedules.schedule.Schedule.compute_only`.
-    * The schedule states the peaks that it has as its bounds.
 
-    Raises:
-        UserError: the file cannot be read, or is no schedule; the error has the line.
-    """
+def _read(path: Path) -> CsvFile:
     rows, computed, left_out = [], 0, Counter[str]()
     for rank, (line, cells) in enumerate(_lines(path)):
         where = f"{path}:{line}"
@@ -121,53 +136,6 @@ def read_csv_file(path: Path) -> CsvFile:
         tuple(max(_versions(programs[rank], stage) for rank in ranks) for stage, ranks in enumerate(placement)), {})
     pairs = left_out.pop(_PAIR, 0)
     return CsvFile(schedule, left_out, pairs)
-
-
-def write_csv(schedule: Schedule) -> str:
-    """Return the schedule as the text of a CSV file."""
-    return _text(schedule.programs)
-
-
-def write_torch_csv(schedule: Schedule) -> str:
-    """Return a schedule as the text of a CSV file that PyTorch's ``_PipelineScheduleRuntime._load_csv`` runs.
-
-    It has the forwards and backwards only: PyTorch adds the transfers, its caller steps the optimizer, and its modules
-    recompute within their backward (:mod:`torch.utils.checkpoint`). Any placement with one rank per stage will do.
-
-    Raises:
-        UserError: PyTorch cannot run it: it has no flush, replicated stages, or a last stage that takes microbatches
-            out of turn, whose losses PyTorch numbers in the order in which they come.
-    """
-    if not schedule.flush:
-        raise UserError(f"'{schedule.name}' updates weights before its pipeline is empty, and PyTorch's runtime can "
-                        "neither update within a schedule nor keep an older version of the weights",
-                        hint="take a schedule with a flush, such as zb_v; vpipe train runs this one")
-    for stage, ranks in enumerate(schedule.placement):
-        if len(ranks) > 1:
-            raise UserError(f"stage {stage} has {len(ranks)} replicas, ranks {', '.join(map(str, ranks))}, but in "
-                            "PyTorch's runtime a stage has one rank", hint=_one_rank_per_stage(schedule.placement))
-    (last,), end = schedule.placement[-1], schedule.stages - 1
-    turns = [action.microbatch for action in schedule.programs[last]
-             if action.op.uses_version and action.stage == end]
-    if (late := next((turn for turn, microbatch in enumerate(turns) if turn != microbatch), None)) is not None:
-        raise UserError(f"stage {end}, the last, takes microbatch {turns[late]} in turn {late}, but PyTorch's runtime "
-                        f"would take its loss for that of microbatch {late}",
-                        hint="let the last stage take the microbatches from the first to the last one")
-    return _text([action for action in program if not action.op.torch] for program in schedule.programs)
-
-
-def _one_rank_per_stage(placement: Placement) -> str:
-    if sum(map(len, set(placement))) > len({rank for ranks in placement for rank in ranks}):  # copies of other stages
-        return ("take a schedule that places every stage once, such as zb_v, or dualpipe_v in place of dualpipe; vpipe "
-                "train runs this one")
-    return ("take the schedule without replicas, and wrap the modules of its stages in DistributedDataParallel or "
-            "fully_shard there")
-
-
-def _text(programs: Iterable[Sequence[Action]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(programs)
-    return text.getvalue()
 
 
 def _lines(path: Path) -> list[tuple[int, list[str]]]:
@@ -241,7 +209,7 @@ def _remedy(text: str) -> str | None:
         return "separate actions by commas, such as 0F0,0F1"
     if (almost := _ALMOST.fullmatch(text)) is None:
         return None
-    close = nearest(almost[2].upper(), kind_names())
+    close = nearest(almost[2].upper(), kinds.names())
     if not close.startswith("did you mean"):
         return None
     return f"did you mean '{almost[1]}{close.split(chr(39))[1]}{almost[3]}'?"
@@ -257,7 +225,7 @@ def _placement(rows: Sequence[Sequence[_Cell]]) -> Placement:
         if action.op.uses_version:
             home.setdefault(action.stage, cell)
             there = firsts[action.stage]
-            there[cell.rank] = min(action.microbatch, there.get(cell.rank, action.microbatch))
+            there[cell.rank] = min(action.index, there.get(cell.rank, action.index))
     for cell in cells:
         if cell.action.stage not in home:
             raise UserError(f"{cell} is of stage {cell.action.stage}, which has no forward", where=cell.where,
@@ -277,11 +245,11 @@ def _microbatches(rows: Sequence[Sequence[_Cell]]) -> int:
     cells = [cell for cell in chain.from_iterable(rows) if cell.action.op.per_microbatch]
     for cell in cells:
         if cell.action.op.uses_version:
-            seen[cell.action.stage].add(cell.action.microbatch)
+            seen[cell.action.stage].add(cell.action.index)
     count = max(map(len, seen.values()))
     for cell in cells:
-        if cell.action.microbatch >= count:
-            raise UserError(f"{cell} is of microbatch {cell.action.microbatch}, but no stage has more than "
+        if cell.action.index >= count:
+            raise UserError(f"{cell} is of microbatch {cell.action.index}, but no stage has more than "
                             f"{counted(count, 'forward')}", where=cell.where,
                             hint=f"{_numbered(count, 'microbatch')}, or add the missing forwards")
     return count

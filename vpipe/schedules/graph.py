@@ -7,16 +7,19 @@ as a stream is. Both know of no kind: what they say follows from the rows of :mo
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from vpipe.errors import CheckError, UserError
+from vpipe.schedules import kinds
 from vpipe.schedules.action import Action
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.error_grid import Spot, rule_error
-from vpipe.schedules.kinds import NORMS, PART, Kind, Needed, Value, is_own, kinds, published
+from vpipe.schedules.kinds import NORMS, PART, SUM, Kind, Needed, Value
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.setting import Setting
+from vpipe.schedules.size import Placement
 from vpipe.schedules.versions import VersionRegister
 
 OnRank = tuple[Action, int]
@@ -30,8 +33,8 @@ def other_ends(setting: Setting, transfer: Action, rank: int) -> list[OnRank]:
     """
     end = transfer.op.transfer
     assert end is not None, "it is a send or a receive"
-    other = Action(transfer.op.other_end, transfer.stage + end.offset, transfer.microbatch)
-    return [(other, peer) for peer in end.peers(setting, transfer.stage, transfer.microbatch, rank)]
+    other = Action(transfer.op.other_end, transfer.stage + end.offset, transfer.index)
+    return [(other, peer) for peer in end.peers(setting, transfer.stage, transfer.index, rank)]
 
 
 def carried(carrier: Kind, stage: int, index: int) -> Action:
@@ -43,7 +46,7 @@ def carried(carrier: Kind, stage: int, index: int) -> Action:
 def receive_of(send: Action) -> Action:
     """Return the receive of a send."""
     assert send.op.transfer is not None, "it is a send"
-    return Action(send.op.other_end, send.stage + send.op.transfer.offset, send.microbatch)
+    return Action(send.op.other_end, send.stage + send.op.transfer.offset, send.index)
 
 
 def _makers(present: Collection[Kind]) -> Mapping[Value, Sequence[tuple[Kind, int]]]:
@@ -52,7 +55,7 @@ def _makers(present: Collection[Kind]) -> Mapping[Value, Sequence[tuple[Kind, in
     These are of the kinds that are present; the first of all where none is.
     """
     makers: dict[Value, list[tuple[Kind, int]]] = defaultdict(list)
-    for kind in sorted(kinds(), key=lambda kind: kind not in present):
+    for kind in sorted(kinds.known(), key=lambda kind: kind not in present):
         for value, offset in kind.makes:
             if kind in present or not makers[value]:
                 makers[value].append((kind, offset))
@@ -167,7 +170,7 @@ class Graph:
         """
         setting, (rank, at) = self.setting, spot
         receives, handed_over = [], []
-        for value, stage, index in action.op.needs(setting, action.stage, action.microbatch, rank):
+        for value, stage, index in action.op.needs(setting, action.stage, action.index, rank):
             for home in (rank,) if value.homes is None else value.homes(setting, stage, index, rank):
                 if home == rank and not value.handed_over:
                     if (maker := self.maker(value, stage, index, rank, at)) is not None:
@@ -190,7 +193,7 @@ class Graph:
             return [other for other in self.other_ends(action, rank) if other[1] != rank] \
                 if rendezvous and op.sends else []
         found: list[OnRank] = []
-        for value, stage, index in op.needs(setting, action.stage, action.microbatch, rank):
+        for value, stage, index in op.needs(setting, action.stage, action.index, rank):
             for home in () if value.homes is None else value.homes(setting, stage, index, rank):
                 if home == rank and not value.handed_over:
                     continue
@@ -277,12 +280,12 @@ class Flow:
         op, setting = action.op, self._setting
         if op.transfer is not None:
             if self._one_order and op.in_turn is not None:
-                for value, stage, index, home in op.in_turn(setting, action.stage, action.microbatch, rank):
+                for value, stage, index, home in op.in_turn(setting, action.stage, action.index, rank):
                     if self._newest.get((value, stage, home, setting.placement[stage][0]), -1) < index:
                         return value, stage, index, home
             return None
         used = []
-        for value, stage, index in op.needs(setting, action.stage, action.microbatch, rank):
+        for value, stage, index in op.needs(setting, action.stage, action.index, rank):
             if value.homes is not None:
                 for home in value.homes(setting, stage, index, rank):
                     if home != rank or value.handed_over:
@@ -324,6 +327,51 @@ class Flow:
                 self._newest[value, stage + offset, rank, rank] = index
             if op.makes_version:
                 self._parts.pop((stage, index, rank), None)
-        elif not is_own(op):
-            self._arrived.update((value, stage + offset, index, rank) for value, offset in published(op))
+        elif not op.is_own:
+            self._arrived.update((value, stage + offset, index, rank) for value, offset in op.published)
         return ()
+
+
+class Dependencies:
+    """Tell of executed actions which value of which other action each of them needed.
+
+    A value is a key: that of the action that made it equals that of the actions that needed it.
+
+    Args:
+        placement: the ranks of every stage.
+        update_every: microbatches per update with a flush; per update and replica without.
+        flush: the pipeline is empty at every update.
+        present: the kinds of the actions.
+
+    Attributes:
+        assignment: the microbatches of every rank and update, of which there is no last.
+    """
+
+    def __init__(self, placement: Placement, update_every: int, flush: bool, present: Collection[Kind]) -> None:
+        self.assignment = Assignment(placement, update_every, flush, lambda number: number >= 0)
+        there = {value for kind in present for value, _ in kind.makes}
+        # A simulated sum is a transfer, no action.
+        self._setting = Setting(self.assignment, lowered=SUM in there, normed=NORMS in there)
+
+    def made(self, action: Action) -> list[Hashable]:
+        """Return the values that an action made; a send of an update or a version, what it sent."""
+        op, stage, index = action
+        if op.transfer is not None and op.sends and not op.per_microbatch:
+            return [(op.transfer.value, stage, index)]
+        return [(value, stage + offset, self.assignment.update_of(stage, index) if value is PART else index)
+                for value, offset in op.makes]
+
+    def needed(self, action: Action, rank: int) -> list[Hashable]:
+        """Return the values that an action needed on a rank and that others may have made."""
+        op, stage, index = action
+        return [needed for needed in op.needs(self._setting, stage, index, rank) if needed[0].homes is not None]
+
+    def transferred(self, action: Action) -> tuple[Hashable, bool] | None:
+        """Return the value of a microbatch that an action sent, or needed of another rank; and whether it sent it."""
+        op, stage, index = action
+        if not op.per_microbatch or op.receives:
+            return None
+        if op.transfer is not None:
+            return (op.transfer.value, stage + op.transfer.value_offset, index), True
+        used = [needed for needed in op.needs(self._setting, stage, index, 0) if needed[0].carrier is not None]
+        return (used[0], False) if used else None

@@ -194,6 +194,7 @@ class Kind(str):
         self.long = self.computes and RECOMPUTED not in made  # enough to transfer something meanwhile
         self.whole_backward, self.first_half = self.returns and self.completes, self.returns and not self.completes
         self.second_half, self.recomputation = self.completes and not self.returns, RECOMPUTED in made
+        self.is_own = False  # vpipe's, not a package's
         holds = memory if memory is not None else Memory()
         self.more_held = ((SAVED in holds.takes) - (SAVED in holds.frees),
                           (HALF in holds.leaves) - (HALF in holds.frees))
@@ -203,7 +204,7 @@ class Kind(str):
         self.touches_versions = uses_version or makes_version or chooses or self.returns or self.completes
 
     def __reduce__(self) -> tuple[Callable[[str], Kind], tuple[str]]:
-        return kind_named, (str(self),)
+        return named, (str(self),)
 
     @property
     def value(self) -> str:
@@ -215,6 +216,12 @@ class Kind(str):
         """Return what two ranks must have in common to mean the same by it."""
         row = [text for name, field in sorted(vars(self).items()) for text in (name, *_texts(field))]
         return f"{self} ({self.name}, of each {self.counts}, {self.runs}, {zlib.crc32(' '.join(row).encode()):08x})"
+
+    @property
+    def published(self) -> Sequence[tuple[Value, int]]:
+        """Return what it makes that ranks may need without a transfer, with the offset of its stage."""
+        return [(value, offset) for value, offset in self.makes
+                if value.homes is not None and value.carrier is None and value is not PART]
 
     @property
     def other_end(self) -> Kind:
@@ -299,10 +306,10 @@ def _borrowers(at: Setting, s: int, i: int, rank: int) -> Sequence[int]:
 
 class _Members(type):
     def __iter__(cls) -> Iterator[Kind]:
-        return iter(kinds())
+        return iter(known())
 
     def __len__(cls) -> int:
-        return len(kinds())
+        return len(known())
 
     def __getitem__(cls, name: str) -> Kind:
         found = vars(cls)[name]
@@ -313,7 +320,7 @@ class _Members(type):
         return isinstance(instance, Kind)
 
     def __call__(cls, text: str) -> Kind:
-        return kind_named(text)
+        return named(text)
 
 
 class Op(metaclass=_Members):
@@ -408,14 +415,9 @@ ENTRY_POINTS = "vpipe.actions"
 _OWN = tuple(kind for kind in vars(Op).values() if isinstance(kind, Kind))
 _KINDS: dict[str, Kind] = {str(kind): kind for kind in _OWN}
 for _kind in _OWN:
+    _kind.is_own = True
     if _kind.transfer is not None and _kind.sends:
         _kind.transfer.value.carrier = _kind
-
-
-def published(kind: Kind) -> Sequence[tuple[Value, int]]:
-    """Return what a kind makes that ranks may need without a transfer, with the offset of its stage."""
-    return [(value, offset) for value, offset in kind.makes
-            if value.homes is not None and value.carrier is None and value is not PART]
 
 
 def register_kind(kind: Kind) -> Kind:
@@ -444,7 +446,7 @@ def register_kind(kind: Kind) -> Kind:
     return kind
 
 
-def kind_named(text: str) -> Kind:
+def named(text: str) -> Kind:
     """Return the kind called ``text``, of vpipe or of an installed package.
 
     Raises:
@@ -455,34 +457,29 @@ def kind_named(text: str) -> Kind:
     if known is None and text not in _KINDS:
         if entry is not None:
             raise unregistered(entry, "kind of action")
-        raise UserError(f"no kind of action is called '{text}'", hint=nearest(text, kind_names()))
+        raise UserError(f"no kind of action is called '{text}'", hint=nearest(text, names()))
     return _KINDS[text]
 
 
-def kind_if_any(text: str) -> Kind | None:
+def find(text: str) -> Kind | None:
     """Return the kind called ``text``; None where nobody has one.
 
     Raises:
         UserError: several have, or its package cannot be imported.
     """
-    return _KINDS.get(text) or (kind_named(text) if text in announced(ENTRY_POINTS) else None)
+    return _KINDS.get(text) or (named(text) if text in announced(ENTRY_POINTS) else None)
 
 
-def kind_with(trait: str) -> Kind:
+def having(trait: str) -> Kind:
     """Return the kind of vpipe itself that has a trait, such as ``whole_backward``."""
     return next(kind for kind in _OWN if getattr(kind, trait))
 
 
-def is_own(kind: Kind) -> bool:
-    """Tell whether a kind is vpipe's own."""
-    return kind in _OWN
-
-
-def kinds() -> Sequence[Kind]:
+def known() -> Sequence[Kind]:
     """Return the kinds that are known so far: vpipe's own, then those of imported packages."""
     return tuple(_KINDS.values())
 
 
-def kind_names() -> list[str]:
-    """Return every text of :func:`kind_named`, without importing the packages that announce them."""
+def names() -> list[str]:
+    """Return every text of :func:`named`, without importing the packages that announce them."""
     return [*_KINDS, *(name for name in announced(ENTRY_POINTS) if name not in _KINDS)]

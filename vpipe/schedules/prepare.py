@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path
 
 from vpipe.description.cut import Cut
 from vpipe.description.order import Order
 from vpipe.errors import UserError, counted
-from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.build import (
-    build,
-    check_chunks,
-    check_no_warmup,
-    check_warmup,
-    placement_of,
-    replica_views,
-    reverse_backwards,
-    with_recompute,
-)
-from vpipe.schedules.check import check
-from vpipe.schedules.costs import Costs, StageCosts
-from vpipe.schedules.csv_format import CsvFile, read_csv_file
-from vpipe.schedules.lower import lower
-from vpipe.schedules.peaks import recomputations
-from vpipe.schedules.registry import Recipe, recipe_if_any, recipe_named
-from vpipe.schedules.schedule import Schedule, passes
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.assignment import Assignment, passes
+from vpipe.schedules.builder import build, check_no_warmup, replica_views, reverse_backwards, with_recompute
+from vpipe.schedules.checker import check
+from vpipe.schedules.csv_format import CsvFile
+from vpipe.schedules.lowering import lower
+from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import (
     MOST_MICROBATCHES,
     MOST_RANKS,
@@ -41,45 +25,6 @@ from vpipe.schedules.size import (
     first_missing,
     widened,
 )
-
-MOST_SIMULATED = 10_000
-"""Actions that are simulated for a warning, in a third of a second; the bubble of larger schedules is not given."""
-
-ENOUGH = 4
-"""Proposed microbatches per stage: with 1F1B they leave a bubble of less than a fifth."""
-
-
-def is_file(schedule: str) -> bool:
-    """Tell whether a schedule is given as a file, not by name."""
-    return isinstance(schedule, str) and schedule.endswith(".csv")  # anything but text is refused as a name
-
-
-def note_of(schedule: str) -> str | None:
-    """Return in words what of a schedule's file is left out; None for nothing, and for a name."""
-    return _read(schedule).note if is_file(schedule) else None
-
-
-def has_flush(schedule: str) -> bool:
-    """Tell whether the pipeline is empty at every optimizer step."""
-    return _read(schedule).schedule.flush if is_file(schedule) else recipe_named(schedule).flush
-
-
-def microbatches_of(path: str) -> int:
-    """Return the microbatches of a batch in a schedule that is given as a file."""
-    return _read(path).schedule.microbatches
-
-
-def _read(path: str) -> CsvFile:
-    try:
-        state = os.stat(path)
-    except (OSError, ValueError):
-        return read_csv_file(Path(path))  # its error explains the path
-    return _read_once(path, state.st_mtime_ns, state.st_size)
-
-
-@lru_cache(maxsize=8)
-def _read_once(path: str, modified_ns: int, size_bytes: int) -> CsvFile:
-    return read_csv_file(Path(path))
 
 
 @dataclass(frozen=True)
@@ -94,7 +39,7 @@ class ScheduleSpec:
         ties: borrowing stages by owning stage.
         norm: clip gradients by the norm over all stages.
         last_first: run the backwards from the last microbatch to the first, see
-            :func:`~vpipe.schedules.build.reverse_backwards`.
+            :func:`~vpipe.schedules.builder.reverse_backwards`.
     """
 
     order: Order
@@ -104,6 +49,13 @@ class ScheduleSpec:
     ties: Mapping[int, tuple[int, ...]] | None = None
     norm: bool = False
     last_first: bool = False
+
+    @classmethod
+    def has_flush(cls, schedule: str) -> bool:
+        """Tell whether the pipeline is empty at every optimizer step of a schedule, given by name or as a file."""
+        if CsvFile.is_path(schedule):
+            return CsvFile.read(schedule).schedule.flush
+        return RegisteredSchedule.named(schedule).flush
 
     @property
     def schedule(self) -> str:
@@ -135,49 +87,49 @@ class ScheduleSpec:
                                   ("update_every", self.update_every, MOST_MICROBATCHES)):
             if isinstance(value, int) and value > most:  # before any list is made of them
                 raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
-        built = self._from_file() if is_file(self.schedule) else self._by_name(
-            recipe_named(self.schedule))
+        built = self._from_file() if CsvFile.is_path(self.schedule) else self._by_name(
+            RegisteredSchedule.named(self.schedule))
         schedule = lower(built, self.norm and built.flush)
         if not proved:
             check(schedule)
         return schedule
 
-    def _by_name(self, recipe: Recipe) -> Schedule:
-        check_chunks(recipe, self.order.chunks)
-        placement = self.cut.placement or self._placement(recipe)
+    def _by_name(self, registered: RegisteredSchedule) -> Schedule:
+        registered.check_chunks(self.order.chunks)
+        placement = self.cut.placement or self._placement(registered)
         self._check_ranks(placement)
         if self.order.warmup is not None:
-            check_warmup(recipe, list(map(len, placement)), self.order.warmup)
-        warmup = self.order.warmup if recipe.any_warmup else None
-        views = replica_views(recipe, placement, self.microbatches, self.update_every, warmup)
+            registered.check_warmup(list(map(len, placement)), self.order.warmup)
+        warmup = self.order.warmup if registered.any_warmup else None
+        views = replica_views(registered, placement, self.microbatches, self.update_every, warmup)
         size = views[placement[0][0]].size
-        every = None if recipe.flush else size.update_every
+        every = None if registered.flush else size.update_every
         deepest = max(view.warmup for view in views) + 1
         to_prove = self.microbatches if every is None else _part_of_stream(placement, size, deepest)
         ranks, widest = {rank for group in placement for rank in group}, max(map(len, placement))
         check_work(len(ranks), to_prove, passes(placement, placement[0][0]), replicated=widest > 1,
-                   why="" if every is None else f", which prove a stream of '{recipe.name}',")
+                   why="" if every is None else f", which prove a stream of '{registered.name}',")
         schedule = build(self.schedule, placement, to_prove, every, self.ties, self.recompute, warmup=warmup)
         return reverse_backwards(schedule) if self.last_first else schedule
 
-    def _placement(self, recipe: Recipe) -> Placement:
+    def _placement(self, registered: RegisteredSchedule) -> Placement:
         stages, chunks, replicas, processes = self.cut.count, self.order.chunks, self.cut.replicas, self.processes
         if processes is not None and processes % replicas:
             raise UserError(f"{counted(processes, 'process')} for {counted(replicas, 'replica')} of the pipeline",
                             hint=f"start a multiple of {counted(replicas, 'process')}")
         if chunks is None:
-            fitting = recipe.any_chunks and processes is not None and stages % (processes // replicas) == 0
-            chunks = stages // (processes // replicas) if fitting and processes else recipe.chunks
+            fitting = registered.any_chunks and processes is not None and stages % (processes // replicas) == 0
+            chunks = stages // (processes // replicas) if fitting and processes else registered.chunks
         ranks, left = divmod(stages, chunks)
         if left:
             low, high = ranks * chunks, (ranks + 1) * chunks
-            raise UserError(f"'{recipe.name}' holds {chunks} stages on each rank, which do not divide "
+            raise UserError(f"'{registered.name}' holds {chunks} stages on each rank, which do not divide "
                             f"{counted(stages, 'stage')}",
                             hint=f"use {f'{low} or ' if low else ''}{high} stages")
         if ranks * replicas > MOST_RANKS:
             raise UserError(f"{replicas} replicas of {counted(ranks, 'rank')} are {ranks * replicas:,} ranks",
                             hint=f"use {MOST_RANKS:,} ranks at most")
-        return widened(placement_of(recipe, ranks, chunks), replicas)
+        return widened(registered.placement(ranks, chunks), replicas)
 
     def _check_ranks(self, placement: Placement) -> None:
         used = sorted({rank for ranks in placement for rank in ranks})
@@ -210,7 +162,7 @@ class ScheduleSpec:
                         hint=f"{start}, or cut the model into {counted((self.processes or 0) * per_rank, 'stage')}")
 
     def _from_file(self) -> Schedule:
-        schedule = _read(self.schedule).schedule
+        schedule = CsvFile.read(self.schedule).schedule
         for word, asked, there in (("stages", self.cut.count, schedule.stages),
                                    ("microbatches", self.microbatches, schedule.microbatches),
                                    ("microbatches per update", self.update_every or schedule.update_every,
@@ -235,7 +187,7 @@ class ScheduleSpec:
 
 
 def _part_of_stream(placement: Placement, size: Size, in_flight: int) -> int:
-    """Return the microbatches of the part of a stream that is proved; see :func:`~vpipe.schedules.check.prove`.
+    """Return the microbatches of the part of a stream that is proved; see :func:`~vpipe.schedules.checker.prove`.
 
     Args:
         in_flight: the most microbatches in flight on a rank.
@@ -243,48 +195,3 @@ def _part_of_stream(placement: Placement, size: Size, in_flight: int) -> int:
     per_step = Assignment(placement, size.update_every, False, lambda microbatch: True).per_step
     deepest = max(size.stages, size.ranks, in_flight) * max(map(len, placement))
     return 4 * -(-deepest // per_step) * per_step
-
-
-def few_microbatches(schedule: Schedule, key: str, batch: int | None = None) -> str | None:
-    """Return a warning where a schedule with a flush has fewer microbatches than ranks, so that some always wait.
-
-    The ranks are those that a microbatch passes, times the replicas among which microbatches are divided.
-
-    Args:
-        schedule: with or without its transfers.
-        key: the user's name of the number of microbatches.
-        batch: samples of a batch, which the microbatches must divide; None where it is unknown.
-    """
-    depth = len(set(map(frozenset, schedule.placement)))  # copies on the same ranks need no more microbatches
-    width, count = max(map(len, schedule.placement)), schedule.microbatches
-    if not schedule.flush or count >= depth * width:
-        return None
-    stages = counted(schedule.stages, "stage") + (f" with {width} replicas" if width > 1 else "")
-    left = "ranks without work"
-    if sum(map(len, schedule.programs)) <= MOST_SIMULATED:
-        left = f"a bubble of {_bubble(schedule)} with {schedule.name}, where all stages take equally long"
-    remedy = _more_microbatches(schedule, ENOUGH * depth * width, key, batch)
-    return f"{counted(count, 'microbatch')} for {stages} leave{'s' * (count == 1)} {left}; {remedy}"
-
-
-def _more_microbatches(schedule: Schedule, wanted: int, key: str, batch: int | None) -> str:
-    fitting = [count for count in range(wanted, schedule.microbatches, -1) if batch is None or batch % count == 0]
-    recipe = recipe_if_any(schedule.name)
-    if not fitting:
-        return f"raise dataset.batch_size, which is {batch}, and {key}"
-    if recipe is None or recipe.search is not None:
-        return f"raise {key}, at best to {fitting[0]}"
-    for count in fitting:
-        if 3 * count * schedule.stages > MOST_SIMULATED:
-            return f"raise {key}, at best to {count}"
-        with suppress(UserError):  # not every schedule takes every number
-            return f"{key} {count} would leave {_bubble(build(schedule.name, schedule.placement, count))}"
-    return f"raise {key}"
-
-
-def _bubble(schedule: Schedule) -> str:
-    """Return the share of the time from a rank's first start to its last end in which it waits, at equal stages."""
-    computed = schedule.compute_only()
-    early = {stage for program in computed.programs for stage, _ in recomputations(program)}
-    costs = Costs(tuple(StageCosts(1, 1, 1, recompute_s=int(stage in early)) for stage in range(schedule.stages)))
-    return f"{100 * float(simulate(computed, costs).bubble_share):.0f} %"

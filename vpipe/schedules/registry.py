@@ -11,18 +11,15 @@ import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import vpipe.schedules.generators
-from vpipe.errors import Problem, UserError, nearest
+from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.plugins import announced, load, unregistered
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.size import Layout, Placement, PlacementRule, Size
-
-DEFAULT_SCHEDULE, DEFAULT_ASYNCHRONOUS = "1f1b", "pipedream"
-"""The schedules where nobody names one, with a flush and for asynchronous updates."""
+from vpipe.schedules.size import MOST_MICROBATCHES, Layout, Placement, PlacementRule, Size, default_warmup
 
 Program = Callable[..., Iterator[Action]]
 """``program(rank, ranks, microbatches)`` yields the compute actions and steps of one rank, lazily.
@@ -56,7 +53,7 @@ class Search(Protocol):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RegisteredSchedule:
     """A registered schedule.
 
     Attributes:
@@ -83,6 +80,9 @@ class Recipe:
             before its first backward than 1F1B's.
     """
 
+    DEFAULT: ClassVar[str] = "1f1b"  # where nobody names one
+    DEFAULT_ASYNCHRONOUS: ClassVar[str] = "pipedream"
+
     name: str
     program: Program
     flush: bool
@@ -107,10 +107,127 @@ class Recipe:
             return rule
         return lambda microbatch, stage, widths, update_every, warmup: rule(microbatch, stage, widths, update_every)
 
+    @classmethod
+    def named(cls, name: str) -> RegisteredSchedule:
+        """Return the schedule called ``name``.
+
+        Raises:
+            UserError: there is none (the hint names the nearest), or several, or its package cannot be imported.
+        """
+        if not isinstance(name, str):
+            raise UserError(f"the schedule is {name!r}, which is no name",
+                            hint="give the name of a schedule, such as 1f1b, or the path of a CSV file, as text")
+        _import_generators()
+        own = name in _REGISTERED and _definition(_REGISTERED[name].program).startswith(_OWN)
+        entry = load(ENTRY_POINTS, "schedule", name, own=own)
+        if name not in _REGISTERED:
+            if entry is not None:
+                raise unregistered(entry, "schedule")
+            raise UserError(f"no schedule is called '{name}'", hint=nearest(name, cls.names(), open_list=True))
+        return _REGISTERED[name]
+
+    @classmethod
+    def find(cls, name: str) -> RegisteredSchedule | None:
+        """Return the schedule called ``name``; None where :meth:`named` would refuse it."""
+        try:
+            return cls.named(name)
+        except UserError:
+            return None
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return every name of :meth:`named`, without importing the packages that announce them."""
+        _import_generators()
+        return sorted({*_REGISTERED, *announced(ENTRY_POINTS)})
+
+    @classmethod
+    def imported(cls) -> list[RegisteredSchedule]:
+        """Return the schedules that are imported, by name: vpipe's own, the user's, and those of imported packages."""
+        _import_generators()
+        return [_REGISTERED[name] for name in sorted(_REGISTERED)]
+
+    @classmethod
+    def for_plans(cls, *, flush: bool) -> tuple[str, ...]:
+        """Return the names that the planner chooses from, with or without a flush, of packages too."""
+        known = filter(None, map(cls.find, cls.names()))
+        return tuple(one.name for one in known if one.planned and one.search is None and one.flush == flush)
+
+    @classmethod
+    def with_reversible_backwards(cls) -> tuple[str, ...]:
+        """Return the names of the imported schedules whose backwards may run in any order."""
+        return tuple(one.name for one in cls.imported() if one.reversible)
+
+    def placement(self, ranks: int, chunks: int | None = None) -> Placement:
+        """Return the ranks of every stage, with so many stages per rank, or as many as it has by default.
+
+        The layout may be a user's.
+
+        Raises:
+            UserError: it is no placement of so many stages.
+        """
+        chunks = self.chunks if chunks is None else chunks
+        placement = tuple(map(tuple, self.layout(ranks, chunks)))
+        if len(placement) != ranks * chunks or {rank for group in placement for rank in group} != set(range(ranks)):
+            raise UserError(f"the layout of '{self.name}' places {counted(ranks * chunks, 'stage')} on "
+                            f"{counted(ranks, 'rank')} as {list(map(list, placement))}",
+                            hint="let it return the ranks of every stage, numbered from 0, and leave out no rank")
+        return placement
+
+    def places_copies(self, stages: int) -> bool:
+        """Tell whether it places several copies of a stage, even without replicas."""
+        return any(len(ranks) > 1 for ranks in self.placement(max(1, stages // self.chunks)))
+
+    def check_chunks(self, chunks: int | None, key: str = "chunks") -> None:
+        """Refuse a number of stages per rank that it cannot have; ``key`` is what the user calls it."""
+        if chunks is None or (chunks >= 1 if self.any_chunks else chunks == self.chunks):
+            return
+        if self.any_chunks:
+            raise UserError(f"{key} is {chunks}", hint="give a whole number, 1 or more")
+        others = ", ".join(other.name for other in RegisteredSchedule.imported() if other.any_chunks)
+        raise UserError(f"{key} is {chunks}, but '{self.name}' holds {counted(self.chunks, 'stage')} on each rank",
+                        hint=f"leave {key} out" + f", or choose a schedule with any number: {others}" * bool(others))
+
+    def check_warmup(self, widths: Sequence[int], warmup: Sequence[int] | str) -> None:
+        """Refuse forwards before the first backward that it cannot have over stages with ``widths`` replicas.
+
+        The microbatches that a stage has in flight beyond those of 1F1B must not become more from stage to stage: a
+        stage can take no more of them than the one before lets in. A text, such as auto, stands for any.
+        """
+        given, least = warmup if isinstance(warmup, str) else list(warmup), default_warmup(widths)
+        if not isinstance(given, str) and len(given) != len(least):
+            raise UserError(f"warmup_depth has {counted(len(given), 'number')} for {counted(len(least), 'stage')}",
+                            hint="give the forwards of every stage before its first backward, or leave it out")
+        if given == list(least):
+            return
+        if not isinstance(given, str) and max(given) > MOST_MICROBATCHES:
+            raise UserError(f"warmup_depth is {given}", hint=f"give {MOST_MICROBATCHES:,} at most")
+        if not self.any_warmup:
+            others = ", ".join(other.name for other in RegisteredSchedule.imported() if other.any_warmup)
+            why = "has a flush" if self.flush else "has an order of its own"
+            raise UserError(f"warmup_depth is {given}, but '{self.name}' {why}",
+                            hint=f"leave warmup_depth out, or choose one of: {others}")
+        if isinstance(given, str):
+            return
+        fitting, more = list(least), 0  # of the stage after it, in microbatches
+        for stage in reversed(range(len(least) - 1)):
+            fitting[stage] += -(-max(more, (given[stage] - least[stage]) * widths[stage]) // widths[stage])
+            more = (fitting[stage] - least[stage]) * widths[stage]
+        for stage, (depth, low) in enumerate(zip(given, least, strict=True)):
+            if depth == fitting[stage]:
+                continue
+            what = f"stage {stage} does {depth} before its first backward"
+            if depth < low:
+                what += f", but needs {low}"
+            elif stage == len(least) - 1:
+                what += ", but the last stage has nothing to wait for"
+            else:
+                what += f", {depth - low} more than it needs, but a stage behind it does more in addition"
+            raise UserError(f"warmup_depth is {given}: {what}", hint=f"use {fitting}, the nearest depths that fit")
+
 
 ENTRY_POINTS = "vpipe.schedules"
 _OWN = "vpipe.schedules.generators."
-_RECIPES: dict[str, Recipe] = {}
+_REGISTERED: dict[str, RegisteredSchedule] = {}
 
 
 def register_schedule(name: str, *, flush: bool, layout: PlacementRule = Layout.LOOP, chunks: int = 1,
@@ -120,7 +237,7 @@ def register_schedule(name: str, *, flush: bool, layout: PlacementRule = Layout.
                       requires: Constraint = lambda size: None, search: Search | None = None, planned: bool = True,
                       reversible: bool = False, version_of: Callable[..., int] | None = None,
                       any_warmup: bool = False) -> Callable[[Program], Program]:
-    """Register the decorated generator as ``name``; see :class:`Recipe` for the arguments.
+    """Register the decorated generator as ``name``; see :class:`RegisteredSchedule` for the arguments.
 
     Raises:
         UserError: another schedule has that name. The same definition, executed again, replaces itself.
@@ -129,11 +246,12 @@ def register_schedule(name: str, *, flush: bool, layout: PlacementRule = Layout.
     def register(program: Program) -> Program:
         if not _definition(program).startswith(_OWN):
             _import_generators()  # so that the names of vpipe's own schedules are known to be taken
-        if name in _RECIPES and _definition(_RECIPES[name].program) != _definition(program):
-            raise UserError(f"there is already a schedule called '{name}': {_definition(_RECIPES[name].program)}",
+        if name in _REGISTERED and _definition(_REGISTERED[name].program) != _definition(program):
+            raise UserError(f"there is already a schedule called '{name}': {_definition(_REGISTERED[name].program)}",
                             hint="choose another name")
-        _RECIPES[name] = Recipe(name, program, flush, layout, chunks, any_chunks, peak_activations, versions,
-                                update_every, requires, search, planned, reversible, version_of, any_warmup)
+        _REGISTERED[name] = RegisteredSchedule(
+            name, program, flush, layout, chunks, any_chunks, peak_activations, versions, update_every, requires,
+            search, planned, reversible, version_of, any_warmup)
         return program
 
     return register
@@ -142,56 +260,6 @@ def register_schedule(name: str, *, flush: bool, layout: PlacementRule = Layout.
 def _definition(program: Program) -> str:
     """Return ``module.function`` of a generator."""
     return f"{getattr(program, '__module__', None)}.{getattr(program, '__qualname__', repr(program))}"
-
-
-def recipe_named(name: str) -> Recipe:
-    """Return the schedule called ``name``.
-
-    Raises:
-        UserError: there is none (the hint names the nearest), or several, or its package cannot be imported.
-    """
-    if not isinstance(name, str):
-        raise UserError(f"the schedule is {name!r}, which is no name",
-                        hint="give the name of a schedule, such as 1f1b, or the path of a CSV file, as text")
-    _import_generators()
-    own = name in _RECIPES and _definition(_RECIPES[name].program).startswith(_OWN)
-    entry = load(ENTRY_POINTS, "schedule", name, own=own)
-    if name not in _RECIPES:
-        if entry is not None:
-            raise unregistered(entry, "schedule")
-        raise UserError(f"no schedule is called '{name}'", hint=nearest(name, schedule_names(), open_list=True))
-    return _RECIPES[name]
-
-
-def recipe_if_any(name: str) -> Recipe | None:
-    """Return the schedule called ``name``; None where :func:`recipe_named` would refuse it."""
-    try:
-        return recipe_named(name)
-    except UserError:
-        return None
-
-
-def recipes() -> list[Recipe]:
-    """Return the schedules that are imported, by name: vpipe's own, the user's, and those of imported packages."""
-    _import_generators()
-    return [_RECIPES[name] for name in sorted(_RECIPES)]
-
-
-def schedule_names() -> list[str]:
-    """Return every name of :func:`recipe_named`, without importing the packages that announce them."""
-    _import_generators()
-    return sorted({*_RECIPES, *announced(ENTRY_POINTS)})
-
-
-def planned_schedules(*, flush: bool) -> tuple[str, ...]:
-    """Return the schedules that the planner chooses from, with or without a flush, of packages too."""
-    known = filter(None, map(recipe_if_any, schedule_names()))
-    return tuple(recipe.name for recipe in known if recipe.planned and recipe.search is None and recipe.flush == flush)
-
-
-def reversible_schedules() -> tuple[str, ...]:
-    """Return the imported schedules whose backwards may run in any order."""
-    return tuple(recipe.name for recipe in recipes() if recipe.reversible)
 
 
 @cache

@@ -1,20 +1,20 @@
 """Prove and simulate a schedule that is too long to list by a short one of the same pattern.
 
-Programs of many microbatches repeat: ``F3 B0 F4 B1 F5 B2 ...``. Of such a schedule :func:`find` simulates one with few
-microbatches and looks for two moments of one state, a *window*: what every rank does next, what is left of what it
-does, and what is on its way are the same, only the microbatches are shifted. What follows the second moment then may
-follow the first, so the window can be put in again, as often as is wanted: rank by rank, ``start + window + end`` of
-the short schedule becomes ``start + window + ... + window + end``. Schedules whose ranks do first all forwards and then
-all backwards have a window of each.
+Programs of many microbatches repeat: ``F3 B0 F4 B1 F5 B2 ...``. Of such a schedule :meth:`Repeating.find` simulates one
+with few microbatches and looks for two moments of one state, a *window*: what every rank does next, what is left of
+what it does, and what is on its way are the same, only the microbatches are shifted. What follows the second moment
+then may follow the first, so the window can be put in again, as often as is wanted: rank by rank,
+``start + window + end`` of the short schedule becomes ``start + window + ... + window + end``. Schedules whose ranks do
+first all forwards and then all backwards have a window of each.
 
 What is verified, in this order:
 
-- The programs of :func:`~vpipe.schedules.build.build` for one and for two windows more are, action by action, those of
-  the short schedule with its windows put in, on every rank; an index grows by the same number with every window.
+- The programs of :func:`~vpipe.schedules.builder.build` for one and for two windows more are, action by action, those
+  of the short schedule with its windows put in, on every rank; an index grows by the same number with every window.
 - Those of the wanted size are, on the first and the last rank and as many between as :data:`MOST_COMPARED` actions
   allow. (To generate all of 3 million actions takes longer than all else. ``tests/schedules/test_repeating.py``
   compares all ranks of every registered schedule at many sizes.)
-- The short schedule keeps every rule of :func:`~vpipe.schedules.check.check`.
+- The short schedule keeps every rule of :func:`~vpipe.schedules.checker.check`.
 
 Why the long one then keeps them too. The actions that have begun at a moment of the simulation need no action that
 begins later; so every program is cut at such a moment into parts that need nothing of a later part. The cuts
@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache, cached_property, lru_cache
 from math import lcm
@@ -43,15 +43,14 @@ from operator import le
 
 from vpipe.errors import CheckError, UserError, counted
 from vpipe.schedules.action import Action, Kind
-from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.build import build, rank_program, replica_views
-from vpipe.schedules.check import check
+from vpipe.schedules.assignment import Assignment, stages_of_rank
+from vpipe.schedules.builder import build, rank_program, replica_views
+from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs, Number, ratio
-from vpipe.schedules.peaks import RankPeaks, StagePeaks, rank_peaks, stage_peaks
-from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.schedule import Schedule, stages_of_rank
-from vpipe.schedules.simulator.simulate import simulate_in_ticks
-from vpipe.schedules.simulator.timeline import Event, Timeline
+from vpipe.schedules.loads import RankPeaks, StagePeaks
+from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.timeline import Event, Timeline, simulate_in_ticks
 from vpipe.schedules.size import MOST_ACTIONS, Placement
 
 MOST_COMPARED = 100_000
@@ -110,7 +109,7 @@ class Pattern:
 
 
 def _moved(action: Action, more: int) -> Action:
-    return Action(action.op, action.stage, action.microbatch + more) if more else action
+    return Action(action.op, action.stage, action.index + more) if more else action
 
 
 def _follow(later: Sequence[Action], actions: Sequence[Action], step_of: StepOf) -> bool:
@@ -161,13 +160,13 @@ class Repeating:
     """A schedule as a short one with windows that are put in ``copies`` times more.
 
     Attributes:
-        schedule: of the wanted size, with the bounds that its recipe states, but with the programs of the short one.
+        schedule: of the wanted size and with its bounds, but with the programs of the short one.
         short: the short schedule, compute actions and steps only.
         timeline: of the wanted size, with the first and the last :data:`MOST_SHOWN` events at most.
         left_out_s: the time at which the events that are left out of it begin, and that at which they end.
         patterns: per rank, its short program with the spans of the windows.
         step: the microbatches of a window.
-        ranks, stages: the peaks of the wanted size.
+        rank_peaks, stage_peaks: of the wanted size.
     """
 
     schedule: Schedule
@@ -176,13 +175,63 @@ class Repeating:
     left_out_s: tuple[Number, Number]
     patterns: tuple[Pattern, ...]
     step: int
-    ranks: tuple[RankPeaks, ...]
-    stages: tuple[StagePeaks, ...]
+    rank_peaks: tuple[RankPeaks, ...]
+    stage_peaks: tuple[StagePeaks, ...]
 
     @property
     def copies(self) -> int:
         """How often every window is put in."""
         return (self.schedule.microbatches - self.short.microbatches) // self.step
+
+    @property
+    def versions_used(self) -> Mapping[tuple[int, int], int]:
+        """By stage and microbatch, the weight version that the forward uses; of those in the middle none."""
+        assignment = self.schedule.assignment
+        later = self.schedule.microbatches - self.short.microbatches  # what the end has in place of the short one's
+        first = self.short.versions_used
+        return {**first, **{(stage, microbatch + later): version + later // assignment.per_update(stage)
+                            for (stage, microbatch), version in first.items()
+                            if microbatch + later >= self.short.microbatches}}
+
+    @classmethod
+    def find(cls, name: str, placement: Placement, microbatches: int, costs: Costs, update_every: int | None = None,
+             warmup: Sequence[int] | None = None) -> Repeating | None:
+        """Return the schedule ``name`` as one that repeats, proved; None where no short part of it is seen to repeat.
+
+        Args:
+            costs: with overlap, and a device per rank.
+            update_every, warmup: see :func:`~vpipe.schedules.builder.build`.
+
+        Raises:
+            UserError: the numbers do not fit the schedule.
+            CheckError: the schedule breaks a rule.
+        """
+        finder = _Finder(name, placement, microbatches, costs, update_every, warmup)
+        positions = len(set(placement))
+        ahead = max(view.warmup for view in finder.views) + 1
+        depth = max(positions, ahead) * max(map(len, placement))  # microbatches that fill the pipeline, or half of them
+        simulated, tried, fitting = 0, set[int](), set[int]()
+        # In a stream those in flight must have begun in the part that repeats: see _settled.
+        least = depth if finder.flush else 2 * depth
+        while least < microbatches:
+            for step in dict.fromkeys((finder.base, lcm(finder.base, positions), lcm(finder.base, 2 * positions))):
+                actions = 2 * len(finder.views) * (len(placement) // positions)  # of a microbatch
+                # A few steps more, where they cost little: times settle, and a picture has more to show.
+                short = least + step * max(2 * (4 * step <= depth),
+                                           min(32, _MORE // (actions * step), (microbatches - least) // (4 * step)))
+                short += (microbatches - short) % step
+                work = actions * short
+                if short not in tried and max(work, simulated) > MOST_ACTIONS:
+                    return None
+                if short + 2 * step <= microbatches and (step in fitting or finder.may_repeat(short, step)):
+                    found = finder.of(short, step)
+                    if found is not None:
+                        return found
+                    simulated += 0 if short in tried else work
+                    tried.add(short)
+                    fitting.add(step)
+            least += depth if least < 4 * depth else least
+        return None
 
 
 def _repeated(simulated: Timeline, windows: Sequence[RepeatedWindow], patterns: Sequence[Pattern],
@@ -205,53 +254,13 @@ def _repeated(simulated: Timeline, windows: Sequence[RepeatedWindow], patterns: 
                 if place >= first and (event.start_s >= end or event.end_s > end)]
         shown.append((*(event for event in events if event.start_s < begin), *last))
     return replace(simulated, events=tuple(shown), transfers=(), makespan_s=simulated.makespan_s + later,
-                   spans_s=tuple((one, two + later) for one, two in simulated.spans_s),
+                   busy_between_s=tuple((one, two + later) for one, two in simulated.busy_between_s),
                    work_s=tuple(work)), (begin, end + later)
 
 
 def _places(program: Sequence[Action]) -> list[int]:
     """Return the position in ``program`` of the action of every event: of those that take time of the rank."""
     return [position for position, action in enumerate(program) if action.op.works]
-
-
-def find(name: str, placement: Placement, microbatches: int, costs: Costs, update_every: int | None = None,
-         warmup: Sequence[int] | None = None) -> Repeating | None:
-    """Return the schedule ``name`` as one that repeats, proved; None where no short part of it is seen to repeat.
-
-    Args:
-        costs: with overlap, and a device per rank.
-        update_every, warmup: see :func:`~vpipe.schedules.build.build`.
-
-    Raises:
-        UserError: the numbers do not fit the schedule.
-        CheckError: the schedule breaks a rule.
-    """
-    finder = _Finder(name, placement, microbatches, costs, update_every, warmup)
-    positions = len(set(placement))
-    ahead = max(view.warmup for view in finder.views) + 1
-    depth = max(positions, ahead) * max(map(len, placement))  # microbatches that fill the pipeline, or half of them
-    simulated, tried, fitting = 0, set[int](), set[int]()
-    # In a stream those in flight must have begun in the part that repeats: see _settled.
-    least = depth if finder.flush else 2 * depth
-    while least < microbatches:
-        for step in dict.fromkeys((finder.base, lcm(finder.base, positions), lcm(finder.base, 2 * positions))):
-            actions = 2 * len(finder.views) * (len(placement) // positions)  # of a microbatch
-            # A few steps more, where they cost little: times settle, and a picture has more to show.
-            short = least + step * max(2 * (4 * step <= depth),
-                                       min(32, _MORE // (actions * step), (microbatches - least) // (4 * step)))
-            short += (microbatches - short) % step
-            work = actions * short
-            if short not in tried and max(work, simulated) > MOST_ACTIONS:
-                return None
-            if short + 2 * step <= microbatches and (step in fitting or finder.may_repeat(short, step)):
-                found = finder.of(short, step)
-                if found is not None:
-                    return found
-                simulated += 0 if short in tried else work
-                tried.add(short)
-                fitting.add(step)
-        least += depth if least < 4 * depth else least
-    return None
 
 
 class _Finder:
@@ -265,7 +274,7 @@ class _Finder:
 
     def __init__(self, name: str, placement: Placement, microbatches: int, costs: Costs, update_every: int | None,
                  warmup: Sequence[int] | None) -> None:
-        self._recipe, self._placement, self._microbatches = recipe_named(name), placement, microbatches
+        self._recipe, self._placement, self._microbatches = RegisteredSchedule.named(name), placement, microbatches
         self._warmup, self.flush = warmup, self._recipe.flush
         self.views = replica_views(self._recipe, placement, microbatches, update_every, warmup)
         self._every = None if self.flush else self.views[0].size.update_every
@@ -346,7 +355,7 @@ def _continues(patterns: Sequence[Pattern]) -> bool:
         for window, (first, beyond) in enumerate(pattern.spans):
             for action in pattern.program[first:beyond]:
                 step = pattern.step_of(action)
-                found[action[:2], window, step][action.microbatch % max(1, step)] += 1
+                found[action[:2], window, step][action.index % max(1, step)] += 1
     return len(found) == len({kind for kind, _, _ in found}) and all(
         len(times) == step and len(set(times.values())) == 1 for (_, _, step), times in found.items())
 
@@ -372,11 +381,11 @@ def _peaks(schedule: Schedule, once: Schedule, windows: int, step: int,
     highest of sums that grow evenly with the copies: once it grows as fast as any could, by all microbatches of a
     window on all stages of the rank, it does so for ever.
     """
-    ranks, stages = rank_peaks(schedule), stage_peaks(schedule)
+    ranks, stages = schedule.rank_peaks, schedule.stage_peaks
     if windows == 1:
         return ranks, stages
     grown = []
-    for rank, (peaks, more) in enumerate(zip(ranks, rank_peaks(once), strict=True)):
+    for rank, (peaks, more) in enumerate(zip(ranks, once.rank_peaks, strict=True)):
         own = stages_of_rank(schedule.placement, rank)
         most = len(own) * step // len(schedule.placement[own[0]])
         pairs = list(zip(astuple(peaks), astuple(more), strict=True))
@@ -387,7 +396,7 @@ def _peaks(schedule: Schedule, once: Schedule, windows: int, step: int,
 
 
 def _keeps_bounds(schedule: Schedule, ranks: Sequence[RankPeaks], stages: Sequence[StagePeaks]) -> None:
-    """Hold the peaks to what the recipe states for the wanted size."""
+    """Hold the peaks to what the schedule states for the wanted size."""
     for rank, (peaks, bound) in enumerate(zip(ranks, schedule.peak_activations, strict=True)):
         if peaks.peak_activations > bound:
             raise CheckError(f"schedule '{schedule.name}': rank {rank} holds the activations of "

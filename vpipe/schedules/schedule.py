@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm
+from typing import ClassVar
 
+from vpipe.errors import UserError
 from vpipe.schedules.action import Action, Kind
-from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.size import Placement
+from vpipe.schedules.assignment import Assignment, describe_rank, passes, stages_of_rank
+from vpipe.schedules.loads import RankPeaks, StagePeaks, rank_loads, recomputations, stage_loads
+from vpipe.schedules.size import (
+    MOST_ACTIONS,
+    MOST_MICROBATCHES,
+    MOST_RANKS,
+    MOST_STAGES,
+    Placement,
+    check_work,
+    default_warmup,
+)
+from vpipe.schedules.versions import versions_used
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,11 @@ class Schedule:
         warmup: of a stream, per stage, how many forwards of a replica precede its first backward; otherwise empty.
     """
 
+    MOST_STAGES: ClassVar[int] = MOST_STAGES
+    MOST_RANKS: ClassVar[int] = MOST_RANKS
+    MOST_MICROBATCHES: ClassVar[int] = MOST_MICROBATCHES
+    MOST_ACTIONS: ClassVar[int] = MOST_ACTIONS
+
     name: str
     placement: Placement
     programs: tuple[tuple[Action, ...], ...]
@@ -41,6 +59,8 @@ class Schedule:
     ties: Mapping[int, tuple[int, ...]]
     stream: bool = False
     warmup: tuple[int, ...] = ()
+
+    check_work, default_warmup = staticmethod(check_work), staticmethod(default_warmup)
 
     @property
     def stages(self) -> int:
@@ -76,6 +96,44 @@ class Schedule:
         """Return the stages of which activations are copied to the host."""
         return {action.stage for program in self.programs for action in program if action.op.host_bytes is not None}
 
+    @cached_property
+    def rank_peaks(self) -> tuple[RankPeaks, ...]:
+        """The most that every rank ever holds; the schedule must have passed the checker."""
+        loads = [list(rank_loads(program)) for program in self.programs]
+        return tuple(RankPeaks(max(load.activations for load in rank), max(load.weight_halves for load in rank))
+                     for rank in loads)
+
+    @cached_property
+    def stage_peaks(self) -> tuple[StagePeaks, ...]:
+        """The most that every stage ever holds, likewise."""
+        loads = [[load for rank in ranks for load in stage_loads(self.programs[rank], stage)]
+                 for stage, ranks in enumerate(self.placement)]
+        return tuple(StagePeaks(max(load.versions for load in stage), max(load.staleness for load in stage))
+                     for stage in loads)
+
+    @property
+    def versions_used(self) -> Mapping[tuple[int, int], int]:
+        """By stage and microbatch, the weight version that the forward uses."""
+        return {(stage, microbatch): version for stage, ranks in enumerate(self.placement) for rank in ranks
+                for microbatch, version in versions_used(stage, self.programs[rank])}
+
+    @property
+    def recomputed_stages(self) -> set[int]:
+        """The stages of which something is recomputed before its backward."""
+        return {stage for program in self.programs for stage, _ in recomputations(program)}
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages that live on a rank, in order."""
+        return stages_of_rank(self.placement, rank)
+
+    def describe(self, rank: int) -> str:
+        """Return a rank with its stages for messages: ``rank 2 (stage 2)``."""
+        return describe_rank(self.placement, rank)
+
+    def passes(self, rank: int) -> int:
+        """Return how many stages of a rank the same microbatch passes, at most; see :func:`passes`."""
+        return passes(self.placement, rank)
+
     def updates(self, stage: int) -> int:
         """Return the number of updates of a stage; the last may have fewer microbatches."""
         return -(-self.microbatches // self.assignment.per_update(stage))
@@ -88,25 +146,49 @@ class Schedule:
         """Return the schedule with what a generator yields: no transfers, no exchanges."""
         return self.with_programs([[action for action in program if action.op.generated] for program in self.programs])
 
+    def to_csv(self) -> str:
+        """Return the schedule as the text of a CSV file; see :mod:`vpipe.schedules.csv_format`."""
+        return _csv(self.programs)
 
-def stages_of_rank(placement: Placement, rank: int) -> list[int]:
-    """Return the stages that live on ``rank``, in order."""
-    return [stage for stage, ranks in enumerate(placement) if rank in ranks]
+    def to_torch_csv(self) -> str:
+        """Return the schedule as the text of a CSV file that PyTorch's ``_PipelineScheduleRuntime._load_csv`` runs.
+
+        It has the forwards and backwards only: PyTorch adds the transfers, its caller steps the optimizer, and its
+        modules recompute within their backward (:mod:`torch.utils.checkpoint`). Any placement with one rank per stage
+        will do.
+
+        Raises:
+            UserError: PyTorch cannot run it: it has no flush, replicated stages, or a last stage that takes
+                microbatches out of turn, whose losses PyTorch numbers in the order in which they come.
+        """
+        if not self.flush:
+            raise UserError(f"'{self.name}' updates weights before its pipeline is empty, and PyTorch's runtime can "
+                            "neither update within a schedule nor keep an older version of the weights",
+                            hint="take a schedule with a flush, such as zb_v; vpipe train runs this one")
+        for stage, ranks in enumerate(self.placement):
+            if len(ranks) > 1:
+                raise UserError(f"stage {stage} has {len(ranks)} replicas, ranks {', '.join(map(str, ranks))}, but in "
+                                "PyTorch's runtime a stage has one rank", hint=_one_rank_per_stage(self.placement))
+        (last,), end = self.placement[-1], self.stages - 1
+        turns = [action.index for action in self.programs[last]
+                 if action.op.uses_version and action.stage == end]
+        if (late := next((turn for turn, microbatch in enumerate(turns) if turn != microbatch), None)) is not None:
+            raise UserError(f"stage {end}, the last, takes microbatch {turns[late]} in turn {late}, but PyTorch's "
+                            f"runtime would take its loss for that of microbatch {late}",
+                            hint="let the last stage take the microbatches from the first to the last one")
+        return _csv([action for action in program if not action.op.torch] for program in self.programs)
 
 
-def passes(placement: Placement, rank: int) -> int:
-    """Return how many stages of a rank the same microbatch passes, at most.
 
-    These are all of them, unless they are copies for different microbatches.
-    """
-    own = [(placement[stage].index(rank), len(placement[stage])) for stage in stages_of_rank(placement, rank)]
-    if len(set(own)) == 1:
-        return len(own)
-    return max(sum(Assignment.replica_of(microbatch, width) == replica for replica, width in own)
-               for microbatch in range(lcm(*(width for _, width in own))))
+def _one_rank_per_stage(placement: Placement) -> str:
+    if sum(map(len, set(placement))) > len({rank for ranks in placement for rank in ranks}):  # copies of other stages
+        return ("take a schedule that places every stage once, such as zb_v, or dualpipe_v in place of dualpipe; vpipe "
+                "train runs this one")
+    return ("take the schedule without replicas, and wrap the modules of its stages in DistributedDataParallel or "
+            "fully_shard there")
 
 
-def describe_rank(placement: Placement, rank: int) -> str:
-    """Return a rank with its stages for messages: ``rank 2 (stage 2)``."""
-    stages = stages_of_rank(placement, rank)
-    return f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
+def _csv(programs: Iterable[Sequence[Action]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(programs)
+    return text.getvalue()

@@ -22,7 +22,7 @@ def unfolded(vee: Callable[[int, int, int], Iterator[Action]], rank: int, ranks:
     ones on the other.
     """
     for action in vee(min(rank, ranks - 1 - rank), ranks // 2, microbatches // 2):
-        yield action._replace(microbatch=2 * action.microbatch + (action.stage != rank)) \
+        yield action._replace(index=2 * action.index + (action.stage != rank)) \
             if action.op.per_microbatch else action
 
 

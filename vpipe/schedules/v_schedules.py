@@ -13,8 +13,8 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count
 
+from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, Kind, Op, step, weight_half
-from vpipe.schedules.kinds import kind_named
 from vpipe.schedules.size import Layout
 
 PERIOD = 6
@@ -71,7 +71,7 @@ def repeat_block(block: BuildingBlock, ranks: int, microbatches: int,
             action = line.next(available, now, max_in_flight)
             if action is not None:
                 line.append(action)
-                available[action.op, action.stage, action.microbatch] = now + 1
+                available[action.op, action.stage, action.index] = now + 1
         now += 1
     return tuple((*line.program, *(step(stage, 0) for stage in line.stages)) for line in lines)
 
@@ -100,9 +100,9 @@ class _RankProgram:
             return weight
         due, action = self.ahead[0]
         is_forward = action.op is Op.FORWARD
-        before = (action.op, action.stage - 1 if is_forward else action.stage + 1, action.microbatch)
+        before = (action.op, action.stage - 1 if is_forward else action.stage + 1, action.index)
         if not is_forward and action.stage == self._last_stage:
-            before = (Op.FORWARD, action.stage, action.microbatch)
+            before = (Op.FORWARD, action.stage, action.index)
         possible = (is_forward and action.stage == 0) or available.get(before, now + 1) <= now
         if not possible or (is_forward and self._in_flight >= max_in_flight):
             return weight
@@ -122,8 +122,8 @@ class _RankProgram:
             self._in_flight += 1
             self._forwards_left -= 1
         else:
-            time = self._weight_at[action.stage] + PERIOD * action.microbatch
-            heappush(self.waiting, (time, action.stage, action.microbatch))
+            time = self._weight_at[action.stage] + PERIOD * action.index
+            heappush(self.waiting, (time, action.stage, action.index))
 
 
 class VPhases:
@@ -144,7 +144,7 @@ class VPhases:
 
     def repeat(self, turn: str, times: int) -> Iterator[Action]:
         """Yield the actions of so many turns."""
-        operations = [(kind_named(word[0]), [int(chunk) for chunk in word[1:]]) for word in turn.split()]
+        operations = [(kinds.named(word[0]), [int(chunk) for chunk in word[1:]]) for word in turn.split()]
         for _ in range(times):
             for op, chunks in operations:
                 if op is not Op.WEIGHT:

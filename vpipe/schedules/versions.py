@@ -31,7 +31,7 @@ class VersionRegister:
         if action.op.makes_version:
             self.latest += 1
         elif action.op.chooses:
-            self.chosen = action.microbatch
+            self.chosen = action.index
 
 
 def versions_used(stage: int, program: Iterable[Action]) -> Iterator[tuple[int, int]]:
@@ -40,7 +40,7 @@ def versions_used(stage: int, program: Iterable[Action]) -> Iterator[tuple[int, 
     for action in program:
         if action.stage == stage:
             if action.op.uses_version:
-                yield action.microbatch, register.in_use
+                yield action.index, register.in_use
             register.follow(action)
 
 

@@ -26,10 +26,9 @@ from vpipe.errors import RunError, UserError
 from vpipe.model.model import Model
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.transport.compression import Compression
-from vpipe.schedules.build import build
-from vpipe.schedules.graph import Graph
-from vpipe.schedules.prepare import is_file
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.builder import build
+from vpipe.schedules.csv_format import CsvFile
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.testing.compression import CutCompression
 from vpipe.testing.reference import Batch, asynchronous_oracle, flush_oracle
@@ -171,7 +170,7 @@ def references(model: Model, description: Description, schedule: Schedule, batch
             flush_oracle(model, batches, recipe(trajectory))
             yield Reference(program, trajectory, rounding)
         return
-    drained = range(0, microbatches, schedule.microbatches) if is_file(name) else ()
+    drained = range(0, microbatches, schedule.microbatches) if CsvFile.is_path(name) else ()
     known = None if _closed_form(name) else min(microbatches, schedule.microbatches)
     asynchronous_oracle(model, batches, recipe(trajectory), partition, schedule.update_every, drained,
                         _version_rule(name, schedule, microbatches), widths, known=known)
@@ -225,13 +224,13 @@ def _version_rule(name: str, schedule: Schedule, microbatches: int) -> Versions:
         return version_rule(name, schedule.warmup)
     if schedule.stream:
         schedule = build(name, schedule.placement, microbatches, schedule.update_every, warmup=schedule.warmup)
-    used = Graph.from_schedule(schedule).version
+    used = schedule.versions_used
     return lambda microbatch, stage, widths, every: used[stage, microbatch]
 
 
 def _closed_form(name: str) -> bool:
     """Return whether a schedule is registered with a closed form of its versions."""
-    return not is_file(name) and recipe_named(name).version_of is not None
+    return not CsvFile.is_path(name) and RegisteredSchedule.named(name).version_of is not None
 
 
 def _in_order(schedule: Schedule) -> bool:
@@ -240,9 +239,9 @@ def _in_order(schedule: Schedule) -> bool:
         latest: dict[int, int] = {}
         for action in program:
             if action.op.completes:
-                if action.microbatch < latest.get(action.stage, 0):
+                if action.index < latest.get(action.stage, 0):
                     return False
-                latest[action.stage] = action.microbatch
+                latest[action.stage] = action.index
     return True
 
 

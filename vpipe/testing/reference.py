@@ -28,7 +28,7 @@ from torch.func import functional_call
 from vpipe import accelerator
 from vpipe.model.layer import LOSS, seed_of
 from vpipe.model.model import Model
-from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.testing.reference_model import FP32, ReferenceModel, ReferencePrecision
 from vpipe.testing.reference_optimizer import (
     GradientSums,
@@ -144,7 +144,7 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
         start: the state to begin with.
         known: microbatches of which ``version_of`` knows the version; None: it knows that of all.
     """
-    version_of = version_of or version_rule(DEFAULT_ASYNCHRONOUS)
+    version_of = version_of or version_rule(RegisteredSchedule.DEFAULT_ASYNCHRONOUS)
     precision = recipe.precision
     reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision,
                                recipe.device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import default_warmup
 from vpipe.testing.reference_model import FP32, ReferencePrecision
 from vpipe.testing.trajectory import Trajectory
@@ -342,7 +342,7 @@ def version_rule(schedule: str, warmup: Sequence[int] = ()) -> Versions:
     Args:
         warmup: forwards of a replica of every stage before its first backward; those of 1F1B by default.
     """
-    rule = recipe_named(schedule).version_rule
+    rule = RegisteredSchedule.named(schedule).version_rule
     assert rule is not None, f"'{schedule}' is registered without version_of"
     return lambda microbatch, stage, widths, update_every: rule(microbatch, stage, widths, update_every,
                                                                 warmup or default_warmup(widths))
@@ -367,16 +367,16 @@ class StageVersions:
         overflow: whether, since the last update, it sent a gradient that is not finite.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], recipe: TrainingRecipe, every: int, width: int,
+    def __init__(self, parameters: Mapping[str, nn.Parameter], registered: TrainingRecipe, every: int, width: int,
                  rate: float, start: InitialState, layer: int = 0, delay: float = 0.0) -> None:
         self.parameters, self.span, self.seen, self.first = parameters, every * width, 0, 0
-        self._recipe, self._every, self._rate = recipe, every, rate
-        self.optimizers = recipe.optimizers(parameters, start)
-        self.scale, self.overflow = ReferenceLossScale.create(recipe.precision, layer, start.tensors), False
+        self._recipe, self._every, self._rate = registered, every, rate
+        self.optimizers = registered.optimizers(parameters, start)
+        self.scale, self.overflow = ReferenceLossScale.create(registered.precision, layer, start.tensors), False
         self._versions: list[dict[str, Tensor]] = []
         trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        self.extrapolation = None if recipe.extrapolation is None or not delay else ReferenceExtrapolation(
-            recipe.extrapolation * delay, {name: p for name, p in parameters.items() if id(p) in trained},
+        self.extrapolation = None if registered.extrapolation is None or not delay else ReferenceExtrapolation(
+            registered.extrapolation * delay, {name: p for name, p in parameters.items() if id(p) in trained},
             start.tensors)
 
     @property

@@ -13,9 +13,10 @@ from vpipe.description.order import Asynchronous, Order
 from vpipe.errors import CheckError, UserError
 from vpipe.plan.plan import Plan
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.check import prove
-from vpipe.schedules.registry import recipe_named, schedule_names
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.assignment import stages_of_rank
+from vpipe.schedules.checker import prove
+from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 
 try:
@@ -56,7 +57,7 @@ def schedules(draw: st.DrawFn, names: Sequence[str] = (), most_ranks: int = 8, m
 
     Its stages lie on ranks in any order; weights may be tied, gradients clipped, stages recomputed.
     """
-    recipe = recipe_named(draw(st.sampled_from(list(names) or schedule_names())))
+    recipe = RegisteredSchedule.named(draw(st.sampled_from(list(names) or RegisteredSchedule.names())))
     ranks = draw(st.integers(1, max(1, most_ranks // recipe.chunks)))
     every = None if recipe.flush else draw(st.integers(0, 3)) + recipe.update_every(ranks)
     microbatches = draw(st.integers(ranks, max(ranks, most_microbatches)))
@@ -118,7 +119,7 @@ def plans(draw: st.DrawFn, layers: int, names: Sequence[str] = ("1f1b", "gpipe",
     first = [sum(partition[:stage]) for stage in range(len(partition))]
     recompute = [draw(st.just(0.0) | st.just(1.0) | st.sets(st.integers(start, start + count - 1)).map(sorted))
                  for start, count in zip(first, partition, strict=True)]
-    recipe = recipe_named(draw(st.sampled_from(names)))
+    recipe = RegisteredSchedule.named(draw(st.sampled_from(names)))
     widest, least = max(map(len, placement)), recipe.update_every(len(placement) * most_replicas)
     if recipe.flush:
         return Plan(Cut(partition, recompute, placement), Order(recipe.name), draw(st.integers(widest, 2 * widest + 4)))

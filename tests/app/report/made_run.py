@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.build import build
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.builder import build
+from vpipe.schedules.registry import RegisteredSchedule
 
 MS = 1e-3
 TIMES = {Op.FORWARD: 10 * MS, Op.BACKWARD: 20 * MS, Op.INPUT: 10 * MS, Op.WEIGHT: 10 * MS, Op.RECOMPUTE: 9 * MS,
@@ -28,7 +28,7 @@ def make_run(folder: Path, name: str = "1f1b", ranks: int = 4, microbatches: int
     """
     noise = random.Random(0)
     took = took or (lambda rank, action: TIMES[action.op] * (1 + 0.1 * noise.random() + (0.1 * rank)))
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     placement = recipe.layout(ranks, recipe.chunks)
     total = microbatches if recipe.flush else updates
     schedule = build(name, placement, total, None if recipe.flush else 1)

@@ -226,7 +226,7 @@ def test_a_rank_makes_the_same_job_without_checking_it_again(tmp_path: Path, mon
     def refused(*arguments: object) -> None:
         raise AssertionError("checked again")
 
-    monkeypatch.setattr("vpipe.schedules.check.check", refused)
+    monkeypatch.setattr("vpipe.schedules.checker.check", refused)
     monkeypatch.setattr("vpipe.app.config.config.Config.mistakes", refused)
     monkeypatch.setattr(Job, "_check", refused)
     config = load_resolved(resolved)

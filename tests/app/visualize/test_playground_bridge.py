@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vpipe.app.cli import main
-from vpipe.schedules.registry import schedule_names
+from vpipe.schedules.registry import RegisteredSchedule
 
 SITE = Path(__file__).parents[3] / "site" / "playground"
 SETTINGS = {"schedule": "1f1b", "ranks": "4", "microbatches": "8", "forward": "1", "input": "1", "weight": "1",
@@ -44,7 +44,7 @@ def test_the_page_needs_the_standard_library_alone() -> None:
 
 def test_the_catalog_is_the_registry(playground: ModuleType) -> None:
     known = {one["name"]: one for one in asked(playground, "catalog")["result"]["schedules"]}
-    assert sorted(known) == schedule_names()
+    assert sorted(known) == RegisteredSchedule.names()
     assert known["pipedream"]["any_warmup"]
     assert known["zb_v"]["about"].startswith("ZB-V: two stages per rank")
 

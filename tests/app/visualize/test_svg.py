@@ -15,9 +15,9 @@ from vpipe.app.visualize.summary import RankCosts, Summary
 from vpipe.app.visualize.svg import draw_svg
 from vpipe.errors import UserError
 from vpipe.schedules.action import Op
-from vpipe.schedules.build import build
-from vpipe.schedules.csv_format import read_csv
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.builder import build
+from vpipe.schedules.csv_format import CsvFile
+from vpipe.schedules.registry import RegisteredSchedule
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -30,7 +30,7 @@ def said(root: ElementTree.Element) -> str:
     return " | ".join("".join(text.itertext()) for text in root.iter(f"{SVG}text"))
 
 
-@pytest.mark.parametrize("name", schedule_names())
+@pytest.mark.parametrize("name", RegisteredSchedule.names())
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (8, 24), (1, 1)])
 def test_every_action_is_drawn_inside_the_picture(name: str, ranks: int, microbatches: int) -> None:
     try:
@@ -111,13 +111,13 @@ def luminance(colour: str) -> float:
 
 def test_numbers_are_legible_on_every_shade(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("0F0,1F0,2F0,2R0,2B0,1I0,1W0,0B0\n")
-    for summary in (Summary.of(read_csv(tmp_path / "a.csv"), RankCosts()), made("looped_bfs", 2, 4)):
+    for summary in (Summary.of(CsvFile.read(tmp_path / "a.csv").schedule, RankCosts()), made("looped_bfs", 2, 4)):
         style = draw_svg(summary).split("</style>")[0]
         assert style.count(".cell text{fill:#0b1320") == style.count(".cell text{") == 1  # on either background
         for name, fill in re.findall(r"\.([FBIWR]\d)\{fill:(#\w+)\}", style):
             bright, dim = sorted((luminance("#0b1320"), luminance(fill)), reverse=True)
             assert (bright + 0.05) / (dim + 0.05) >= 4.5, (name, fill)
-    drawn = re.findall(r"\.([FBIWR])0\{", draw_svg(Summary.of(read_csv(tmp_path / "a.csv"), RankCosts())))
+    drawn = re.findall(r"\.([FBIWR])0\{", draw_svg(Summary.of(CsvFile.read(tmp_path / "a.csv").schedule, RankCosts())))
     assert set(drawn) == {op for op in Op if op.computes}
 
 
@@ -125,7 +125,7 @@ def test_numbers_are_legible_on_every_shade(tmp_path: Path) -> None:
     ("1f1b", 8, 64, 1), ("interleaved", 4, 16, 4), ("1f1b", 4, 300, 1)])
 def test_narrow_actions_have_some_numbers(name: str, ranks: int, microbatches: int, chunks: int) -> None:
     """... which stand apart."""
-    placement = recipe_named(name).layout(ranks, chunks)
+    placement = RegisteredSchedule.named(name).layout(ranks, chunks)
     root = drawn(Summary.of(build(name, placement, microbatches), RankCosts()))
     for row in [group for group in root.iter(f"{SVG}g") if group.get("class") == "cell"]:
         labels = [(float(text.attrib["x"]), len(text.text or "") * (5.0 if text.get("class") else 6.8))
@@ -142,4 +142,4 @@ def test_short_actions_do_not_make_it_wide(costs: RankCosts) -> None:
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     (tmp_path / "<a>&.csv").write_text("0F0,0B0\n")
-    assert "<a>&.csv" in said(drawn(Summary.of(read_csv(tmp_path / "<a>&.csv"), RankCosts())))
+    assert "<a>&.csv" in said(drawn(Summary.of(CsvFile.read(tmp_path / "<a>&.csv").schedule, RankCosts())))

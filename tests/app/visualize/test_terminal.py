@@ -12,16 +12,16 @@ import pytest
 from vpipe.app.visualize.summary import RankCosts, Summary
 from vpipe.app.visualize.terminal import draw_text
 from vpipe.errors import UserError
-from vpipe.schedules.build import build
-from vpipe.schedules.csv_format import read_csv
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules.builder import build
+from vpipe.schedules.csv_format import CsvFile
+from vpipe.schedules.registry import RegisteredSchedule
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @cache
 def made(name: str, ranks: int, microbatches: int, costs: RankCosts | None = None) -> Summary:
-    recipe = recipe_named(name)
+    recipe = RegisteredSchedule.named(name)
     return Summary.of(build(name, recipe.layout(ranks, recipe.chunks), microbatches), costs or RankCosts())
 
 
@@ -110,7 +110,7 @@ def test_later_stages_of_a_rank_are_lower_case() -> None:
     (4, 8, RankCosts()), (8, 24, RankCosts(18.5, 18.1, 9.3)), (2, 40, RankCosts(1, 2, 1, 0.25)), (1, 1, RankCosts())])
 def test_no_line_of_the_picture_is_longer_than_the_terminal(ranks: int, microbatches: int,
                                                             costs: RankCosts) -> None:
-    for name in schedule_names():
+    for name in RegisteredSchedule.names():
         try:
             summary = made(name, ranks, microbatches, costs)
         except UserError:  # not of this size
@@ -173,7 +173,7 @@ def test_stages_of_a_rank_and_operations_have_colours_of_their_own() -> None:
 
 def test_an_uneven_file(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
-    summary = Summary.of(read_csv(tmp_path / "a.csv"), RankCosts())
+    summary = Summary.of(CsvFile.read(tmp_path / "a.csv").schedule, RankCosts())
     assert summary.chunks == "1-2"
     assert (summary.timeline.makespan_s, summary.timeline.bubble_s) == (6, 3)
     text = draw_text(summary, 80, colour=False)
@@ -183,6 +183,6 @@ def test_an_uneven_file(tmp_path: Path) -> None:
 
 def test_a_stage_that_recomputes_repeats_its_forward(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("0F0,0R0,0B0\n")
-    text = draw_text(Summary.of(read_csv(tmp_path / "a.csv"), RankCosts(3)), 80, colour=False)
+    text = draw_text(Summary.of(CsvFile.read(tmp_path / "a.csv").schedule, RankCosts(3)), 80, colour=False)
     assert picture(text) == ["rank 0  F0    R0    B0-S"]
     assert "R recompute" in text

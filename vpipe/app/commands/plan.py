@@ -22,8 +22,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver import Alternative, PlanRequest, Solution, solve, without_recompute
-from vpipe.schedules.prepare import is_file
-from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, DEFAULT_SCHEDULE, planned_schedules
+from vpipe.schedules import CsvFile, RegisteredSchedule
 from vpipe.units import parse_size, size_text
 
 if TYPE_CHECKING:
@@ -66,7 +65,8 @@ def run_plan(options: argparse.Namespace) -> None:
     own = _own_choice(job, by_count, limit_bytes) if ranks == own_ranks else None
     known = (own.plan,) if own is not None and own.plan is not None and options.solver == "exact" and (
         options.stages in (None, len(own.plan.partition))) else ()
-    request = PlanRequest(by_count, ranks, limit_bytes, planned_schedules(flush=not job.config.parallel.asynchronous),
+    request = PlanRequest(by_count, ranks, limit_bytes,
+                          RegisteredSchedule.for_plans(flush=not job.config.parallel.asynchronous),
                           updates_every(job.config, by_count), stages=options.stages, known=known,
                           warmup="auto" if job.config.parallel.asynchronous else None, solver=options.solver)
     with message_if_slow(f"searching: {len(job.model)} layers on {ranks} ranks"):
@@ -93,7 +93,8 @@ def with_ranks(config: Config, ranks: int) -> Config:
     """Return a config of so many ranks, a stage on each, with a schedule of the same kind, to be measured."""
     return config.model_copy(update={"machines": None}).with_parallel(
         config.parallel.cut_anew(ranks),
-        schedule=DEFAULT_ASYNCHRONOUS if config.parallel.asynchronous else DEFAULT_SCHEDULE,
+        schedule=(RegisteredSchedule.DEFAULT_ASYNCHRONOUS if config.parallel.asynchronous
+                  else RegisteredSchedule.DEFAULT),
         recompute=0.0, chunks=None, compress="none", compress_rounding="nearest")
 
 
@@ -131,7 +132,7 @@ def limit_of(memory_bytes: int | None, config: Config, profile: Profile) -> tupl
 def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | None) -> Alternative | None:
     """Return the config's own plan, where it leaves nothing open."""
     parallel, name = job.config.parallel, "the config's own"
-    if parallel.to_plan or is_file(parallel.schedule) or isinstance(parallel.recompute, str):
+    if parallel.to_plan or CsvFile.is_path(parallel.schedule) or isinstance(parallel.recompute, str):
         return None
     count = job.config.microbatches
     plan = Plan(replace(job.cut, ranks=job.placement), Order.of(

@@ -20,16 +20,7 @@ from vpipe.app.visualize.table import PIPE_COLUMNS, listed, number, replicas, si
 from vpipe.app.visualize.terminal import draw_text
 from vpipe.errors import UserError, counted
 from vpipe.plan.plan import Plan
-from vpipe.schedules.build import build, check_chunks, check_warmup, placement_of
-from vpipe.schedules.check import check
-from vpipe.schedules.csv_format import read_csv_file, write_csv, write_torch_csv
-from vpipe.schedules.lower import lower
-from vpipe.schedules.peaks import rank_peaks, stage_peaks
-from vpipe.schedules.registry import Recipe, recipe_named, schedule_names
-from vpipe.schedules.repeating import find
-from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.search.search import search_placements
-from vpipe.schedules.size import MOST_ACTIONS, MOST_MICROBATCHES, Placement, check_work
+from vpipe.schedules import CsvFile, RegisteredSchedule, Repeating, Schedule, build, check, lower, search_placements
 
 MOST_SEARCHED = 25_000
 """Forwards and backwards of an order that is searched over several placements: a minute."""
@@ -42,8 +33,8 @@ def run_schedule(options: argparse.Namespace) -> None:
         _compare(options, costs)
         return
     if options.name is None:
-        raise UserError("which schedule?", hint=f"name one of {', '.join(schedule_names())}, or a file; --all "
-                        "compares them")
+        raise UserError("which schedule?", hint=f"name one of {', '.join(RegisteredSchedule.names())}, or a file; "
+                        "--all compares them")
     summary = _too_long_to_list(options, costs)
     if summary is None:
         listing = "" if options.format in _PICTURES else f", which --format {options.format} lists one by one,"
@@ -63,8 +54,8 @@ def run_check(options: argparse.Namespace) -> None:
     print(f"ok: {schedule.name}: {sizes(schedule)}, {actions} actions{of_them}")
     print("no deadlock, whether sends wait for their receives or not"
           + ("" if transfers else "; with the transfers that vpipe adds"))
-    stages = stage_peaks(schedule)
-    print(f"peak activations per rank: {listed([rank.peak_activations for rank in rank_peaks(schedule)])}; "
+    stages = schedule.stage_peaks
+    print(f"peak activations per rank: {listed([rank.peak_activations for rank in schedule.rank_peaks])}; "
           f"versions per stage: {listed([stage.versions for stage in stages])}; "
           f"staleness: {listed([stage.staleness for stage in stages])}")
 
@@ -75,7 +66,7 @@ def run_simulate(options: argparse.Namespace) -> None:
 
 
 def _file(path: Path) -> Schedule:
-    if str(path) in schedule_names() and not path.exists():
+    if str(path) in RegisteredSchedule.names() and not path.exists():
         raise UserError(f"'{path}' is a schedule's name, not a file",
                         hint=f"vpipe schedule {path} proves and draws it; with --format csv it writes the file")
     return _read(path)
@@ -83,7 +74,7 @@ def _file(path: Path) -> Schedule:
 
 def _read(path: Path) -> Schedule:
     """Read a CSV file; say what of it a schedule here has not."""
-    file = read_csv_file(path)
+    file = CsvFile.read(path)
     if (said := file.note) is not None:
         print(f"note: {said}", file=sys.stderr)
     return file.schedule
@@ -91,7 +82,7 @@ def _read(path: Path) -> Schedule:
 
 def _for_torch(schedule: Schedule) -> str:
     """Return the file for PyTorch; say what it needs beside it, and who does what it leaves out."""
-    text = write_torch_csv(schedule)
+    text = schedule.to_torch_csv()
     left = Counter(action.op.torch for program in schedule.programs for action in program if action.op.torch)
     print(f"note: num_stages={schedule.stages}, n_microbatches={schedule.microbatches}; left out: "
           + "; ".join(f"{times} {what}" for what, times in left.items()), file=sys.stderr)
@@ -107,14 +98,14 @@ _PICTURES = ("text", "svg")
 """Formats that may show a part; the others list all actions."""
 
 _FORMATS: dict[str, Callable[[Summary], str]] = {
-    "text": _text, "csv": lambda summary: write_csv(summary.schedule), "svg": draw_svg,
+    "text": _text, "csv": lambda summary: summary.schedule.to_csv(), "svg": draw_svg,
     "json": lambda summary: json.dumps(summary.as_json()) + "\n"}
 
 
 def named_schedule(options: argparse.Namespace, costs: RankCosts, listing: str = "") -> Schedule:
     """Return the schedule of a name, a file or a plan, not proved yet; ``listing`` says why all actions are listed."""
     name = options.name
-    if name not in schedule_names() and (name.lower().endswith((".csv", ".json")) or "/" in name):
+    if name not in RegisteredSchedule.names() and (name.lower().endswith((".csv", ".json")) or "/" in name):
         schedule = _planned(name, options) if name.lower().endswith(".json") else _read(Path(name))
         for option, given, has in (("--stages", options.stages, len(set(schedule.placement))),
                                    ("--microbatches", options.microbatches, schedule.microbatches),
@@ -126,25 +117,26 @@ def named_schedule(options: argparse.Namespace, costs: RankCosts, listing: str =
                                 f"{option} is {given}, but '{name}' has {has}",
                                 hint=f"leave {option} out: the file says it")
         return schedule
-    recipe, widths, microbatches = _asked(options, why=listing)
-    return _built(recipe, widths, microbatches, options.chunks, options.update_every, costs, options.memory,
+    registered, widths, microbatches = _asked(options, why=listing)
+    return _built(registered, widths, microbatches, options.chunks, options.update_every, costs, options.memory,
                   _depths(options.warmup))
 
 
-def _asked(options: argparse.Namespace, *, listed: bool = True, why: str = "") -> tuple[Recipe, tuple[int, ...], int]:
+def _asked(options: argparse.Namespace, *, listed: bool = True,
+           why: str = "") -> tuple[RegisteredSchedule, tuple[int, ...], int]:
     """Return the schedule that the options name, the replicas at each position, and the number of microbatches.
 
     See :func:`_sizes` for the arguments.
     """
-    recipe = recipe_named(options.name)
-    if recipe.search is not None:
-        why = f", which '{recipe.name}' searches one by one,"
+    registered = RegisteredSchedule.named(options.name)
+    if registered.search is not None:
+        why = f", which '{registered.name}' searches one by one,"
     widths, microbatches = _sizes(options, listed=listed, why=why)
-    check_chunks(recipe, options.chunks, "--chunks")
-    if recipe.search is None and options.memory is not None:
-        raise UserError(f"--memory does not go with '{recipe.name}', which holds what it holds",
+    registered.check_chunks(options.chunks, "--chunks")
+    if registered.search is None and options.memory is not None:
+        raise UserError(f"--memory does not go with '{registered.name}', which holds what it holds",
                         hint="leave it out, or let auto find an order that keeps it")
-    return recipe, widths, microbatches
+    return registered, widths, microbatches
 
 
 def _too_long_to_list(options: argparse.Namespace, costs: RankCosts) -> Summary | None:
@@ -152,25 +144,26 @@ def _too_long_to_list(options: argparse.Namespace, costs: RankCosts) -> Summary 
 
     A searched schedule does not repeat, and every format but a picture lists all actions: they keep the limit.
     """
-    if options.format not in _PICTURES or options.name not in schedule_names():
+    if options.format not in _PICTURES or options.name not in RegisteredSchedule.names():
         return None
-    recipe, widths, microbatches = _asked(options, listed=False)
+    registered, widths, microbatches = _asked(options, listed=False)
     ranks, chunks, several = sum(widths), options.chunks or 1, max(widths) > 1
-    if recipe.search is not None or 2 * ranks * microbatches * chunks <= MOST_ACTIONS:
+    if registered.search is not None or 2 * ranks * microbatches * chunks <= Schedule.MOST_ACTIONS:
         return None
     warmup = _depths(options.warmup)
     if warmup is not None:
-        check_warmup(recipe, widths, warmup)
-    placement = _placed(recipe, widths, options.chunks)
+        registered.check_warmup(widths, warmup)
+    placement = _placed(registered, widths, options.chunks)
     gc.disable()  # a million tuples, none of them in a circle: to look for these takes a tenth of the time
     try:
-        found = find(recipe.name, placement, microbatches, costs.of(placement), options.update_every, warmup)
+        found = Repeating.find(registered.name, placement, microbatches, costs.of(placement), options.update_every,
+                               warmup)
     finally:
         gc.freeze()
         gc.enable()
     if found is None:
-        check_work(ranks, microbatches, chunks, replicated=several,
-                   why=f", in no short part of which '{recipe.name}' is seen to repeat itself at these costs,")
+        Schedule.check_work(ranks, microbatches, chunks, replicated=several,
+                   why=f", in no short part of which '{registered.name}' is seen to repeat itself at these costs,")
     return None if found is None else Summary.of_repeating(found, costs)
 
 
@@ -183,7 +176,7 @@ def _planned(path: str, options: argparse.Namespace) -> Schedule:
                         hint='add one, such as "schedule": "1f1b"; vpipe plan CONFIG -o plan.json writes whole plans')
     if microbatches is None:
         raise UserError("the plan has no number of microbatches", where=path, hint="give --microbatches")
-    check_work(sum(map(len, plan.groups)), microbatches, replicated=max(map(len, plan.groups)) > 1)
+    Schedule.check_work(sum(map(len, plan.groups)), microbatches, replicated=max(map(len, plan.groups)) > 1)
     return build(plan.schedule, plan.groups, microbatches, plan.update_every,
                  recompute=[stage for stage, layers in enumerate(plan.recomputed) if layers],
                  warmup=plan.warmup)
@@ -209,8 +202,8 @@ def _sizes(options: argparse.Namespace, *, listed: bool = True, why: str = "") -
     chunks = options.chunks or 1
 
     def check_numbers(ranks: int, *, replicated: bool) -> None:
-        if listed or options.microbatches > MOST_MICROBATCHES or 2 * ranks * chunks > MOST_ACTIONS:
-            check_work(ranks, options.microbatches, chunks, replicated=replicated, why=why)
+        if listed or options.microbatches > Schedule.MOST_MICROBATCHES or 2 * ranks * chunks > Schedule.MOST_ACTIONS:
+            Schedule.check_work(ranks, options.microbatches, chunks, replicated=replicated, why=why)
 
     if len(widths) <= 1:  # refuses numbers that are too large before so long a tuple is made
         [width] = widths or (1,)
@@ -246,42 +239,43 @@ def _depths(text: str | None) -> tuple[int, ...] | None:
     return None if parts is None else tuple(map(int, parts))
 
 
-def _built(recipe: Recipe, widths: tuple[int, ...], microbatches: int, chunks: int | None, update_every: int | None,
-           costs: RankCosts, memory: int | None = None, warmup: tuple[int, ...] | None = None) -> Schedule:
+def _built(registered: RegisteredSchedule, widths: tuple[int, ...], microbatches: int, chunks: int | None,
+           update_every: int | None, costs: RankCosts, memory: int | None = None,
+           warmup: tuple[int, ...] | None = None) -> Schedule:
     ranks = len(widths)
     if warmup is not None:
-        check_warmup(recipe, widths, warmup)
-    if recipe.search is not None:
-        check_work(sum(widths), microbatches, chunks or 1, replicated=max(widths) > 1, most=MOST_SEARCHED)
+        registered.check_warmup(widths, warmup)
+    if registered.search is not None:
+        Schedule.check_work(sum(widths), microbatches, chunks or 1, replicated=max(widths) > 1, most=MOST_SEARCHED)
     else:
-        return build(recipe.name, _placed(recipe, widths, chunks), microbatches, update_every, warmup=warmup)
+        return build(registered.name, _placed(registered, widths, chunks), microbatches, update_every, warmup=warmup)
     limit = None if memory is None else memory * costs.activation_bytes
     if max(widths) == 1:
         return search_placements(ranks, microbatches, chunks, costs.of, limit)
     if len(set(widths)) > 1:
-        return build(recipe.name, _replicated(placement_of(recipe, ranks, 1), widths), microbatches)  # says why not
+        return build(registered.name, _replicated(registered.placement(ranks, 1), widths), microbatches)  # says why not
     placement = search_placements(ranks, -(-microbatches // widths[0]), chunks, costs.of, limit).placement
-    return build(recipe.name, _replicated(placement, widths), microbatches, costs=costs.of(placement), limits=limit)
+    return build(registered.name, _replicated(placement, widths), microbatches, costs=costs.of(placement), limits=limit)
 
 
-def _placed(recipe: Recipe, widths: tuple[int, ...], chunks: int | None) -> Placement:
+def _placed(registered: RegisteredSchedule, widths: tuple[int, ...], chunks: int | None) -> tuple[tuple[int, ...], ...]:
     """Return the placement of a schedule of fixed order."""
-    return _replicated(placement_of(recipe, len(widths), recipe.chunks if chunks is None else chunks), widths)
+    return _replicated(registered.placement(len(widths), chunks), widths)
 
 
-def _replicated(placement: Placement, widths: tuple[int, ...]) -> Placement:
+def _replicated(placement: tuple[tuple[int, ...], ...], widths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return a placement with every rank replaced by its replicas, numbered one after the other."""
     own = [range(first := sum(widths[:rank]), first + width) for rank, width in enumerate(widths)]
     return tuple(tuple(chain.from_iterable(own[rank] for rank in ranks)) for ranks in placement)
 
 
-def compared_schedule(recipe: Recipe, options: argparse.Namespace, costs: RankCosts) -> Schedule:
+def compared_schedule(registered: RegisteredSchedule, options: argparse.Namespace, costs: RankCosts) -> Schedule:
     """Return a schedule with those of the options that it can have, not proved yet."""
     widths, microbatches = _sizes(options)
-    return _built(recipe, widths, microbatches, options.chunks if recipe.any_chunks else None,
-                  None if recipe.flush else options.update_every, costs,
-                  None if recipe.search is None else options.memory,
-                  _depths(options.warmup) if recipe.any_warmup else None)
+    return _built(registered, widths, microbatches, options.chunks if registered.any_chunks else None,
+                  None if registered.flush else options.update_every, costs,
+                  None if registered.search is None else options.memory,
+                  _depths(options.warmup) if registered.any_warmup else None)
 
 
 def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
@@ -291,9 +285,9 @@ def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
         raise UserError(f"--all prints a table, not {options.format}", hint="leave --format out, or name a schedule")
     widths, microbatches = _sizes(options)
     found: dict[str, Summary | str] = {}
-    for name in schedule_names():
+    for name in RegisteredSchedule.names():
         try:
-            found[name] = Summary.of(compared_schedule(recipe_named(name), options, costs), costs)
+            found[name] = Summary.of(compared_schedule(RegisteredSchedule.named(name), options, costs), costs)
         except UserError as error:
             found[name] = error.problems[0].what.splitlines()[0]
     limit = "" if options.memory is None else f"; auto: {counted(options.memory, 'microbatch')} on a rank at most"

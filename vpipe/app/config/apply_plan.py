@@ -12,7 +12,7 @@ from vpipe.app.config.parallel import OF_SCHEDULE, OF_STAGES, ParallelSection
 from vpipe.app.config.yaml_tree import Keys, Tree, describe, read_json_tree
 from vpipe.errors import Problem, UserError
 from vpipe.plan.plan import KEYS, MOST_BYTES, MOST_VALUES, Plan
-from vpipe.schedules.registry import recipe_if_any
+from vpipe.schedules import RegisteredSchedule
 
 PLAN = ("parallel", "plan")
 
@@ -82,8 +82,9 @@ def drop_derived(tree: Tree, settings: Mapping[str, Any]) -> None:
         dropped |= {"recompute"} if any(isinstance(layers, list) for layers in old) else set()
     if parallel["schedule"] in given:
         dropped |= {*OF_SCHEDULE}
-        recipes = [recipe_if_any(str(name)) for name in (tree.get(parallel["schedule"]), given[parallel["schedule"]])]
-        if not any(recipe is None or recipe.flush for recipe in recipes) and _updates_take_a_batch(tree):
+        both = [RegisteredSchedule.find(str(name))
+                for name in (tree.get(parallel["schedule"]), given[parallel["schedule"]])]
+        if not any(registered is None or registered.flush for registered in both) and _updates_take_a_batch(tree):
             dropped -= {"update_every"}
     if parallel["stage_to_rank_map"] in given:
         dropped |= {*OF_STAGES} & {*OF_SCHEDULE}  # depends on the replicas of every stage, too

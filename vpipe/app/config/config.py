@@ -36,9 +36,7 @@ from vpipe.app.config.yaml_tree import Place, Tree, describe, parse, read_yaml, 
 from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS
 from vpipe.errors import UserError
 from vpipe.extras.legacy.vpipe_flat import FLAT_KEYS, REPLACED_SECTIONS, to_native
-from vpipe.schedules.prepare import is_file, microbatches_of
-from vpipe.schedules.registry import recipe_if_any
-from vpipe.schedules.size import MOST_MICROBATCHES
+from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
 
 DEEPEST = 8
 """Largest number of names in a key of ``--set``; keys of a config have at most four."""
@@ -154,7 +152,7 @@ class TrainingSection(Section):
         "stop after this many passes over the data; 1 when neither max_steps nor max_minutes is given"))
     max_steps: Steps | None = Field(None, description="stop after this many steps")
     max_minutes: float | None = Field(None, gt=0, le=MOST_STEPS, description="stop after this many minutes of training")
-    num_microbatches: int | None = Field(None, ge=1, le=MOST_MICROBATCHES, description=(
+    num_microbatches: int | None = Field(None, ge=1, le=Schedule.MOST_MICROBATCHES, description=(
         "microbatches per batch; must divide dataset.batch_size; null takes 1 with a flush, without one as many as "
         "stages, times replicas, and then an update takes the whole batch"))
     optimizer: Literal["sgd", "adam", "adamw", "nadam", "lamb", "muon", "soap"] = Field("adamw", description=(
@@ -345,8 +343,8 @@ class Config(Section):
         fewer do not divide the batch. A smaller batch is cut into single samples.
         """
         parallel, samples = self.parallel, self.dataset.batch_size
-        if is_file(parallel.schedule):
-            return microbatches_of(parallel.schedule)
+        if CsvFile.is_path(parallel.schedule):
+            return CsvFile.read(parallel.schedule).schedule.microbatches
         if not parallel.asynchronous:
             return 1
         fewest, unit = parallel.microbatches_of_update, parallel.microbatch_unit
@@ -361,7 +359,7 @@ class Config(Section):
         training = self.training.model_copy(update={"num_microbatches": self.microbatches})
         config = self.model_copy(update={"training": training})
         parallel = config.parallel
-        if parallel.update_every is not None or is_file(parallel.schedule) or not parallel.asynchronous:
+        if parallel.update_every is not None or CsvFile.is_path(parallel.schedule) or not parallel.asynchronous:
             return config
         return config.with_parallel(update_every=config.microbatches // lcm(*parallel.widths))
 
@@ -443,7 +441,7 @@ def config_tree(path: Path, overrides: Sequence[str] = (), scheduler: str | None
         for key, part in flat:
             tree.put((key,), part)
         tree = to_native(tree, file.parent, Config.model_fields, shipped=file != path)
-    if scheduler is not None and scheduler not in SCHEDULERS and recipe_if_any(scheduler) is not None:
+    if scheduler is not None and scheduler not in SCHEDULERS and RegisteredSchedule.find(scheduler) is not None:
         raise UserError(f"'{scheduler}' is a schedule; a scheduler is {' or '.join(SCHEDULERS)}",
                         hint=f"write --set parallel.schedule={scheduler}", where="--scheduler")
     if scheduler is not None:

@@ -26,23 +26,7 @@ from vpipe.errors import UserError, nearest
 from vpipe.plan.plan import Plan
 from vpipe.plugins import announced
 from vpipe.runtime import threads_refused
-from vpipe.schedules.build import check_warmup, places_copies
-from vpipe.schedules.prepare import has_flush, is_file
-from vpipe.schedules.registry import (
-    DEFAULT_ASYNCHRONOUS,
-    DEFAULT_SCHEDULE,
-    recipe_if_any,
-    recipe_named,
-    schedule_names,
-)
-from vpipe.schedules.size import (
-    MOST_MICROBATCHES,
-    MOST_RANKS,
-    MOST_STAGES,
-    Placement,
-    default_warmup,
-    first_missing,
-)
+from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule, ScheduleSpec
 from vpipe.units import parse_size
 
 Scheduler = Literal["naive", "async_threaded"]
@@ -76,8 +60,8 @@ def _depths_or_auto(value: Any) -> Any:
         return value
     if not isinstance(value, (list, tuple)):
         raise MistakesError(Mistake((), f"must be a list of whole numbers or auto, got {describe(value)}", hint))
-    return check_entries(value, lambda entry: type(entry) is int and 0 <= entry <= MOST_MICROBATCHES,
-                         f"a whole number from 0 to {MOST_MICROBATCHES:,}", hint)
+    return check_entries(value, lambda entry: type(entry) is int and 0 <= entry <= Schedule.MOST_MICROBATCHES,
+                         f"a whole number from 0 to {Schedule.MOST_MICROBATCHES:,}", hint)
 
 
 def _recompute(value: Any) -> Any:
@@ -141,14 +125,14 @@ OF_SCHEDULE = ("update_every", "chunks", "warmup_depth")
 class ParallelSection(Section):
     """The stages, their ranks, their schedule, and the devices."""
 
-    model_parallel_size: int = Field(ge=1, le=MOST_STAGES, description=(
+    model_parallel_size: int = Field(ge=1, le=Schedule.MOST_STAGES, description=(
         "number of stages; optional where partition or stage_to_rank_map gives it"))
-    data_parallel_size: int = Field(1, ge=1, le=MOST_RANKS, description=(
+    data_parallel_size: int = Field(1, ge=1, le=Schedule.MOST_RANKS, description=(
         "replicas of the whole pipeline, where stage_to_rank_map does not give the ranks of each stage"))
-    schedule: str = Field(DEFAULT_SCHEDULE, min_length=1, description=(
+    schedule: str = Field(RegisteredSchedule.DEFAULT, min_length=1, description=(
         "order of forwards, backwards and updates, such as gpipe, 1f1b or pipedream; auto takes the fastest with a "
         "flush; or a CSV file of actions, relative to the current folder"))
-    chunks: int | None = Field(None, ge=1, le=MOST_STAGES, description=(
+    chunks: int | None = Field(None, ge=1, le=Schedule.MOST_STAGES, description=(
         "stages per rank, for schedules with a variable number (interleaved, interleaved_zb, looped_bfs, hanayo); null "
         "takes the schedule's default"))
     scheduler: Scheduler | None = Field(None, description=(
@@ -176,7 +160,7 @@ class ParallelSection(Section):
     plan: FilePath | None = Field(None, description=(
         "plan file of vpipe plan, relative to the current folder; it gives partition, recompute, stage_to_rank_map, "
         "schedule, update_every, warmup_depth and training.num_microbatches"))
-    update_every: int | None = Field(None, ge=1, le=MOST_MICROBATCHES, description=(
+    update_every: int | None = Field(None, ge=1, le=Schedule.MOST_MICROBATCHES, description=(
         "microbatches per update of an asynchronous schedule, and per rank of a stage; null takes all of a batch where "
         "training.num_microbatches is null, else the smallest possible number"))
     stage_to_rank_map: dict[str, Ints] | None = Field(None, description=(
@@ -212,14 +196,15 @@ class ParallelSection(Section):
     @property
     def to_plan(self) -> tuple[str, ...]:
         """Return the keys that are planned when the run starts; a schedule from a file is not planned for."""
-        cut = self.model_parallel_size > 1 and not is_file(self.schedule)
+        cut = self.model_parallel_size > 1 and not CsvFile.is_path(self.schedule)
         return tuple(key for key in ("partition", "recompute", "schedule", "warmup_depth")
                      if getattr(self, key) == AUTO and (key not in ("partition", "warmup_depth") or cut))
 
     @property
     def standing_in(self) -> ParallelSection:
         """Return this section with stand-ins for keys to be planned: the default schedule, no recomputation."""
-        return self.model_copy(update={"schedule": DEFAULT_SCHEDULE if self.schedule == AUTO else self.schedule,
+        schedule = RegisteredSchedule.DEFAULT if self.schedule == AUTO else self.schedule
+        return self.model_copy(update={"schedule": schedule,
                                        "recompute": 0.0 if self.recompute == AUTO else self.recompute,
                                        "warmup_depth": self.depths})
 
@@ -228,7 +213,7 @@ class ParallelSection(Section):
         """Return this section without an auto for which there is nothing to choose: the forwards ahead of one stage."""
         return self if "warmup_depth" in self.to_plan else self.model_copy(update={"warmup_depth": self.depths})
 
-    def following(self, plan: Plan, placement: Placement) -> ParallelSection:
+    def following(self, plan: Plan, placement: tuple[tuple[int, ...], ...]) -> ParallelSection:
         """Return this section with the cut and the schedule of a plan; ``placement`` is today's."""
         changes: dict[str, Any] = {
             "partition": plan.partition, "model_parallel_size": len(plan.partition), "plan": None,
@@ -259,7 +244,7 @@ class ParallelSection(Section):
     def depths(self) -> tuple[int, ...] | None:
         """Return the forwards of each stage before its first backward where they are listed, and not 1F1B's."""
         depths = self.warmup_depth
-        return depths if isinstance(depths, tuple) and depths != default_warmup(self.widths) else None
+        return depths if isinstance(depths, tuple) and depths != Schedule.default_warmup(self.widths) else None
 
     @property
     def asks_for_gpus(self) -> bool:
@@ -278,7 +263,7 @@ class ParallelSection(Section):
     @property
     def asynchronous(self) -> bool:
         """Return whether the schedule has no flush."""
-        return not has_flush(self.schedule)
+        return not ScheduleSpec.has_flush(self.schedule)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -290,7 +275,7 @@ class ParallelSection(Section):
     @property
     def in_flight(self) -> int:
         """Return the most microbatches that a replica of a stage has in flight: as many as stages, without replicas."""
-        return 1 + max(self.depths or default_warmup(self.widths))
+        return 1 + max(self.depths or Schedule.default_warmup(self.widths))
 
     @property
     def microbatch_unit(self) -> int:
@@ -303,11 +288,12 @@ class ParallelSection(Section):
 
         Every replica takes as many as it has in flight.
         """
-        fewest = max(self.in_flight, recipe_named(self.schedule).update_every(self.in_flight)) * lcm(*self.widths)
+        least = RegisteredSchedule.named(self.schedule).update_every(self.in_flight)
+        fewest = max(self.in_flight, least) * lcm(*self.widths)
         return -(-fewest // self.microbatch_unit) * self.microbatch_unit
 
     @property
-    def placement(self) -> Placement | None:
+    def placement(self) -> tuple[tuple[int, ...], ...] | None:
         """Return the ranks per stage; None if the schedule places them."""
         ranks = self.stage_to_rank_map
         return None if ranks is None else tuple(ranks[str(stage)] for stage in range(len(ranks)))
@@ -388,16 +374,18 @@ class ParallelSection(Section):
         if depths is None or (len(depths) != self.model_parallel_size and depths != AUTO):
             return
         shown = depths if isinstance(depths, str) else list(depths)
-        recipe = None if is_file(self.schedule) or self.schedule == AUTO else recipe_if_any(self.schedule)
-        if is_file(self.schedule):
+        is_file = CsvFile.is_path(self.schedule)
+        registered = None if is_file or self.schedule == AUTO else RegisteredSchedule.find(self.schedule)
+        if is_file:
             yield Mistake(("warmup_depth",), f"is {shown}, but the schedule is a file, '{self.schedule}', which says "
                           "the order of its actions", "leave it out, or name a schedule")
         elif self.schedule == AUTO:
             yield Mistake(("warmup_depth",), f"is {shown}, but the schedule is auto, which takes one with a flush",
-                          "leave it out, or choose a schedule without a flush, such as " + DEFAULT_ASYNCHRONOUS)
-        elif recipe is not None:
+                          "leave it out, or choose a schedule without a flush, such as "
+                          + RegisteredSchedule.DEFAULT_ASYNCHRONOUS)
+        elif registered is not None:
             try:
-                check_warmup(recipe, self.widths, depths)
+                registered.check_warmup(self.widths, depths)
             except UserError as error:
                 [problem] = error.problems
                 yield Mistake(("warmup_depth",), problem.what.removeprefix("warmup_depth "), problem.hint)
@@ -431,15 +419,15 @@ class ParallelSection(Section):
         if self.schedule == AUTO and self.chunks is not None:
             yield Mistake(("chunks",), f"is {self.chunks}, but the schedule is auto",
                           "leave it out, or name a schedule")
-        if is_file(self.schedule) and self.recompute == AUTO:
+        if CsvFile.is_path(self.schedule) and self.recompute == AUTO:
             yield Mistake(("recompute",), f"is auto, but the schedule is a file, '{self.schedule}', under which "
                           "nothing is planned", "write what is recomputed, or name a schedule")
-        if not is_file(self.schedule) and self.schedule not in schedule_names():
+        if not CsvFile.is_path(self.schedule) and self.schedule not in RegisteredSchedule.names():
             yield Mistake(("schedule",), f"is '{self.schedule}', which is no schedule of this version",
-                          nearest(self.schedule, schedule_names(), open_list=True))
+                          nearest(self.schedule, RegisteredSchedule.names(), open_list=True))
             return
         try:
-            flush = has_flush(self.schedule)
+            flush = ScheduleSpec.has_flush(self.schedule)
         except UserError as error:  # of a file
             [problem] = error.problems
             place = f" ({problem.where})" if problem.where else ""
@@ -487,7 +475,7 @@ def rank_map_mistakes(ranks: Mapping[str, tuple[int, ...]], stages: int, schedul
                 yield Mistake((key, stage), f"{both}stage {other} has ranks {list(ranks[other])}, stage {stage} "
                               f"{list(ranks[stage])}",
                               "let the two share all of their ranks, in the same order, or none")
-    missing = first_missing(rank for _, rank in places)
+    missing = min({*range(len(places) + 1)} - {rank for _, rank in places})
     if missing < highest:
         yield Mistake((key,), f"names ranks up to {highest}, but never rank {missing}",
                       "number the ranks from 0 without a gap")
@@ -496,11 +484,11 @@ def rank_map_mistakes(ranks: Mapping[str, tuple[int, ...]], stages: int, schedul
 def _one_stage_per_rank(schedule: str, stages: int) -> bool:
     if schedule == "auto":
         return True
-    recipe = recipe_if_any(schedule)  # None of a file, or a name that is refused anyway
-    return (recipe is not None and recipe.chunks == 1 and not recipe.any_chunks
-            and not places_copies(recipe, stages))
+    registered = RegisteredSchedule.find(schedule)  # None of a file, or a name that is refused anyway
+    return (registered is not None and registered.chunks == 1 and not registered.any_chunks
+            and not registered.places_copies(stages))
 
 
 def _places_copies(schedule: str, stages: int) -> bool:
-    recipe = recipe_if_any(schedule)
-    return recipe is not None and places_copies(recipe, stages)
+    registered = RegisteredSchedule.find(schedule)
+    return registered is not None and registered.places_copies(stages)

@@ -29,7 +29,7 @@ from vpipe.app.train.run_folder import CONFIG, last_step
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.distributed import RankEnvironment
 from vpipe.errors import RunError, UserError, counted
-from vpipe.schedules.prepare import is_file
+from vpipe.schedules import CsvFile
 
 if TYPE_CHECKING:
     from vpipe.app.train.job import Job
@@ -295,7 +295,7 @@ def fitted(config: Config, ranks: int) -> Config:
         UserError: the config says what cannot be carried over.
     """
     parallel = config.parallel
-    if is_file(parallel.schedule):
+    if CsvFile.is_path(parallel.schedule):
         raise UserError(f"elastic: {counted(ranks, 'rank')} are there, but the schedule is a file, "
                         f"'{parallel.schedule}', which is for {ranks_of(config)}", hint="name a schedule, or give it "
                         "the ranks that it has")

@@ -11,9 +11,7 @@ from statistics import fmean, median
 from vpipe.app.metric_formulas import bubble
 from vpipe.app.report.idle_causes import Cause, Producers, medians, time_slices
 from vpipe.app.report.recording import Recording
-from vpipe.schedules.action import Action
-from vpipe.schedules.kinds import Kind, is_own, kind_with
-from vpipe.schedules.versions import VersionRegister
+from vpipe.schedules import kinds
 
 Points = Sequence[tuple[float, float]]
 
@@ -47,7 +45,7 @@ class Window:
 
 def step_ends(recording: Recording) -> dict[int, float]:
     """Return the end of each step on all ranks of stage 0, where its last backward ends; by the number of the step."""
-    assignment, ends, seen = recording.assignment, dict[int, float](), Counter[int]()
+    assignment, ends, seen = recording.dependencies.assignment, dict[int, float](), Counter[int]()
     span, per_step = assignment.per_update(0), assignment.per_step
     for rank in recording.placement[0]:
         for done in recording.tracks[rank].actions:
@@ -123,13 +121,13 @@ class RankTime:
 
     rank: int
     span: float
-    work: Mapping[tuple[Kind, int], float]
+    work: Mapping[tuple[kinds.Kind, int], float]
     idle: Mapping[Cause, float]
 
     @property
     def compute(self) -> float:
         """Return the seconds of forwards and backwards."""
-        return sum(seconds for (op, _), seconds in self.work.items() if op.computes and is_own(op))
+        return sum(seconds for (op, _), seconds in self.work.items() if op.computes and op.is_own)
 
     @property
     def update(self) -> float:
@@ -139,14 +137,14 @@ class RankTime:
     @property
     def others(self) -> float:
         """Return the seconds of actions of kinds that packages have added."""
-        return sum(seconds for (op, _), seconds in self.work.items() if op.works and not is_own(op))
+        return sum(seconds for (op, _), seconds in self.work.items() if op.works and not op.is_own)
 
 
 def rank_times(recording: Recording, window: Window, producers: Producers) -> list[RankTime]:
     """Return the ranks' times in a window; evaluations are not counted."""
     times = []
     for track in recording.tracks:
-        work: dict[tuple[Kind, int], float] = defaultdict(float)
+        work: dict[tuple[kinds.Kind, int], float] = defaultdict(float)
         idle: dict[Cause, float] = defaultdict(float)
         span = 0.0
         for start_s, end_s, cause, done in time_slices(recording, track, producers):
@@ -224,12 +222,12 @@ class Figures:
             handing = sum(seconds for time in mine for (op, own), seconds in time.work.items()
                           if not op.works and own == stage)
             others = sum(seconds for time in mine for (op, own), seconds in time.work.items()
-                         if op.works and not is_own(op) and own == stage)
+                         if op.works and not op.is_own and own == stage)
             waiting = sum(time.idle.get(Cause.TRANSFER, 0.0) for time in mine)
             idle = sum(sum(time.idle.values()) for time in mine) - waiting
             per = max(1, window.steps) * len(ranks)
             forward, backward, split, weight, recompute, update = (
-                usual.get((stage, kind_with(trait)), 0.0) for trait in (
+                usual.get((stage, kinds.having(trait)), 0.0) for trait in (
                     "uses_version", "whole_backward", "first_half", "second_half", "recomputation", "makes_version"))
             kept = max((held for rank in ranks for _, held in memory.get(rank, ())), default=None)
             stages.append(StageFigures(forward, split or backward, weight, recompute, update, others / per,
@@ -261,18 +259,21 @@ def _staleness(recording: Recording) -> list[list[int]]:
     """
     behind: list[list[int]] = [[] for _ in recording.placement]
     for track in recording.tracks:
-        registers: dict[int, VersionRegister] = {}  # at first with the version before the first recorded step
+        latest: dict[int, int] = {}  # by stage; at first the version before the first recorded step
+        chosen: dict[int, int] = {}
         for op, stage, index, *_ in track.actions:
             if op.makes_version:
-                registers.setdefault(stage, VersionRegister(index))
+                latest.setdefault(stage, index)
         used: dict[tuple[int, int], int] = {}
         for op, stage, index, *_ in track.actions:
-            register = registers.setdefault(stage, VersionRegister())
-            register.follow(Action(op, stage, index))
-            if op.uses_version:
-                used[stage, index] = register.in_use
+            if op.makes_version:
+                latest[stage] += 1
+            elif op.chooses:
+                chosen[stage] = index
+            elif op.uses_version:
+                used[stage, index] = chosen.get(stage, latest.get(stage, 0))
             elif op.returns and (stage, index) in used:
-                behind[stage].append(register.latest - used.pop((stage, index)))
+                behind[stage].append(latest.get(stage, 0) - used.pop((stage, index)))
     return behind
 
 

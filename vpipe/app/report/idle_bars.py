@@ -10,11 +10,12 @@ from vpipe.app.report.idle_causes import Cause
 from vpipe.app.report.report_data import ReportData
 from vpipe.app.report.style import FILLS, render
 from vpipe.app.visualize.table import milliseconds, percent, row_name
-from vpipe.schedules.kinds import kind_with
+from vpipe.schedules import kinds
 from vpipe.units import size_text
 
 _IDLE = {f"idle: {cause.value}": cause for cause in Cause}
-_WORK = {"forward and backward": kind_with("uses_version").colour, "optimizer step": kind_with("makes_version").colour,
+_WORK = {"forward and backward": kinds.having("uses_version").colour,
+         "optimizer step": kinds.having("makes_version").colour,
          "other actions": "var(--plan)", "handing over": "var(--comm)"}
 _FILLS = _WORK | {name: FILLS[cause] for name, cause in _IDLE.items()}
 

@@ -10,16 +10,14 @@ actions after e, or without a producer, is dispatch: vpipe itself, reading data.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 from typing import NamedTuple
 
 from vpipe.app.report.recording import Recording, Track
-from vpipe.schedules.action_record import RecordedAction
-from vpipe.schedules.kinds import NORMS, PART, SUM, Kind, Needed
-from vpipe.schedules.setting import Setting
+from vpipe.schedules import Dependencies, RecordedAction, kinds
 
 
 class Cause(StrEnum):
@@ -53,8 +51,8 @@ class _Produced(NamedTuple):
 class Producers:
     """The actions that others wait for, by the value that they make or send, its stage and its index."""
 
-    made: Mapping[Needed, Sequence[_Produced]]
-    setting: Setting
+    made: Mapping[Hashable, Sequence[_Produced]]
+    dependencies: Dependencies
 
     @classmethod
     def from_recording(cls, recording: Recording, simulated: bool = False) -> Producers:
@@ -62,33 +60,27 @@ class Producers:
 
         In a ``simulated`` one no action is late: durations differ only where ranks share cores.
         """
-        usual, assignment = medians(recording), recording.assignment
-        made: dict[Needed, list[_Produced]] = defaultdict(list)
+        usual, dependencies = medians(recording), recording.dependencies
+        made: dict[Hashable, list[_Produced]] = defaultdict(list)
         for track in recording.tracks:
-            for op, stage, index, start_s, end_s, waited_s, *_ in track.actions:
+            for done in track.actions:
+                op, stage, _, start_s, end_s, waited_s, *_ = done
                 excess_s = 0.0 if simulated else max(0.0, end_s - start_s - waited_s - usual[stage, op])
                 produced = _Produced(track.rank, end_s, excess_s)
-                makes = op.makes
-                if op.transfer is not None and op.sends and not op.per_microbatch:
-                    makes = ((op.transfer.value, 0),)
-                for value, offset in makes:
-                    at = assignment.update_of(stage, index) if value is PART else index
-                    made[value, stage + offset, at].append(produced)
-        there = {value for value, _, _ in made}
-        # A simulated sum is a transfer, no action.
-        return cls(made, Setting(assignment, lowered=SUM in there, normed=NORMS in there))
+                for value in dependencies.made(done.action):
+                    made[value].append(produced)
+        return cls(made, dependencies)
 
     def awaited(self, done: RecordedAction, rank: int) -> _Produced | None:
         """Return the producer that an action waited for: of several, the one that ended last."""
-        op, stage, index, *_ = done
-        found = [made for needed in op.needs(self.setting, stage, index, rank) if needed[0].homes is not None
+        found = [made for needed in self.dependencies.needed(done.action, rank)
                  for made in self.made.get(needed, ()) if made.rank != rank]
         return max(found, key=lambda made: made.end_s, default=None)
 
 
-def medians(recording: Recording) -> dict[tuple[int, Kind], float]:
+def medians(recording: Recording) -> dict[tuple[int, kinds.Kind], float]:
     """Return the median seconds at work, by stage and operation."""
-    taken: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    taken: dict[tuple[int, kinds.Kind], list[float]] = defaultdict(list)
     for track in recording.tracks:
         for op, stage, _, start_s, end_s, waited_s, *_ in track.actions:
             taken[stage, op].append(end_s - start_s - waited_s)
@@ -129,7 +121,7 @@ def time_slices(recording: Recording, track: Track, producers: Producers) -> Ite
         yield TimeSlice(now, recording.end_s, Cause.SCHEDULE, None)
 
 
-def _is_handed(kind: Kind) -> bool:
+def _is_handed(kind: kinds.Kind) -> bool:
     """Tell whether an action waits for nothing itself."""
     return kind.transfer is not None or kind.chooses
 

@@ -39,7 +39,7 @@ class _Page:
 
     def __init__(self, data: ReportData) -> None:
         self._data, self._run = data, data.recording
-        assignment, expected = self._run.assignment, data.expected
+        assignment, expected = self._run.dependencies.assignment, data.expected
         whole = all(assignment.per_update(stage) == assignment.per_step for stage in range(len(self._run.placement)))
         self.unit = "update" if whole else "step"
         # A window of the run and one of the expected run, with equally many steps.

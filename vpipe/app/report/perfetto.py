@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from heapq import merge
 from operator import itemgetter
 from pathlib import Path
@@ -19,9 +19,6 @@ from typing import Any
 from vpipe.app.report.idle_causes import Producers, time_slices
 from vpipe.app.report.recording import Recording, Track, describe
 from vpipe.app.visualize.table import row_name
-from vpipe.schedules.action_record import RecordedAction
-from vpipe.schedules.kinds import Needed
-from vpipe.schedules.setting import Setting
 
 MOST_ACTIONS = 250_000
 """Limit for all ranks together: about 110 MB of JSON. Perfetto in a browser holds no much larger file."""
@@ -45,7 +42,7 @@ def write_trace(recording: Recording, producers: Producers, path: Path, most: in
     if until_s < recording.end_s:
         note = (f"trace.json shows the first {until_s:.1f} s of {recording.end_s:.1f} s, {most:,} actions: Perfetto "
                 "opens no much larger file.")
-    flows = _flows(recording, producers.setting, until_s)
+    flows = _flows(recording, until_s)
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with partial.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -81,7 +78,7 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Mapping[Needed, int],
+def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Mapping[Hashable, int],
              until_s: float) -> Iterator[Event]:
     """Yield a rank's slices and flows, in order."""
     rank = track.rank
@@ -99,11 +96,11 @@ def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Ma
         yield start, {**event, "name": str(done.action), "cat": str(done.op), "args": {
             "what": describe(done), "waited_ms": round(done.waited_s * 1e3, 4), "held_bytes": done.held_bytes,
             "versions": done.versions}}
-        ends = _ends(done, producers.setting)
-        if ends is not None and (number := flows.get(ends[1])) is not None:
-            flow = {"ph": ends[0], "id": number, "pid": rank, "tid": row, "ts": start, "name": "transfer",
-                    "cat": "transfer"}
-            yield start, flow if ends[0] == "s" else {**flow, "bp": "e"}
+        end_of = recording.dependencies.transferred(done.action)
+        if end_of is not None and (number := flows.get(end_of[0])) is not None:
+            flow = {"ph": "s" if end_of[1] else "f", "id": number, "pid": rank, "tid": row, "ts": start,
+                    "name": "transfer", "cat": "transfer"}
+            yield start, flow if end_of[1] else {**flow, "bp": "e"}
 
 
 def _kept_tensors(track: Track, until_s: float) -> Iterator[Event]:
@@ -115,24 +112,13 @@ def _kept_tensors(track: Track, until_s: float) -> Iterator[Event]:
                 "activations": activations, "weight versions": versions, "gradients and optimizer": static}}
 
 
-def _ends(done: RecordedAction, setting: Setting) -> tuple[str, Needed] | None:
-    """Return which end of a flow an action is, and what flows; None for others."""
-    op, stage, index, *_ = done
-    if not op.per_microbatch or op.receives:
-        return None
-    if op.transfer is not None:
-        return "s", (op.transfer.value, stage + op.transfer.value_offset, index)
-    used = [needed for needed in op.needs(setting, stage, index, 0) if needed[0].carrier is not None]
-    return ("f", used[0]) if used else None
-
-
-def _flows(recording: Recording, setting: Setting, until_s: float) -> dict[Needed, int]:
+def _flows(recording: Recording, until_s: float) -> dict[Hashable, int]:
     """Number the flows whose ends are both shown and in order: two hosts' clocks may differ."""
-    sent: dict[Needed, float] = {}
-    used: dict[Needed, float] = {}
+    begun: dict[tuple[Hashable, bool], float] = {}  # by what flows, and whether it is sent
     for track in recording.tracks:
         for done in track.actions:
-            if done.end_s <= until_s and (ends := _ends(done, setting)) is not None:
-                (sent if ends[0] == "s" else used)[ends[1]] = done.begun_s
-    both = (use for use, begun_s in sent.items() if use in used and _us(begun_s) <= _us(used[use]))
+            if done.end_s <= until_s and (end := recording.dependencies.transferred(done.action)) is not None:
+                begun[end] = done.begun_s
+    both = (use for (use, sent), begun_s in begun.items()
+            if sent and (use, False) in begun and _us(begun_s) <= _us(begun[use, False]))
     return {use: number for number, use in enumerate(both, 1)}

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError, counted
-from vpipe.schedules.action_record import FORMAT, RecordedAction
-from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.kinds import kind_if_any
-from vpipe.schedules.size import Placement
+from vpipe.schedules import Dependencies, RecordedAction, kinds
 
 _RECORD_AGAIN = "record the run again with 'trace: true' in its config, or copy the file whole"
 
@@ -63,9 +60,10 @@ def _read_header(file: Path) -> dict[str, Any]:
         header = json.loads(text)
     except ValueError:
         raise UserError("the header of the record is not JSON", where=where, hint=_RECORD_AGAIN) from None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
+    if not isinstance(header, dict) or header.get("format") != RecordedAction.file_format():
         found = header.get("format") if isinstance(header, dict) else None
-        raise UserError(f"the record has format {found!r}, this version reads {FORMAT}", where=where,
+        raise UserError(f"the record has format {found!r}, this version reads "
+                        f"{RecordedAction.file_format()}", where=where,
                         hint="use the version of vpipe that made the run")
     for key, is_right in _KEYS.items():
         if key not in header or not is_right(header[key]):
@@ -154,7 +152,7 @@ class Recording:
     """
 
     schedule: str
-    placement: Placement
+    placement: tuple[tuple[int, ...], ...]
     flush: bool
     microbatches: int
     update_every: int
@@ -165,9 +163,15 @@ class Recording:
     notes: tuple[str, ...] = ()
 
     @cached_property
-    def assignment(self) -> Assignment:
-        return Assignment(self.placement, self.microbatches if self.flush else self.update_every, self.flush,
-                      lambda number: number >= 0)
+    def dependencies(self) -> Dependencies:
+        """What its actions needed of each other, and the microbatches of every rank and update."""
+        kinds_there = {done.op for track in self.tracks for done in track.actions}
+        return Dependencies(self.placement, self.microbatches if self.flush else self.update_every, self.flush,
+                            kinds_there)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages that live on a rank, in order."""
+        return [stage for stage, ranks in enumerate(self.placement) if rank in ranks]
 
     @property
     def end_s(self) -> float:
@@ -292,7 +296,7 @@ def _parse_action(entry: list[Any], stages: int, last_s: float) -> RecordedActio
     if len(entry) != 6 or type(entry[0]) is not str or (match := _TEXT.fullmatch(entry[0])) is None:
         return None
     _, start_s, end_s, waited_s, held, versions = entry
-    op, stage = kind_if_any(match[2]), int(match[1])
+    op, stage = kinds.find(match[2]), int(match[1])
     if op is None and match[2].isupper() and len(match[2]) > 1:
         raise UserError(f"the record has actions '{entry[0]}', and no kind of action is called '{match[2]}' here",
                         hint="install the package that the run had, or name its file with --import")

@@ -21,14 +21,7 @@ from vpipe.errors import CheckError, UserError, counted
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.predict import predict
 from vpipe.plan.profile import Profile
-from vpipe.schedules.action import Action
-from vpipe.schedules.action_record import RecordedAction
-from vpipe.schedules.costs import Costs, Link, StageCosts
-from vpipe.schedules.kinds import is_own, kind_with
-from vpipe.schedules.peaks import recomputations
-from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.simulate import simulate
-from vpipe.schedules.simulator.timeline import Timeline
+from vpipe.schedules import Action, Costs, RecordedAction, Schedule, StageCosts, Timeline, kinds, simulate
 
 _LONGEST = 24  # steps that are simulated
 _IN_A_ROW, _FEWEST, _ACTIONS = 8, 4, 60_000  # simulated batches of a schedule with a flush; so many actions are quick
@@ -42,7 +35,7 @@ def as_recording(timeline: Timeline, like: Recording) -> Recording:
         now = 0.0
         for event in events:
             start, end = float(event.start_s), float(event.end_s)
-            actions.append(RecordedAction(event.action.op, event.action.stage, event.action.microbatch, now, end,
+            actions.append(RecordedAction(event.action.op, event.action.stage, event.action.index, now, end,
                                           max(0.0, start - now), 0, 0))
             now = end
         tracks.append(Track(rank, "", actions))
@@ -55,7 +48,7 @@ def repeat_batches(timeline: Timeline, batches: int) -> Timeline:
     """Return the timeline of so many batches of a schedule with a flush, where ``timeline`` is of one."""
     schedule = timeline.schedule
     count = schedule.microbatches
-    programs = [[action._replace(microbatch=action.microbatch + batch * (count if action.op.per_microbatch else 1))
+    programs = [[action._replace(index=action.index + batch * (count if action.op.per_microbatch else 1))
                  for batch in range(batches) for action in program] for program in schedule.programs]
     return simulate(replace(schedule.with_programs(programs), microbatches=batches * count), timeline.costs)
 
@@ -65,7 +58,7 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
 
     None where not even one step was recorded whole.
     """
-    ends, assignment = step_ends(recording), recording.assignment
+    ends, assignment = step_ends(recording), recording.dependencies.assignment
     first = min(ends, default=0)
     steps = next((number for number in range(len(ends)) if first + number not in ends), len(ends))
     steps = min(steps, max(_LONGEST, 3 * len(recording.placement)))
@@ -83,26 +76,26 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
     ranks, stages = len(programs), len(recording.placement)
     schedule = Schedule(recording.schedule, recording.placement, tuple(map(tuple, programs)), last,
                         assignment.update_every, recording.flush, (last * stages,) * ranks, (last + 1,) * stages, {})
-    return simulate(schedule, _median_costs(recording, producers, programs))
+    return simulate(schedule, _median_costs(recording, producers, schedule.recomputed_stages))
 
 
-def _median_costs(recording: Recording, producers: Producers, programs: Sequence[Sequence[Action]]) -> Costs:
+def _median_costs(recording: Recording, producers: Producers, early: set[int]) -> Costs:
     usual = medians(recording)
-    early = {stage for program in programs for stage, _ in recomputations(program)}
 
     def stage(number: int) -> StageCosts:
         def of(trait: str) -> float:
-            return usual.get((number, kind_with(trait)), 0.0)
+            return usual.get((number, kinds.having(trait)), 0.0)
 
-        whole, split = of("whole_backward"), (number, kind_with("first_half")) in usual
+        whole, split = of("whole_backward"), (number, kinds.having("first_half")) in usual
         halves = (of("first_half"), of("second_half")) if split else (whole, 0.0)
         return StageCosts(of("uses_version"), *halves, recompute_s=of("recomputation") if number in early else 0.0,
                           step_s=of("makes_version"))
 
     waits = [piece.end_s - piece.start_s for track in recording.tracks
              for piece in time_slices(recording, track, producers) if piece.cause is Cause.TRANSFER]
-    return Costs(tuple(map(stage, range(len(recording.placement)))), Link(median(waits) if waits else 0.0),
-                 seconds={(kind, stage): seconds for (stage, kind), seconds in usual.items() if not is_own(kind)})
+    costs = Costs(tuple(map(stage, range(len(recording.placement)))),
+                  seconds={(kind, stage): seconds for (stage, kind), seconds in usual.items() if not kind.is_own})
+    return costs.with_transfers(median(waits) if waits else 0.0)
 
 
 @dataclass(frozen=True)

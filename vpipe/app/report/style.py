@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vpipe.app.report.idle_causes import Cause
 from vpipe.app.visualize.svg import mixed
-from vpipe.schedules.kinds import Kind, kinds
+from vpipe.schedules import kinds
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -30,12 +30,12 @@ def _templates() -> Environment:
                        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
 
 
-def operation_fills(used: set[Kind], chunks: int) -> dict[str, str]:
+def operation_fills(used: set[kinds.Kind], chunks: int) -> dict[str, str]:
     """Return the colour of each class of CSS: an operation, and the number of the stage on its rank."""
-    return {f"{op}{chunk}": shade(op, chunk, chunks) for op in kinds() if op.works and op in used
+    return {f"{op}{chunk}": shade(op, chunk, chunks) for op in kinds.known() if op.works and op in used
             for chunk in range(chunks if op.per_microbatch else 1)}
 
 
-def shade(op: Kind, chunk: int, chunks: int) -> str:
+def shade(op: kinds.Kind, chunk: int, chunks: int) -> str:
     """Return the colour of an operation on the rank's stage number ``chunk`` of ``chunks``; later ones are paler."""
     return mixed(op.colour, 0.6 * chunk / max(1, chunks - 1))

@@ -13,8 +13,7 @@ from vpipe.app.report.recording import Recording, describe
 from vpipe.app.report.style import FILLS, render, shade
 from vpipe.app.visualize.svg import tick_of
 from vpipe.app.visualize.table import milliseconds, number, row_name
-from vpipe.schedules.kinds import kinds
-from vpipe.schedules.schedule import stages_of_rank
+from vpipe.schedules import kinds
 
 _ROW, _GAP, _HEAD, _AXIS = 26, 6, 34, 28
 _NARROWEST_PX = 680  # of the picture on a phone
@@ -63,7 +62,7 @@ class _Figure:
         pieces = [piece for ranks in self._parts for own in ranks for piece in own]
         causes = {piece.cause for piece in pieces}
         ops = {piece.done.op for piece in pieces if piece.cause is None and piece.done is not None}
-        for op in (op for op in kinds() if op.works and op in ops):
+        for op in (op for op in kinds.known() if op.works and op in ops):
             yield ([shade(op, chunk, self._chunks) for chunk in range(self._chunks if op.per_microbatch else 1)],
                    op.name, 2 * op.recomputation)
         if not all(op.works for op in ops):
@@ -82,7 +81,7 @@ class _Figure:
         for rank, own in enumerate(ranks):
             row = y + _HEAD + rank * (_ROW + _GAP)
             yield f'<rect x="0" y="{row}" width="{_n(width)}%" height="{_ROW}" fill="var(--idle)"/>'
-            stages = stages_of_rank(recording.placement, rank)
+            stages = recording.stages_of(rank)
             for piece in sorted(own, key=_is_step):  # steps on top: they are narrow
                 yield from self._piece(lane, piece, stages, row)
         # Where its steps begin and end, with their numbers.
@@ -137,7 +136,7 @@ class _Figure:
         recording = lane.recording
         shown = index % recording.microbatches if recording.flush else index
         if not recording.flush:  # so that both timelines count alike
-            shown += (self._lanes[-1].window.first - lane.window.first) * recording.assignment.per_step
+            shown += (self._lanes[-1].window.first - lane.window.first) * recording.dependencies.assignment.per_step
         if shown < 0:
             return ""
         needs = (len(str(shown)) * _DIGIT + 3) / (share * _NARROWEST_PX)
@@ -164,7 +163,7 @@ def _is_step(piece: TimeSlice) -> bool:
 
 def chunks(recording: Recording) -> int:
     """Return the most stages that a rank has."""
-    return max(len(stages_of_rank(recording.placement, track.rank)) for track in recording.tracks)
+    return max(len(recording.stages_of(track.rank)) for track in recording.tracks)
 
 
 def _n(value: float) -> str:

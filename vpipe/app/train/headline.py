@@ -8,7 +8,6 @@ from vpipe.app.data.dataset import Described, VaryingBatches
 from vpipe.app.train.job import Job
 from vpipe.errors import counted
 from vpipe.extras.translation.length_buckets import SOURCE_IDS, PairDataset
-from vpipe.schedules.delays import describe_delays, fewer_updates, warn_of_delay
 
 
 def headline(job: Job) -> str:
@@ -62,7 +61,7 @@ def delay_line(job: Job) -> str | None:
 
     What would lower the delay follows where :func:`delay_warning` says nothing.
     """
-    said, better = describe_delays(job.schedule), _fewer_updates(job)
+    said, better = job.advice.delays, job.advice.fewer_updates
     if said is None:
         return None
     size = f"{counted(job.samples_per_update, 'sample')} in {counted(job.schedule.assignment.per_step, 'microbatch')}"
@@ -72,15 +71,9 @@ def delay_line(job: Job) -> str | None:
 
 def delay_warning(job: Job) -> str | None:
     """Return a warning with its remedies where late gradients cost much; None elsewhere."""
-    training, better = job.config.training, _fewer_updates(job)
-    remedies = [] if better is None else [better]
+    training, remedies = job.config.training, []
     if training.optimizer not in ("muon", "soap"):
         remedies.append("training.optimizer muon")
     if training.delay_correction == "none":
         remedies.append("training.delay_correction extrapolate")
-    return warn_of_delay(job.schedule, remedies)
-
-
-def _fewer_updates(job: Job) -> str | None:
-    return fewer_updates(job.schedule, job.config.microbatches, job.config.dataset.batch_size,
-                         ("training.num_microbatches", "parallel.update_every"))
+    return job.advice.late_gradients(*remedies)

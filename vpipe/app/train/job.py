@@ -42,10 +42,7 @@ from vpipe.plan.profile import Profile
 from vpipe.profiling.cache import load_by_digest, to_stderr
 from vpipe.profiling.fingerprint import digest, structure
 from vpipe.runtime import prepare_schedule
-from vpipe.schedules.delays import mean_delay
-from vpipe.schedules.prepare import has_flush
-from vpipe.schedules.schedule import Schedule, describe_rank
-from vpipe.schedules.size import Placement
+from vpipe.schedules import Advice, Schedule, ScheduleSpec
 
 _STAND_IN = 8192
 """Size of the vocabulary while it is not known: the model is then only asked for its batch fields."""
@@ -177,7 +174,8 @@ class Job:
             raise UserError(f"the plan cuts a batch into {microbatches} microbatches, which do not divide its "
                             f"{self.config.dataset.batch_size} samples",
                             hint="change dataset.batch_size, or plan again")
-        late = {"delay_correction": "none", "delay_correction_strength": 1.0} if has_flush(followed.schedule) else {}
+        flush = ScheduleSpec.has_flush(followed.schedule)
+        late = {"delay_correction": "none", "delay_correction_strength": 1.0} if flush else {}
         config = self.config.with_parallel(followed).model_copy(update={
             "training": training.model_copy(update={"num_microbatches": microbatches, **late})})
         return self._prepare(config, self.dataset, self.model, plan, proved=proved).resumed(
@@ -222,14 +220,20 @@ class Job:
         return Description(self.cut, config.order, config.microbatches, update, training.computed, parallel.transfers,
                            Execution(device_of(config), parallel.executor, training.compile or False), training.seed)
 
+    @cached_property
+    def advice(self) -> Advice:
+        """Advice on its schedule, in the words of the config."""
+        return Advice(self.schedule, self.config.microbatches, self.config.dataset.batch_size,
+                      ("training.num_microbatches", "parallel.update_every"))
+
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each stage, one per replica."""
         return self.schedule.placement
 
     def describe(self, rank: int) -> str:
         """Describe a rank with its stages."""
-        return describe_rank(self.placement, rank)
+        return self.schedule.describe(rank)
 
     @property
     def step_name(self) -> str:
@@ -261,7 +265,7 @@ class Job:
     @property
     def mean_delay(self) -> float:
         """Largest mean delay of the gradients of a stage, in updates."""
-        return max(mean_delay(self.schedule, stage) for stage in range(self.schedule.stages))
+        return max(self.advice.mean_delays)
 
     @property
     def tokens_per_update(self) -> int:

@@ -18,7 +18,7 @@ from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.runtime import StageUsage
-from vpipe.schedules.prepare import is_file
+from vpipe.schedules import CsvFile
 from vpipe.units import size_text
 
 WARM_UP = 10
@@ -226,7 +226,7 @@ def _above_mean(expected: Prediction, job: Job, rank: int) -> float:
 
 def _advice(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *, from_file: bool) -> str:
     parallel = job.config.parallel
-    if is_file(parallel.schedule):
+    if CsvFile.is_path(parallel.schedule):
         return "no partition is planned for a schedule from a file"
     if profile is None or len(profile.layers) != len(job.model):
         return "vpipe plan CONFIG finds a better partition"

@@ -45,7 +45,7 @@ from vpipe.extras.translation.translations import translation_lines
 from vpipe.runtime import Step
 from vpipe.runtime.collectives import LocalUsage
 from vpipe.runtime.microbatches import Batch
-from vpipe.schedules.prepare import few_microbatches, note_of
+from vpipe.schedules import CsvFile
 
 log = logging.getLogger("vpipe")
 
@@ -185,10 +185,10 @@ class _TrainingRun:
             note(NO_GAIN)
         if self._orion is not None and self._orion.inactive is not None and pipe.rank == 0:
             note(f"warning: {self._orion.inactive}")
-        if pipe.rank == 0 and (left_out := note_of(config.parallel.schedule)) is not None:
-            note(left_out)
-        slow = few_microbatches(job.schedule, "training.num_microbatches", config.dataset.batch_size)
-        for warning in (slow, delay_warning(job)) if pipe.rank == 0 else ():
+        file = CsvFile.read(config.parallel.schedule) if CsvFile.is_path(config.parallel.schedule) else None
+        if pipe.rank == 0 and file is not None and file.note is not None:
+            note(file.note)
+        for warning in (job.advice.few_microbatches, delay_warning(job)) if pipe.rank == 0 else ():
             if warning is not None:
                 note(f"warning: {warning}")
         self._divergence = DivergenceCheck(job, self._saving, note)

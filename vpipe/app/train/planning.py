@@ -30,7 +30,7 @@ from vpipe.profiling.cache import cached, store
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 from vpipe.profiling.rank_group import RankGroup
-from vpipe.schedules.registry import planned_schedules
+from vpipe.schedules import RegisteredSchedule
 
 log = logging.getLogger("vpipe")
 
@@ -104,7 +104,7 @@ def request_of(job: Job, profiles: Mapping[int, Profile]) -> PlanRequest:
     parallel, microbatches = job.config.parallel, job.config.microbatches
     return PlanRequest(
         profiles, job.schedule.ranks, memory_limit(job.config, profiles[microbatches]),
-        planned_schedules(flush=True) if parallel.schedule == AUTO else (parallel.schedule,),
+        RegisteredSchedule.for_plans(flush=True) if parallel.schedule == AUTO else (parallel.schedule,),
         {microbatches: parallel.update_every}, job.placement,
         None if "partition" in parallel.to_plan else job.partition,
         None if isinstance(parallel.recompute, str) else parallel.recompute,

@@ -16,7 +16,6 @@ from vpipe.app.train.run_folder import RANK_TIMES
 from vpipe.app.visualize.table import fitted, ms_text, terminal_columns
 from vpipe.distributed import exchange
 from vpipe.runtime import StageUsage
-from vpipe.schedules.schedule import stages_of_rank
 from vpipe.units import size_text
 
 FIGURES = ("forward_s", "backward_s", "step_s", "communication_s", "idle_s", "others_s", "bytes_sent")
@@ -100,7 +99,7 @@ class RankTimes:
             "ranks": [{"rank": rank, **dict(zip(FIGURES, (finite(float(f"{value:.6g}")) for value in values),
                                                 strict=True))} for rank, values in found.items()]}))
         heads, cells = _columns(list(found.values()))
-        rows = [[str(rank), " ".join(map(str, stages_of_rank(self._job.placement, rank))), *texts]
+        rows = [[str(rank), " ".join(map(str, self._job.schedule.stages_of(rank))), *texts]
                 for rank, texts in zip(found, cells, strict=True)]
         self._note("\n".join([f"{self._title(report.first, report.last)}:",
                               *fitted(("rank", "stage", *heads), rows, terminal_columns(), names=2)]))

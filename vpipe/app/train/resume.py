@@ -43,7 +43,7 @@ from vpipe.app.train.run_folder import (
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.errors import Problem, UserError, counted
 from vpipe.plan.plan import Plan
-from vpipe.schedules.prepare import is_file
+from vpipe.schedules import CsvFile
 
 if TYPE_CHECKING:
     from vpipe.app.train.job import Job
@@ -176,7 +176,7 @@ def _numbers_of_updates(config: Config, manifest: Manifest, written: Tree) -> li
     """
     parallel = config.parallel.model_dump(mode="json")
     before = parse(manifest.config, "", "the checkpoint's config")
-    if not config.parallel.asynchronous or is_file(config.parallel.schedule) or any(
+    if not config.parallel.asynchronous or CsvFile.is_path(config.parallel.schedule) or any(
             written.get(key) is not None or before.get(key) is None for key in _UPDATES) or any(
             before.get(("parallel", key)) != parallel[key]
             for key in ("schedule", "model_parallel_size", "data_parallel_size", "stage_to_rank_map")):

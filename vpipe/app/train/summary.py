@@ -21,8 +21,6 @@ from vpipe.app.visualize.table import clipped, compact, filled, fitted, millisec
 from vpipe.errors import counted
 from vpipe.extras.generation.sampling import BERT, TextModel, decoding_for, masked_ids, prompt_ids
 from vpipe.runtime import StageUsage
-from vpipe.schedules.delays import describe_delays, mean_delay
-from vpipe.schedules.size import Placement
 from vpipe.units import size_text
 
 _COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "idle", "other", "sent", "versions",
@@ -118,7 +116,7 @@ def _figures(job: Job, figures: RunFigures) -> list[str]:
 
 def _stages(job: Job, figures: RunFigures) -> list[str]:
     partition, steps, width = job.partition, figures.usage_steps, terminal_columns()
-    late = describe_delays(job.schedule) is not None
+    late = job.advice.delays is not None
     others = any(usage.others_s for usage in figures.stages)  # actions of kinds that a package has added
     columns = [name for name in _COLUMNS if (late or name != "mean delay") and (others or name != "other")]
     ends = list(accumulate(partition))
@@ -131,7 +129,7 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
         rows.append([str(stage), str(rank), f"{first}-{end - 1}" if first < end - 1 else str(first),
                      *(ms_text(seconds / steps) for seconds in times), size_text(usage.bytes_sent / steps),
                      str(usage.versions), str(usage.staleness),
-                     *([f"{mean_delay(job.schedule, stage):.3g}"] if late else []), str(usage.peak_activations),
+                     *([f"{job.advice.mean_delays[stage]:.3g}"] if late else []), str(usage.peak_activations),
                      size_text(usage.peak_memory_bytes)])
     return [*fitted(columns, rows, width, names=2),
             *filled(f"(forward to idle: milliseconds per {job.step_name}; idle: waiting for other ranks; sent: per "
@@ -207,7 +205,7 @@ class RunFigures:
     usage_steps: int  # steps that bubble, sent_bytes and stages count: the counted ones, if they can be told apart
 
     @classmethod
-    def from_metrics(cls, metrics: Metrics, usages: Sequence[StageUsage], placement: Placement,
+    def from_metrics(cls, metrics: Metrics, usages: Sequence[StageUsage], placement: Sequence[Sequence[int]],
                      usage_steps: int | None = None, mean_delay: float | None = None) -> RunFigures | None:
         """Compute the figures from rank 0's metrics and the usage of all ranks; None for an attempt without a step.
 

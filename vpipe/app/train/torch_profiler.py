@@ -19,7 +19,7 @@ from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job
 from vpipe.distributed import watch
 from vpipe.errors import UserError
-from vpipe.schedules.prepare import is_file
+from vpipe.schedules import CsvFile
 
 log = logging.getLogger("vpipe")
 
@@ -133,5 +133,5 @@ class TorchProfiler:
 def profile_name(config: Config, schedule: str) -> str:
     """Return the name of a profile: the executor, or with the default executor the schedule."""
     executor = config.parallel.executor
-    named = executor if executor != "overlapped" else Path(schedule).stem if is_file(schedule) else schedule
+    named = executor if executor != "overlapped" else Path(schedule).stem if CsvFile.is_path(schedule) else schedule
     return re.sub(r"[^\w.-]+", "_", named)

@@ -18,8 +18,7 @@ from vpipe import Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
 from vpipe.runtime.collectives import clock_offset
-from vpipe.schedules.action_record import FORMAT
-from vpipe.schedules.prepare import has_flush
+from vpipe.schedules import RecordedAction, ScheduleSpec
 
 log = logging.getLogger("vpipe")
 
@@ -97,8 +96,9 @@ class TraceWriter:
         parameters that are not trained.
         """
         pipe, recorder = self._pipe, self._recorders[rank]
-        return {"format": FORMAT, "rank": rank, "host": socket.gethostname(), "clock_offset_s": self._clocks[0][1],
-                "placement": pipe.placement, "schedule": pipe.schedule, "flush": has_flush(pipe.schedule),
+        return {"format": RecordedAction.file_format(), "rank": rank, "host": socket.gethostname(),
+                "clock_offset_s": self._clocks[0][1], "placement": pipe.placement, "schedule": pipe.schedule,
+                "flush": ScheduleSpec.has_flush(pipe.schedule),
                 "microbatches": pipe.microbatches, "update_every": pipe.update_every, "partition": pipe.partition,
                 "recomputed": [sorted(layers) for layers in pipe.recomputed], "samples_per_step": self._samples,
                 "weight_bytes": recorder.weight_bytes(), "static_bytes": recorder.static_bytes()}

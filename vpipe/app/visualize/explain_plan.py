@@ -12,10 +12,7 @@ from vpipe.plan.plan import Plan, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver.request import Alternative
 from vpipe.plan.stage_costs import combined_memory
-from vpipe.schedules.build import build
-from vpipe.schedules.delays import describe_delays, fewer_updates, warn_of_delay
-from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.schedule import passes
+from vpipe.schedules import Advice, RegisteredSchedule, build
 from vpipe.units import size_text
 
 BAR = 20
@@ -85,7 +82,7 @@ class PlanExplanation:
     @property
     def _step_name(self) -> str:
         widths = {len(stage.ranks) for stage in self.plan.predicted.stages}
-        return "update" if len(widths) == 1 or recipe_named(self.plan.schedule or "").flush else "step"
+        return "update" if len(widths) == 1 or RegisteredSchedule.named(self.plan.schedule or "").flush else "step"
 
     def _bottleneck(self) -> str:
         found = self.plan.predicted
@@ -123,7 +120,8 @@ class PlanExplanation:
     def _work_s(self, stage: StagePrediction) -> float:
         """Return the seconds that one of the stage's ranks works in a step, with a core to itself."""
         share = self._microbatches / len(stage.ranks)
-        updates = 1.0 if recipe_named(self.plan.schedule or "").flush else share / (self.plan.update_every or 1)
+        flush = RegisteredSchedule.named(self.plan.schedule or "").flush
+        updates = 1.0 if flush else share / (self.plan.update_every or 1)
         return share * (stage.forward_s + stage.backward_s + stage.recompute_s) + updates * stage.step_s
 
     def _cuts(self) -> Iterator[str]:
@@ -145,16 +143,16 @@ class PlanExplanation:
     def _delay(self) -> Iterator[str]:
         """Yield the delay of gradients without a flush, and a warning where it costs much."""
         name, microbatches = self.plan.schedule or "", self._microbatches
-        if recipe_named(name).flush:
+        if RegisteredSchedule.named(name).flush:
             return
         schedule = build(name, self.plan.groups, microbatches, self.plan.update_every, warmup=self.plan.warmup)
-        if (delays := describe_delays(schedule)) is None:
+        count = self.plan.microbatches or microbatches
+        advice = Advice(schedule, count, count * self.profile.identity.microbatch_size,
+                        ("training.num_microbatches", "parallel.update_every"))
+        if advice.delays is None:
             return
-        batch = (self.plan.microbatches or microbatches) * self.profile.identity.microbatch_size
-        better = fewer_updates(schedule, self.plan.microbatches or microbatches, batch,
-                               ("training.num_microbatches", "parallel.update_every"))
-        warning = warn_of_delay(schedule, [better] if better else [])
-        yield f"{delays}; less with {better}" if better and not warning else delays
+        better, warning = advice.fewer_updates, advice.late_gradients()
+        yield f"{advice.delays}; less with {better}" if better and not warning else advice.delays
         if warning:
             yield f"warning: {warning}"
 
@@ -269,7 +267,7 @@ def cut_text(partition: Sequence[int], room: int) -> str:
 def _replicas_text(plan: Plan) -> str:
     """Return ``-``, ``2 each``, or, where the schedule places copies of every stage by itself, ``2 copies``."""
     widths = list(map(len, plan.groups))
-    copies = sum(widths) // (plan.ranks * passes(plan.groups, plan.groups[0][0]))
+    copies = plan.copies
     text = _widths_text([width // copies for width in widths])
     return text if copies < 2 else f"{text}, {copies} copies".removeprefix("-, ")
 

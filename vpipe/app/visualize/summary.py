@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
-from vpipe.app.visualize.table import number, percent, plain, table
+from vpipe.app.visualize.table import Number, number, percent, plain, table
 from vpipe.errors import counted
-from vpipe.plan.predict import step_period
-from vpipe.schedules.check import check
-from vpipe.schedules.costs import Costs, Link, Number, StageCosts, ratio
-from vpipe.schedules.graph import Graph
-from vpipe.schedules.peaks import RankPeaks, StagePeaks, rank_peaks, recomputations, stage_peaks
-from vpipe.schedules.repeating import Repeating
-from vpipe.schedules.schedule import Schedule, passes, stages_of_rank
-from vpipe.schedules.simulator.simulate import simulate
-from vpipe.schedules.simulator.timeline import Timeline
-from vpipe.schedules.size import Placement
+from vpipe.schedules import Costs, Repeating, Schedule, Timeline, check, simulate
 
 
 @dataclass(frozen=True)
@@ -43,17 +35,9 @@ class RankCosts:
     activation_bytes: Number = 1
     version_bytes: Number = 0
 
-    def of(self, placement: Placement, recomputing: Collection[int] = ()) -> Costs:
+    def of(self, placement: tuple[tuple[int, ...], ...], recomputing: Collection[int] = ()) -> Costs:
         """Return the costs of every stage; those ``recomputing`` repeat their forward."""
-        stages = []
-        for stage, (rank, *_) in enumerate(placement):
-            share = passes(placement, rank)
-            forward_s, input_s, weight_s, step_s, held, version = (ratio(number, share) for number in (
-                self.forward_s, self.input_s, self.weight_s, self.step_s, self.activation_bytes, self.version_bytes))
-            stages.append(StageCosts(forward_s, input_s, weight_s, step_s=step_s, activation_bytes=held,
-                                     weight_half_bytes=held, version_bytes=version,
-                                     recompute_s=forward_s if stage in recomputing else 0))
-        return Costs(tuple(stages), Link(self.transfer_s))
+        return Costs.of_ranks(placement, recomputing, **vars(self))
 
     def __str__(self) -> str:
         return (f"F {number(self.forward_s)}, I {number(self.input_s)}, W {number(self.weight_s)}, "
@@ -72,8 +56,6 @@ class Summary:
     schedule: Schedule
     costs: RankCosts
     timeline: Timeline
-    ranks: tuple[RankPeaks, ...]
-    stages: tuple[StagePeaks, ...]
     repeating: Repeating | None = None
 
     @classmethod
@@ -85,14 +67,17 @@ class Summary:
         """
         computed = schedule.compute_only()
         check(computed)
-        recomputing = {stage for program in computed.programs for stage, _ in recomputations(program)}
-        timeline = simulate(computed, costs.of(computed.placement, recomputing))
-        return cls(computed, costs, timeline, rank_peaks(computed), stage_peaks(computed))
+        return cls(computed, costs, simulate(computed, costs.of(computed.placement, computed.recomputed_stages)))
 
     @classmethod
     def of_repeating(cls, found: Repeating, costs: RankCosts) -> Summary:
         """Summarise a schedule that is too long to list, proved and simulated."""
-        return cls(found.schedule, costs, found.timeline, found.ranks, found.stages, found)
+        return cls(found.schedule, costs, found.timeline, found)
+
+    @property
+    def proved(self) -> Schedule | Repeating:
+        """Return what has the peaks of every rank and stage, and the weight version of every forward."""
+        return self.repeating or self.schedule
 
     @property
     def left_out(self) -> tuple[Number, Number] | None:
@@ -111,48 +96,41 @@ class Summary:
         """Return the weight version of every (stage, microbatch), in forward and backward; nothing for a flush."""
         if self.schedule.flush:
             return {}
-        if self.repeating is None:
-            return Graph.from_schedule(self.schedule).version
-        short, assignment = self.repeating.short, self.schedule.assignment
-        later = self.schedule.microbatches - short.microbatches  # what the end has in place of the short one's
-        first = Graph.from_schedule(short).version
-        return {**first, **{(stage, microbatch + later): version + later // assignment.per_update(stage)
-                            for (stage, microbatch), version in first.items()
-                            if microbatch + later >= short.microbatches}}
+        return self.proved.versions_used
 
     @property
     def chunks(self) -> str:
         """Return the stages per rank that a microbatch passes, such as ``2`` or, of ranks that differ, ``1-2``."""
-        counts = sorted({passes(self.schedule.placement, rank) for rank in range(self.schedule.ranks)})
+        counts = sorted({self.schedule.passes(rank) for rank in range(self.schedule.ranks)})
         return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
 
     @property
     def copies(self) -> bool:
         """Tell whether a rank holds stages that no one microbatch passes all."""
-        placement = self.schedule.placement
-        return any(len(stages_of_rank(placement, rank)) > passes(placement, rank) for rank in range(len(self.ranks)))
+        schedule = self.schedule
+        return any(len(schedule.stages_of(rank)) > schedule.passes(rank) for rank in range(schedule.ranks))
 
     @cached_property
     def chunk_of(self) -> Sequence[int]:
         """Return, by stage, which of its rank's stages it is, from 0."""
-        placement = self.schedule.placement
-        return [stages_of_rank(placement, ranks[0]).index(stage) for stage, ranks in enumerate(placement)]
+        schedule = self.schedule
+        return [schedule.stages_of(ranks[0]).index(stage) for stage, ranks in enumerate(schedule.placement)]
 
     def per_rank(self, peak: str) -> list[str]:
         """Return for every rank a peak of each of its stages: ``versions`` or ``staleness``."""
-        return [" ".join(str(getattr(self.stages[stage], peak))
-                         for stage in stages_of_rank(self.schedule.placement, rank)) for rank in range(len(self.ranks))]
+        return [" ".join(str(getattr(self.proved.stage_peaks[stage], peak))
+                         for stage in self.schedule.stages_of(rank)) for rank in range(self.schedule.ranks)]
 
     @property
     def period_s(self) -> float:
         """Return the time from one step of training to the next; of a stream, in its steady state."""
-        return step_period(self.schedule, self.timeline.costs)
+        return self.timeline.period_s
 
     @property
     def peak(self) -> Number:
         """Return the most activations that a rank holds, in microbatches of the whole rank."""
-        return max(ratio(facts.peak_activations, passes(self.schedule.placement, rank))
-                   for rank, facts in enumerate(self.ranks))
+        return max(Fraction(facts.peak_activations, self.schedule.passes(rank))
+                   for rank, facts in enumerate(self.proved.rank_peaks))
 
     def times(self) -> str:
         """Return bubble and makespan as text."""
@@ -169,9 +147,9 @@ class Summary:
             "makespan": plain(self.timeline.makespan_s),
             "bubble": plain(self.timeline.bubble_s),
             "period": plain(self.period_s),
-            "peak_activations": [rank.peak_activations for rank in self.ranks],
-            "versions": [stage.versions for stage in self.stages],
-            "staleness": [stage.staleness for stage in self.stages],
+            "peak_activations": [rank.peak_activations for rank in self.proved.rank_peaks],
+            "versions": [stage.versions for stage in self.proved.stage_peaks],
+            "staleness": [stage.staleness for stage in self.proved.stage_peaks],
             **({"warmup_depth": list(schedule.warmup)} if schedule.warmup else {}),
         }
 
@@ -186,8 +164,9 @@ def compare(found: Mapping[str, Summary | str]) -> str:
                        key=lambda one: (one.timeline.bubble_s, one.peak, one.schedule.name))
     head = ["schedule", "stages/rank", "bubble", "share", "makespan", "peak activations", "versions", "staleness"]
     rows = [[one.schedule.name, one.chunks, number(one.timeline.bubble_s), share_text(one),
-             number(one.timeline.makespan_s), _peak_text(one), str(max(stage.versions for stage in one.stages)),
-             str(max(stage.staleness for stage in one.stages))] for one in summaries]
+             number(one.timeline.makespan_s), _peak_text(one), *(
+                 str(max(getattr(stage, peak) for stage in one.proved.stage_peaks))
+                 for peak in ("versions", "staleness"))] for one in summaries]
     lines = table(head, rows, left=1)
     reasons = [(name, why) for name, why in sorted(found.items()) if isinstance(why, str)]
     longest = max(map(len, found), default=0)
@@ -209,5 +188,5 @@ def share_text(summary: Summary) -> str:
 
 
 def _peak_text(summary: Summary) -> str:
-    most = max(facts.peak_activations for facts in summary.ranks)
+    most = max(facts.peak_activations for facts in summary.proved.rank_peaks)
     return number(summary.peak) + (f" ({most})" if summary.chunks != "1" else "")

@@ -8,10 +8,11 @@ from fractions import Fraction
 from html import escape
 
 from vpipe.app.visualize.summary import Summary
-from vpipe.app.visualize.table import number, row_name, sizes
-from vpipe.schedules.costs import Number
-from vpipe.schedules.kinds import kinds
-from vpipe.schedules.simulator.timeline import Event
+from vpipe.app.visualize.table import Number, number, row_name, sizes
+from vpipe.schedules import Action, kinds
+
+Event = tuple[Action, Number, Number]
+"""An action with its start and its end in seconds."""
 
 _STYLE = """
 text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:#1f2328}
@@ -61,7 +62,7 @@ class _Drawing:
         self._right = self._left + end * self._scale + 14
         used = {event.action.op for events in self._timeline.events for event in events}
         chunks = 1 + max(summary.chunk_of)
-        self._shades = {op: chunks if op.per_microbatch else 1 for op in kinds() if op in used}
+        self._shades = {op: chunks if op.per_microbatch else 1 for op in kinds.known() if op in used}
         legend = sum(width for _, _, width in self._entries()) + self._left
         self._width = max(self._right + sum(width for _, width, _ in self._columns) + 10, legend, 600.0)
         self._bottom = _TOP + len(self._timeline.events) * (self._row + _GAP)
@@ -116,14 +117,14 @@ class _Drawing:
         width = self._x(self._timeline.makespan_s) - self._left
         yield f'<rect class="idle" x="{self._left}" y="{y}" width="{_n(width)}" height="{_ROW}" rx="3"/>'
         yield '<g class="cell">'
-        for event in events:
-            if event.action.op.per_microbatch:
-                yield self._action(event, y)
-        for event in events:
-            if not event.action.op.per_microbatch:
-                x, width = self._x(event.start_s), max(3.0, float(event.end_s - event.start_s) * self._scale)
-                yield (f'<rect class="{event.action.op}0" x="{_n(x - 1.5)}" y="{y - 2}" width="{_n(width)}" '
-                       f'height="{_ROW + 4}" rx="1.5"><title>{event.action} at {number(event.start_s)}</title></rect>')
+        for action, start_s, end_s in events:
+            if action.op.per_microbatch:
+                yield self._action(action, start_s, end_s, y)
+        for action, start_s, end_s in events:
+            if not action.op.per_microbatch:
+                x, width = self._x(start_s), max(3.0, float(end_s - start_s) * self._scale)
+                yield (f'<rect class="{action.op}0" x="{_n(x - 1.5)}" y="{y - 2}" width="{_n(width)}" '
+                       f'height="{_ROW + 4}" rx="1.5"><title>{action} at {number(start_s)}</title></rect>')
         yield from self._labels(events, y)
         yield "</g>"
         x = self._right
@@ -132,11 +133,10 @@ class _Drawing:
                    f"{cells[rank]}</text>")
             x += width
 
-    def _action(self, event: Event, y: int) -> str:
-        action = event.action
-        x, width = self._x(event.start_s), float(event.end_s - event.start_s) * self._scale
-        version = self._versions.get((action.stage, action.microbatch))
-        title = f"{action}, {number(event.start_s)} to {number(event.end_s)}"
+    def _action(self, action: Action, start_s: Number, end_s: Number, y: int) -> str:
+        x, width = self._x(start_s), float(end_s - start_s) * self._scale
+        version = self._versions.get((action.stage, action.index))
+        title = f"{action}, {number(start_s)} to {number(end_s)}"
         title += "" if version is None else f", weight version {version}"
         gap = 1.0 if width > 6 else 0.4
         return (f'<rect class="{action.op}{self._summary.chunk_of[action.stage]}" x="{_n(x + gap / 2)}" y="{y}" '
@@ -146,19 +146,18 @@ class _Drawing:
     def _labels(self, events: Sequence[Event], y: int) -> Iterator[str]:
         """Yield microbatches and, below, the versions in use, as far as there is room."""
         free = float(self._left)  # from where on a number that is wider than its action meets no other
-        for event in events:
-            action, start = event.action, self._x(event.start_s)
-            width = float(event.end_s - event.start_s) * self._scale
+        for action, start_s, end_s in events:
+            start, width = self._x(start_s), float(end_s - start_s) * self._scale
             if not action.op.per_microbatch or width < 1:
                 continue
             x = start + width / 2
-            version = self._versions.get((action.stage, action.microbatch))
-            digits = len(str(action.microbatch))
+            version = self._versions.get((action.stage, action.index))
+            digits = len(str(action.index))
             small = digits * _DIGIT + 2 > width
             taken = digits * (_SMALL_DIGIT if small else _DIGIT)
-            if taken <= width or (action.microbatch % _every(taken / width) == 0 and x - taken / 2 >= free):
+            if taken <= width or (action.index % _every(taken / width) == 0 and x - taken / 2 >= free):
                 yield (f'<text{_SMALL * small} x="{_n(x)}" '
-                       f'y="{_n(y + _ROW / 2 + (3 if small else 4))}">{action.microbatch}</text>')
+                       f'y="{_n(y + _ROW / 2 + (3 if small else 4))}">{action.index}</text>')
                 free = x + taken / 2 + 2
             if version is not None and len(f"v{version}") * _DIGIT <= width:
                 yield f'<text class="soft" x="{_n(x)}" y="{y + _ROW + 11}">v{version}</text>'
@@ -166,9 +165,9 @@ class _Drawing:
     def _holdings(self) -> list[tuple[str, float, list[str]]]:
         """Return the columns behind the timeline: head, width, a cell per rank."""
         summary = self._summary
-        columns = [("activations", [str(rank.peak_activations) for rank in summary.ranks])]
-        if any(rank.peak_weight_halves for rank in summary.ranks):
-            columns.append(("W halves", [str(rank.peak_weight_halves) for rank in summary.ranks]))
+        columns = [("activations", [str(rank.peak_activations) for rank in summary.proved.rank_peaks])]
+        if any(rank.peak_weight_halves for rank in summary.proved.rank_peaks):
+            columns.append(("W halves", [str(rank.peak_weight_halves) for rank in summary.proved.rank_peaks]))
         if not summary.schedule.flush:
             columns += [("versions", summary.per_rank("versions")), ("staleness", summary.per_rank("staleness"))]
         return [(head, max(66.0, _DIGIT * max(map(len, cells)) + 12), cells) for head, cells in columns]

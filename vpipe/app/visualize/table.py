@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from vpipe.errors import counted
-from vpipe.schedules.costs import Number
-from vpipe.schedules.schedule import Schedule, stages_of_rank
-from vpipe.schedules.size import Placement
+from vpipe.schedules import Schedule
+
+Number = int | float | Fraction
 
 
 def sizes(schedule: Schedule) -> str:
@@ -36,19 +36,19 @@ def replicas(widths: Sequence[int]) -> str:
     return f"{widths[0]} replicas each" if len(set(widths)) == 1 else f"{', '.join(map(str, widths))} replicas"
 
 
-def row_name(placement: Placement, rank: int) -> str:
+def row_name(placement: Sequence[Sequence[int]], rank: int) -> str:
     """Return ``rank 1``; of a replica with its stage, ``rank 1 (stage 0, 2 of 2)``.
 
     Where it is another replica of another stage, only with its stages: ``rank 1 (stages 1 2)``.
     """
-    stages = stages_of_rank(placement, rank)
+    stages = [stage for stage, ranks in enumerate(placement) if rank in ranks]
     if (which := replica(placement, rank)) is None:
         return f"rank {rank}"
     each = which if " " not in which.split(" of ")[0] else ""
     return f"rank {rank} (stage{'s' * (len(stages) > 1)} {' '.join(map(str, stages))}{', ' * bool(each)}{each})"
 
 
-def replica(placement: Placement, rank: int) -> str | None:
+def replica(placement: Sequence[Sequence[int]], rank: int) -> str | None:
     """Return ``2 of 2``, or ``1 2 of 2`` where it differs by stage; None for a rank whose stages are not replicated."""
     groups = [ranks for ranks in placement if rank in ranks]
     numbers = [1 + ranks.index(rank) for ranks in groups]

@@ -8,11 +8,8 @@ from fractions import Fraction
 from functools import cache
 
 from vpipe.app.visualize.summary import Summary
-from vpipe.app.visualize.table import number, replica, row_name, sizes, table
-from vpipe.schedules.costs import Number
-from vpipe.schedules.kinds import kinds
-from vpipe.schedules.schedule import stages_of_rank
-from vpipe.schedules.simulator.timeline import Event
+from vpipe.app.visualize.table import Number, number, replica, row_name, sizes, table
+from vpipe.schedules import Action, kinds
 
 _IDLE, _DIM = ".", "2"
 _LEFT_OUT = " ~ "  # in the place of the middle of a schedule that is too long to list
@@ -36,7 +33,7 @@ def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
     lines = [f"{schedule.name}: {sizes(schedule)}", f"{summary.times()}  ({summary.costs})", "",
              *(f"{name:{label}}{_styled(cells, colour)}".rstrip() for name, cells in rows)]
     used = {event.action.op for events in summary.timeline.events for event in events}
-    legend = [_styled([(f"{op[0]} {op.name}", op.shades[0])], colour) for op in kinds() if op in used]
+    legend = [_styled([(f"{op[0]} {op.name}", op.shades[0])], colour) for op in kinds.known() if op in used]
     lines += ["", "  ".join([*legend, f"{_IDLE} idle"])]
     if any(summary.chunk_of):
         lines.append(f"lower case{' and lighter' * colour}: not the first of the rank's stages")
@@ -59,12 +56,12 @@ def draw_text(summary: Summary, width: int, *, colour: bool) -> str:
 def holdings(summary: Summary) -> list[str]:
     """Return a table of what every rank holds, and how long it waits."""
     placement, ranks = summary.schedule.placement, range(summary.schedule.ranks)
-    halves = any(rank.peak_weight_halves for rank in summary.ranks)
+    halves = any(rank.peak_weight_halves for rank in summary.proved.rank_peaks)
     which = [replica(placement, rank) or "" for rank in ranks]
-    columns = {"rank": ranks, "stages": [" ".join(map(str, stages_of_rank(placement, rank))) for rank in ranks],
+    columns = {"rank": ranks, "stages": [" ".join(map(str, summary.schedule.stages_of(rank))) for rank in ranks],
                "replica": which if any(which) else None,
-               "peak activations": [rank.peak_activations for rank in summary.ranks],
-               "weight halves": [rank.peak_weight_halves for rank in summary.ranks] if halves else None,
+               "peak activations": [rank.peak_activations for rank in summary.proved.rank_peaks],
+               "weight halves": [rank.peak_weight_halves for rank in summary.proved.rank_peaks] if halves else None,
                "versions": summary.per_rank("versions"), "staleness": summary.per_rank("staleness"),
                "idle": map(number, summary.timeline.idle_s)}
     shown = {head: map(str, cells) for head, cells in columns.items() if cells is not None}
@@ -73,9 +70,9 @@ def holdings(summary: Summary) -> list[str]:
             f"(activations{' and weight halves' * halves} in {unit})"]
 
 
-def _label(event: Event, chunk: int) -> str:
+def _label(action: Action, chunk: int) -> str:
     """Return ``F3``; ``f3`` on a later stage of the rank."""
-    label = f"{event.action.op}{event.action.microbatch}"
+    label = f"{action.op}{action.index}"
     return label.lower() if chunk else label
 
 
@@ -90,7 +87,7 @@ def _scale(summary: Summary, room: int) -> tuple[Fraction, bool]:
     for rank in summary.timeline.events:
         for event in rank:
             if taken := event.end_s - event.start_s:
-                labels[taken] = max(labels.get(taken, 0), len(_label(event, 0)))
+                labels[taken] = max(labels.get(taken, 0), len(_label(event.action, 0)))
                 times.add(event.end_s)
     longest = Fraction(max(labels))
     seen = [(columns, Fraction(taken)) for taken, columns in labels.items() if Fraction(taken) * _UNSEEN > longest]
@@ -137,17 +134,18 @@ class _Picture:
     def rows(self) -> list[tuple[str, list[Cell]]]:
         """Return the name of each row and its cells."""
         rows = []
-        for rank, whole in enumerate(self._summary.timeline.events):
-            events = [event for event in whole if event.end_s >= self.begin_s] if self.begin_s else whole
-            rows.append((row_name(self._summary.schedule.placement, rank), self._actions(events)))
+        for rank in range(self._summary.schedule.ranks):
+            rows.append((row_name(self._summary.schedule.placement, rank), self._actions(rank)))
             if self._versions:
-                rows.append(("", self._used(events)))
+                rows.append(("", self._used(rank)))
         return rows
 
-    def _actions(self, events: Sequence[Event]) -> list[Cell]:
+    def _actions(self, rank: int) -> list[Cell]:
         row: list[Cell] = [(_IDLE, _DIM)] * self.columns
         busy = 0
-        for event in events:
+        for event in self._summary.timeline.events[rank]:
+            if event.end_s < self.begin_s:
+                continue
             first, last = self._column(event.start_s), min(self._column(event.end_s), self.columns)
             op = event.action.op
             if not op.per_microbatch:
@@ -158,7 +156,7 @@ class _Picture:
                 continue
             chunk, shades = self._summary.chunk_of[event.action.stage], op.shades
             style = shades[min(chunk, len(shades) - 1)]
-            text = _label(event, chunk)
+            text = _label(event.action, chunk)
             if 0 < last - first < len(text):
                 self.bare = self.bare or last < self.columns
                 text = text[0]
@@ -169,11 +167,11 @@ class _Picture:
             busy = max(busy, last)
         return row[:busy] if busy < self.columns else row
 
-    def _used(self, events: Sequence[Event]) -> list[Cell]:
+    def _used(self, rank: int) -> list[Cell]:
         row: list[Cell] = [(" ", "")] * self.columns
-        for event in events:
-            used = self._versions.get((event.action.stage, event.action.microbatch))
-            if not event.action.op.per_microbatch or used is None:
+        for event in self._summary.timeline.events[rank]:
+            used = self._versions.get((event.action.stage, event.action.index))
+            if event.end_s < self.begin_s or not event.action.op.per_microbatch or used is None:
                 continue
             width = self._column(event.end_s) - self._column(event.start_s)
             first, label = self._column(event.start_s), f"v{used}"

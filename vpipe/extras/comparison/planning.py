@@ -19,8 +19,7 @@ from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver import solve
 from vpipe.profiling.rank_group import RankGroup
-from vpipe.schedules.build import placement_of, places_copies
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules import RegisteredSchedule
 from vpipe.units import size_text
 
 Log = Callable[[str], None]
@@ -149,22 +148,22 @@ def _schedule_contender(label: str, model: str, name: str, job: Job, profiles: M
         return Contender(label, model, "planned for the measured layers", plan, memory_bytes=memory_bytes)
     if not name:
         return Contender(label, model, "as its config says")
-    recipe, parallel = recipe_named(name), job.config.parallel
+    registered, parallel = RegisteredSchedule.named(name), job.config.parallel
     ranks, microbatches = job.schedule.ranks, job.config.microbatches
-    every = None if recipe.flush else parallel.update_every or _microbatches_per_replica(job)
-    chunks = parallel.chunks if recipe.any_chunks and parallel.chunks else None
-    if (recipe.chunks == 1 and chunks is None and not places_copies(recipe, ranks)
+    every = None if registered.flush else parallel.update_every or _microbatches_per_replica(job)
+    chunks = parallel.chunks if registered.any_chunks and parallel.chunks else None
+    if (registered.chunks == 1 and chunks is None and not registered.places_copies(ranks)
             and sum(map(len, job.placement)) == ranks):  # a stage, or replica, on each
         description, partition, placement = "the config's partition", job.partition, job.placement
         recomputed = job.recomputed
     else:
-        chunks = chunks or recipe.chunks
+        chunks = chunks or registered.chunks
         if parallel.data_parallel_size > 1 or any(len(own) > 1 for own in parallel.placement or ()):
             raise UserError(f"'{name}' holds {counted(chunks, 'stage')} on a rank, but the config has replicas of "
                             "stages", hint="leave the replicas out, or the schedule")
         description = f"{counted(chunks, 'stage')} on each rank, balanced by parameters"
         partition = job.model.balanced(ranks * chunks)
-        placement = placement_of(recipe, ranks, chunks)
+        placement = registered.placement(ranks, chunks)
         share = parallel.recompute if not isinstance(parallel.recompute, str) else 0.0
         recomputed = Cut(partition, share).recomputed
     plan = Plan(Cut(partition, recomputed, placement), Order.of(name, update_every=every), microbatches)

@@ -31,7 +31,7 @@ from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime import StageUsage
 from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.collectives import LocalUsage
-from vpipe.schedules.action_record import RecordedAction
+from vpipe.schedules import RecordedAction
 
 RECORDED = 20_000
 """Actions per rank whose memory is recorded: a pipeline reaches its peak early."""

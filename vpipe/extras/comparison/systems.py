@@ -10,7 +10,7 @@ from vpipe.errors import Problem, UserError, nearest
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver import PlanRequest, solve
-from vpipe.schedules.registry import recipe_named, schedule_names
+from vpipe.schedules import RegisteredSchedule
 from vpipe.units import parse_size
 
 MOST_SIZES = 8
@@ -60,7 +60,8 @@ class ComparisonRequest:
             raise UserError("--memory decides what systems recompute, but --schedules run as the config says",
                             hint="leave it out, or compare --systems")
         return cls(() if systems is None else parse_names(systems, "--systems", list(SYSTEMS), "system"),
-                   () if schedules is None else parse_names(schedules, "--schedules", schedule_names(), "schedule"),
+                   () if schedules is None else parse_names(schedules, "--schedules", RegisteredSchedule.names(),
+                                                                    "schedule"),
                    None if memory is None else parse_size(memory, "--memory"))
 
 
@@ -122,7 +123,8 @@ def plan_system(system: System, profiles: Mapping[int, Profile], ranks: int, mem
     plans: dict[int, Plan] = {}
     seconds: dict[int, float | None] = {}
     for count in sorted(profiles):
-        every = None if recipe_named(system.schedule).flush else count  # without a flush: as many samples per update
+        # without a flush: as many samples per update
+        every = None if RegisteredSchedule.named(system.schedule).flush else count
         try:
             plans[count] = solve(PlanRequest(
                 {count: profiles[count]}, ranks, memory_bytes, (system.schedule,), {count: every},

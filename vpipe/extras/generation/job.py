@@ -35,7 +35,6 @@ from vpipe.extras.generation.generate import (
 from vpipe.extras.generation.pipelined import GenerationRank, in_flight
 from vpipe.extras.generation.sampling import ChosenTokens, TextModel, line_of, texts, translation_request
 from vpipe.runtime import DistributedTransport
-from vpipe.schedules.schedule import describe_rank
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -223,7 +222,7 @@ class GenerationTask:
 
     def describe(self, rank: int) -> str:
         """Return ``rank 1 (stage 1)``."""
-        return describe_rank(tuple((stage,) for stage in range(len(self.partition))), rank)
+        return f"rank {rank} (stage {rank})"
 
 
 def generate_alone(task: GenerationTask, checkpoint: SampledCheckpoint, tokenizer: Tokenizer) -> None:

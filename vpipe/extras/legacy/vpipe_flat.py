@@ -35,7 +35,7 @@ from vpipe.app.config.validation import (
 )
 from vpipe.app.config.yaml_tree import Place, Tree, read_json_tree
 from vpipe.errors import Problem, UserError
-from vpipe.schedules.registry import DEFAULT_ASYNCHRONOUS, DEFAULT_SCHEDULE, recipe_if_any
+from vpipe.schedules import RegisteredSchedule
 
 MINIBATCHES_PER_FLUSH = 32
 WARMUP_SHARE = 0.2
@@ -152,8 +152,8 @@ REPLACED_SECTIONS = frozenset({"model", "dataset", "training", "parallel"})
 
 def _contradicts(schedule: str | None, sync_mode: str) -> bool:
     """Return whether a registered schedule contradicts ``sync_mode``."""
-    recipe = None if schedule is None else recipe_if_any(schedule)
-    return recipe is not None and recipe.flush != (sync_mode == "bsp")
+    registered = None if schedule is None else RegisteredSchedule.find(schedule)
+    return registered is not None and registered.flush != (sync_mode == "bsp")
 
 
 def to_native(tree: Tree, folder: Path, native_keys: Iterable[str], *, shipped: bool = False) -> Tree:
@@ -253,7 +253,7 @@ def _put_updates(flat: FlatConfig, stages: int, put: Callable[[str, str, object]
     put("training.lr_policy", "learning_rate_policy", flat.learning_rate_policy)
     if flat.learning_rate_policy != "step":
         put("training.warmup_steps", "learning_rate_policy", WARMUP_SHARE)
-    default = DEFAULT_ASYNCHRONOUS if asp else DEFAULT_SCHEDULE
+    default = RegisteredSchedule.DEFAULT_ASYNCHRONOUS if asp else RegisteredSchedule.DEFAULT
     put("parallel.schedule", "schedule" if flat.schedule else "sync_mode", flat.schedule or default)
     put("parallel.update_every", "macrobatch", every)
 

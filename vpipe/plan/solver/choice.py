@@ -20,14 +20,13 @@ from vpipe.errors import CheckError, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.plan.solver.stage_table import StageDemand
-from vpipe.schedules.build import ReplicaView, build, placement_of, places_copies, replica_views
-from vpipe.schedules.check import check
+from vpipe.schedules.builder import ReplicaView, build, replica_views
+from vpipe.schedules.checker import check
 from vpipe.schedules.costs import Costs
-from vpipe.schedules.lower import lower
-from vpipe.schedules.peaks import rank_peaks
-from vpipe.schedules.registry import Recipe, recipe_named
+from vpipe.schedules.lowering import lower
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Placement, Size, widened
 
 
@@ -49,9 +48,9 @@ class ScheduleTraits:
 
 
 @cache
-def traits_of(recipe: Recipe) -> ScheduleTraits:
+def traits_of(registered: RegisteredSchedule) -> ScheduleTraits:
     """Measure the properties of a schedule."""
-    example = next(_examples(recipe, 2, (4, 6, 8, 12)), None)
+    example = next(_examples(registered, 2, (4, 6, 8, 12)), None)
     if example is None:
         return ScheduleTraits()
     try:
@@ -59,35 +58,35 @@ def traits_of(recipe: Recipe) -> ScheduleTraits:
     except CheckError as error:
         return ScheduleTraits(problem=error.problems[0].what.split("\n")[0])
     split = bool(example.split_backwards)
-    pair = list(_examples(recipe, 4, (8, 16)))
-    if recipe.chunks > 1 or len(pair) < 2 or places_copies(recipe, 4):
+    pair = list(_examples(registered, 4, (8, 16)))
+    if registered.chunks > 1 or len(pair) < 2 or registered.places_copies(4):
         return ScheduleTraits(split)
     alone = [simulate(schedule, _unit_costs(schedule)) for schedule in pair]
     delayed = [simulate(schedule, _unit_costs(schedule, transfer=1)) for schedule in pair]
     first, second = (late.makespan_s - soon.makespan_s for late, soon in zip(delayed, alone, strict=True))
     # At unit costs the bubble of 1F1B on 4 ranks is 9; every weight half that fills it takes 3 off.
-    filling = min(max(3 - float(alone[0].bubble_s) / 3, 0.0), 3.0) if split and recipe.flush else 0.0
-    return ScheduleTraits(split, filling, second > first, not split and _holds_by_depth(recipe))
+    filling = min(max(3 - float(alone[0].bubble_s) / 3, 0.0), 3.0) if split and registered.flush else 0.0
+    return ScheduleTraits(split, filling, second > first, not split and _holds_by_depth(registered))
 
 
-def _examples(recipe: Recipe, ranks: int, microbatches: tuple[int, ...]) -> Iterator[Schedule]:
+def _examples(registered: RegisteredSchedule, ranks: int, microbatches: tuple[int, ...]) -> Iterator[Schedule]:
     """Yield the schedule over ``ranks`` ranks with those of ``microbatches`` that it can have."""
     for count in microbatches:
         with suppress(UserError):
-            yield build(recipe.name, placement_of(recipe, ranks, recipe.chunks), count)
+            yield build(registered.name, registered.placement(ranks, registered.chunks), count)
 
 
 def _unit_costs(schedule: Schedule, transfer: int = 0) -> Costs:
     return Costs.uniform(Size(schedule.ranks, schedule.microbatches, 1, schedule.update_every), transfer=transfer)
 
 
-def _holds_by_depth(recipe: Recipe) -> bool:
+def _holds_by_depth(registered: RegisteredSchedule) -> bool:
     """Tell whether a rank's bounds are those of the first rank of the pipeline that begins with it."""
     for ranks in range(2, 5):
-        sizes = [Size(p, 12, 1, 12 if recipe.flush else max(recipe.update_every(p), recipe.update_every(ranks)))
+        sizes = [Size(p, 12, 1, 12 if registered.flush else max(map(registered.update_every, (p, ranks))))
                  for p in range(1, ranks + 1)]
         for rank in range(1, ranks):
-            for bound in (recipe.peak_activations, recipe.versions):
+            for bound in (registered.peak_activations, registered.versions):
                 if bound(rank, sizes[ranks - 1]) != bound(0, sizes[ranks - rank - 1]):
                     return False
     return True
@@ -123,8 +122,8 @@ class Choice:
     @property
     def replicated(self) -> bool:
         """Stages may have several replicas, besides the copies that the schedule itself places."""
-        if self.placement is not None and places_copies(self.recipe, len(self.placement)):
-            return self.ranks * self.recipe.chunks > len(self.placement)
+        if self.placement is not None and self.registered.places_copies(len(self.placement)):
+            return self.ranks * self.registered.chunks > len(self.placement)
         return self.placement is None or any(len(ranks) > 1 for ranks in self.placement)
 
     @property
@@ -142,23 +141,23 @@ class Choice:
         return None if isinstance(self.warmup, str) else self.warmup
 
     @cached_property
-    def recipe(self) -> Recipe:
-        return recipe_named(self.schedule)
+    def registered(self) -> RegisteredSchedule:
+        return RegisteredSchedule.named(self.schedule)
 
     @cached_property
     def traits(self) -> ScheduleTraits:
-        return traits_of(self.recipe)
+        return traits_of(self.registered)
 
     @property
     def flush(self) -> bool:
-        return self.recipe.flush
+        return self.registered.flush
 
     @property
     def refusal(self) -> str | None:
         """Return why the schedule cannot have these numbers; None when it can, or while replicas are open."""
         try:
             if self.placement is not None:
-                replica_views(self.recipe, self.placement, self.microbatches, self.update_every, self.depths)
+                replica_views(self.registered, self.placement, self.microbatches, self.update_every, self.depths)
         except UserError as error:
             return error.problems[0].what
         return None
@@ -174,12 +173,12 @@ class Choice:
             return self._views[0].size.update_every
         if self.update_every is not None:
             return self.update_every
-        least = self.recipe.update_every(self.ranks)
+        least = self.registered.update_every(self.ranks)
         return min((n for n in range(least, self.microbatches + 1) if self.microbatches % n == 0), default=least)
 
     @cached_property
     def _views(self) -> tuple[ReplicaView, ...]:
-        return replica_views(self.recipe, self.groups, self.microbatches, self.update_every, self.depths)
+        return replica_views(self.registered, self.groups, self.microbatches, self.update_every, self.depths)
 
     def demand(self, ranks_left: int, width: int) -> StageDemand:
         """Return what each of a stage's ``width`` replicas holds at most, with ``ranks_left`` ranks in its own stage
@@ -189,20 +188,20 @@ class Choice:
         depth = (ranks_left - 1) // width + 1
         own = self.per_replica(width) if self.flush else sys.maxsize  # a stream goes on behind its batch
         size = Size(depth, own, 1, own if self.flush else self.every, False)
-        return StageDemand(self.recipe.peak_activations(0, size), self.recipe.versions(0, size), 0)
+        return StageDemand(self.registered.peak_activations(0, size), self.registered.versions(0, size), 0)
 
     @cached_property
     def _demands(self) -> dict[int, StageDemand]:
         """By ranks of a stage and the later ones."""
-        recipe, halves = self.recipe, [0] * self.ranks
+        registered, halves = self.registered, [0] * self.ranks
         if self.traits.split:
             built = build(self.schedule, self.groups, self.microbatches)
-            halves = [peaks.peak_weight_halves for peaks in rank_peaks(built)]
+            halves = [peaks.peak_weight_halves for peaks in built.rank_peaks]
         demands, ranks_left = {}, self.ranks
         for group in self.groups:
             views = [self._views[rank] if self.flush else self._views[rank].endless() for rank in group]
-            demands[ranks_left] = StageDemand(max(recipe.peak_activations(view.rank, view.size) for view in views),
-                                          max(recipe.versions(view.rank, view.size) for view in views),
+            demands[ranks_left] = StageDemand(max(registered.peak_activations(view.rank, view.size) for view in views),
+                                          max(registered.versions(view.rank, view.size) for view in views),
                                           max(halves[rank] for rank in group))
             ranks_left -= len(group)
         return demands
@@ -215,8 +214,8 @@ def placement_of_widths(widths: Sequence[int]) -> Placement:
 
 def equal_widths(schedule: str, ranks: int, width: int) -> Placement:
     """Return the schedule's placement over all ranks with ``width`` replicas of every stage."""
-    recipe = recipe_named(schedule)
-    return widened(placement_of(recipe, ranks // width, recipe.chunks), width)
+    registered = RegisteredSchedule.named(schedule)
+    return widened(registered.placement(ranks // width, registered.chunks), width)
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,7 @@ class Candidate:
         choice, updates = self.choice, 2
         microbatches = 2 * choice.microbatches
         if not choice.flush:  # the pipeline fills, runs steadily and drains
-            every = choice.update_every or choice.recipe.update_every(choice.ranks)
+            every = choice.update_every or choice.registered.update_every(choice.ranks)
             per_step = every * lcm(*self.widths)
             microbatches = (4 + 3 * (choice.ranks + max(self.widths)) // per_step) * per_step
             updates = microbatches // every

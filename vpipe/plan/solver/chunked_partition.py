@@ -22,10 +22,10 @@ from vpipe.plan.solver.partition_search import (
 )
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 from vpipe.plan.stage_costs import combined_memory, stage_memory
-from vpipe.schedules.build import build
+from vpipe.schedules.assignment import stages_of_rank
+from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, StageCosts
 from vpipe.schedules.peaks import peak_contents
-from vpipe.schedules.schedule import stages_of_rank
 
 
 def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float] | float | None,

@@ -15,7 +15,7 @@ from vpipe.plan.solver.partition_search import FoundPartition
 from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
 from vpipe.plan.stage_costs import StageMemory, combined_memory, stage_memory
-from vpipe.schedules.schedule import stages_of_rank
+from vpipe.schedules.assignment import stages_of_rank
 from vpipe.units import parse_size, size_text
 
 MORE = (1.0, 1.05, 1.15, 1.3, 1.6, 2.0, 3.0)

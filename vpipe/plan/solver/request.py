@@ -10,7 +10,7 @@ from vpipe.description.recompute import Recompute
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
-from vpipe.schedules.registry import planned_schedules
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import Placement
 
 
@@ -24,7 +24,7 @@ class PlanRequest:
     memory_bytes: int | None = None  # that each rank may hold; None is no limit
     # the names to choose from, all with a flush or all without; by default all with a flush that are registered as
     # planned
-    schedules: tuple[str, ...] = field(default_factory=lambda: planned_schedules(flush=True))
+    schedules: tuple[str, ...] = field(default_factory=lambda: RegisteredSchedule.for_plans(flush=True))
     # microbatches per update, and replica, of schedules without a flush, by number of microbatches; the fewest
     # possible where one is not named
     update_every: Mapping[int, int | None] = field(default_factory=dict)

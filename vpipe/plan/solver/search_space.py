@@ -14,7 +14,7 @@ from vpipe.plan.solver.partition_search import FoundPartition, StageSlice, slice
 from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.stage_table import StageTable
 from vpipe.plan.solver.vpipe_heuristic import balanced
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.registry import RegisteredSchedule
 
 MOST_RANKS, MOST_LAYERS = 16, 200
 """Unequal widths are searched up to so many of each; beyond, all stages have equally many replicas."""
@@ -74,20 +74,20 @@ class SearchSpace:
         return "cannot be had" if self.request.memory_bytes is None else "does not fit"
 
     def _choices(self, schedule: str, microbatches: int) -> Iterator[Choice]:
-        request, recipe = self.request, recipe_named(schedule)
-        every = None if recipe.flush else request.update_every.get(microbatches)
-        warmup = request.warmup if recipe.any_warmup else None
+        request, registered = self.request, RegisteredSchedule.named(schedule)
+        every = None if registered.flush else request.update_every.get(microbatches)
+        warmup = request.warmup if registered.any_warmup else None
         if request.placement is not None:
             yield Choice(schedule, microbatches, every, request.ranks, request.placement, warmup)
             return
         for width in range(1, request.ranks + 1):
-            stages = request.ranks // width * recipe.chunks
-            if recipe.chunks > 1 and width == request.ranks:
+            stages = request.ranks // width * registered.chunks
+            if registered.chunks > 1 and width == request.ranks:
                 continue  # one position, where several stages on a rank gain nothing
             if request.ranks % width == 0 and stages <= request.layers and self._allows(stages, width):
                 yield Choice(schedule, microbatches, every, request.ranks,
                              equal_widths(schedule, request.ranks, width), warmup)
-        if self.searches_widths and traits_of(recipe).by_depth:
+        if self.searches_widths and traits_of(registered).by_depth:
             yield Choice(schedule, microbatches, every, request.ranks, None, warmup)
 
     def _allows(self, stages: int, width: int) -> bool:

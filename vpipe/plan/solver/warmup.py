@@ -8,7 +8,7 @@ from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.predict import predict
 from vpipe.plan.solver.request import PlanRequest
-from vpipe.schedules.registry import recipe_named
+from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import default_warmup
 
 TOLERANCE = 0.01
@@ -28,7 +28,7 @@ def deepened(request: PlanRequest, plan: Plan) -> tuple[Plan, Plan | None]:
     with the best, and that fit: into the memory, and, where updates limit the depth (2bw), into the plan's updates.
     """
     assert plan.schedule is not None
-    if len(plan.partition) == 1 or not recipe_named(plan.schedule).any_warmup:
+    if len(plan.partition) == 1 or not RegisteredSchedule.named(plan.schedule).any_warmup:
         return plan, None
     search = _Search(request, plan, [len(ranks) for ranks in plan.groups])
     plain = search.tried(search.steps(0))

@@ -183,7 +183,7 @@ class _Done(NamedTuple):
 
 
 class ThreadedWorker(Worker):
-    """Execute GPipe with its backwards in reverse order (:func:`vpipe.schedules.build.reverse_backwards`).
+    """Execute GPipe with its backwards in reverse order (:func:`vpipe.schedules.builder.reverse_backwards`).
 
     Each forward of a batch runs in the thread of its microbatch, on a GPU in its own stream (:class:`DeviceStreams`).
     The threads run one after another in the order of the microbatches, so that random numbers are drawn, and buffers
@@ -288,10 +288,10 @@ class ThreadedWorker(Worker):
             action = self._deferred.popleft()
             try:
                 if action.op is Op.FORWARD:
-                    self._finish_forward(action.stage, action.microbatch)
+                    self._finish_forward(action.stage, action.index)
                 else:
-                    with self._streams.sending(action.microbatch), self._labelled(action):
-                        self._p2p.send_activations(action.stage, action.microbatch)
+                    with self._streams.sending(action.index), self._labelled(action):
+                        self._p2p.send_activations(action.stage, action.index)
             except Exception:
                 self._at_fault = action
                 raise

@@ -18,7 +18,7 @@ class NaiveWorker(Worker):
     """Wait for each send, and on a GPU for the device after every action.
 
     The checker has proved that sends which wait for their posted receives never deadlock
-    (:func:`~vpipe.schedules.check.no_deadlock_rendezvous`). A receiver that waits for a header posts later, so sends
+    (:func:`~vpipe.schedules.checker.no_deadlock_rendezvous`). A receiver that waits for a header posts later, so sends
     are not waited for until the first gradient has come back. A send through shared memory ends when it is in there.
     Norms, losses and sums over replicas are no sends of the program; they are waited for where they are received.
     """

@@ -31,11 +31,12 @@ def auto(rank: int, ranks: int, microbatches: int, chunks: int = 1) -> Iterator[
         rank 0  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3 S
         rank 1  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 S
 
-    :func:`~vpipe.schedules.build.build` takes other costs, limits on memory and placements of any shape. All schedules
-    of fixed order that have a flush, run on the placement and keep the limits compete: the bubble is at most that of
-    the best of them. Of the orders with the smallest bubble the shortest is taken. A limit on memory counts activations
-    from F to I or B, and weight halves from I to W. Any limit that admits one microbatch per stage yields an order.
-    Weight halves of a stage run in the order of its microbatches, in which plain PyTorch accumulates gradients.
+    :func:`~vpipe.schedules.builder.build` takes other costs, limits on memory and placements of any shape. All
+    schedules of fixed order that have a flush, run on the placement and keep the limits compete: the bubble is at most
+    that of the best of them. Of the orders with the smallest bubble the shortest is taken. A limit on memory counts
+    activations from F to I or B, and weight halves from I to W. Any limit that admits one microbatch per stage yields
+    an order. Weight halves of a stage run in the order of its microbatches, in which plain PyTorch accumulates
+    gradients.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 3.1; Pipeline Parallelism
     with Controllable Memory (arXiv:2405.15362). The search is in :mod:`vpipe.schedules.search.search`.

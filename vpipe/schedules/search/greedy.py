@@ -302,8 +302,8 @@ def _fused(order: Sequence[Action]) -> list[Action]:
     fused: list[Action] = []
     for action in order:
         is_weight = action.op is Op.WEIGHT and action.stage == 0
-        if is_weight and fused and fused[-1] == Action(Op.INPUT, 0, action.microbatch):
-            fused[-1] = Action(Op.BACKWARD, 0, action.microbatch)
+        if is_weight and fused and fused[-1] == Action(Op.INPUT, 0, action.index):
+            fused[-1] = Action(Op.BACKWARD, 0, action.index)
         else:
             fused.append(action)
     return fused

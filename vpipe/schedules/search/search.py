@@ -16,13 +16,12 @@ from operator import itemgetter
 
 from vpipe.errors import CheckError, UserError, counted
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.build import build
+from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Number
-from vpipe.schedules.peaks import rank_peaks
-from vpipe.schedules.registry import Limits, recipe_if_any, schedule_names
+from vpipe.schedules.registry import Limits, RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.greedy import HAIR, ROUNDING, GreedyRules, GreedyRun, Priority, Turn, Workload
-from vpipe.schedules.simulator.simulate import simulate
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Layout, Placement, Size
 
 Score = tuple[Number, Number, Number, int]
@@ -156,9 +155,9 @@ class _Problem:
                  sum(map(len, schedule.programs))), self._schedule(schedule.programs))
 
     def _hand_made(self) -> Iterator[Schedule]:
-        for name in schedule_names():
-            recipe = recipe_if_any(name)
-            if recipe is not None and recipe.flush and recipe.search is None:
+        for name in RegisteredSchedule.names():
+            registered = RegisteredSchedule.find(name)
+            if registered is not None and registered.flush and registered.search is None:
                 try:
                     yield build(name, self._placement, self._microbatches)
                 except UserError:
@@ -186,7 +185,7 @@ class _Problem:
         """Return these programs as the schedule ``auto``, with its peaks as bounds."""
         schedule = Schedule("auto", self._placement, tuple(map(tuple, programs)), self._microbatches,
                             self._microbatches, True, (), (1,) * len(self._placement), {})
-        return replace(schedule, peak_activations=tuple(rank.peak_activations for rank in rank_peaks(schedule)))
+        return replace(schedule, peak_activations=tuple(rank.peak_activations for rank in schedule.rank_peaks))
 
 
 def _turns(program: Iterable[Action]) -> tuple[Turn, ...]:

@@ -16,8 +16,8 @@ from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.graph import Graph, receive_of
 from vpipe.schedules.kinds import Kind
-from vpipe.schedules.lower import add_transfers
-from vpipe.schedules.peaks import recomputations
+from vpipe.schedules.loads import recomputations
+from vpipe.schedules.lowering import add_transfers
 from vpipe.schedules.schedule import Schedule
 
 
@@ -113,13 +113,13 @@ class SimulationTables:
             for number, action in enumerate(program, start=first):
                 op, stage = action.op, action.stage
                 if op.sends and op.transfer is not None:
-                    for target in op.transfer.peers(graph.setting, stage, action.microbatch, rank):
+                    for target in op.transfer.peers(graph.setting, stage, action.index, rank):
                         tables._add(Message(action, rank, target, ticks(op, stage, rank, target),
                                             tuple(users.get((number, target), ())), 1 if posted else 2),
                                     number, *(() if posted else (number_of(receive_of(action), target),)))
                 elif op.summed:
                     for other in schedule.placement[stage]:
-                        made = graph.last.get((stage, action.microbatch, other))
+                        made = graph.last.get((stage, action.index, other))
                         if other != rank and made is not None:
                             tables._add(Message(action, other, rank, ticks(op, stage, other, rank), (number,), 1),
                                         number_of(made, other))

@@ -1,18 +1,30 @@
-"""The timeline of a simulated schedule: its events and transfers, idle times and memory."""
+"""Simulate a schedule: compute when every action starts and ends, idle times and memory.
+
+A rank does its actions in order, one at a time, each as soon as its inputs have arrived. Only compute actions and steps
+take a rank's time. A transfer starts when its send and its receive have been reached and its link is free. A
+compute-only schedule has the same transfers, with receives that are posted from the beginning. Tensors that stay on a
+rank take no time. Where norms are exchanged, a step waits for those of all stages. Replicas of a stage send each other
+the gradients of an update as soon as each has them all, and the sums as soon as these are made; a step waits for them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
+from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action
+from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Number, ratio
+from vpipe.schedules.error_grid import rule_error
 from vpipe.schedules.peaks import moments
 from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.action_tables import SimulationTables
+from vpipe.schedules.simulator.event_loop import EventLoop
 
 Curve = tuple[tuple[Number, Number], ...]
 """(time in seconds, bytes held from then on), in order; of several points at one time the last holds."""
@@ -49,7 +61,7 @@ class Timeline:
         events: per rank, in order.
         transfers: between ranks, by their end.
         makespan_s: the time at which the last action has ended and the last transfer has arrived.
-        spans_s: per rank, the first start and the last end of something that keeps it busy.
+        busy_between_s: per rank, the first start and the last end of something that keeps it busy.
         work_s: per rank, the time that its actions take.
     """
 
@@ -58,21 +70,22 @@ class Timeline:
     events: tuple[tuple[Event, ...], ...]
     transfers: tuple[TransferEvent, ...]
     makespan_s: Number
-    spans_s: tuple[tuple[Number, Number], ...]
+    busy_between_s: tuple[tuple[Number, Number], ...]
     work_s: tuple[Number, ...]
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs, events: tuple[tuple[Event, ...], ...],
            transfers: tuple[TransferEvent, ...]) -> Timeline:
         """Return the timeline of these events and transfers."""
-        spans = [(own[0].start_s, max(event.end_s for event in own)) for own in events]
+        between = [(own[0].start_s, max(event.end_s for event in own)) for own in events]
         for transfer in () if costs.overlap else transfers:
             for rank in {transfer.source, transfer.target}:
-                first, last = spans[rank]
-                spans[rank] = (min(first, transfer.start_s), max(last, transfer.end_s))
+                first, last = between[rank]
+                between[rank] = (min(first, transfer.start_s), max(last, transfer.end_s))
         arrival = max((transfer.end_s for transfer in transfers), default=0)
         work = tuple(sum((event.end_s - event.start_s for event in own), start=0) for own in events)
-        return cls(schedule, costs, events, transfers, max(arrival, *(last for _, last in spans)), tuple(spans), work)
+        return cls(schedule, costs, events, transfers, max(arrival, *(last for _, last in between)), tuple(between),
+                   work)
 
     def in_seconds(self, ticks: int) -> Timeline:
         """Return the same with times in seconds, where those of this one are ticks, so many per second."""
@@ -86,7 +99,7 @@ class Timeline:
             transfers=tuple(each._replace(start_s=seconds(each.start_s), end_s=seconds(each.end_s))
                             for each in self.transfers),
             makespan_s=seconds(self.makespan_s), work_s=tuple(map(seconds, self.work_s)),
-            spans_s=tuple((seconds(first), seconds(last)) for first, last in self.spans_s))
+            busy_between_s=tuple((seconds(first), seconds(last)) for first, last in self.busy_between_s))
 
     @cached_property
     def busy_s(self) -> tuple[Number, ...]:
@@ -100,7 +113,7 @@ class Timeline:
     @property
     def idle_s(self) -> tuple[Number, ...]:
         """Per rank, the time that it waits between its first start and its last end."""
-        return tuple(last - first - busy for (first, last), busy in zip(self.spans_s, self.busy_s, strict=True))
+        return tuple(last - first - busy for (first, last), busy in zip(self.busy_between_s, self.busy_s, strict=True))
 
     @property
     def bubble_s(self) -> Number:
@@ -108,7 +121,7 @@ class Timeline:
 
         So unequal stages alone make no bubble: the slowest rank could not be faster.
         """
-        return max(last - first for first, last in self.spans_s) - max(self.work_s)
+        return max(last - first for first, last in self.busy_between_s) - max(self.work_s)
 
     @property
     def bubble_share(self) -> Number:
@@ -126,6 +139,12 @@ class Timeline:
         curves = map(self._held, range(len(self.events)))
         return tuple(curves) if unit == 1 else tuple(
             tuple((at, ratio(held, unit)) for at, held in curve) for curve in curves)
+
+    @property
+    def period_s(self) -> float:
+        """The time from one step of training to the next; of a stream, in its steady state, without recomputation."""
+        schedule = lengthened(self.schedule) if self.schedule.stream else self.schedule.compute_only()
+        return simulate_steps(schedule, self.costs).step_s
 
     @property
     def peak_bytes(self) -> tuple[Number, ...]:
@@ -164,3 +183,141 @@ class Timeline:
         changes = [(at, held - before) for (at, held), before in zip(points, [0, *levels], strict=False)]
         changes.sort(key=itemgetter(0))
         return tuple(zip(map(itemgetter(0), changes), accumulate(map(itemgetter(1), changes)), strict=True))
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Simulate ``schedule``, compute-only or lowered, at ``costs``; exactly, as long as none of them is a ``float``.
+
+    The schedule must have passed :func:`~vpipe.schedules.checker.check`.
+
+    Raises:
+        UserError: ``costs`` are for another number of stages or ranks.
+        CheckError: ranks wait for each other.
+    """
+    timeline, ticks_per_s = simulate_in_ticks(schedule, costs)
+    return timeline.in_seconds(ticks_per_s)
+
+
+def simulate_in_ticks(schedule: Schedule, costs: Costs) -> tuple[Timeline, int]:
+    """Return the timeline with ticks in place of seconds, and how many a second has; see :class:`SimulationTables`."""
+    if len(costs.stages) != schedule.stages:
+        raise UserError(f"there are costs for {len(costs.stages)} stages, but schedule '{schedule.name}' has "
+                        f"{schedule.stages}", hint="give one entry per stage")
+    if costs.hosts and len(costs.hosts) != schedule.ranks:
+        raise UserError(f"there are hosts for {len(costs.hosts)} ranks, but schedule '{schedule.name}' has "
+                        f"{schedule.ranks}", hint="give one entry per rank, or none where all share one host")
+    if costs.cores is not None and costs.cores < 1:
+        raise UserError(f"a host has {costs.cores} cores", hint="give 1 or more, or None for a device per rank")
+    tables = SimulationTables.from_schedule(schedule, costs)
+    loop = EventLoop(tables, costs)
+    loop.run()
+    if loop.cursors != tables.ends:
+        raise _blocked(tables, loop.cursors)
+
+    events = [tuple(Event(action, loop.starts[number], loop.ends[number])
+                    for number, action in enumerate(program, start=first) if tables.ticks[number] is not None)
+              for first, program in zip(tables.firsts, tables.schedule.programs, strict=True)]
+    transfers = [TransferEvent(message.action, message.source, message.target, start, end)
+                 for number, start, end in loop.arrivals
+                 if (message := tables.messages[number]).source != message.target
+                 or message.action.op.host_bytes is not None]
+    return Timeline.of(tables.lowered, costs, tuple(events), tuple(transfers)), tables.unit
+
+
+def _blocked(tables: SimulationTables, cursors: Sequence[int]) -> CheckError:
+    positions = [cursor - first for cursor, first in zip(cursors, tables.firsts, strict=True)]
+    programs = tables.schedule.programs
+    spots = [(rank, position) for rank, position in enumerate(positions) if position < len(programs[rank])]
+    standing = "; ".join(f"rank {rank} stands before {programs[rank][position]}" for rank, position in spots)
+    return rule_error(tables.schedule, f"the simulation cannot go on: {standing}",
+                      "check the schedule first: it says what each of them waits for", *spots, cursors=positions)
+
+
+def lengthened(stream: Schedule, recompute: Collection[int] = ()) -> Schedule:
+    """Return a stream that is long enough to have a steady state in its middle."""
+    return build(stream.name, stream.placement, sum(_stream_steps(stream)) * stream.assignment.per_step,
+                 stream.update_every, stream.ties, recompute, warmup=stream.warmup)
+
+
+_SETTLING = 12
+"""Microbatches beyond those in flight after which a stream repeats itself, and over which a mean is good, nearly."""
+
+
+def _stream_steps(schedule: Schedule) -> tuple[int, int, int]:
+    """Return the steps of a simulated stream: while it fills, those that count, while it drains."""
+    per_step = schedule.assignment.per_step
+    in_flight = max(schedule.ranks, *(len(ranks) * (depth + 1)  # over the whole pipeline, whatever the widths
+                                      for ranks, depth in zip(schedule.placement, schedule.warmup, strict=True)))
+    return (-(-(in_flight + _SETTLING) // per_step) + 1,
+            max(2, -(-max(_SETTLING, in_flight // 2) // per_step)), -(-in_flight // per_step))
+
+
+@dataclass(frozen=True)
+class SimulatedSteps:
+    """Simulated steps."""
+
+    # of one batch from an empty pipeline to an empty one; of a stream, of its first microbatches
+    timeline: Timeline
+    step_s: float  # the time from step to step
+    working_s: tuple[float, ...]  # per rank and step, how long it computes or steps, at the speed that it has
+
+
+def simulate_steps(schedule: Schedule, costs: Costs) -> SimulatedSteps:
+    """Simulate several steps of training: a schedule's batch twice, or a stream that is :func:`lengthened`."""
+    return _simulate_stream(schedule, costs) if schedule.stream else _simulate_batches(schedule, costs)
+
+
+def _simulate_batches(schedule: Schedule, costs: Costs) -> SimulatedSteps:
+    """Simulate two batches: the second may begin on a rank while other ranks finish the first.
+
+    Only one, where weights are tied and replicas take unequally many microbatches: numbered on, the microbatches of a
+    second batch would go to other replicas than the first's, which tied weights do not allow.
+    """
+    if schedule.ties and any(schedule.microbatches % len(group) for group in schedule.placement):
+        timeline = simulate(schedule, costs)
+        return SimulatedSteps(timeline, _end_s(timeline.events), _working_s(timeline.events))
+
+    def per_batch(action: Action) -> int:  # by how much the index differs from that in the batch before
+        return schedule.microbatches if action.op.per_microbatch else schedule.updates(action.stage)
+
+    twice = schedule.with_programs([(*program, *(
+        Action(action.op, action.stage, action.index + per_batch(action)) for action in program))
+        for program in schedule.programs])
+    timeline = simulate(replace(twice, microbatches=2 * schedule.microbatches), costs)
+    halves = [len(events) // 2 for events in timeline.events]
+    events = tuple(events[:half] for events, half in zip(timeline.events, halves, strict=True))
+    later = tuple(events[half:] for events, half in zip(timeline.events, halves, strict=True))
+    alone = [tuple(action for action in program if action.index < per_batch(action))
+             for program in timeline.schedule.programs]
+    transfers = tuple(transfer for transfer in timeline.transfers
+                      if transfer.action.index < per_batch(transfer.action))
+    steps = schedule.microbatches // schedule.assignment.per_step
+    return SimulatedSteps(Timeline.of(schedule.with_programs(alone), costs, events, transfers),
+                           (_end_s(later) - _end_s(events)) / steps,
+                           tuple(seconds / steps for seconds in _working_s(later)))
+
+
+def _end_s(events: Sequence[Sequence[Event]]) -> float:
+    return max(float(event.end_s) for of_rank in events for event in of_rank)
+
+
+def _working_s(events: Sequence[Sequence[Event]]) -> tuple[float, ...]:
+    return tuple(float(sum(event.end_s - event.start_s for event in of_rank)) for of_rank in events)
+
+
+def _simulate_stream(schedule: Schedule, costs: Costs) -> SimulatedSteps:
+    """Simulate a stream, and average over steps in its middle, as the last stage makes them."""
+    timeline, assignment = simulate(schedule, costs), schedule.assignment
+    filling, counting, _ = _stream_steps(schedule)
+    last = schedule.stages - 1
+    made: dict[int, float] = {}  # by update of the last stage, when its last replica had made it
+    for rank in schedule.placement[last]:
+        for event in timeline.events[rank]:
+            if event.action.op.makes_version and event.action.stage == last:
+                update = event.action.index
+                made[update] = max(float(event.end_s), made.get(update, 0.0))
+    per_step = assignment.per_step // assignment.per_update(last)
+    begin, end = (made[steps * per_step - 1] for steps in (filling, filling + counting))
+    working = tuple(sum(max(0.0, min(end, float(event.end_s)) - max(begin, float(event.start_s)))
+                        for event in events) / counting for events in timeline.events)
+    return SimulatedSteps(timeline, (end - begin) / counting, working)

@@ -10,26 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from vpipe.errors import counted
+from vpipe.schedules import kinds
 from vpipe.schedules.action import Action
-from vpipe.schedules.build import build, reverse_backwards
+from vpipe.schedules.builder import build, reverse_backwards
 from vpipe.schedules.error_grid import Spot
 from vpipe.schedules.graph import Graph, execute
-from vpipe.schedules.kinds import (
-    MICROBATCH,
-    NORMS,
-    SUM,
-    TIED_VERSION,
-    UPDATE,
-    VERSION,
-    Kind,
-    Needed,
-    Value,
-    is_own,
-    kind_with,
-    kinds,
-)
-from vpipe.schedules.lower import lower
-from vpipe.schedules.peaks import rank_loads, stage_loads
+from vpipe.schedules.kinds import MICROBATCH, NORMS, SUM, TIED_VERSION, UPDATE, VERSION, Kind, Needed, Value
+from vpipe.schedules.loads import rank_loads, stage_loads
+from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 from vpipe.schedules.transfer_order import in_one_order
@@ -47,11 +35,11 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
     depends on no action further away than the microbatches in flight (at most one per rank more than its warm-up)
     and the versions in use (made at most that many microbatches, or one update, before the latest). So what holds in
     one repetition holds in all. Four times as many microbatches contain the warm-up, several repetitions and the
-    cooldown (``tests/schedules/test_lower.py`` shows the repetition).
+    cooldown (``tests/schedules/test_lowering.py`` shows the repetition).
 
     Args:
         norm: exchange the norms of gradients before every step.
-        last_first: reverse the backwards with :func:`~vpipe.schedules.build.reverse_backwards`.
+        last_first: reverse the backwards with :func:`~vpipe.schedules.builder.reverse_backwards`.
         warmup: forwards of every stage before its first backward, without a flush; those of 1F1B when None.
 
     Raises:
@@ -115,7 +103,7 @@ def placement(graph: Graph) -> None:
                              f"{'is borrowed by' if borrowed else 'lives on'} "
                              + (f"rank {' and '.join(map(str, sorted(homes)))}" if homes else "no rank"),
                              "move the action to that rank, or change the placement", spot)
-        if action.op.per_microbatch and rank != (home := schedule.assignment.rank_of(action.stage, action.microbatch)):
+        if action.op.per_microbatch and rank != (home := schedule.assignment.rank_of(action.stage, action.index)):
             raise graph.error(f"{action} stands on rank {rank}, but of the {len(homes)} replicas of stage "
                              f"{action.stage} number {list(homes).index(home)}, rank {home}, takes that microbatch",
                              "microbatch i goes to replica i mod their number, forward and backward", spot)
@@ -132,8 +120,8 @@ def indices(graph: Graph) -> None:
         word, updates = action.op.counts, schedule.updates(action.stage)
         first = int(word == VERSION and action.op.transfer is not None)
         beyond = schedule.microbatches if word == MICROBATCH else updates + (word == VERSION)
-        if not first <= action.microbatch < beyond:
-            raise graph.error(f"{action}: there is no {word} {action.microbatch} with "
+        if not first <= action.index < beyond:
+            raise graph.error(f"{action}: there is no {word} {action.index} with "
                              f"{counted(schedule.microbatches, 'microbatch')} and an update every "
                              f"{schedule.assignment.per_update(action.stage)}",
                              f"use {_range(word, first, beyond)}, or leave the action out", spot)
@@ -144,13 +132,13 @@ def completeness(graph: Graph) -> None:
 
     Dropped activations are recomputed early at most once, as is everything else that generators yield.
     """
-    forward, whole = kind_with("uses_version"), kind_with("whole_backward")
-    first, second = kind_with("first_half"), kind_with("second_half")
-    others = [kind for kind in kinds() if kind in graph.schedule.kinds and kind.generated and kind.per_microbatch
+    forward, whole = kinds.having("uses_version"), kinds.having("whole_backward")
+    first, second = kinds.having("first_half"), kinds.having("second_half")
+    others = [kind for kind in kinds.known() if kind in graph.schedule.kinds and kind.generated and kind.per_microbatch
               and kind not in (forward, whole, first, second)]
-    for action, spots in graph.where.items() if not all(map(is_own, graph.schedule.kinds)) else ():
+    for action, spots in graph.where.items() if not all(kind.is_own for kind in graph.schedule.kinds) else ():
         ranks = [rank for rank, _ in spots]
-        if action.op.counts == UPDATE and not is_own(action.op) and len(set(ranks)) < len(ranks):
+        if action.op.counts == UPDATE and not action.op.is_own and len(set(ranks)) < len(ranks):
             raise graph.error(f"{action} stands {len(spots)} times in the programs",
                               f"{action.op.name} of every update at most once on a rank", spots[-1])
     for stage in range(graph.schedule.stages):
@@ -239,7 +227,7 @@ def borrowed_versions(graph: Graph) -> None:
         for owner, borrowers in graph.schedule.ties.items():
             if not action.op.uses_version or action.stage not in borrowers:
                 continue
-            version = graph.version[owner, action.microbatch]
+            version = graph.version[owner, action.index]
             if version < latest.get((rank, owner), 0):
                 raise graph.error(f"{action} on rank {rank} uses version {version} of the tied weights of stage "
                                  f"{owner}, after a forward that uses version {latest[rank, owner]}",
@@ -282,9 +270,9 @@ def updates(graph: Graph) -> None:
                 in_flight += 1
             elif action.op.completes:
                 in_flight -= 1
-                since.add(action.microbatch)
+                since.add(action.index)
             elif action.op.makes_version:
-                if action.microbatch != steps:
+                if action.index != steps:
                     raise graph.error(f"{action} comes where update {steps} of {name} is due",
                                      "step every update once, in order", spot)
                 due = set(assignment.share(stage, steps, stage, rank))
@@ -317,10 +305,10 @@ def used_versions(graph: Graph) -> None:
         register = VersionRegister()
         for action, spot in graph.of_stage(stage, rank):
             if action.op.chooses:
-                if action.microbatch > register.latest:
+                if action.index > register.latest:
                     raise graph.error(f"{action}: stage {stage} has made version {register.latest} at most by then",
                                      "use a version behind the step that makes it: update 0 makes version 1", spot)
-                if action.microbatch < register.in_use:
+                if action.index < register.in_use:
                     raise graph.error(f"{action} goes back behind version {register.in_use}, which is in use",
                                      "use versions in the order in which they are made; without any USE the latest is "
                                      "in use, so say USE before the step that makes a newer one", spot)
@@ -359,7 +347,7 @@ def _once_between(graph: Graph, value: Value, stage: int, update: int, rank: int
     action, before = Action(kind, stage, update), _users(graph, value)
     positions = [position for there, position in graph.where.get(action, ()) if there == rank]
     position, needing = next((at, one) for at, one in enumerate(graph.schedule.programs[rank]) if
-                             one.microbatch == update and one.op in before
+                             one.index == update and one.op in before
                              and (one.stage == stage or value is NORMS))
     if len(positions) != 1:
         state = f"stands {len(positions)} times in the program of rank {rank}" if positions else \
@@ -376,7 +364,7 @@ def _once_between(graph: Graph, value: Value, stage: int, update: int, rank: int
 def _users(graph: Graph, value: Value) -> Collection[Kind]:
     """Return the kinds of actions on updates that need a value."""
     rank = graph.schedule.placement[0][0]
-    return [kind for kind in kinds() if kind.counts == UPDATE and kind.transfer is None
+    return [kind for kind in kinds.known() if kind.counts == UPDATE and kind.transfer is None
             and any(needed is value for needed, _, _ in kind.needs(graph.setting, 0, 0, rank))]
 
 
@@ -445,7 +433,7 @@ def nothing_freed_is_used(graph: Graph) -> None:
 
     Where all actions are of vpipe's usual kinds, completeness and precedence say so already.
     """
-    if all(is_own(kind) and kind.host_bytes is None for kind in graph.schedule.kinds):
+    if all(kind.is_own and kind.host_bytes is None for kind in graph.schedule.kinds):
         return
     for rank, program in enumerate(graph.schedule.programs):
         freed: dict[Needed, Action] = {}

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vpipe.schedules.action import Action, Op, forward
-from vpipe.schedules.assignment import Assignment
-from vpipe.schedules.build import build, replica_views, stream_program
-from vpipe.schedules.lower import Lowering, lower
-from vpipe.schedules.registry import recipe_named
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.assignment import Assignment, stages_of_rank
+from vpipe.schedules.builder import build, replica_views, stream_program
+from vpipe.schedules.lowering import Lowering, lower
+from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout, Placement, default_placement
 from vpipe.schedules.versions import StreamVersions
 
 
 def lowered(name: str, ranks: int, microbatches: int, every: int | None = None, *, tied: bool = False,
             norm: bool = False) -> Schedule:
-    placement = recipe_named(name).layout(ranks, recipe_named(name).chunks)
+    placement = RegisteredSchedule.named(name).layout(ranks, RegisteredSchedule.named(name).chunks)
     ties = {0: (len(placement) - 1,)} if tied and len(placement) > 1 else {}
     return lower(build(name, placement, microbatches, every, ties), norm)
 
@@ -90,7 +90,7 @@ def test_a_weight_borrowed_from_the_same_rank_and_by_another() -> None:
 def schedules(*names: str) -> st.SearchStrategy[Schedule]:
     @st.composite
     def drawn(draw: st.DrawFn) -> Schedule:
-        recipe = recipe_named(draw(st.sampled_from(names)))
+        recipe = RegisteredSchedule.named(draw(st.sampled_from(names)))
         ranks = draw(st.integers(1, 8 // recipe.chunks))
         every = None if recipe.flush else draw(st.integers(recipe.update_every(ranks), recipe.update_every(ranks) + 2))
         microbatches = every * draw(st.integers(1, 4)) if every else draw(st.integers(2 * ranks, 24))
@@ -154,7 +154,7 @@ def shifted(program: Sequence[Action], every: int) -> list[Action]:
 @pytest.mark.parametrize(("tied", "norm"), [(False, False), (True, False), (True, True)])
 def test_a_stream_repeats(name: str, stages: int, more: int, tied: bool, norm: bool) -> None:
     """One more update is one more repetition inserted into each program: why a finite part proves a stream."""
-    every = recipe_named(name).update_every(stages) + more
+    every = RegisteredSchedule.named(name).update_every(stages) + more
     enough = 4 * stages * every
     short = lowered(name, stages, enough, every, tied=tied, norm=norm)
     longer = lowered(name, stages, enough + every, every, tied=tied, norm=norm)
@@ -168,7 +168,7 @@ def test_a_stream_repeats(name: str, stages: int, more: int, tied: bool, norm: b
 
 def endless(name: str, placement: Placement, every: int, rank: int) -> Iterator[Action]:
     """The compute program of a rank, with microbatches without end."""
-    recipe, assignment = recipe_named(name), Assignment(placement, every, False, lambda microbatch: True)
+    recipe, assignment = RegisteredSchedule.named(name), Assignment(placement, every, False, lambda microbatch: True)
     return stream_program(recipe, replica_views(recipe, placement, 12 * every, every)[rank], assignment,
                           stages_of_rank(placement, rank))
 

@@ -10,10 +10,10 @@ from vpipe.description.cut import Cut
 from vpipe.description.order import Order
 from vpipe.errors import UserError
 from vpipe.schedules.action import Op
-from vpipe.schedules.build import build, build_evaluation, reverse_backwards
-from vpipe.schedules.check import channel_order, execute, matching, precedence, prove
+from vpipe.schedules.builder import build, build_evaluation, reverse_backwards
+from vpipe.schedules.checker import channel_order, execute, matching, precedence, prove
 from vpipe.schedules.graph import Graph
-from vpipe.schedules.lower import lower
+from vpipe.schedules.lowering import lower
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout, default_placement

@@ -34,10 +34,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 from vpipe.schedules.action import Action, Kind, Op
-from vpipe.schedules.assignment import Assignment
+from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.graph import carried, receive_of
 from vpipe.schedules.kinds import UPDATE
-from vpipe.schedules.schedule import Schedule, stages_of_rank
+from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import default_warmup
 from vpipe.schedules.transfer_order import post_in_time
@@ -92,7 +92,7 @@ class Lowering:
         for action in self._compute(self._rank):
             if action.op.returns:
                 # The shapes of a gradient are known once its forward has run, not earlier.
-                while any(one.microbatch == action.microbatch and one.stage == action.stage and one.op.uses_version
+                while any(one.index == action.index and one.stage == action.stage and one.op.uses_version
                           for one in delayed):
                     yield from self._with_sends(delayed.popleft())
             yield from self._before(action)
@@ -127,7 +127,7 @@ class Lowering:
     def _receives(self, action: Action) -> list[Action]:
         """Return the receives of what an action needs from other ranks, but for tied weights."""
         rank, found = self._rank, []
-        for value, stage, index in action.op.needs(self._setting, action.stage, action.microbatch, rank):
+        for value, stage, index in action.op.needs(self._setting, action.stage, action.index, rank):
             if value.carrier is not None and value.homes is not None and not value.handed_over:
                 for home in value.homes(self._setting, stage, index, rank):
                     if home != rank:
@@ -169,7 +169,7 @@ class Lowering:
         """Note the gradients of a microbatch for the weights that its stage borrows."""
         owners = [owner for owner, here in self._borrowers.items() if action.stage in here]
         for owner in owners:
-            self._completed[owner, self._assignment.update_of(owner, action.microbatch), action.stage] += 1
+            self._completed[owner, self._assignment.update_of(owner, action.index), action.stage] += 1
             yield from self._close(owner)
         if owners:
             yield from self._take_steps()
@@ -218,22 +218,22 @@ class Lowering:
 
         A step waits for the gradients of the stages of this rank that borrow its weights.
         """
-        ready = [step for step in self._steps if step.microbatch < self._closed.get(step.stage, step.microbatch + 1)]
+        ready = [step for step in self._steps if step.index < self._closed.get(step.stage, step.index + 1)]
         if self._norm and len(ready) < len(self._stages):
             return
-        yield from (Action(Op.REDUCE, step.stage, step.microbatch) for step in ready
+        yield from (Action(Op.REDUCE, step.stage, step.index) for step in ready
                     if self._assignment.width(step.stage) > 1)
         if self._norm:
-            yield from (Action(Op.NORM, step.stage, step.microbatch) for step in ready)
+            yield from (Action(Op.NORM, step.stage, step.index) for step in ready)
         for step in ready:
             self._steps.remove(step)
             yield step
             yield from self._followers.pop(step, ())
             if step.stage in self._ties:
-                yield from self._await_gradients(step.stage, step.microbatch + self._early(step.stage))
+                yield from self._await_gradients(step.stage, step.index + self._early(step.stage))
             if step.stage in self._lent:
                 # Also versions of the cooldown that no forward uses: to know these would need a look ahead.
-                yield Action(Op.SEND_W, step.stage, step.microbatch + 1)
+                yield Action(Op.SEND_W, step.stage, step.index + 1)
 
 
 def lower(schedule: Schedule, norm: bool = False) -> Schedule:

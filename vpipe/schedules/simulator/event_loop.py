@@ -1,10 +1,4 @@
-"""Simulate a schedule event by event: compute when every action starts and ends.
-
-A rank does its actions in order, one at a time, each as soon as its inputs have arrived. Only compute actions and steps
-take a rank's time. A transfer starts when its send and its receive have been reached and its link is free. A
-compute-only schedule has the same transfers, with receives that are posted from the beginning. Tensors that stay on a
-rank take no time. Where norms are exchanged, a step waits for those of all stages. Replicas of a stage send each other
-the gradients of an update as soon as each has them all, and the sums as soon as these are made; a step waits for them.
+"""Run a simulation event by event.
 
 Ranks that share the cores of their host slow down alike when more of them compute than it has cores (processor
 sharing): n of them on c cores each go on at the speed c/n. Every host keeps a virtual clock, which runs at that speed;
@@ -16,63 +10,10 @@ Copying from rank to rank is work as well: a transfer takes a core at either end
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from vpipe.errors import CheckError, UserError
 from vpipe.schedules.costs import Costs, Number, ratio
-from vpipe.schedules.error_grid import rule_error
-from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.action_tables import SimulationTables
-from vpipe.schedules.simulator.timeline import Event, Timeline, TransferEvent
-
-
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Simulate ``schedule``, compute-only or lowered, at ``costs``; exactly, as long as none of them is a ``float``.
-
-    The schedule must have passed :func:`~vpipe.schedules.check.check`.
-
-    Raises:
-        UserError: ``costs`` are for another number of stages or ranks.
-        CheckError: ranks wait for each other.
-    """
-    timeline, ticks_per_s = simulate_in_ticks(schedule, costs)
-    return timeline.in_seconds(ticks_per_s)
-
-
-def simulate_in_ticks(schedule: Schedule, costs: Costs) -> tuple[Timeline, int]:
-    """Return the timeline with ticks in place of seconds, and how many a second has; see :class:`SimulationTables`."""
-    if len(costs.stages) != schedule.stages:
-        raise UserError(f"there are costs for {len(costs.stages)} stages, but schedule '{schedule.name}' has "
-                        f"{schedule.stages}", hint="give one entry per stage")
-    if costs.hosts and len(costs.hosts) != schedule.ranks:
-        raise UserError(f"there are hosts for {len(costs.hosts)} ranks, but schedule '{schedule.name}' has "
-                        f"{schedule.ranks}", hint="give one entry per rank, or none where all share one host")
-    if costs.cores is not None and costs.cores < 1:
-        raise UserError(f"a host has {costs.cores} cores", hint="give 1 or more, or None for a device per rank")
-    tables = SimulationTables.from_schedule(schedule, costs)
-    loop = EventLoop(tables, costs)
-    loop.run()
-    if loop.cursors != tables.ends:
-        raise _blocked(tables, loop.cursors)
-
-    events = [tuple(Event(action, loop.starts[number], loop.ends[number])
-                    for number, action in enumerate(program, start=first) if tables.ticks[number] is not None)
-              for first, program in zip(tables.firsts, tables.schedule.programs, strict=True)]
-    transfers = [TransferEvent(message.action, message.source, message.target, start, end)
-                 for number, start, end in loop.arrivals
-                 if (message := tables.messages[number]).source != message.target
-                 or message.action.op.host_bytes is not None]
-    return Timeline.of(tables.lowered, costs, tuple(events), tuple(transfers)), tables.unit
-
-
-def _blocked(tables: SimulationTables, cursors: Sequence[int]) -> CheckError:
-    positions = [cursor - first for cursor, first in zip(cursors, tables.firsts, strict=True)]
-    programs = tables.schedule.programs
-    spots = [(rank, position) for rank, position in enumerate(positions) if position < len(programs[rank])]
-    standing = "; ".join(f"rank {rank} stands before {programs[rank][position]}" for rank, position in spots)
-    return rule_error(tables.schedule, f"the simulation cannot go on: {standing}",
-                      "check the schedule first: it says what each of them waits for", *spots, cursors=positions)
 
 
 class Devices:

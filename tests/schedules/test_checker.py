@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.build import build
-from vpipe.schedules.check import RULES, check, execute, prove
+from vpipe.schedules.builder import build
+from vpipe.schedules.checker import RULES, check, execute, prove
 from vpipe.schedules.graph import Graph
-from vpipe.schedules.lower import lower
+from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout, default_placement
 from vpipe.testing import schedules

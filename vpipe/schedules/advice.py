@@ -1,0 +1,145 @@
+"""Say in words what a schedule costs a run, and what would cost less: too few microbatches, late gradients."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import lcm
+from operator import gt
+
+from vpipe.errors import UserError, counted
+from vpipe.schedules.builder import build
+from vpipe.schedules.costs import Costs, StageCosts
+from vpipe.schedules.delays import greatest_delay, mean_delay
+from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.timeline import simulate
+from vpipe.schedules.size import default_warmup
+
+MOST_SIMULATED = 10_000
+"""Actions that are simulated for a warning, in a third of a second; the bubble of larger schedules is not given."""
+
+ENOUGH = 4
+"""Proposed microbatches per stage: with 1F1B they leave a bubble of less than a fifth."""
+
+LATE = 2.0
+"""Mean delay in updates above which a run warns: with a larger one, training loses much."""
+
+_MOST_LISTED = 16
+"""Stages of which every delay is listed."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Advice on a schedule to those who run it.
+
+    Attributes:
+        schedule: with or without its transfers.
+        microbatches: of a batch.
+        batch: samples of a batch, which the microbatches must divide; None where they are unknown.
+        keys: the user's names of the microbatches of a batch, and of those of an update and replica.
+    """
+
+    schedule: Schedule
+    microbatches: int
+    batch: int | None = None
+    keys: tuple[str, str] = ("microbatches", "update_every")
+
+    @cached_property
+    def mean_delays(self) -> list[float]:
+        """By stage, the mean delay of its gradients in updates; see :mod:`vpipe.schedules.delays`."""
+        return [mean_delay(self.schedule, stage) for stage in range(self.schedule.stages)]
+
+    @cached_property
+    def delays(self) -> str | None:
+        """A line with the mean and the greatest delay of every stage; None where there is no delay."""
+        greatest = [greatest_delay(self.schedule, stage) for stage in range(self.schedule.stages)]
+        if not any(greatest):
+            return None
+        means = [f"{delay:.3g}" for delay in self.mean_delays]
+        if len(means) > _MOST_LISTED:
+            return (f"delay of gradients in updates: mean {means[0]} at stage 0 to {means[-1]} at stage "
+                    f"{len(means) - 1}, greatest {max(greatest)}")
+        return (f"delay of gradients in updates, by stage: mean {' '.join(means)}, greatest "
+                f"{' '.join(map(str, greatest))}")
+
+    def late_gradients(self, *remedies: str) -> str | None:
+        """Return a warning where the gradients of a stage are late by more than :data:`LATE` updates on average.
+
+        Args:
+            remedies: what else would lower the delay, or its cost; after :attr:`fewer_updates`.
+        """
+        schedule, means = self.schedule, self.mean_delays
+        if max(means) <= LATE:
+            return None
+        ahead = schedule.stream and any(map(gt, schedule.warmup, default_warmup(list(map(len, schedule.placement)))))
+        better = [*filter(None, [self.fewer_updates]), *remedies, *["a lower warmup_depth"] * ahead, "fewer stages",
+                  "a schedule with a flush, which has no delay"]
+        return (f"the gradients of stage {means.index(max(means))} are {max(means):.3g} updates late on average, "
+                f"so each update lowers the loss less; better are: {'; '.join(better)}")
+
+    @cached_property
+    def fewer_updates(self) -> str | None:
+        """The smallest settings with which no gradient is a whole update late on average, and the delay then.
+
+        An update of each replica then takes more microbatches than it starts before its first backward. None where
+        updates are that large, or the delay does not depend on their size.
+        """
+        schedule, microbatches, batch = self.schedule, self.microbatches, self.batch
+        if not schedule.stream or schedule.update_every > max(schedule.warmup):
+            return None
+        least, replicas = max(schedule.warmup) + 1, lcm(*map(len, schedule.placement))
+        fitting = [(microbatches, k) for k in range(least, microbatches + 1) if microbatches % k == 0]
+        fitting += [(replicas * k, k) for k in range(least, 2 * least + 1)
+                    if batch is None or batch % (replicas * k) == 0]
+        if not fitting:
+            return None
+        count, every = fitting[0]
+        larger = replace(schedule, update_every=every)
+        delay = max(mean_delay(larger, stage) for stage in range(schedule.stages))
+        samples = None if batch is None else counted(batch // count * larger.assignment.per_step, "sample")
+        size = f"; an update is then {samples}" if samples else ""
+        return (f"{self.keys[0]} {count} and " * (count != microbatches) + f"{self.keys[1]} {every}"
+                f" ({delay:.3g} updates late{size})")
+
+    @property
+    def few_microbatches(self) -> str | None:
+        """A warning where a schedule with a flush has fewer microbatches than ranks, so that some always wait.
+
+        The ranks are those that a microbatch passes, times the replicas among which microbatches are divided.
+        """
+        schedule = self.schedule
+        depth = len(set(map(frozenset, schedule.placement)))  # copies on the same ranks need no more microbatches
+        width, count = max(map(len, schedule.placement)), schedule.microbatches
+        if not schedule.flush or count >= depth * width:
+            return None
+        stages = counted(schedule.stages, "stage") + (f" with {width} replicas" if width > 1 else "")
+        left = "ranks without work"
+        if sum(map(len, schedule.programs)) <= MOST_SIMULATED:
+            left = f"a bubble of {_bubble(schedule)} with {schedule.name}, where all stages take equally long"
+        return (f"{counted(count, 'microbatch')} for {stages} leave{'s' * (count == 1)} {left}; "
+                f"{self._more_microbatches(ENOUGH * depth * width)}")
+
+    def _more_microbatches(self, wanted: int) -> str:
+        schedule, batch, key = self.schedule, self.batch, self.keys[0]
+        fitting = [count for count in range(wanted, schedule.microbatches, -1) if batch is None or batch % count == 0]
+        registered = RegisteredSchedule.find(schedule.name)
+        if not fitting:
+            return f"raise dataset.batch_size, which is {batch}, and {key}"
+        if registered is None or registered.search is not None:
+            return f"raise {key}, at best to {fitting[0]}"
+        for count in fitting:
+            if 3 * count * schedule.stages > MOST_SIMULATED:
+                return f"raise {key}, at best to {count}"
+            with suppress(UserError):  # not every schedule takes every number
+                return f"{key} {count} would leave {_bubble(build(schedule.name, schedule.placement, count))}"
+        return f"raise {key}"
+
+
+def _bubble(schedule: Schedule) -> str:
+    """Return the share of the time from a rank's first start to its last end in which it waits, at equal stages."""
+    computed = schedule.compute_only()
+    costs = Costs(tuple(StageCosts(1, 1, 1, recompute_s=int(stage in computed.recomputed_stages))
+                        for stage in range(schedule.stages)))
+    return f"{100 * float(simulate(computed, costs).bubble_share):.0f} %"
