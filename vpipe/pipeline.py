@@ -31,7 +31,7 @@ from vpipe.model.split import StageSpec
 from vpipe.old_calls import shows_new_call
 from vpipe.plan.plan import Plan
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, label_actions
-from vpipe.runtime.collectives import LocalUsage
+from vpipe.runtime.collectives import LocalUsage, clock_offset
 from vpipe.runtime.engine import Engine, Pauses
 from vpipe.runtime.executors.async_threaded import KernelScheduler, ThreadedWorker
 from vpipe.runtime.microbatches import Batch
@@ -284,6 +284,10 @@ class Pipeline:
             since: the :meth:`local_usage` at the beginning of the time that counts; None: all of it does.
         """
         return self.engine.collectives.usage(since)
+
+    def clock_offset(self) -> float:
+        """Return what to add to this process's ``perf_counter`` to have that of rank 0. Every rank must call it."""
+        return clock_offset() if self.engine.collectives.exchange.ranks > 1 else 0.0
 
     def record(self, limit: int = MOST_ACTIONS) -> Mapping[int, Recorder]:
         """Record the actions of training from now on, at most ``limit`` per rank; return the recorders by rank.

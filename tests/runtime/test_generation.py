@@ -25,6 +25,7 @@ from vpipe.extras.generation.generate import (
 from vpipe.extras.generation.pipelined import GenerationRank, in_flight
 from vpipe.extras.translation.model import TranslationConfig, translation
 from vpipe.model.model import Model
+from vpipe.runtime.transport.ring import Ring
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, TensorSpec, TransferKey
 
 GPT = gpt(GptConfig(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3))
@@ -63,7 +64,7 @@ def follow(rank: GenerationRank, transport: WaitingTransport) -> None:
 
 def run(ranks: list[GenerationRank]) -> Iterator[tuple[int, Chosen]]:
     """The choices of a ring, whose other ranks run in threads."""
-    threads = [Thread(target=follow, args=(rank, rank._transport)) for rank in ranks[1:]]
+    threads = [Thread(target=follow, args=(rank, rank._ring._transport)) for rank in ranks[1:]]
     for thread in threads:
         thread.start()
     yield from ranks[0].lead()
@@ -79,7 +80,7 @@ def ring(model: Model, partition: list[int], requests: list[Request]) -> list[Ge
     failures: list[Exception] = []
     decoder = DecoderModel(model)
     return [GenerationRank(StageDecoder(decoder, model.with_weights(weights, 0, layers=spec.layers), 16, spec.layers),
-                           WaitingTransport(spec.index, mailbox, failures), len(partition), requests)
+                           Ring(WaitingTransport(spec.index, mailbox, failures), len(partition)), requests)
             for spec in model.split(partition)]
 
 
@@ -97,7 +98,7 @@ def test_every_request_gives_the_tokens_of_one_process(model: Model, partition: 
     for number, request in enumerate(REQUESTS):
         assert found[number] == alone(model, request)
     for rank in ranks:
-        rank._transport.finish()
+        rank._ring.finish()
     assert found[1] == found[6]
 
 

@@ -12,14 +12,13 @@ if TYPE_CHECKING:
     from vpipe.runtime.preparation import prepare_schedule, threads_refused
     from vpipe.runtime.stage_usage import StageUsage
     from vpipe.runtime.step_results import Step
-    from vpipe.runtime.transport.distributed import DistributedTransport
-    from vpipe.runtime.transport.transport import TransferKey
+    from vpipe.runtime.transport.ring import Ring
 
-__all__ = ["DistributedTransport", "StageUsage", "Step", "TransferKey", "prepare_schedule", "threads_refused"]
+__all__ = ["Ring", "StageUsage", "Step", "prepare_schedule", "threads_refused"]
 
 # Loaded when first asked for: a config is read without torch.
-_FILES = {"DistributedTransport": "transport.distributed", "StageUsage": "stage_usage", "Step": "step_results",
-          "TransferKey": "transport.transport", "prepare_schedule": "preparation", "threads_refused": "preparation"}
+_FILES = {"Ring": "transport.ring", "StageUsage": "stage_usage", "Step": "step_results",
+          "prepare_schedule": "preparation", "threads_refused": "preparation"}
 
 
 def __getattr__(name: str) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from vpipe import Pipeline
 from vpipe.app.config.config import config_row
@@ -42,12 +43,12 @@ from vpipe.distributed import exchange, join_world, watch
 from vpipe.errors import RunError, UserError, counted
 from vpipe.extras.orion.run import Orion, orion, orion_lines
 from vpipe.extras.translation.translations import translation_lines
-from vpipe.runtime import Step
-from vpipe.runtime.collectives import LocalUsage
-from vpipe.runtime.microbatches import Batch
+from vpipe.runtime import StageUsage, Step
 from vpipe.schedules import CsvFile
 
 log = logging.getLogger("vpipe")
+
+Batch = Mapping[str, Tensor]
 
 
 NO_GAIN = ("executor async_threaded: on a CPU it brings no gain over overlapped, which takes less memory; it is for "
@@ -114,7 +115,8 @@ class _TrainingRun:
         self._job, self._pipe, self._hosts, self._folder, self._orion = job, pipe, hosts, folder, scheduler
         self._policy = job.lr_policy()
         self._fields = tuple(name for stage in pipe.stages for name in stage.fields)
-        self._warm_usage: LocalUsage | None = None  # at the first step that the figures count
+        # At the first step that the figures count.
+        self._warm_usage: Mapping[int, Mapping[int, StageUsage]] | None = None
         self._cadence = Cadence(job.config.saving.every_steps, job.config.training.evaluate_every, job.updates)
         log.info("stages %s, layers %s, batch fields %s", [stage.index for stage in pipe.stages],
                  [list(stage.layers) for stage in pipe.stages], list(self._fields))

@@ -5,19 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import IO
 
-import torch.distributed as dist
-
 from vpipe import Pipeline
 from vpipe.errors import UserError
-from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
-from vpipe.runtime.collectives import clock_offset
 from vpipe.schedules import RecordedAction, ScheduleSpec
 
 log = logging.getLogger("vpipe")
@@ -36,15 +31,15 @@ class TraceWriter:
         folder: of the run.
         pipe: not trained yet. All ranks make a writer together.
         samples_per_step: for the reader.
-        limit: largest number of actions that are recorded per rank.
+        limit: largest number of actions that are recorded per rank; that of :meth:`vpipe.Pipeline.record` when None.
 
     Raises:
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, pipe: Pipeline, samples_per_step: int, limit: int = MOST_ACTIONS) -> None:
+    def __init__(self, folder: Path, pipe: Pipeline, samples_per_step: int, limit: int | None = None) -> None:
         self._pipe, self._samples = pipe, samples_per_step
-        self._recorders: Mapping[int, Recorder] = pipe.record(limit)
+        self._recorders = pipe.record() if limit is None else pipe.record(limit)
         self._files: dict[int, IO[str]] = {}
         self._full: set[int] = set()
         try:
@@ -54,7 +49,7 @@ class TraceWriter:
         except OSError as error:
             raise UserError(f"cannot write the timeline of the run in '{folder / 'trace'}': {error.strerror}",
                             hint="make room there, or set trace to false") from None
-        self._clocks = [_compare_clocks()]
+        self._clocks = [self._compare_clocks()]
         self._wrote_s = dict.fromkeys(self._files, float("-inf"))
 
     def step(self) -> None:
@@ -70,7 +65,12 @@ class TraceWriter:
 
     def end(self) -> None:
         """Compare the clocks once more at a regular end; all ranks call this."""
-        self._clocks.append(_compare_clocks())
+        self._clocks.append(self._compare_clocks())
+
+    def _compare_clocks(self) -> tuple[float, float]:
+        """Return the time on this rank's clock, and the offset to rank 0's."""
+        offset_s = self._pipe.clock_offset()
+        return perf_counter(), offset_s
 
     def _write(self, rank: int, *closing: str) -> None:
         """Write in one piece, so that a killed rank leaves whole lines. A full disk ends the record, not the run."""
@@ -113,12 +113,6 @@ class TraceWriter:
             self._write(rank, *clocks, *(['{"truncated": true}'] if self._recorders[rank].full else []))
         for file in self._files.values():
             file.close()
-
-
-def _compare_clocks() -> tuple[float, float]:
-    """Return the time on this rank's clock, and the offset to rank 0's."""
-    offset_s = clock_offset() if dist.is_initialized() else 0.0
-    return perf_counter(), offset_s
 
 
 def _clock(at_s: float, offset_s: float) -> str:

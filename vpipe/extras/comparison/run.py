@@ -29,8 +29,6 @@ from vpipe.extras.comparison.round_robin import TimedTraining, take_turns
 from vpipe.extras.comparison.systems import ComparisonRequest
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime import StageUsage
-from vpipe.runtime.action_recorder import Recorder
-from vpipe.runtime.collectives import LocalUsage
 from vpipe.schedules import RecordedAction
 
 RECORDED = 20_000
@@ -120,7 +118,7 @@ class ContenderRun(TimedTraining):
         self.contender, self.job, self.pipe = contender, job, build_pipeline(job)
         self._recorders = tuple(self.pipe.record(RECORDED).values())
         self._fields = tuple(name for stage in self.pipe.stages for name in stage.fields)
-        self._warm: LocalUsage | None = None
+        self._warm: Mapping[int, Mapping[int, StageUsage]] | None = None
         super().__init__(contender.name, self._train(), job.updates)
 
     def _train(self) -> Iterator[float]:
@@ -146,11 +144,21 @@ class ContenderRun(TimedTraining):
         """Return for each rank of this process its peak bytes, and its usage: after the warm-up, if there was more."""
         found = []
         usage = self.pipe.local_usage()
-        for recorder, (rank, stages) in zip(self._recorders, usage.items(), strict=True):
+        for number, (rank, stages) in enumerate(usage.items()):
             if self._warm is not None and self.counted:
                 stages = {stage: used.since(self._warm[rank][stage]) for stage, used in stages.items()}
-            found.append((_peak_bytes(recorder), list(astuple(StageUsage.of_rank(list(stages.values()))))))
+            found.append((self._peak_bytes(number), list(astuple(StageUsage.of_rank(list(stages.values()))))))
         return found
+
+    def _peak_bytes(self, number: int) -> int:
+        """Return the most bytes held at once: weights in all versions, gradients, optimizer state, activations."""
+        recorder = self._recorders[number]
+        weights, versions, most = recorder.weight_bytes(), dict.fromkeys(recorder.worker.stages, 1), 0
+        for note in recorder.pop_records():
+            if isinstance(note, RecordedAction):
+                versions[note.stage] = max(1, note.versions)
+                most = max(most, note.held_bytes + sum(versions[stage] * size for stage, size in weights.items()))
+        return most + sum(recorder.static_bytes().values())
 
     def outcome(self, contender: Contender, job: Job, ranks: Sequence[tuple[int, list[Any]]], evaluation_loss: float,
                 efficiency: Efficiency | None) -> Outcome:
@@ -196,16 +204,6 @@ def _title(job: Job) -> str:
     return (f"{config.model.name}: {counted(len(job.model), 'layer')} on {counted(job.schedule.ranks, 'rank')}, "
             f"{counted(config.dataset.batch_size, 'sample')} per update"
             + ("" if config.training.precision == "fp32" else f", {config.training.precision}"))
-
-
-def _peak_bytes(recorder: Recorder) -> int:
-    """Return the most bytes held at once: weights in all versions, gradients, optimizer state, activations."""
-    weights, versions, most = recorder.weight_bytes(), dict.fromkeys(recorder.worker.stages, 1), 0
-    for note in recorder.pop_records():
-        if isinstance(note, RecordedAction):
-            versions[note.stage] = max(1, note.versions)
-            most = max(most, note.held_bytes + sum(versions[stage] * size for stage, size in weights.items()))
-    return most + sum(recorder.static_bytes().values())
 
 
 def _log(line: str) -> None:

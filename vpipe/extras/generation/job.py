@@ -34,7 +34,7 @@ from vpipe.extras.generation.generate import (
 )
 from vpipe.extras.generation.pipelined import GenerationRank, in_flight
 from vpipe.extras.generation.sampling import ChosenTokens, TextModel, line_of, texts, translation_request
-from vpipe.runtime import DistributedTransport
+from vpipe.runtime import Ring
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -245,15 +245,15 @@ def generate_rank(folder: Path, rank: int) -> None:
     at_once = in_flight(ranks, len(requests))
     stage = checkpoint.stage(task.length, layers, accelerator.free_bytes(device) / (ranks * at_once))
     join_world("gloo", checkpoint.timeout_s, "cpu")
-    transport = DistributedTransport(device, checkpoint.timeout_s, at_once, task.describe, buckets=0)
+    ring = Ring.join(ranks, checkpoint.timeout_s, at_once, task.describe)
     show = partial(_show, task, load_tokenizer(Path(task.tokenizer)), stage.cached)
     with watch.activity.during("generating text"):
-        member = GenerationRank(stage, transport, ranks, requests)
+        member = GenerationRank(stage, ring, requests)
         if rank == 0:
             show(member.lead())
         else:
             member.follow()
-        transport.finish()
+        ring.finish()
 
 
 def _show(task: GenerationTask, tokenizer: Tokenizer, cached: bool, choices: Iterator[tuple[int, Chosen]]) -> None:

@@ -7,7 +7,7 @@ in the order in which it was sent, so the order of all transfers follows from th
 stage 0 works on one request while the others are at those before.
 
 This cannot deadlock: there is one message per request in flight, and every channel may have as many under way as there
-are requests in flight (``in_flight`` of the transport), so no send waits for its receive. A rank waits for its oldest
+are requests in flight (``under_way`` of the ring), so no send waits for its receive. A rank waits for its oldest
 message alone, which is on its way, or with a rank that computes it.
 
     stage 0   first 0   first 1   first 2   next 0    next 1    next 2    next 0 ...
@@ -17,6 +17,7 @@ message alone, which is on its way, or with a rank that computes it.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -34,7 +35,7 @@ from vpipe.extras.generation.generate import (
     Text,
     chooser,
 )
-from vpipe.runtime.transport.transport import TransferKey, Transport, as_bytes, from_bytes
+from vpipe.runtime import Ring
 
 _END = -1
 """In place of a slot: there are no more requests."""
@@ -49,24 +50,21 @@ class GenerationRank:
     """One rank of the ring, with the layers of its stage.
 
     Args:
-        transport: of ``ranks`` ranks, two at least; rank r has stage r.
+        ring: rank r has stage r.
         requests: the same on every rank.
     """
 
-    def __init__(self, stage: StageDecoder, transport: Transport, ranks: int, requests: Sequence[Request]) -> None:
-        self._stage, self._transport, self._ranks, self._requests = stage, transport, ranks, requests
-        self._rank = transport.rank
-        self._sent = self._received = 0
-
+    def __init__(self, stage: StageDecoder, ring: Ring, requests: Sequence[Request]) -> None:
+        self._stage, self._ring, self._requests = stage, ring, requests
     # -- stage 0 ---------------------------------------------------------------------------------------
 
     def lead(self) -> Iterator[tuple[int, Chosen]]:
         """Run stage 0: yield every choice as it comes, with the number of its request."""
         waiting = deque(range(len(self._requests)))
         slots = {slot: self._begin(slot, waiting.popleft())
-                 for slot in range(in_flight(self._ranks, len(self._requests)))}
+                 for slot in range(in_flight(self._ring.ranks, len(self._requests)))}
         while slots:
-            slot, chosen = _parse_choice(*self._receive())
+            slot, chosen = _parse_choice(*self._ring.receive())
             number, rows = slots[slot]
             yield number, chosen
             if chosen.texts is None:
@@ -75,7 +73,7 @@ class GenerationRank:
                 slots[slot] = self._begin(slot, waiting.popleft())
             else:
                 del slots[slot]
-        self._send([torch.tensor([_END])])
+        self._ring.send([torch.tensor([_END])])
 
     def _begin(self, slot: int, number: int) -> tuple[int, Rows]:
         rows = Rows(self._requests[number], self._stage.window, self._stage.cached)
@@ -84,7 +82,7 @@ class GenerationRank:
 
     def _compute(self, slot: int, number: int, one: Pass) -> None:
         rows = [] if one.rows is None else one.rows
-        self._send([torch.tensor([slot, number, *rows]), one.ids_rs,
+        self._ring.send([torch.tensor([slot, number, *rows]), one.ids_rs,
                     *self._stage.run(self._requests[number], slot, one, ())])
 
     # -- the others ------------------------------------------------------------------------------------
@@ -93,39 +91,25 @@ class GenerationRank:
         """Run another stage until there are no more requests."""
         choosers: dict[int, tuple[int, Sampler | BeamSearch]] = {}
         while True:
-            head, *tensors = self._receive()
+            head, *tensors = self._ring.receive()
             slot, *words = head.tolist()
             if slot == _END:
                 if not self._stage.is_last:
-                    self._send([head])
+                    self._ring.send([head])
                 return
             number, *rows = words
             ids_rs, *received = tensors
             outputs = self._stage.run(self._requests[number], slot, Pass(rows or None, ids_rs), received)
             if not self._stage.is_last:
-                self._send([head, ids_rs, *outputs])
+                self._ring.send([head, ids_rs, *outputs])
                 continue
             if slot not in choosers or choosers[slot][0] != number:
                 choosers[slot] = number, chooser(self._requests[number].decoding)
-            self._send([as_bytes([slot, choosers[slot][1].choose(outputs[0])])])
-
-    # -- transfers -------------------------------------------------------------------------------------
-
-    def _send(self, tensors: Sequence[Tensor]) -> None:
-        peer = (self._rank + 1) % self._ranks
-        self._transport.send(peer, TransferKey("F", peer, self._sent), tensors, announce=True)
-        self._sent += 1
-
-    def _receive(self) -> list[Tensor]:
-        """Wait for the next message of the stage before."""
-        peer, key = (self._rank - 1) % self._ranks, TransferKey("F", self._rank, self._received)
-        self._transport.post(peer, key, None)
-        self._received += 1
-        self._transport.receive_specs(peer, key)
-        return self._transport.receive(peer, key)
+            choice = json.dumps([slot, choosers[slot][1].choose(outputs[0])])
+            self._ring.send([torch.frombuffer(bytearray(choice.encode()), dtype=torch.uint8)])
 
 
 def _parse_choice(received: Tensor) -> tuple[int, Chosen]:
-    slot, (tokens, parents, texts) = from_bytes(received)
+    slot, (tokens, parents, texts) = json.loads(received.numpy().tobytes())
     return slot, Chosen(tokens, parents,
                         None if texts is None else [Text(tuple(words), score) for words, score in texts])
