@@ -106,10 +106,6 @@ def shown_width(text: str) -> int:
         1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
 
 
-def _blanks(text: str, width: int) -> str:
-    return " " * (width - shown_width(text))
-
-
 def clipped(text: str, width: int) -> str:
     """Return as much of the beginning of a text as so many columns of a terminal show."""
     for number, character in enumerate(text):
@@ -117,14 +113,6 @@ def clipped(text: str, width: int) -> str:
         if width < 0:
             return text[:number]
     return text
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Lay out columns as wide as their widest cell, aligned to the right but for the first ``left``."""
-    widths = [max(map(shown_width, column)) for column in zip(head, *rows, strict=True)]
-    return ["  ".join(cell + _blanks(cell, width) if column < left else _blanks(cell, width) + cell
-                      for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-            for row in (head, *rows)]
 
 
 @dataclass(frozen=True)
@@ -136,20 +124,30 @@ class Column:
     spare: bool = False
     left: bool = False
 
+    @property
+    def width(self) -> int:
+        """Return the columns of a terminal that the widest cell takes."""
+        return max(map(shown_width, (self.head, *self.cells)))
 
-def columns(all_of_them: Sequence[Column], width: int) -> list[str]:
+
+def columns(all_of_them: Sequence[Column], width: float = math.inf) -> list[str]:
     """Lay out a table no wider than ``width`` as long as there are spare columns to leave out, the last first."""
     kept = list(all_of_them)
-    while True:
-        cells = [[column.head, *column.cells] for column in kept]
-        widest = [max(map(shown_width, each)) * column.left for each, column in zip(cells, kept, strict=True)]
-        head, *rows = zip(*([cell + _blanks(cell, least) for cell in each]
-                            for each, least in zip(cells, widest, strict=True)), strict=True)
-        lines = table(head, rows)
-        spare = [number for number, column in enumerate(kept) if column.spare]
-        if not spare or max(map(shown_width, lines)) <= width:
-            return lines
-        del kept[spare[-1]]
+    while sum(column.width + 2 for column in kept) - 2 > width and any(column.spare for column in kept):
+        del kept[max(number for number, column in enumerate(kept) if column.spare)]
+    padded = [[cell + blanks if column.left else blanks + cell for cell in (column.head, *column.cells)
+               for blanks in (" " * (column.width - shown_width(cell)),)] for column in kept]
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+
+
+def _columns_of(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[Column]:
+    return [Column(name, cells, left=number < left)
+            for number, (name, *cells) in enumerate(zip(head, *rows, strict=True))]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """Lay out columns as wide as their widest cell, aligned to the right but for the first ``left``."""
+    return columns(_columns_of(head, rows, left))
 
 
 def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], width: int, left: int = 0,
@@ -159,27 +157,21 @@ def fitted(head: Sequence[str], rows: Sequence[Sequence[str]], width: int, left:
     Columns beyond the width go into further tables below the first, as few as can be, of about the same width. Each
     begins with the first ``names`` columns, which name the row.
     """
-    columns = list(zip(head, *rows, strict=True))
-    widths = [max(map(shown_width, column)) + 2 for column in columns]
-    room = width + 2 - sum(widths[:names])
+    named, others = (every := _columns_of(head, rows, left))[:names], every[names:]
+    room = width + 2 - sum(column.width + 2 for column in named)
 
-    def cut(room: int) -> list[list[int]]:
-        parts: list[list[int]] = [[]]
-        for column in range(names, len(columns)):
-            if parts[-1] and sum(widths[own] for own in (*parts[-1], column)) > room:
+    def cut(room: int) -> list[list[Column]]:
+        parts: list[list[Column]] = [[]]
+        for column in others:
+            if parts[-1] and sum(own.width + 2 for own in (*parts[-1], column)) > room:
                 parts.append([])
             parts[-1].append(column)
         return parts
 
     parts = cut(room)
-    while room > max(widths) and len(even := cut(room - 1)) == len(parts):
+    while room > max(column.width + 2 for column in every) and len(even := cut(room - 1)) == len(parts):
         parts, room = even, room - 1
-    lines: list[str] = []
-    for part in parts:
-        own = [columns[column] for column in (*range(names), *part)]
-        part_head, *part_rows = zip(*own, strict=True)
-        lines += [*([""] if lines else []), *table(part_head, part_rows, left)]
-    return lines
+    return "\n\n".join("\n".join(columns([*named, *part])) for part in parts).split("\n")
 
 
 def filled(text: str, width: int) -> list[str]:
