@@ -121,7 +121,7 @@ def settings(*texts: str) -> list[str]:
      "use a batch size of at most 64, or more data"),
     (["model.sequence_length=600"], "the sequence length is 600, but BERT has position embeddings for 512 tokens",
      "shorten the sequences to 512, or raise max_position_embeddings to 600"),
-    (["model.name=bertt"], "there is no model 'bertt'", "did you mean 'bert'?"),
+    (["model.name=bertt"], "no model is called 'bertt'", "did you mean 'bert'?"),
     (["model.preset=tini"], "BERT has no preset 'tini'", "did you mean 'tiny'?"),
     (["model.num_heads=3"], "model.hidden_size is 16, which 3 heads do not divide", "the nearest sizes are 15 and 18"),
     (["dataset.name=synthetik"], "no data set is called 'synthetik'", "did you mean 'synthetic'?"),

@@ -109,7 +109,7 @@ def test_a_run_of_files_and_its_resumption(here: Path, capfd: pytest.CaptureFixt
     assert capfd.readouterr().err.endswith("hint: did you mean 'v_min'? Your own are added by importing their file "
                                            "(--import FILE.py) or by a package\n")
     assert main([*again, "--import", "my_schedules.py"]) == 2
-    assert "there is no model 'own'" in capfd.readouterr().err
+    assert "no model is called 'own'" in capfd.readouterr().err
     del sys.modules["my_schedules"], schedules._REGISTERED["mine"]
     assert main([*again, *IMPORT]) == 0, capfd.readouterr().err
     assert len(losses(run)) == 3

@@ -14,16 +14,18 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from configparser import ConfigParser
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, entry_points, version
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, nearest
+
+Item = TypeVar("Item")
 
 EXTRAS = Path(__file__).with_name("extras")
 
@@ -164,11 +166,24 @@ def load(group: str, kind: str, name: str, *, own: bool) -> EntryPoint | None:
     return entries[0]
 
 
-def unregistered(entry: EntryPoint, kind: str) -> UserError:
-    """Return the error of a package whose import registered nothing of the announced name."""
-    return UserError(f"the package '{_package(entry)}' announces a {kind} '{entry.name}', but importing {entry.value} "
-                     "registers none of that name",
-                     hint="use the same name in its entry point and in the decorator")
+def registered(group: str, kind: str, name: str, known: Mapping[str, Item], *, own: bool,
+               names: Callable[[], list[str]]) -> Item:
+    """Return what is registered under a name, after an import of the package that announces it.
+
+    Args:
+        known: what is registered; the import adds to it.
+        names: returns all names, for the nearest.
+
+    Raises:
+        UserError: none has that name, or as :func:`load` does.
+    """
+    entry = load(group, kind, name, own=own)
+    if name in known:
+        return known[name]
+    if entry is None:
+        raise UserError(f"no {kind} is called '{name}'", hint=nearest(name, names(), open_list=True))
+    raise UserError(f"the package '{_package(entry)}' announces a {kind} '{name}', but importing {entry.value} "
+                    "registers none of that name", hint="use the same name in its entry point and in the decorator")
 
 
 def _package(entry: EntryPoint) -> str:

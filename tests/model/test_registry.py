@@ -17,9 +17,9 @@ from vpipe.model.model import Model
 def test_registry_finds_built_in_families_and_names_the_nearest() -> None:
     assert model_named("bert") is bert_from_settings
     assert "bert" in model_names()
-    with pytest.raises(UserError, match=r"there is no model 'berd'\nhint: did you mean 'bert'\?"):
+    with pytest.raises(UserError, match=r"no model is called 'berd'\nhint: did you mean 'bert'\?"):
         model_named("berd")
-    with pytest.raises(UserError, match="there is no model 'layer'"):
+    with pytest.raises(UserError, match="no model is called 'layer'"):
         model_named("layer")  # a file of the package, but no family
 
 

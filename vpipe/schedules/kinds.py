@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from types import CodeType
 
-from vpipe.errors import UserError, nearest
-from vpipe.plugins import announced, load, unregistered
+from vpipe.errors import UserError
+from vpipe.plugins import announced, registered
 from vpipe.schedules.costs import Number, StageCosts
 from vpipe.schedules.setting import Setting
 
@@ -453,12 +453,7 @@ def named(text: str) -> Kind:
         UserError: there is none, or several, or its package cannot be imported.
     """
     known = _KINDS.get(text)
-    entry = None if known in _OWN else load(ENTRY_POINTS, "kind of action", text, own=False)
-    if known is None and text not in _KINDS:
-        if entry is not None:
-            raise unregistered(entry, "kind of action")
-        raise UserError(f"no kind of action is called '{text}'", hint=nearest(text, names()))
-    return _KINDS[text]
+    return known if known in _OWN else registered(ENTRY_POINTS, "kind of action", text, _KINDS, own=False, names=names)
 
 
 def find(text: str) -> Kind | None:

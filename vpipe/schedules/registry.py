@@ -14,8 +14,8 @@ from functools import cache
 from typing import ClassVar, Protocol
 
 import vpipe.schedules.generators
-from vpipe.errors import Problem, UserError, counted, nearest
-from vpipe.plugins import announced, load, unregistered
+from vpipe.errors import Problem, UserError, counted
+from vpipe.plugins import announced, registered
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.schedule import Schedule
@@ -119,12 +119,7 @@ class RegisteredSchedule:
                             hint="give the name of a schedule, such as 1f1b, or the path of a CSV file, as text")
         _import_generators()
         own = name in _REGISTERED and _definition(_REGISTERED[name].program).startswith(_OWN)
-        entry = load(ENTRY_POINTS, "schedule", name, own=own)
-        if name not in _REGISTERED:
-            if entry is not None:
-                raise unregistered(entry, "schedule")
-            raise UserError(f"no schedule is called '{name}'", hint=nearest(name, cls.names(), open_list=True))
-        return _REGISTERED[name]
+        return registered(ENTRY_POINTS, "schedule", name, _REGISTERED, own=own, names=cls.names)
 
     @classmethod
     def find(cls, name: str) -> RegisteredSchedule | None:

@@ -115,7 +115,7 @@ parallel: {partition: [2, 2]}
      "Options.__post_init__ of its family says so", "--set model.options"),
     (["model.options={reach: 1}", "model.name=gpt"], "model.options is given, but the model 'gpt' has no options",
      "leave it out; a family of your own has those of register_model(options=...)", "--set model.options"),
-    (["model.options={}", "model.name=gpd"], "there is no model 'gpd'", "did you mean 'gpt'? Your own are added by "
+    (["model.options={}", "model.name=gpd"], "no model is called 'gpd'", "did you mean 'gpt'? Your own are added by "
      "importing their file (--import FILE.py) or by a package", "--set model.name"),
     (["model.options=5"], "model.options must be keys with values, got 5", "options: keys of the family's own, for one "
      "that register_model gives some; null takes their defaults", "--set model.options")])

@@ -16,8 +16,8 @@ from functools import cache
 
 import vpipe.app.data
 from vpipe.app.data.dataset import Dataset, DatasetSettings
-from vpipe.errors import UserError, nearest
-from vpipe.plugins import announced, is_own, load, unregistered
+from vpipe.errors import UserError
+from vpipe.plugins import announced, is_own, registered
 
 Factory = Callable[[DatasetSettings], Dataset]
 ENTRY_POINTS = "vpipe.datasets"
@@ -48,12 +48,7 @@ def dataset_named(name: str) -> Factory:
     """Return the factory. Raises UserError when there is none, or not one alone, or its package cannot be imported."""
     _find_own()
     own = name in _factories and is_own(_factories[name].__module__)
-    entry = load(ENTRY_POINTS, "data set", name, own=own)
-    if name not in _factories:
-        if entry is not None:
-            raise unregistered(entry, "data set")
-        raise UserError(f"no data set is called '{name}'", hint=nearest(name, dataset_names(), open_list=True))
-    return _factories[name]
+    return registered(ENTRY_POINTS, "data set", name, _factories, own=own, names=dataset_names)
 
 
 def prepare(name: str, settings: DatasetSettings) -> int:

@@ -20,8 +20,8 @@ from typing import Any
 import vpipe.app.families
 from vpipe import Model
 from vpipe.arguments import shown
-from vpipe.errors import UserError, nearest
-from vpipe.plugins import announced, is_own, load, unregistered
+from vpipe.errors import UserError
+from vpipe.plugins import announced, is_own, registered
 
 ENTRY_POINT_GROUP = "vpipe.models"
 
@@ -161,12 +161,7 @@ def family_named(name: str) -> Family:
     if name not in _families:
         _import_own(name)
     own = name in _families and is_own(_families[name].factory.__module__)
-    entry = load(ENTRY_POINT_GROUP, "model", name, own=own)
-    if name not in _families:
-        if entry is not None:
-            raise unregistered(entry, "model")
-        raise UserError(f"there is no model '{name}'", hint=nearest(name, model_names(), open_list=True))
-    return _families[name]
+    return registered(ENTRY_POINT_GROUP, "model", name, _families, own=own, names=model_names)
 
 
 def _import_own(name: str) -> None:
