@@ -30,6 +30,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 TRANSFORMER = QUICKSTART.with_name("transformer.py")
 TORCH_RUNTIME = QUICKSTART.with_name("torch_runtime.py")
 PAGE = QUICKSTART.parents[1] / "docs" / "python.md"
+LIBRARY = PAGE.with_name("library.md")
 
 
 def printed_here(program: Path) -> str:
@@ -98,14 +99,50 @@ def test_torch_prints_under_a_schedule_of_ours_what_the_model_prints_without(sch
     assert [float(line) for line in said.split()] == pytest.approx(expected, abs=2e-6)  # it prints six digits
 
 
+def shown(page: Path, command: str) -> str:
+    """What a page says that a command prints."""
+    found = re.search(rf"\$ {re.escape(command)}\n(.*?)```", page.read_text(), re.DOTALL)
+    assert found, command
+    return found[1]
+
+
+def without_digits(text: str) -> list[str]:
+    """Digits may differ between processors."""
+    return [re.sub(r"\d+\.\d+", "N", line) for line in text.splitlines()]
+
+
 def test_the_output_of_the_transformer_is_on_its_page() -> None:
-    """It learns, and a resumed run goes on with the same losses; digits may differ between processors."""
-    shown = re.search(r"\$ python examples/transformer.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert shown
+    """It learns, and a resumed run goes on with the same losses."""
     lines = printed_here(TRANSFORMER).splitlines()
-    assert [re.sub(r"\d+\.\d+", "N", line) for line in lines] == [
-        re.sub(r"\d+\.\d+", "N", line) for line in shown[1].splitlines()]
+    assert without_digits("\n".join(lines)) == without_digits(shown(PAGE, "python examples/transformer.py"))
     assert lines[-2].endswith("accuracy 100.0%")
+
+
+def test_a_training_loop_of_ones_own() -> None:
+    """It stops when it learns no more, and the best checkpoint has the loss that was measured."""
+    said = printed_here(QUICKSTART.with_name("training_loop.py"))
+    kinds, shown_kinds = ({re.sub(r"[\d.]+", "N", line) for line in text.splitlines()}
+                          for text in (said, shown(LIBRARY, "python examples/training_loop.py")))
+    assert kinds == shown_kinds - {"N"}, "a line of dots stands for others"
+    assert said.endswith("the same loss\n")
+
+
+def test_a_schedule_of_ones_own_is_made_and_proved_without_torch(tmp_path: Path) -> None:
+    program = QUICKSTART.with_name("own_schedule.py")
+    code = f"import runpy, sys; runpy.run_path({str(program)!r}); assert 'torch' not in sys.modules"
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.csv")], capture_output=True, text=True,
+                         timeout=60, check=True)
+    assert run.stdout == shown(LIBRARY, "python examples/own_schedule.py")
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 4
+
+
+@pytest.mark.usefixtures("forked")
+def test_pytorchs_own_pipeline_is_what_the_oracle_says() -> None:
+    said = printed(QUICKSTART.with_name("beside_an_oracle.py"), "-m", "torch.distributed.run", "--standalone",
+                   "--nproc-per-node", "4")
+    assert without_digits(said) == without_digits(shown(
+        LIBRARY, "torchrun --nproc-per-node 4 examples/beside_an_oracle.py"))
+    assert said.count("equal to the last bit") == 3
 
 
 def test_hugging_faces_blocks_of_the_page_are_layers() -> None:

@@ -1,0 +1,159 @@
+"""Try vpipe without one of its extras: a program that has imported torch, and forks a process per copy of the tree.
+
+    python tests/without_extras.py COPY ...
+
+Each copy lacks one extra, the one that its folder is named after. The processes import vpipe from their copy alone,
+whatever way vpipe is installed, and print a line of JSON each: the extra, and for each check what failed, or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+CONFIG = {
+    "model": {"name": "gpt", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "sequence_length": 16,
+              "vocab_size": 32},
+    "dataset": {"name": "synthetic", "batch_size": 4, "samples": 16},
+    "training": {"learning_rate": 0.01, "max_steps": 2, "num_microbatches": 2},
+    "parallel": {"model_parallel_size": 2, "schedule": "1f1b", "partition": [3, 2], "device": "cpu"},
+    "metrics": {"peak_tflops": 1.0}}
+
+COMMANDS = [["--help"], ["configs"], ["schedule", "1f1b", "--stages", "4", "--microbatches", "8"]]
+
+
+def import_from(copy: Path) -> None:
+    """Let Python find vpipe and its tests in a copy, and nowhere else.
+
+    An editable install is a finder, which would find in the checkout what the copy lacks, or an entry of the path.
+    """
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not getattr(
+        finder, "__module__", "").startswith("__editable__")]
+    sys.path[:] = [str(copy), str(copy / "tests"),
+                   *(entry for entry in sys.path if not (Path(entry or ".") / "vpipe").is_dir()
+                     and Path(entry or ".").resolve() != Path(__file__).parent)]
+    sys.path_importer_cache.clear()
+    os.chdir(copy)
+
+
+def check_absent(extra: str, copy: Path) -> None:
+    """See that the extra is nowhere to be found, and that what was imported is of the copy."""
+    try:
+        importlib.import_module(f"vpipe.extras.{extra}")
+    except ModuleNotFoundError:
+        pass
+    else:
+        raise AssertionError(f"vpipe.extras.{extra} is still found")
+    elsewhere = [file for name, module in sys.modules.items() if name.partition(".")[0] == "vpipe"
+                 and (file := getattr(module, "__file__", None)) and not Path(file).is_relative_to(copy)]
+    assert not elsewhere, f"imported from elsewhere: {elsewhere[:3]}"
+
+
+def import_all(copy: Path) -> None:
+    """Import every module of vpipe."""
+    for file in sorted((copy / "vpipe").rglob("*.py")):
+        parts = file.relative_to(copy).with_suffix("").parts
+        if "tests" not in parts and parts[-1] != "__main__":
+            importlib.import_module(".".join(parts).removesuffix(".__init__"))
+
+
+def collect_all(copy: Path) -> None:
+    """Collect every test, as pytest does."""
+    import pytest
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "-n", "0", "--assert=plain",
+                              "-W", "ignore", "--rootdir", str(copy), str(copy / "tests"),
+                              str(copy / "vpipe" / "extras")])
+    wrong = [line for line in out.getvalue().splitlines() if line.startswith(("ERROR", "E  "))]
+    assert status == 0, "\n".join(wrong[:20]) or out.getvalue()[-2000:]
+
+
+def run_commands(copy: Path) -> None:
+    """Run a few commands, the last of which trains on two ranks for two steps."""
+    from vpipe.app.cli import main
+
+    def run(words: list[str]) -> None:
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+            try:
+                status = main(words)
+            except SystemExit as ended:
+                status = ended.code
+        assert not status, f"vpipe {' '.join(words)} ends with {status}:\n{out.getvalue()[-1500:]}"
+
+    for words in COMMANDS:
+        run(words)
+    config = copy / "tiny.yaml"
+    config.write_text(json.dumps({**CONFIG, "log_directory": str(copy / "runs")}))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(2):  # as torchrun starts them
+        if not (child := os.fork()):
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+            _end(lambda: run(["train", str(config)]))
+        ranks.append(child)
+    failed = [rank for rank, child in enumerate(ranks) if os.waitpid(child, 0)[1]]
+    assert not failed, f"vpipe train fails on ranks {failed}"
+    assert len(list((copy / "runs").glob("*/metrics.jsonl"))) == 1
+
+
+def _end(task: Callable[[], None]) -> None:
+    """Do it, and end this forked process."""
+    try:
+        task()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+CHECKS: dict[str, Callable[[Path], None]] = {"imports": import_all, "tests": collect_all, "commands": run_commands}
+
+
+def failures(extra: str, copy: Path) -> Iterator[tuple[str, str]]:
+    """Yield the checks that fail, and why."""
+    import_from(copy)
+    for name, check in CHECKS.items():
+        try:
+            check(copy)
+        except BaseException as error:
+            yield name, f"{type(error).__name__}: {error}"
+    check_absent(extra, copy)
+
+
+def main(copies: list[Path]) -> None:
+    """Try the copies, as many at once as there are processors."""
+    for name in ("torch", "torch._dynamo", "torch.distributed", "numpy", "pytest", "hypothesis", "h5py", "pydantic",
+                 "tokenizers", "yaml", "jinja2"):
+        importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+    running = 0
+    for copy in copies:
+        if running == (os.cpu_count() or 1):
+            os.wait()
+            running -= 1
+        if not os.fork():
+            line = json.dumps({copy.name: dict(failures(copy.name, copy))}) + "\n"
+            os.write(1, line.encode())
+            os._exit(0)
+        running += 1
+    for _ in range(running):
+        os.wait()
+
+
+if __name__ == "__main__":
+    main([Path(argument).resolve() for argument in sys.argv[1:]])
