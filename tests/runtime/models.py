@@ -75,6 +75,11 @@ def rich_model(tied: bool = True) -> Model:
     ], batch=("ids", "labels"))
 
 
+def untied_model() -> Model:
+    """The same without the tie."""
+    return rich_model(tied=False)
+
+
 def rich_batches(batches: int, samples: int, seed: int = 3, lengths: tuple[int, ...] = (6,)) -> list[dict[str, Tensor]]:
     """Random batches; ``lengths`` are taken in turn, so shapes may change from batch to batch."""
     random = torch.Generator().manual_seed(seed)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from models import rich_batches, rich_model
-from test_every_schedule import FLUSH, MICROBATCHES, STREAMS, AdamW, cut
-from test_exact import assert_same_state
+from oracles import AdamW, assert_same_state
+from test_every_schedule import FLUSH, MICROBATCHES, STREAMS, cut
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -26,10 +26,10 @@ from vpipe.testing import (
     ReferenceRun,
     TrainingRecipe,
     asynchronous_oracle,
+    compiled_model,
     flush_oracle,
     version_rule,
 )
-from vpipe.testing.reference_model import compiled_model
 
 # Dynamo reads the gradient of every input that it sees.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")

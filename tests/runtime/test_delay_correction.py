@@ -13,9 +13,8 @@ import jobs
 import pytest
 import torch
 from models import WIDTH, rich_batches, rich_model
+from oracles import DECAY_AND_CLIP, AdamW, Momentum, assert_same, oracle_of, pipeline_of, recipe_of
 from pipelines import parts
-from test_exact import AdamW, Momentum
-from test_exact_in_every_precision import assert_same, oracle, pipeline, recipe
 from test_resume import same_bits, saved
 from torch import Tensor, nn
 
@@ -26,10 +25,11 @@ from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.runtime import delay_correction
 from vpipe.runtime.delay_correction import Extrapolation
-from vpipe.testing import InitialState, asynchronous_oracle
+from vpipe.testing import InitialState
 
 EXTRAPOLATE: dict[str, Any] = {"delay_correction": "extrapolate"}
 CUT: dict[str, Any] = {"schedule": "pipedream", "partition": [3, 3, 2]}
+CORRECTED = {**DECAY_AND_CLIP, **CUT, **EXTRAPOLATE}
 
 
 class FrozenHead:
@@ -72,20 +72,17 @@ def factors(pipe: Pipeline) -> list[float]:
 def test_every_schedule_equals_its_oracle(arguments: dict[str, Any], expected: list[float]) -> None:
     """Losses, norms, weights, optimizer state and last changes; ties, clipping, an incomplete update at the end."""
     batches = rich_batches(3, 24)
-    pipe = pipeline(rich_model(), arguments.pop("precision", "fp32"), **CUT | EXTRAPOLATE | arguments)
+    words = DECAY_AND_CLIP | CUT | EXTRAPOLATE | arguments
+    pipe = pipeline_of(rich_model, **words)
     assert factors(pipe) == pytest.approx(expected, rel=1e-15)
     steps = list(pipe.train(batches))
-    if "compress" in arguments:
-        return  # tests/testing/test_compression.py has the oracle that compresses, too
-    how = recipe(pipe.engine.local_stages[0].precision.name,
-                 extrapolation=arguments.get("delay_correction_strength", 1.0), microbatches=pipe.microbatches,
-                 **({"optimizer": arguments["optimizer"].from_named} if "optimizer" in arguments else {}))
-    assert_same(pipe, steps, oracle(rich_model(), batches, how, pipe))
+    if "compress" not in arguments:  # tests/testing/test_compression.py has the oracle that compresses, too
+        assert_same(pipe, steps, oracle_of(pipe, rich_model, batches, recipe_of(words)))
 
 
 def test_weights_are_the_sum_of_plain_changes_and_the_look_ahead() -> None:
     """p = Z + strength * delay * previous, up to 3 roundings per update; Z is what state_dict gives uncorrected."""
-    pipe = pipeline(rich_model(), "fp32", **CUT | EXTRAPOLATE, delay_correction_strength=0.5, grad_clip=None)
+    pipe = pipeline_of(rich_model, **CORRECTED | {"grad_clip": None}, delay_correction_strength=0.5)
     begins, sums = pipe.state_dict(), {name: each.double() for name, each in pipe.state_dict().items()}
     for count, _ in enumerate(pipe.train(rich_batches(3, 8), pauses=1), 1):  # the pipeline is empty after every update
         for each in extrapolations(pipe).values():
@@ -106,7 +103,7 @@ def test_weights_are_the_sum_of_plain_changes_and_the_look_ahead() -> None:
 def test_without_a_delay_nothing_is_done_and_nothing_kept() -> None:
     runs = []
     for how in ({}, EXTRAPOLATE):
-        pipe = pipeline(rich_model(), "fp32", schedule="pipedream", partition=[8], **how)
+        pipe = pipeline_of(rich_model, schedule="pipedream", partition=[8], **DECAY_AND_CLIP, **how)
         runs.append(([step.loss for step in pipe.train(rich_batches(2, 8))], saved(pipe)[1]))
     assert runs[0][0] == runs[1][0]
     same_bits(runs[0][1], runs[1][1])
@@ -115,7 +112,8 @@ def test_without_a_delay_nothing_is_done_and_nothing_kept() -> None:
 def test_updates_are_left_out_with_their_last_change() -> None:
     """fp16 at a scale at which the first updates overflow; then the scale is low enough."""
     batches = rich_batches(6, 8)
-    pipe = pipeline(rich_model(), "fp16", **CUT, **EXTRAPOLATE, optimizer=Momentum())
+    words = {"precision": "fp16", **CORRECTED, "optimizer": Momentum()}
+    pipe = pipeline_of(rich_model, **words)
     for stage in pipe.engine.local_stages:
         for scales in pipe.engine.workers.values():
             if stage.spec.index in scales.stages:
@@ -124,9 +122,8 @@ def test_updates_are_left_out_with_their_last_change() -> None:
     start = InitialState(tensors={f"loss_scale.{layer}.{key}": value for layer in (0, 3, 6)
                                   for key, value in (("value", torch.tensor(2.0**24)), ("good", torch.tensor(0)))})
     steps = list(pipe.train(batches))
-    how = recipe("fp16", extrapolation=1.0, optimizer=Momentum().from_named)
     assert {step.skipped for step in steps} == {True, False}
-    assert_same(pipe, steps, oracle(rich_model(), batches, how, pipe, start))
+    assert_same(pipe, steps, oracle_of(pipe, rich_model, batches, recipe_of(words), start=start))
 
 
 class Either(nn.Module):
@@ -144,32 +141,28 @@ def test_a_parameter_without_a_gradient_has_changed_by_nothing() -> None:
     layers = list(rich_model().layers)
     layers[1] = Layer("raw0", Either)
     model, batches = Model(layers, ("ids", "labels")), rich_batches(5, 8, lengths=(6, 9))
-    pipe = pipeline(model, "fp32", **CUT, **EXTRAPOLATE, update_every=4)
+    pipe = pipeline_of(model, **CORRECTED, update_every=4)
     steps = []
     for step in pipe.train(batches, pauses=1):
         steps.append(step)
         changes = extrapolations(pipe)[0].last_changes
         assert [bool(changes[f"raw0.{name}"].any()) for name in ("short", "long")] == [
             step.index % 2 == 0, step.index % 2 == 1]
-    run = asynchronous_oracle(model, batches, recipe("fp32", extrapolation=1.0), pipe.partition, 4,
-                              drained_at=range(4, 20, 4))
-    assert_same(pipe, steps, run)
+    assert_same(pipe, steps, oracle_of(pipe, model, batches, recipe_of(CORRECTED), drained_at=range(4, 20, 4)))
 
 
 def test_draining_changes_no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do groups of a few numbers, into which large tensors are cut."""
     monkeypatch.setitem(delay_correction._GROUP, "cpu", 100)
     batches = rich_batches(6, 8)
-    pipe = pipeline(rich_model(), "fp32", **CUT, **EXTRAPOLATE, update_every=2)
+    pipe = pipeline_of(rich_model, **CORRECTED, update_every=2)
     steps = []
     for step in pipe.train(batches, pauses=5):
         steps.append(step)
         if step.index == 4:
             pipe.evaluate(rich_batches(1, 8, seed=9))
     assert factors(pipe) == [1, .5, 0]
-    run = asynchronous_oracle(rich_model(), batches, recipe("fp32", extrapolation=1.0), pipe.partition, 2,
-                              drained_at=(10, 20))
-    assert_same(pipe, steps, run)
+    assert_same(pipe, steps, oracle_of(pipe, rich_model, batches, recipe_of(CORRECTED), drained_at=(10, 20)))
 
 
 def test_schedulers_and_hooks_of_optimizers_work_as_without_it() -> None:
@@ -261,11 +254,12 @@ def test_loaded_under_another_delay_the_weights_without_the_look_ahead_stay(tmp_
     """p = Z + new factor * last change, and from there what the oracle computes; saved again, Z is exported so."""
     then, text = FACTORS[now]
     batches = rich_batches(4, 8)
-    first = pipeline(rich_model(), precision, **CUT, **EXTRAPOLATE)
+    then = {"precision": precision, **DECAY_AND_CLIP, **then}
+    first = pipeline_of(rich_model, precision=precision, **CORRECTED)
     list(first.train(batches[:2]))
     position, tensors = saved(first)
     first.save(tmp_path / "first")
-    second = pipeline(rich_model(), precision, **then)
+    second = pipeline_of(rich_model, **then)
     with nullcontext() if text is None else pytest.warns(UserWarning, match=text):
         assert second.load(tmp_path / "first") == position
     plain, before, factors = second.state_dict(corrected=False), first.state_dict(corrected=False), factors_of(second)
@@ -276,10 +270,8 @@ def test_loaded_under_another_delay_the_weights_without_the_look_ahead_stay(tmp_
         bound = 3 * torch.finfo(torch.float32).eps * float(value.abs().max()) if new not in (0, old) else 0
         assert (plain[name] - before[name]).abs().max() <= bound
     steps = list(second.train(batches[2:]))
-    how = recipe(precision, extrapolation=then.get("delay_correction_strength", 1.0) if "delay_correction" in then
-                 else None, **({"optimizer": FrozenHead().from_named} if now == "frozen" else {}))
-    begin = InitialState(position.steps, position.microbatches, 0, tensors)
-    run = oracle(rich_model(), batches[2:], how, second, begin)
+    run = oracle_of(second, rich_model, batches[2:], recipe_of(then),
+                    start=InitialState(position.steps, position.microbatches, 0, tensors))
     assert_same(second, steps, run)
     same_bits(second.state_dict(corrected=False), plain_weights(run.tensors))
     second.save(tmp_path / "second")
@@ -295,35 +287,35 @@ def factors_of(pipe: Pipeline) -> dict[str, float]:
 
 def test_from_a_run_without_a_correction_the_look_ahead_begins_with_the_next_update() -> None:
     batches = rich_batches(4, 8)
-    first = pipeline(rich_model(), "fp32", schedule="1f1b", partition=[3, 5])
+    first = pipeline_of(rich_model, schedule="1f1b", partition=[3, 5], **DECAY_AND_CLIP)
     list(first.train(batches[:2]))
     position, tensors = saved(first)
-    second = pipeline(rich_model(), "fp32", **CUT, **EXTRAPOLATE)
+    second = pipeline_of(rich_model, **CORRECTED)
     assert "0 -> 2 in 6 parameters, 0 -> 1 in 6 parameters" in (second.engine.restore(position, tensors) or "")
     same_bits(second.state_dict(corrected=False), first.state_dict())
     steps = list(second.train(batches[2:]))
-    how, begin = recipe("fp32", extrapolation=1.0), InitialState(position.steps, position.microbatches, 0, tensors)
-    assert_same(second, steps, oracle(rich_model(), batches[2:], how, second, begin))
+    begin = InitialState(position.steps, position.microbatches, 0, tensors)
+    assert_same(second, steps, oracle_of(second, rich_model, batches[2:], recipe_of(CORRECTED), start=begin))
 
 
 @pytest.mark.parametrize("then", [CUT | EXTRAPOLATE, {"schedule": "1f1b", "partition": [3, 5]}])
 def test_a_checkpoint_that_does_not_state_its_factors_says_so(tmp_path: Path, then: dict[str, Any]) -> None:
     batches = rich_batches(4, 8)
-    first = pipeline(rich_model(), "fp32", **CUT, **EXTRAPOLATE)
+    first = pipeline_of(rich_model, **CORRECTED)
     list(first.train(batches[:2]))
     first.save(tmp_path / "old")
     manifest = Manifest.load(tmp_path / "old")
     replace(manifest, tensors={name: entry for name, entry in manifest.tensors.items()
                                if not name.endswith(".factor")}).save(tmp_path / "old")
-    second = pipeline(rich_model(), "fp32", **then)
+    second = pipeline_of(rich_model, **DECAY_AND_CLIP, **then)
     with pytest.warns(UserWarning, match="does not say by which factor 12 parameters look ahead, so they stay as they"):
         position = second.load(tmp_path / "old")
     same_bits(second.state_dict(), first.state_dict())
     tensors = {name: tensor for name, tensor in saved(first)[1].items() if not name.endswith(".factor")}
     steps = list(second.train(batches[2:]))
-    how = recipe("fp32", extrapolation=1.0 if "delay_correction" in then else None)
-    assert_same(second, steps, oracle(rich_model(), batches[2:], how, second,
-                                      InitialState(position.steps, position.microbatches, 0, tensors)))
+    begin = InitialState(position.steps, position.microbatches, 0, tensors)
+    assert_same(second, steps, oracle_of(second, rich_model, batches[2:], recipe_of(DECAY_AND_CLIP | then),
+                                         start=begin))
     with pytest.raises(UserError, match=r"not say by which factor 12 parameters, such as 'embed\.word\.weight', look"):
         Checkpoint(tmp_path / "old", Manifest.load(tmp_path / "old")).weights(corrected=False)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from models import rich_batches, rich_model
-from test_exact_in_every_precision import assert_same, oracle, pipeline, pushed, pushed_model, recipe
+from models import rich_batches, rich_model, untied_model
+from oracles import DECAY_AND_CLIP, equals_its_oracle, pipeline_of
+from test_exact_in_every_precision import pushed, pushed_model
 
 from vpipe.app.train.optimizers import MATRIX_OPTIMIZERS, OptimizerSettings, hidden_matrices
 from vpipe.model.model import Model
@@ -35,30 +36,23 @@ REPLICAS = {"partition": [2, 4, 2], "placement": [[0, 1], [2], [3, 4, 5]]}
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_its_oracle(name: str, precision: str, arguments: dict[str, Any]) -> None:
     """Ties, clipping, a learning rate that falls; the last update of a stage may be incomplete."""
-    optimizer = settings(name, rich_model())
-    pipe = pipeline(rich_model(), precision, optimizer=optimizer, **arguments)
-    steps = list(pipe.train(rich_batches(3, 8)))
-    how = recipe(precision, optimizer=optimizer.from_named,
-                 extrapolation=1.0 if "delay_correction" in arguments else None)
-    assert_same(pipe, steps, oracle(rich_model(), rich_batches(3, 8), how, pipe))
+    equals_its_oracle(rich_model, rich_batches(3, 8), optimizer=settings(name, rich_model()), precision=precision,
+                      **DECAY_AND_CLIP, **arguments)
 
 
 @pytest.mark.parametrize(("schedule", "placement"), [("zb_h1", None), ("pipedream", [[0, 1], [2]])])
 @pytest.mark.parametrize("name", NAMES)
 def test_updates_that_overflow(name: str, schedule: str, placement: list[list[int]] | None) -> None:
-    model, batches = pushed_model(), pushed([20.0, 1.0, 4000.0, 1.0])
-    optimizer = settings(name, model)
-    pipe = pipeline(model, "fp16", optimizer=optimizer, schedule=schedule, partition=[2, 4], placement=placement)
-    steps = list(pipe.train(batches))
-    run = oracle(model, batches, recipe("fp16", optimizer=optimizer.from_named), pipe)
-    assert run.skipped
-    assert_same(pipe, steps, run)
+    _, steps = equals_its_oracle(
+        pushed_model, pushed([20.0, 1.0, 4000.0, 1.0]), optimizer=settings(name, pushed_model()), precision="fp16",
+        schedule=schedule, partition=[2, 4], placement=placement, **DECAY_AND_CLIP)
+    assert any(step.skipped for step in steps)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_another_partition_with_a_flush_changes_nothing(name: str) -> None:
-    optimizer, runs = settings(name, rich_model(tied=False)), []
+    optimizer, runs = settings(name, untied_model()), []
     for partition in ([8], [1, 1, 6], [3, 3, 2]):
-        pipe = pipeline(rich_model(tied=False), "fp32", optimizer=optimizer, schedule="1f1b", partition=partition)
+        pipe = pipeline_of(untied_model, optimizer=optimizer, schedule="1f1b", partition=partition, **DECAY_AND_CLIP)
         runs.append([step.loss for step in pipe.train(rich_batches(3, 8))])
     assert runs[0] == runs[1] == runs[2]

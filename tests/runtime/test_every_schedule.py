@@ -5,24 +5,32 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import checkpointed_model, rich_batches, rich_model, thrice_tied_model
+from models import checkpointed_model, rich_batches, rich_model, thrice_tied_model, untied_model
+from oracles import (
+    DECAY_AND_CLIP,
+    AdamW,
+    Momentum,
+    assert_same,
+    equals_its_oracle,
+    oracle_of,
+    pipeline_of,
+    recipe_of,
+)
 from pipelines import parts
-from test_exact import AdamW, Momentum, assert_same_state, decay
 
-from vpipe import Asynchronous, Cut, Pipeline, Update
+from vpipe import Pipeline, Update
 from vpipe.errors import UserError
 from vpipe.runtime.transport.transport import InProcessTransport, TransferKey
 from vpipe.schedules.action import Action, Op, input_half, weight_half
 from vpipe.schedules.builder import build
 from vpipe.schedules.registry import _REGISTERED, RegisteredSchedule
 from vpipe.schedules.size import Size, default_placement
-from vpipe.testing import ReferenceRun, TrainingRecipe, asynchronous_oracle, flush_oracle, version_rule
+from vpipe.testing import version_rule
 
 FLUSH = [name for name in RegisteredSchedule.names() if RegisteredSchedule.named(name).flush]
 STREAMS = [name for name in RegisteredSchedule.names() if not RegisteredSchedule.named(name).flush]
@@ -41,54 +49,21 @@ def copies(name: str, ranks: int = 2) -> tuple[int, ...] | None:
     return widths if max(widths) > 1 else None
 
 
-# What several schedules are held to is computed once.
-
-
-@cache
-def plain(partition: tuple[int, ...] | None = None, widths: tuple[int, ...] | None = None) -> ReferenceRun:
-    return flush_oracle(rich_model(tied=False), rich_batches(2, MICROBATCHES),
-                        TrainingRecipe(AdamW().from_named, MICROBATCHES, 7, decay, 0.5), partition, widths)
-
-
-@cache
-def plain_with_ties(partition: tuple[int, ...], widths: tuple[int, ...] | None = None) -> ReferenceRun:
-    return flush_oracle(rich_model(), rich_batches(2, MICROBATCHES),
-                        TrainingRecipe(Momentum().from_named, MICROBATCHES, 1, clip=0.3), partition, widths)
-
-
-@cache
-def streamed(name: str, stages: int, every: int, batches: int, warmup: tuple[int, ...] = ()) -> ReferenceRun:
-    return asynchronous_oracle(rich_model(), rich_batches(batches, MICROBATCHES),
-                               TrainingRecipe(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), cut(name, stages),
-                               every,
-                               version_of=version_rule(name, warmup))
-
-
 @pytest.mark.parametrize("recompute", [0.0, [0.0, 1.0], 1.0], ids=["kept", "mixed", "recomputed"])
 @pytest.mark.parametrize("name", FLUSH)
 def test_with_a_flush_equals_plain_pytorch(name: str, recompute: float | list[float]) -> None:
-    model, batches, partition = rich_model(tied=False), rich_batches(2, MICROBATCHES), cut(name)
+    partition = cut(name)
     ratios = recompute if isinstance(recompute, float) else (recompute * len(partition))[:len(partition)]
-    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
-                    stages=Cut(partition, recompute=ratios), schedule=name, microbatches=MICROBATCHES, seed=7)
-    expected = plain(tuple(partition), widths) if (widths := copies(name)) else plain()
-    steps = list(pipe.train(batches))
-    assert list(pipe.train([])) == []  # and changes nothing: the state is looked at after it
-    assert [step.loss for step in steps] == expected.losses
-    assert [step.gradient_norm for step in steps] == expected.gradient_norms
-    assert_same_state(pipe.state_dict(), expected.state)
+    equals_its_oracle(untied_model, rich_batches(2, MICROBATCHES), schedule=name, microbatches=MICROBATCHES,
+                      partition=partition, recompute=ratios, **DECAY_AND_CLIP)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name in FLUSH for ranks in (1, 2, 4)
                                              if ranks > 1 or copies(name) is None])
 def test_tied_weights_with_a_flush(name: str, ranks: int) -> None:
-    model, batches, partition = rich_model(), rich_batches(2, MICROBATCHES), cut(name, ranks)
-    pipe = Pipeline(model, Update(Momentum(), grad_clip=0.3), stages=Cut(partition, recompute=0.5), schedule=name,
-                    microbatches=MICROBATCHES, seed=1)
-    steps, expected = list(pipe.train(batches)), plain_with_ties(tuple(partition), copies(name, ranks))
-    assert [step.loss for step in steps] == expected.losses
-    assert [step.gradient_norm for step in steps] == expected.gradient_norms
-    assert_same_state(pipe.state_dict(), expected.state)
+    batches = rich_batches(2, MICROBATCHES)
+    pipe, _ = equals_its_oracle(rich_model, batches, schedule=name, microbatches=MICROBATCHES, grad_clip=0.3,
+                                partition=cut(name, ranks), recompute=0.5, optimizer=Momentum())
     assert pipe.evaluate(batches) == pipe.evaluate(batches)
 
 
@@ -98,15 +73,10 @@ def test_tied_weights_with_a_flush(name: str, ranks: int) -> None:
     if every >= RegisteredSchedule.named(name).update_every(stages)])
 def test_without_a_flush_equals_its_oracle(name: str, stages: int, every: int, recompute: float) -> None:
     recipe, count = RegisteredSchedule.named(name), 3 if every == MICROBATCHES else 2  # 2bw uses an update two later
-    model, batches, partition = rich_model(), rich_batches(count, MICROBATCHES), cut(name, stages)
-    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
-                    stages=Cut(partition, recompute=recompute), schedule=Asynchronous(name, update_every=every),
-                    microbatches=MICROBATCHES, seed=2)
-    losses, expected = [step.loss for step in pipe.train(batches)], streamed(name, stages, every, count)
-    assert list(pipe.train([])) == []
-    assert losses == expected.losses
-    assert len(losses) == count * MICROBATCHES // every
-    assert_same_state(pipe.state_dict(), expected.state)
+    pipe, steps = equals_its_oracle(rich_model, rich_batches(count, MICROBATCHES), schedule=name,
+                                    microbatches=MICROBATCHES, partition=cut(name, stages), recompute=recompute,
+                                    update_every=every, **DECAY_AND_CLIP)
+    assert len(steps) == count * MICROBATCHES // every
     size = Size(stages, count * MICROBATCHES, 1, every)
     for stage, usage in enumerate(pipe.engine.collectives.usage()):
         assert usage.versions <= recipe.versions(stage, size)
@@ -121,20 +91,13 @@ def test_more_forwards_ahead_equal_their_oracle(name: str, warmup: tuple[int, ..
     recipe, size = RegisteredSchedule.named(name), Size(len(warmup), 24, 1, every, warmup=warmup)
     if every < recipe.update_every(warmup[0] + 1):
         return
-    model, first, second = rich_model(), rich_batches(2, MICROBATCHES), rich_batches(3, MICROBATCHES, seed=9)
-    pipe = Pipeline(model, AdamW(), stages=Cut(cut(name, len(warmup)), recompute=0.6),
-                    schedule=Asynchronous(name, update_every=every, warmup_depth=warmup), microbatches=MICROBATCHES,
-                    seed=2)
-    losses = [step.loss for step in pipe.train(first)]
+    pipe, _ = equals_its_oracle(
+        rich_model, rich_batches(2, MICROBATCHES), rich_batches(3, MICROBATCHES, seed=9), schedule=name,
+        microbatches=MICROBATCHES, partition=cut(name, len(warmup)), recompute=0.6, update_every=every,
+        warmup_depth=warmup)
     for stage, usage in enumerate(pipe.engine.collectives.usage()):
         assert usage.versions <= recipe.versions(stage, size)
         assert usage.peak_activations == warmup[stage] + 1
-    pipe.evaluate(first)
-    losses += [step.loss for step in pipe.train(second)]
-    expected = asynchronous_oracle(model, first + second, TrainingRecipe(AdamW().from_named, MICROBATCHES, 2),
-                                   pipe.partition, every, [2 * MICROBATCHES], version_rule(name, warmup))
-    assert losses == expected.losses
-    assert_same_state(pipe.state_dict(), expected.state)
 
 
 @pytest.mark.parametrize("recompute", [0.0, 0.5, 1.0])
@@ -145,16 +108,15 @@ def test_a_weight_tied_several_times(partition: list[int], schedule: str, recomp
 
     With half of the last stage recomputed, one span has two uses and the other one: a sum of three in another order.
     """
-    model, batches = thrice_tied_model(), rich_batches(3, 8)
-    pipe = Pipeline(model, Momentum(), stages=Cut(partition, recompute=recompute), schedule=schedule, microbatches=4,
-                    seed=1)
-    losses = [step.loss for step in pipe.train(batches)]
-    expected = flush_oracle(model, batches, TrainingRecipe(Momentum().from_named, 4, 1), partition=partition)
+    words = {"schedule": schedule, "partition": partition, "recompute": recompute, "optimizer": Momentum()}
+    batches = rich_batches(3, 8)
     if recompute == 0.5:
-        assert losses == pytest.approx(expected.losses, rel=3 * 8 * torch.finfo(torch.float32).eps)
+        pipe = pipeline_of(thrice_tied_model, **words)
+        losses = [step.loss for step in pipe.train(batches)]
+        assert losses == pytest.approx(oracle_of(pipe, thrice_tied_model, batches, recipe_of(words)).losses,
+                                       rel=3 * 8 * torch.finfo(torch.float32).eps)
     else:
-        assert losses == expected.losses
-        assert_same_state(pipe.state_dict(), expected.state)
+        equals_its_oracle(thrice_tied_model, batches, **words)
 
 
 @pytest.mark.parametrize("name", RegisteredSchedule.names())
@@ -186,10 +148,7 @@ def test_receives_are_posted_as_sends_are_sent(name: str, monkeypatch: pytest.Mo
 def test_microbatches_in_an_order_of_each_stage_s_own(tmp_path: Path) -> None:
     file = tmp_path / "turned.csv"
     file.write_text("1F0,1B0,1F1,1B1\n0F1,0F0,0B0,0B1\n")
-    model, batches = rich_model(tied=False), rich_batches(3, 4)
-    pipe = Pipeline(model, AdamW(), stages=[3, 5], schedule=str(file), microbatches=2, seed=7)
-    expected = flush_oracle(model, batches, TrainingRecipe(AdamW().from_named, 2, 7))
-    assert [step.loss for step in pipe.train(batches)] == expected.losses
+    equals_its_oracle(untied_model, rich_batches(3, 4), schedule=str(file), microbatches=2, partition=[3, 5])
 
 
 def test_a_stream_whose_weight_halves_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,13 +171,8 @@ def test_a_stream_whose_weight_halves_come_late(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("vpipe.schedules.registry._REGISTERED", {
         **_REGISTERED, "late": replace(RegisteredSchedule.named("pipedream"), name="late", program=late)})
-    model, batches = rich_model(), rich_batches(3, 4)
-    pipe = Pipeline(model, AdamW(), stages=[3, 5], schedule=Asynchronous("late", update_every=2), microbatches=4,
-                    seed=7)
-    losses = [step.loss for step in pipe.train(batches)]
-    expected = asynchronous_oracle(model, batches, TrainingRecipe(AdamW().from_named, 4, 7), [3, 5], 2)
-    assert losses == expected.losses
-    assert_same_state(pipe.state_dict(), expected.state)
+    equals_its_oracle(rich_model, rich_batches(3, 4), schedule="late", update_every=2, partition=[3, 5],
+                      version_of=version_rule("pipedream"))
 
 
 def test_evaluation_within_a_batch_of_an_asynchronous_file_comes_at_its_end(tmp_path: Path) -> None:
@@ -241,52 +195,31 @@ def test_evaluation_within_a_batch_of_an_asynchronous_file_comes_at_its_end(tmp_
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_stream_that_pauses_equals_its_oracle(name: str) -> None:
-    model, partition = rich_model(), cut(name)
-    first, second = rich_batches(2, MICROBATCHES), rich_batches(3, MICROBATCHES, seed=9)
-    pipe = Pipeline(model, AdamW(), stages=partition, schedule=Asynchronous(name, update_every=4),
-                    microbatches=MICROBATCHES, seed=2)
-    losses = [step.loss for step in pipe.train(first)]
-    pipe.evaluate(first)
-    losses += [step.loss for step in pipe.train(second)]
-    expected = asynchronous_oracle(model, first + second, TrainingRecipe(AdamW().from_named, MICROBATCHES, 2),
-                                   partition, 4,
-                                   drained_at=[2 * MICROBATCHES], version_of=version_rule(name))
-    assert losses == expected.losses
-    assert_same_state(pipe.state_dict(), expected.state)
+    equals_its_oracle(rich_model, rich_batches(2, MICROBATCHES), rich_batches(3, MICROBATCHES, seed=9), schedule=name,
+                      microbatches=MICROBATCHES, partition=cut(name), update_every=4)
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_layer_that_checkpoints_itself_recomputes_with_the_version_of_its_forward(name: str) -> None:
-    model, batches, partition = checkpointed_model(), rich_batches(2, MICROBATCHES), [2, 1, 2]
-    pipe = Pipeline(model, AdamW(), stages=partition, schedule=name, microbatches=MICROBATCHES, seed=2)
-    losses = [step.loss for step in pipe.train(batches)]
-    expected = asynchronous_oracle(model, batches, TrainingRecipe(AdamW().from_named, MICROBATCHES, 2), partition,
-                                   pipe.update_every, version_of=version_rule(name))
-    assert losses == expected.losses
+    equals_its_oracle(checkpointed_model, rich_batches(2, MICROBATCHES), schedule=name, microbatches=MICROBATCHES,
+                      partition=[2, 1, 2])
 
 
 def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     """What PyTorch could have written, with a backward order of its own that still goes by microbatches."""
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0F1,,,,,0B0,0B1\n,1F0,1F1,1I0,1I1,1W0,1W1,\n")
-    model, batches = rich_model(tied=False), rich_batches(3, 4)
-    pipe = Pipeline(model, Update(AdamW(), grad_clip=0.5), stages=Cut([3, 5], recompute=0.5), schedule=str(file),
-                    microbatches=2, seed=7)
-    losses = [step.loss for step in pipe.train(batches)]
-    expected = flush_oracle(model, batches, TrainingRecipe(AdamW().from_named, 2, 7, clip=0.5))
-    assert losses == expected.losses
-    assert_same_state(pipe.state_dict(), expected.state)
+    equals_its_oracle(untied_model, rich_batches(3, 4), schedule=str(file), microbatches=2, partition=[3, 5],
+                      recompute=0.5, grad_clip=0.5)
 
 
 def test_an_asynchronous_schedule_from_a_file_ends_with_its_batch(tmp_path: Path) -> None:
     file = tmp_path / "stream.csv"
     file.write_text(build("pipedream", default_placement(2), 4).to_csv())
-    model, batches = rich_model(), rich_batches(3, 4)
-    pipe = Pipeline(model, AdamW(), stages=[3, 5], schedule=str(file), microbatches=4, seed=7)
-    losses = [step.loss for step in pipe.engine.train(batches, updates=6)]
-    expected = asynchronous_oracle(model, batches[:2], TrainingRecipe(AdamW().from_named, 4, 7), [3, 5], drained_at=[4])
-    assert losses == expected.losses
-    assert_same_state(pipe.state_dict(), expected.state)
+    words, batches = {"schedule": str(file), "partition": [3, 5]}, rich_batches(3, 4)
+    pipe = pipeline_of(rich_model, **words)
+    steps = list(pipe.engine.train(batches, updates=6))
+    assert_same(pipe, steps, oracle_of(pipe, rich_model, batches[:2], recipe_of(words), drained_at=[4]))
 
 
 @pytest.mark.parametrize(("arguments", "text"), [

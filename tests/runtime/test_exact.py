@@ -5,69 +5,37 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import plain_sequential, rich_batches, rich_model, sequential_batches
+from models import plain_sequential, rich_batches, rich_model, sequential_batches, untied_model
+from oracles import (
+    DECAY_AND_CLIP,
+    AdamW,
+    Momentum,
+    assert_same,
+    assert_same_state,
+    equals_its_oracle,
+    oracle_of,
+    pipeline_of,
+    recipe_of,
+)
 from torch import Tensor, nn
 
-from vpipe import Asynchronous, Cut, Layer, Model, Pipeline, Update
+from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch
-from vpipe.testing import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle, version_rule
-
-
-class AdamW:
-    """A factory that both sides use; fused, as the run's own optimizers are."""
-
-    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
-        return torch.optim.AdamW(named.values(), lr=3e-3, weight_decay=0.1, fused=True) if named else None
-
-
-class Momentum:
-    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
-        return torch.optim.SGD(named.values(), lr=0.05, momentum=0.9, foreach=True) if named else None
-
-
-def decay(update: int) -> float:
-    return 1.0 / (1 + update)
-
-
-def assert_same_state(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    assert list(ours) == list(theirs)
-    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-    assert not different
-
-
-# What several cases are held to is computed once.
-
-
-@cache
-def plain_run() -> ReferenceRun:
-    return flush_oracle(rich_model(tied=False), rich_batches(4, 8), TrainingRecipe(AdamW().from_named, 4, 7, decay,
-                                                                                   0.5))
-
-
-@cache
-def streamed(partition: tuple[int, ...], update_every: int) -> ReferenceRun:
-    return asynchronous_oracle(rich_model(), rich_batches(4, 8), TrainingRecipe(AdamW().from_named, 4, 2, decay, 0.5),
-                               partition, update_every)
+from vpipe.testing import evaluate_oracle, flush_oracle
 
 
 @pytest.mark.parametrize("recompute", [0.0, 0.5, 1.0, [1.0, 0.0, 0.7]])
 @pytest.mark.parametrize("partition", [[3, 3, 2], [1, 1, 6], [5, 2, 1]])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_flush_equals_plain_pytorch(schedule: str, partition: list[int], recompute: float | list[float]) -> None:
-    model, batches = rich_model(tied=False), rich_batches(4, 8)
-    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
-                    stages=Cut(partition, recompute=recompute), schedule=schedule, microbatches=4, seed=7)
-    steps, plain = list(pipe.train(batches)), plain_run()
-    assert [step.loss for step in steps] == plain.losses
-    assert [step.gradient_norm for step in steps] == plain.gradient_norms
-    assert_same_state(pipe.state_dict(), plain.state)
+    equals_its_oracle(untied_model, rich_batches(4, 8), schedule=schedule, partition=partition, recompute=recompute,
+                      **DECAY_AND_CLIP)
 
 
 @settings(deadline=None, max_examples=12)
@@ -79,32 +47,19 @@ def test_any_layers_may_be_recomputed(data: st.DataObject) -> None:
     dropped = data.draw(st.sets(st.integers(0, 7), min_size=1))
     recompute = [[i for i in dropped if start <= i < end] for start, end in zip([0, *cuts], [*cuts, 8], strict=True)]
     schedule = data.draw(st.sampled_from(["1f1b", "zb_h1", "pipedream"]))
-    model, batches = rich_model(tied=schedule == "pipedream"), rich_batches(2, 8)
-    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
-                    stages=Cut(partition, recompute=recompute), schedule=schedule, microbatches=4, seed=7)
-    losses = [step.loss for step in pipe.train(batches)]
-    recipe = TrainingRecipe(AdamW().from_named, 4, 7, decay, 0.5)
-    plain = (asynchronous_oracle(model, batches, recipe, partition) if schedule == "pipedream" else
-             flush_oracle(model, batches, recipe))
-    assert losses == plain.losses
-    assert_same_state(pipe.state_dict(), plain.state)
+    pipe, _ = equals_its_oracle(rich_model if schedule == "pipedream" else untied_model, rich_batches(2, 8),
+                                schedule=schedule, partition=partition, recompute=recompute, **DECAY_AND_CLIP)
     assert [set().union(*({i for i, _, _ in span.layers} for span in stage._spans if span.recomputed))
             for stage in pipe.engine.local_stages] == list(map(set, recompute))
 
 
 @pytest.mark.parametrize("partition", [[3, 3, 2], [8], [2, 2, 2, 2]])
 def test_flush_with_tied_weights_equals_plain_pytorch_summed_per_side(partition: list[int]) -> None:
-    model, batches = rich_model(), rich_batches(5, 6)
-    pipe = Pipeline(model, Update(Momentum(), grad_clip=0.3), stages=Cut(partition, recompute=0.5), schedule="1f1b",
-                    microbatches=3, seed=1)
-    steps = list(pipe.train(batches))
-    recipe = TrainingRecipe(Momentum().from_named, 3, 1, clip=0.3)
-    apart = flush_oracle(model, batches, recipe, partition=partition)
-    assert [step.loss for step in steps] == apart.losses
-    assert [step.gradient_norm for step in steps] == apart.gradient_norms
-    assert_same_state(pipe.state_dict(), apart.state)
+    words = {"optimizer": Momentum(), "microbatches": 3, "grad_clip": 0.3}
+    _, steps = equals_its_oracle(rich_model, rich_batches(5, 6), schedule="1f1b", partition=partition, recompute=0.5,
+                                 **words)
     # Fully plain PyTorch sums the two sides in another order: 2m = 6 roundings of the gradient per update.
-    plain = flush_oracle(model, batches, recipe)
+    plain = flush_oracle(rich_model(), rich_batches(5, 6), recipe_of(words))
     assert [step.loss for step in steps] == pytest.approx(plain.losses, rel=6 * 5 * torch.finfo(torch.float32).eps)
 
 
@@ -112,14 +67,9 @@ def test_flush_with_tied_weights_equals_plain_pytorch_summed_per_side(partition:
 @pytest.mark.parametrize("recompute", [0.0, 0.6])
 @pytest.mark.parametrize("partition", [[3, 3, 2], [2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1, 1]])
 def test_pipedream_equals_its_oracle(partition: list[int], recompute: float, update_every: int) -> None:
-    model, batches = rich_model(), rich_batches(4, 8)
-    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
-                    stages=Cut(partition, recompute=recompute),
-                    schedule=Asynchronous("pipedream", update_every=update_every), microbatches=4, seed=2)
-    losses, oracle = [step.loss for step in pipe.train(batches)], streamed(tuple(partition), update_every)
-    assert losses == oracle.losses
-    assert len(losses) == 16 // update_every
-    assert_same_state(pipe.state_dict(), oracle.state)
+    pipe, steps = equals_its_oracle(rich_model, rich_batches(4, 8), schedule="pipedream", partition=partition,
+                                    recompute=recompute, update_every=update_every, **DECAY_AND_CLIP)
+    assert len(steps) == 16 // update_every
     for worker in pipe.engine.workers.values():
         for s, stage in worker.stages.items():
             assert stage.weights.most_versions <= len(partition) - s
@@ -127,11 +77,8 @@ def test_pipedream_equals_its_oracle(partition: list[int], recompute: float, upd
 
 
 def test_pipedream_with_momentum_over_forty_updates_holds_four_three_two_one_versions() -> None:
-    model, batches = rich_model(), rich_batches(40, 4)
-    pipe = Pipeline(model, Momentum(), stages=4, schedule="pipedream", microbatches=1, seed=2)
-    losses = [step.loss for step in pipe.train(batches)]
-    oracle = asynchronous_oracle(model, batches, TrainingRecipe(Momentum().from_named, 1, 2), pipe.partition)
-    assert losses == oracle.losses
+    pipe, _ = equals_its_oracle(rich_model, rich_batches(40, 4), schedule="pipedream", stages=4, microbatches=1,
+                                optimizer=Momentum())
     assert [stage.weights.most_versions for worker in pipe.engine.workers.values()
             for stage in worker.stages.values()] == [4, 3, 2, 1]
 
@@ -182,20 +129,16 @@ def test_evaluation_equals_plain_evaluation() -> None:
 @pytest.mark.parametrize(("warmup", "drained_at"), [(None, (12, 35)), ((6, 4, 2, 0), (15, 38))])
 def test_evaluation_drains_an_asynchronous_pipeline_and_training_goes_on_as_its_oracle_says(
         warmup: tuple[int, ...] | None, drained_at: tuple[int, int]) -> None:
-    model, batches = rich_model(), rich_batches(30, 4)
-    pipe = Pipeline(model, AdamW(), stages=[2, 2, 2, 2], schedule=Asynchronous("pipedream", warmup_depth=warmup),
-                    microbatches=2, seed=2)
-    losses, evaluations = [], []
+    words = {"schedule": "pipedream", "partition": [2, 2, 2, 2], "warmup_depth": warmup, "microbatches": 2}
+    batches = rich_batches(30, 4)
+    pipe, steps, evaluations = pipeline_of(rich_model, **words), [], []
     for step in pipe.train(batches):
-        losses.append(step.loss)
+        steps.append(step)
         if step.index in (7, 8, 30):
             evaluations.append(pipe.evaluate(rich_batches(2, 4, seed=9)))
     # After update 7 (8 done) microbatches up to 11 may be in flight: 12 are finished. Updates 8..11 were made by then.
-    oracle = asynchronous_oracle(model, batches, TrainingRecipe(AdamW().from_named, 2, 2), pipe.partition,
-                                 drained_at=drained_at, version_of=version_rule("pipedream", warmup or ()))
-    assert losses == oracle.losses
+    assert_same(pipe, steps, oracle_of(pipe, rich_model, batches, recipe_of(words), drained_at=drained_at))
     assert evaluations[0] == evaluations[1] != evaluations[2]
-    assert_same_state(pipe.state_dict(), oracle.state)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -212,23 +155,19 @@ def test_the_iterator_of_batches_is_freed_after_training(schedule: str) -> None:
 
 
 def test_leaving_the_loop_early_keeps_what_was_in_flight() -> None:
-    model, batches = rich_model(), rich_batches(20, 4)
-    pipe = Pipeline(model, AdamW(), stages=[3, 3, 2], schedule="pipedream", microbatches=1, seed=2)
+    words, batches = {"schedule": "pipedream", "partition": [3, 3, 2], "microbatches": 1}, rich_batches(20, 4)
+    pipe = pipeline_of(rich_model, **words)
     for step in pipe.train(batches):
         if step.index == 4:
             break
     state = pipe.state_dict()  # drains: 5 updates were seen, 3 more microbatches had entered
-    oracle = asynchronous_oracle(model, batches[:8], TrainingRecipe(AdamW().from_named, 1, 2), pipe.partition)
-    assert_same_state(state, oracle.state)
+    assert_same_state(state, oracle_of(pipe, rich_model, batches[:8], recipe_of(words)).state)
     more = [step.index for step in pipe.train(batches[8:10])]
     assert more == [8, 9]
 
 
 def test_shapes_may_change_from_batch_to_batch() -> None:
-    model, batches = rich_model(tied=False), rich_batches(6, 8, lengths=(6, 9, 3))
-    pipe = Pipeline(model, AdamW(), stages=3, schedule="1f1b", microbatches=4, seed=2)
-    losses = [step.loss for step in pipe.train(batches)]
-    assert losses == flush_oracle(model, batches, TrainingRecipe(AdamW().from_named, 4, 2)).losses
+    equals_its_oracle(untied_model, rich_batches(6, 8, lengths=(6, 9, 3)), schedule="1f1b", stages=3)
 
 
 def test_the_random_state_of_the_caller_is_left_alone() -> None:
@@ -290,6 +229,13 @@ def test_a_loss_of_one_element_is_a_number(schedule: str) -> None:
     assert pipe.evaluate(batches) > 0
 
 
+class PlainSteps:
+    """The weights after a step are the gradients."""
+
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+        return torch.optim.SGD(named.values(), 1.0) if named else None
+
+
 class Forked(nn.Module):
     """A hidden state and a skip whose gradients, at a weight of 0, are the weights after a step at rate 1."""
 
@@ -318,7 +264,5 @@ def test_gradients_of_a_skip_add_up_in_the_order_of_one_graph(partition: list[in
     skipping = Model([Layer("fork", Forked, ("x",), ("h", "skip")), Layer("one", Reads, ("h", "skip"), ("h",)),
                       Layer("two", Reads, ("h", "skip"), ("h",)), Layer("end", Ends, ("h", "skip"), ("loss",))], ("x",))
     batches = [{"x": torch.randn(4, 64, generator=torch.Generator().manual_seed(1))}]
-    pipe = Pipeline(skipping, lambda own: torch.optim.SGD(own, 1.0), stages=Cut(partition, recompute=recompute))
-    list(pipe.train(batches))
-    plain = flush_oracle(skipping, batches, TrainingRecipe(lambda named: torch.optim.SGD(named.values(), 1.0), 1))
-    assert_same_state(pipe.state_dict(), plain.state)
+    equals_its_oracle(skipping, batches, microbatches=1, optimizer=PlainSteps(), partition=partition,
+                      recompute=recompute)

@@ -6,17 +6,16 @@ from collections.abc import Iterator
 
 import placement_jobs
 import pytest
-from models import rich_batches, rich_model
+from models import rich_batches, rich_model, untied_model
+from oracles import DECAY_AND_CLIP, AdamW, equals_its_oracle
 from placement_jobs import in_turn, registered, wide_ends
-from test_exact import AdamW, decay
-from test_replicas import assert_same, cut, recipe
+from test_replicas import cut
 from test_replicas_gloo import without_rates
 from world import World
 
-from vpipe import Asynchronous, Cut, Pipeline, Update
+from vpipe import Pipeline
 from vpipe.errors import UserError
 from vpipe.schedules.registry import register_schedule
-from vpipe.testing import asynchronous_oracle, flush_oracle
 
 
 @pytest.fixture(autouse=True)
@@ -32,28 +31,21 @@ def schedules() -> Iterator[None]:
 def test_with_a_flush(name: str, ranks: int, microbatches: int, replicas: int, tied: bool) -> None:
     layout = in_turn if name == "carousel" else wide_ends
     microbatches *= replicas
-    model, batches = rich_model(tied=tied), rich_batches(2, microbatches)
-    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
-                    stages=Cut(cut(8, ranks), recompute=0.5, ranks=replicas), schedule=name, microbatches=microbatches,
-                    seed=7)
-    widths = [replicas * len(own) for own in layout(ranks, 1)]
-    assert list(map(len, pipe.placement)) == widths
-    steps = list(pipe.train(batches))
-    assert_same(pipe, steps, flush_oracle(model, batches, recipe(microbatches, 0.5), pipe.partition, widths))
+    pipe, _ = equals_its_oracle(
+        rich_model if tied else untied_model, rich_batches(2, microbatches), schedule=name, microbatches=microbatches,
+        partition=cut(8, ranks), replicas=replicas, recompute=0.5, **DECAY_AND_CLIP)
+    assert list(map(len, pipe.placement)) == [replicas * len(own) for own in layout(ranks, 1)]
 
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_without_a_flush(ranks: int, every: int) -> None:
     """An update of a stage takes microbatches of both its copies; the last update of the stream is incomplete."""
-    model, batches = rich_model(), rich_batches(5, 2 * every + 2)
-    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5), stages=cut(8, ranks),
-                    schedule=Asynchronous("opposite", update_every=every), microbatches=2 * every + 2, seed=7)
-    steps = list(pipe.train(batches))
-    expected = asynchronous_oracle(
-        model, batches, recipe(2 * every + 2, 0.5), pipe.partition, every,
-        version_of=lambda microbatch, stage, widths, update_every: microbatch // (2 * update_every), widths=[2] * ranks)
-    assert_same(pipe, steps, expected)
+    pipe, _ = equals_its_oracle(
+        rich_model, rich_batches(5, 2 * every + 2), schedule="opposite", microbatches=2 * every + 2,
+        partition=cut(8, ranks), update_every=every, **DECAY_AND_CLIP,
+        version_of=lambda microbatch, stage, widths, update_every: microbatch // (2 * update_every))
+    assert list(map(len, pipe.placement)) == [2] * ranks
 
 
 @pytest.mark.parametrize(("name", "microbatches"), [("carousel", 8), ("wide_ends", 6)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,31 @@ from models import (
     rich_batches,
     rich_model,
     thrice_tied_model,
+    untied_model,
 )
-from pipelines import parts
-from test_exact import AdamW, Momentum, assert_same_state, decay
+from oracles import (
+    DECAY_AND_CLIP,
+    AdamW,
+    Momentum,
+    assert_same,
+    assert_same_state,
+    decay,
+    equals_its_oracle,
+    oracle_of,
+    pipeline_of,
+    recipe_of,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vpipe import Cut, Layer, Model, Pipeline, Update
+from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.action import Op
 from vpipe.schedules.builder import build
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import Placement, both_ways
-from vpipe.testing import ReferenceRun, TrainingRecipe, asynchronous_oracle, evaluate_oracle, flush_oracle, version_rule
+from vpipe.testing import evaluate_oracle, flush_oracle
 
 WIDTHS = [(2, 1), (1, 2), (1, 3, 2), (2, 2, 2), (2, 1, 2)]
 FOLDED = [one.name for one in RegisteredSchedule.imported() if one.flush and one.chunks > 1]  # several stages per rank
@@ -53,23 +64,14 @@ def cut(layers: int, stages: int) -> list[int]:
     return [layers // stages + (stage >= stages - layers % stages) for stage in range(stages)]
 
 
-def pipeline(model: Model, widths: Sequence[int], schedule: str, microbatches: int, **arguments: Any) -> Pipeline:
-    return Pipeline(model, **parts(**{
-        "schedule": schedule, "microbatches": microbatches, "placement": placed(widths),
-        "partition": cut(len(model), len(widths)), "optimizer": AdamW(), "seed": 7, "learning_rate_factor": decay,
-        **arguments}))
+def arranged(layers: int, widths: Sequence[int], schedule: str, microbatches: int, **words: Any) -> dict[str, Any]:
+    """The words for a pipeline with so many replicas of each stage."""
+    return {"schedule": schedule, "microbatches": microbatches, "placement": placed(widths),
+            "partition": cut(layers, len(widths)), "learning_rate_factor": decay, **words}
 
 
-def recipe(microbatches: int, clip: float | None = None, optimizer: Any = AdamW) -> TrainingRecipe:
-    return TrainingRecipe(optimizer().from_named, microbatches, 7, decay, clip)
-
-
-def assert_same(pipe: Pipeline, steps: Sequence[Step], expected: ReferenceRun) -> None:
-    assert [step.loss for step in steps] == expected.losses
-    assert [step.index for step in steps] == list(range(len(steps)))
-    if expected.gradient_norms:
-        assert [step.gradient_norm for step in steps] == expected.gradient_norms
-    assert_same_state(pipe.state_dict(), expected.state)
+def pipeline(model: Model, widths: Sequence[int], schedule: str, microbatches: int, **words: Any) -> Pipeline:
+    return pipeline_of(model, **arranged(len(model), widths, schedule, microbatches, **words))
 
 
 # -- with a flush
@@ -79,12 +81,10 @@ def assert_same(pipe: Pipeline, steps: Sequence[Step], expected: ReferenceRun) -
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_with_a_flush(schedule: str, widths: tuple[int, ...]) -> None:
     """Seven microbatches, which no width divides; a tie across all stages, dropout, skips, recompute, clipping."""
-    model, batches = rich_model(), rich_batches(2, 7)
-    pipe = pipeline(model, widths, schedule, 7, recompute=0.5, grad_clip=0.5)
-    steps = list(pipe.train(batches))
-    assert_same(pipe, steps, flush_oracle(model, batches, recipe(7, 0.5), pipe.partition, widths))
+    words = arranged(8, widths, schedule, 7, recompute=0.5, grad_clip=0.5)
+    _, steps = equals_its_oracle(rich_model, rich_batches(2, 7), **words)
     # The unreplicated run: the order of sums of 7, and 14 for the tied weight, is all that differs.
-    plain = flush_oracle(model, batches, recipe(7, 0.5))
+    plain = flush_oracle(rich_model(), rich_batches(2, 7), recipe_of(words))
     assert [step.loss for step in steps] == pytest.approx(plain.losses, rel=14 * 2 * EPS)
 
 
@@ -93,45 +93,36 @@ def test_with_a_flush(schedule: str, widths: tuple[int, ...]) -> None:
     (name, *numbers) for name in BOTH_WAYS for numbers in ((2, 1, 8), (4, 1, 8), (4, 1, 10), (2, 2, 8), (4, 2, 16))])
 def test_both_directions(name: str, ranks: int, replicas: int, microbatches: int, tied: bool) -> None:
     """Two copies of every stage, which share their ranks with copies of another; and pipelines of them side by side."""
-    model, batches, widths = rich_model(tied=tied), rich_batches(2, microbatches), [2 * replicas] * ranks
-    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
-                    stages=Cut(cut(8, ranks), recompute=0.5, ranks=replicas), schedule=name, microbatches=microbatches,
-                    seed=7)
-    steps = list(pipe.train(batches))
-    assert_same(pipe, steps, flush_oracle(model, batches, recipe(microbatches, 0.5), pipe.partition, widths))
-    plain = flush_oracle(model, batches, recipe(microbatches, 0.5))
+    model, batches = rich_model if tied else untied_model, rich_batches(2, microbatches)
+    words = {"schedule": name, "microbatches": microbatches, "recompute": 0.5, **DECAY_AND_CLIP}
+    pipe, steps = equals_its_oracle(model, batches, partition=cut(8, ranks), replicas=replicas, **words)
+    assert list(map(len, pipe.placement)) == [2 * replicas] * ranks
+    plain = flush_oracle(model(), batches, recipe_of(words))
     assert [step.loss for step in steps] == pytest.approx(plain.losses, rel=4 * microbatches * EPS)
     state = pipe.state_dict()
     if tied:
         state["head.decoder.weight"] = state["embed.word.weight"]
-    assert pipe.evaluate(batches) == pytest.approx(evaluate_oracle(model, state, batches, microbatches), rel=1e-15)
+    assert pipe.evaluate(batches) == pytest.approx(evaluate_oracle(model(), state, batches, microbatches), rel=1e-15)
 
 
 @pytest.mark.parametrize("build", [thrice_tied_model, norm_model, checkpointed_model, recurrent_model, frozen_front])
 @pytest.mark.parametrize("name", BOTH_WAYS)
 def test_all_sorts_of_layers_in_both_directions(name: str, build: Any) -> None:
-    model, batches = build(), rich_batches(2, 8)
-    pipe = Pipeline(model, Update(Momentum(), learning_rate_factor=decay),
-                    stages=Cut(cut(len(model), 2), recompute=1.0), schedule=name, microbatches=4, seed=7)
-    steps = list(pipe.train(batches))
-    assert_same(pipe, steps, flush_oracle(model, batches, recipe(4, optimizer=Momentum), pipe.partition, (2, 2)))
+    pipe, _ = equals_its_oracle(build, rich_batches(2, 8), schedule=name, partition=cut(len(build()), 2),
+                                recompute=1.0, optimizer=Momentum(), learning_rate_factor=decay)
+    assert list(map(len, pipe.placement)) == [2, 2]
 
 
 @pytest.mark.parametrize("name", FOLDED)
 def test_several_stages_on_each_rank(name: str) -> None:
     """Two pipelines side by side: each takes every second microbatch."""
-    folded = RegisteredSchedule.named(name)
-    stages = 2 * folded.chunks
-    model, batches = rich_model(), rich_batches(2, 8)
-    pipe = Pipeline(model, Update(AdamW(), learning_rate_factor=decay, grad_clip=0.5),
-                    stages=Cut(cut(8, stages), recompute=0.5,
-                               ranks=[(2 * rank, 2 * rank + 1) for rank, in folded.layout(2, folded.chunks)]),
-                    schedule=name, microbatches=8, seed=7)
-    steps = list(pipe.train(batches))
-    assert_same(pipe, steps, flush_oracle(model, batches, recipe(8, 0.5), pipe.partition, [2] * stages))
+    folded, batches = RegisteredSchedule.named(name), rich_batches(2, 8)
+    pipe, _ = equals_its_oracle(rich_model, batches, schedule=name, microbatches=8, recompute=0.5,
+                                partition=cut(8, 2 * folded.chunks), **DECAY_AND_CLIP, placement=[
+                                    (2 * rank, 2 * rank + 1) for rank, in folded.layout(2, folded.chunks)])
     state = pipe.state_dict()
     state["head.decoder.weight"] = state["embed.word.weight"]
-    assert pipe.evaluate(batches) == pytest.approx(evaluate_oracle(model, state, batches, 8), rel=1e-15)
+    assert pipe.evaluate(batches) == pytest.approx(evaluate_oracle(rich_model(), state, batches, 8), rel=1e-15)
 
 
 def test_ranks_may_stand_in_any_order() -> None:
@@ -195,30 +186,19 @@ def test_more_forwards_ahead(schedule: str, widths: tuple[int, ...], every: int,
 @pytest.mark.parametrize("build", [thrice_tied_model, norm_model, checkpointed_model, recurrent_model, frozen_front])
 def test_all_sorts_of_layers(build: Any, schedule: str) -> None:
     """Ties into several stages, buffers, layers that recompute by themselves or keep lists, nothing to train."""
-    widths, model = (2, 1, 3), build()
     if schedule == "pipedream":
-        streams(widths, schedule, 1, 4, first=2, model=model, recompute=1.0, samples=8)
+        streams((2, 1, 3), schedule, 1, 4, first=2, model=build, recompute=1.0, samples=8)
     else:
-        batches = rich_batches(2, 8)
-        pipe = pipeline(model, widths, schedule, 4, recompute=1.0, optimizer=Momentum())
-        steps = list(pipe.train(batches))
-        assert_same(pipe, steps, flush_oracle(model, batches, recipe(4, optimizer=Momentum), pipe.partition, widths))
+        equals_its_oracle(build, rich_batches(2, 8), **arranged(len(build()), (2, 1, 3), schedule, 4, recompute=1.0,
+                                                                optimizer=Momentum()))
 
 
 def streams(widths: Sequence[int], schedule: str, every: int, microbatches: int, first: int, *,
-            model: Model | None = None, samples: int = 0, clip: float | None = 0.5, **arguments: Any) -> list[Step]:
+            model: Callable[[], Model] = rich_model, samples: int = 0, **words: Any) -> list[Step]:
     """Train on ``first`` batches, evaluate, train on two more; compare with the oracle."""
-    model = model or rich_model()
     batches = rich_batches(first + 2, samples or microbatches)
-    pipe = pipeline(model, widths, schedule, microbatches, update_every=every, grad_clip=clip, **arguments)
-    steps = list(pipe.train(batches[:first]))
-    pipe.evaluate(batches[:1])
-    steps += pipe.train(batches[first:])
-    expected = asynchronous_oracle(model, batches, recipe(microbatches, clip), pipe.partition, every,
-                                   [first * microbatches],
-                                   version_rule(schedule, arguments.get("warmup_depth", ())), widths)
-    assert_same(pipe, steps, expected)
-    return steps
+    return equals_its_oracle(model, batches[:first], batches[first:], **arranged(
+        len(model()), widths, schedule, microbatches, **{"update_every": every, "grad_clip": 0.5, **words}))[1]
 
 
 @pytest.mark.parametrize(("widths", "every", "warmup"), [
@@ -226,8 +206,9 @@ def streams(widths: Sequence[int], schedule: str, every: int, microbatches: int,
     ((2, 1, 1), 2, (4, 4, 0))])
 def test_an_evaluation_in_the_middle_drains_up_to_a_whole_step(widths: tuple[int, ...], every: int,
                                                                warmup: tuple[int, ...] | None) -> None:
-    model, batches, per_step = rich_model(), rich_batches(14, 4), every * math.lcm(*widths)
-    pipe = pipeline(model, widths, "pipedream", 4, update_every=every, warmup_depth=warmup)
+    batches, per_step = rich_batches(14, 4), every * math.lcm(*widths)
+    words = arranged(8, widths, "pipedream", 4, update_every=every, warmup_depth=warmup)
+    pipe = pipeline_of(rich_model, **words)
     steps, drained_at = [], []
     for step in pipe.train(batches):
         steps.append(step)
@@ -235,17 +216,15 @@ def test_an_evaluation_in_the_middle_drains_up_to_a_whole_step(widths: tuple[int
             drained_at.append(min(56, per_step * (step.index + 1 + len(pipe.engine.drain()))))
             pipe.evaluate(batches[:1])
     assert 3 * per_step < drained_at[0] <= 8 * per_step < drained_at[1]
-    expected = asynchronous_oracle(model, batches, recipe(4), pipe.partition, every, drained_at,
-                                   version_rule("pipedream", warmup or ()), widths)
-    assert_same(pipe, steps, expected)
+    assert_same(pipe, steps, oracle_of(pipe, rich_model, batches, recipe_of(words), drained_at=drained_at))
 
 
 def test_a_stream_ends_after_the_steps_asked_for() -> None:
-    model, batches = rich_model(), rich_batches(9, 4)
-    pipe = pipeline(model, [2, 1], "pipedream", 4)
+    words, batches = arranged(8, [2, 1], "pipedream", 4), rich_batches(9, 4)
+    pipe = pipeline_of(rich_model, **words)
     steps = list(pipe.engine.train(batches, updates=5))
     ten = {name: torch.cat([batch[name] for batch in batches])[:10] for name in batches[0]}
-    assert_same(pipe, steps, asynchronous_oracle(model, [ten], recipe(10), pipe.partition, widths=[2, 1]))
+    assert_same(pipe, steps, oracle_of(pipe, rich_model, [ten], recipe_of(words | {"microbatches": 10})))
 
 
 def test_each_replica_holds_as_few_versions_as_its_depth_asks_for() -> None:
@@ -308,14 +287,8 @@ def test_the_timetables_of_the_page_are_what_replicas_do() -> None:
 def test_gradients_in_many_buckets(schedule: str, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket per parameter: most of them leave in the middle of the last backward."""
     monkeypatch.setattr("vpipe.runtime.reducer.BUCKET_BYTES", 1)
-    widths, model, batches = (2, 3), rich_model(), rich_batches(3, microbatches)
-    pipe = pipeline(model, widths, schedule, microbatches, recompute=0.5)
-    steps = list(pipe.train(batches))
-    partition = cut(len(model), 2)
-    expected = (asynchronous_oracle(model, batches, recipe(microbatches), partition, widths=widths)
-                if schedule == "pipedream" else
-                flush_oracle(model, batches, recipe(microbatches), partition, widths))
-    assert_same(pipe, steps, expected)
+    equals_its_oracle(rich_model, rich_batches(3, microbatches),
+                      **arranged(8, (2, 3), schedule, microbatches, recompute=0.5))
 
 
 class Scaled(nn.Module):
@@ -347,10 +320,7 @@ def test_a_gradient_that_borrowers_alone_make() -> None:
     """It is scaled on every replica of the owner: they must not share it."""
     model = Model([Layer("a", Scaled, inputs=("x",), outputs=("h",)),
                    Layer("b", Squared, inputs=("h",), outputs=("loss",), ties={"w": "a.w"})], batch=("x",))
-    batches = noise(4, 4)
-    pipe = pipeline(model, (2, 1), "pipedream", 4)
-    steps = list(pipe.train(batches))
-    assert_same(pipe, steps, asynchronous_oracle(model, batches, recipe(4), [1, 1], widths=(2, 1)))
+    equals_its_oracle(model, noise(4, 4), **arranged(2, (2, 1), "pipedream", 4))
 
 
 class Twice(nn.Module):
@@ -371,9 +341,12 @@ def test_a_weight_that_gets_several_gradients_in_one_backward() -> None:
     model = Model([Layer("a", Twice, inputs=("x",), outputs=("h",)),
                    Layer("b", Squared, inputs=("h",), outputs=("loss",))], batch=("x",))
     batches = [{"x": -torch.ones(4, 4)}, {"x": torch.ones(4, 4)}, {"x": torch.ones(4, 4)}]
-    pipe = pipeline(model, (2, 1), "1f1b", 4)
-    steps = list(pipe.train(batches))
-    assert_same(pipe, steps, flush_oracle(model, batches, recipe(4), [1, 1], (2, 1)))
+    words = arranged(2, (2, 1), "1f1b", 4)
+    pipe = pipeline_of(model, **words)
+    losses, run = [step.loss for step in pipe.train(batches)], oracle_of(pipe, model, batches, recipe_of(words))
+    assert losses == run.losses
+    # Plain PyTorch adds each of the two to the sum of the update, a stage their sum: moments differ in the last bit.
+    assert_same_state(pipe.state_dict(), run.state)
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -397,10 +370,8 @@ def test_any_widths(data: st.DataObject) -> None:
     if schedule == "pipedream":
         every, rounds = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
         streams(widths, schedule, every, max(every * rounds, every * -(-max(widths) // every)),
-                first=data.draw(st.integers(1, 3)), recompute=recompute, optimizer=AdamW())
+                first=data.draw(st.integers(1, 3)), recompute=recompute)
     else:
         microbatches = data.draw(st.integers(max(widths), 9))
-        model, batches = rich_model(), rich_batches(2, microbatches)
-        pipe = pipeline(model, widths, schedule, microbatches, recompute=recompute, grad_clip=0.5)
-        steps = list(pipe.train(batches))
-        assert_same(pipe, steps, flush_oracle(model, batches, recipe(microbatches, 0.5), pipe.partition, widths))
+        equals_its_oracle(rich_model, rich_batches(2, microbatches),
+                          **arranged(8, widths, schedule, microbatches, recompute=recompute, grad_clip=0.5))

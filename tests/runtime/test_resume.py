@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import norm_model, rich_batches, rich_model, thrice_tied_model
+from oracles import AdamW, decay
 from pipelines import parts
-from test_exact import AdamW, decay
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline

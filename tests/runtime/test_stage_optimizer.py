@@ -13,9 +13,8 @@ import pytest
 import torch
 from jobs import MuonAndAdamW
 from models import rich_batches, rich_model
+from oracles import DECAY_AND_CLIP, assert_same_state, decay, equals_its_oracle
 from pipelines import parts
-from test_exact import assert_same_state, decay
-from test_exact_in_every_precision import assert_same, oracle, recipe
 from torch import Tensor, nn
 from torch.optim import SGD, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, OneCycleLR, StepLR
@@ -56,11 +55,8 @@ def pipeline(model: Model | None = None, **arguments: Any) -> Pipeline:
     ({"schedule": "pipedream", "placement": [[0, 1], [2]], "partition": [5, 3]}, "bf16"),
     ({"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4}, "fp16")])
 def test_a_list_of_optimizers_equals_the_oracle_with_the_same(arguments: dict[str, Any], precision: str) -> None:
-    pipe = pipeline(precision=precision, **arguments)
-    batches = rich_batches(4, 8)
-    steps = list(pipe.train(batches))
-    how = recipe(precision, optimizer=MuonAndAdamW().from_named)
-    assert_same(pipe, steps, oracle(rich_model(), batches, how, pipe))
+    equals_its_oracle(rich_model, rich_batches(4, 8), optimizer=MuonAndAdamW(), precision=precision, **DECAY_AND_CLIP,
+                      **arguments)
 
 
 def small() -> list[nn.Module]:
@@ -324,10 +320,8 @@ class Front:
     ({"schedule": "pipedream", "partition": [3, 5], "placement": [[0], [1, 2]]}, "fp16"),
     ({"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4}, "fp32")])
 def test_parameters_of_no_optimizer_equal_the_oracle(arguments: dict[str, Any], precision: str) -> None:
-    pipe = pipeline(precision=precision, optimizer=Front(), **arguments)
-    batches = rich_batches(4, 8)
-    steps = list(pipe.train(batches))
-    assert_same(pipe, steps, oracle(rich_model(), batches, recipe(precision, optimizer=Front().from_named), pipe))
+    equals_its_oracle(rich_model, rich_batches(4, 8), optimizer=Front(), precision=precision, **DECAY_AND_CLIP,
+                      **arguments)
 
 
 def test_a_gradient_of_no_optimizer_that_is_not_finite_leaves_nothing_out() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from jobs import fingerprint, pipeline
+from oracles import AdamW, assert_same_state, decay
 from test_every_schedule import copies
-from test_exact import AdamW, assert_same_state, decay
 from torch import Tensor
 from world import World
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import rich_batches, rich_model
+from oracles import AdamW, assert_same_state, decay
 from pipelines import parts
-from test_exact import AdamW, assert_same_state, decay
 from torch import Tensor
 from world import World
 
