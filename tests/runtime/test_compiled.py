@@ -9,27 +9,19 @@ from typing import Any
 import pytest
 import torch
 from models import rich_batches, rich_model
-from oracles import AdamW, assert_same_state
+from oracles import AdamW, assert_same, oracle_of, pipeline_of, recipe_of
 from test_every_schedule import FLUSH, MICROBATCHES, STREAMS, cut
 from torch import nn
 from torch._dynamo.utils import counters
 
-from vpipe import Cut, Execution, Layer, Model, Pipeline, Update
+from vpipe import Cut, Execution, Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.compiled import check_compiled
 from vpipe.schedules.action import Op
 from vpipe.schedules.builder import build
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import Layout
-from vpipe.testing import (
-    ReferencePrecision,
-    ReferenceRun,
-    TrainingRecipe,
-    asynchronous_oracle,
-    compiled_model,
-    flush_oracle,
-    version_rule,
-)
+from vpipe.testing.reference_model import compiled_model
 
 # Dynamo reads the gradient of every input that it sees.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -38,33 +30,24 @@ SPLIT = [name for name in FLUSH if any(action.op is Op.INPUT for program in buil
 WHOLE = [name for name in (*FLUSH, *STREAMS) if name not in SPLIT]
 
 
-def oracle(name: str, pipe: Pipeline, backend: str, precision: str = "fp32") -> ReferenceRun:
-    model, batches = compiled_model(rich_model(), backend), rich_batches(2, MICROBATCHES)
-    recipe = TrainingRecipe(AdamW().from_named, MICROBATCHES, 7, clip=0.5, precision=ReferencePrecision(precision))
-    if RegisteredSchedule.named(name).flush:
-        return flush_oracle(model, batches, recipe, pipe.partition, list(map(len, pipe.placement)))
-    return asynchronous_oracle(model, batches, recipe, pipe.partition, pipe.update_every or 1,
-                               version_of=version_rule(name))
+def equals_its_oracle(backend: str, **words: Any) -> None:
+    """As :func:`oracles.equals_its_oracle`, of a model whose layers are compiled on both sides."""
+    words, batches = {"microbatches": MICROBATCHES, "grad_clip": 0.5, **words}, rich_batches(2, MICROBATCHES)
+    pipe, compiled = pipeline_of(rich_model, compile=backend, **words), compiled_model(rich_model(), backend)
+    assert_same(pipe, list(pipe.train(batches)), oracle_of(pipe, compiled, batches, recipe_of(words)))
 
 
 @pytest.mark.parametrize(("name", "backend", "recompute"), [
     *((name, "eager", 0.6) for name in WHOLE), ("1f1b", "aot_eager", 0.0), ("interleaved", "aot_eager", 0.6),
     ("pipedream", "aot_eager", 0.0), ("pipedream", "aot_eager", 0.6)])
 def test_equal_to_plain_pytorch_with_the_same_compiled_layers(name: str, backend: str, recompute: float) -> None:
-    pipe = Pipeline(rich_model(), Update(AdamW(), grad_clip=0.5), stages=Cut(cut(name), recompute=recompute),
-                    schedule=name, microbatches=MICROBATCHES, execution=Execution(compile=backend), seed=7)
-    losses, expected = [step.loss for step in pipe.train(rich_batches(2, MICROBATCHES))], oracle(name, pipe, backend)
-    assert losses == expected.losses
-    assert_same_state(pipe.state_dict(), expected.state)
+    equals_its_oracle(backend, schedule=name, partition=cut(name), recompute=recompute)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
 def test_in_reduced_precision(name: str, precision: str) -> None:
-    pipe = Pipeline(rich_model(), Update(AdamW(), grad_clip=0.5), stages=cut(name), schedule=name,
-                    microbatches=MICROBATCHES, precision=precision, execution=Execution(compile="aot_eager"), seed=7)
-    losses = [step.loss for step in pipe.train(rich_batches(2, MICROBATCHES))]
-    assert losses == oracle(name, pipe, "aot_eager", precision).losses
+    equals_its_oracle("aot_eager", schedule=name, partition=cut(name), precision=precision)
 
 
 @pytest.mark.parametrize(("name", "recompute"), [("1f1b", 0.0), ("1f1b", 1.0), ("pipedream", 0.0), ("pipedream", 1.0)])
