@@ -5,7 +5,7 @@ from pathlib import Path
 
 from setuptools.command.build_py import build_py
 
-CONFIGS = ("*.yaml", "*.yml", "bert*/*.json", "bert*/vgpus=*/*.json")
+CONFIGS = ("*.yaml", "*.yml")
 
 
 class BuildWithConfigs(build_py):

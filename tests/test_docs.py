@@ -28,7 +28,6 @@ from vpipe.app.config.config import Config
 from vpipe.app.config.validation import Section, section_of
 from vpipe.app.visualize.summary import RankCosts, Summary
 from vpipe.errors import UserError
-from vpipe.extras.legacy.vpipe_flat import FlatConfig, PartitionFile, RankFile
 from vpipe.schedules import registry
 from vpipe.schedules.builder import build
 from vpipe.schedules.delays import mean_delay
@@ -91,16 +90,14 @@ def rows(section: type[Section]) -> Iterator[list[str]]:
 def sections() -> dict[str, type[Section]]:
     """Heading in docs/config.md -> the keys below it."""
     native = {name: found for name, info in Config.model_fields.items() if (found := section_of(info)) is not None}
-    return {**{f"`{name}`": found for name, found in native.items()}, "Top level": Config,
-            "The YAML file": FlatConfig, "The file that `partition` names": PartitionFile,
-            "The file that `config_file` names": RankFile}
+    return {**{f"`{name}`": found for name, found in native.items()}, "Top level": Config}
 
 
-def table_below(heading: str) -> list[list[str]]:
+def table_below(heading: str, page: Path = CONFIG_PAGE) -> list[list[str]]:
     """The first table under a heading of docs/config.md, without its head."""
-    page = CONFIG_PAGE.read_text()
-    assert f"### {heading}\n" in page, f"docs/config.md has no heading '### {heading}'"
-    below = page.split(f"### {heading}\n")[1]
+    text = page.read_text()
+    assert f"### {heading}\n" in text, f"{page} has no heading '### {heading}'"
+    below = text.split(f"### {heading}\n")[1]
     lines = re.search(r"(?:^\|.*\|\n)+", below, re.MULTILINE)
     assert lines is not None
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[0].splitlines()[2:]]

@@ -33,7 +33,7 @@ def begin(folder: Path, world: World | None = None, **changes: Any) -> Path:
 
 def go_on(run: Path, *settings: str, at: int, world: World | None = None) -> None:
     start = find_resume_point(run / "checkpoints" / f"step-{at}")
-    prepare_run(start, Job.from_config(resumed_config(start, None, settings, None)))
+    prepare_run(start, Job.from_config(resumed_config(start, None, settings)))
     go(run, start.checkpoint, world)
 
 

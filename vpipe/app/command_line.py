@@ -12,14 +12,42 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from vpipe.errors import UserError, nearest
+from vpipe.plugins import added
 
 COMMANDS = "vpipe.commands"
 """The group of entry points."""
+
+CONFIG_OPTIONS = "vpipe.config_options"
+"""The group of entry points for functions that add options to the parser of a command that takes a config. An option
+adds a :class:`Setting` to ``options.settings``."""
+
+
+class Setting(str):
+    """A value of ``--set`` for which the user wrote another option.
+
+    Args:
+        text: as of ``--set``: ``key=value``.
+        option: that was written, such as ``--scheduler``, with its value.
+    """
+
+    option: str
+    words: tuple[str, ...]
+
+    def __new__(cls, text: str, option: str, *values: str) -> Setting:
+        setting = super().__new__(cls, text)
+        setting.option, setting.words = option, (option, *values)
+        return setting
+
+
+def setting_words(settings: Iterable[str]) -> list[str]:
+    """Return settings as they are written on a command line."""
+    return [word for setting in settings
+            for word in (setting.words if isinstance(setting, Setting) else ("--set", setting))]
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,7 +107,8 @@ def add_config(parser: argparse.ArgumentParser, needed: bool = True) -> None:
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         help="override a key of the config, such as training.learning_rate=3e-4; may be repeated")
-    parser.add_argument("--scheduler", help="override the schedule with an OurGPipe scheduler, such as naive")
+    for add_option in added(CONFIG_OPTIONS):
+        add_option(parser)
     add_import(parser)
 
 

@@ -30,14 +30,14 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("c.yaml")
 
 
-def load(path: Path, text: str, *overrides: str, scheduler: str | None = None) -> Config:
+def load(path: Path, text: str, *overrides: str) -> Config:
     path.write_text(text)
-    return load_config(path, overrides, scheduler)
+    return load_config(path, overrides)
 
 
-def errors(path: Path, text: str, *overrides: str, scheduler: str | None = None) -> list[tuple[str, str | None, str]]:
+def errors(path: Path, text: str, *overrides: str) -> list[tuple[str, str | None, str]]:
     with pytest.raises(UserError) as caught:
-        load(path, text, *overrides, scheduler=scheduler)
+        load(path, text, *overrides)
     return [(problem.what, problem.where, problem.hint) for problem in caught.value.problems]
 
 
@@ -203,18 +203,9 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (["parallel.executor=async_threaded"],
      "parallel.executor is async_threaded, which runs the schedule gpipe alone, but the schedule is 1f1b",
      "use the schedule gpipe, or the executor overlapped, which runs any"),
-    (["parallel.compress=[none, bf16, int8]", "parallel.compress_feedback=true"],
-     "parallel.compress_feedback is true, but error feedback was removed: it made gradients less exact",
-     "leave it out"),
-    (["parallel.scheduler=async_threaded", "trace=true"],
+    (["parallel.schedule=gpipe", "parallel.executor=async_threaded", "trace=true"],
      "trace is true, but the forwards of the executor async_threaded go on in threads, several at one time: there is "
      "no timeline of actions one after the other", "use the executor overlapped, which computes the same numbers"),
-    (["parallel.scheduler=async_threaded", "parallel.schedule=1f1b"],
-     "parallel.schedule is '1f1b', but scheduler: async_threaded means schedule: gpipe",
-     "leave one of the two out, the scheduler of a file with --set parallel.scheduler=null"),
-    (["parallel.scheduler=naive", "parallel.executor=overlapped"],
-     "parallel.executor is 'overlapped', but scheduler: naive means executor: naive",
-     "leave one of the two out, the scheduler of a file with --set parallel.scheduler=null"),
     (["parallel.partition=[1, 1, 2, 2]", "parallel.recompute=[0.5, [1], [2, 4], [4, 6]]"],
      "parallel.recompute[2] names layer 4, but stage 2 has the layers 2 to 3",
      "layers are those of the model, counted from 0"),
@@ -319,7 +310,7 @@ def test_stages_on_any_ranks(at: Path) -> None:
 
 def test_neutral_values_of_features_to_come(at: Path) -> None:
     config = load(at, GOOD, "parallel.executor=overlapped", "parallel.data_parallel_size=1", "checkpoint={}",
-                  "parallel.use_orion_scheduler=false", "parallel.partition=auto", "parallel.scheduler=null",
+                  "parallel.use_orion_scheduler=false", "parallel.partition=auto",
                   "parallel.stage_to_rank_map={0: [0], 1: [1], 2: [2], 3: [3]}", "parallel.warmup_depth=[3, 2, 1, 0]")
     assert config.parallel.stage_to_rank_map == {"0": (0,), "1": (1,), "2": (2,), "3": (3,)}
     assert config.checkpoint is not None
@@ -419,23 +410,6 @@ def test_override_with_broken_yaml(at: Path) -> None:
     assert where == "--set parallel.partition"
     [(what, where, _)] = errors(at, GOOD, "model={name: bert, name: gpt}")
     assert (what, where) == ("the key 'model.name' is given twice, first at --set model", "--set model")
-
-
-def test_scheduler_option(at: Path) -> None:
-    for others in ("", ", schedule: pipedream, update_every: 2, executor: overlapped", ", scheduler: async_threaded"):
-        parallel = load(at, GOOD.replace("size: 4}\n", f"size: 4{others}}}\n"), scheduler="naive").parallel
-        assert (parallel.schedule, parallel.executor, parallel.update_every) == ("gpipe", "naive", None)
-    named = load(at, GOOD, "parallel.scheduler=async_threaded")
-    assert named.parallel.order_text == "gpipe, executor async_threaded"
-    assert load(at, named.resolved_yaml()) == named
-    assert errors(at, GOOD, "parallel.schedule=1f1b", scheduler="naive") == [
-        ("parallel.schedule is '1f1b', but scheduler: naive means schedule: gpipe", "--set parallel.schedule",
-         "leave one of the two out, the scheduler of a file with --set parallel.scheduler=null")]
-    assert errors(at, GOOD, scheduler="1f1b") == [
-        ("'1f1b' is a schedule; a scheduler is naive or async_threaded", "--scheduler",
-         "write --set parallel.schedule=1f1b")]
-    assert errors(at, GOOD, scheduler="nave") == [
-        ("--scheduler must be 'naive' or 'async_threaded', got 'nave'", "--scheduler", "did you mean 'naive'?")]
 
 
 def test_duplicate_keys_show_both_places(at: Path) -> None:

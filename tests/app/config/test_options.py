@@ -47,6 +47,8 @@ GIVEN: list[ModelSettings] = []
 @pytest.fixture(autouse=True)
 def family(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model ``conv``, which has options, notes its settings; else it is GPT."""
+    for name in registry.model_names():  # imported once, they register themselves once
+        registry.family_named(name)
     monkeypatch.setattr(registry, "_families", dict(registry._families))
     GIVEN.clear()
 

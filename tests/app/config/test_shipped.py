@@ -41,7 +41,7 @@ def test_every_config_is_loaded_by_name_and_by_path(name: str, elsewhere: Path) 
 def test_paths_of_a_flat_config_are_taken_from_the_current_folder(elsewhere: Path) -> None:
     config = load_config(Path("bert_4vpipe_tiny_hdf5"))
     assert config.dataset.path == elsewhere / "data"
-    assert config.model.config_file == CONFIGS / "bert_tiny" / "bert_config.json"
+    assert config.model.config_file == shipped_configs()["bert_4vpipe_tiny"].parent / "bert_tiny" / "bert_config.json"
 
 
 def test_with_or_without_the_ending(elsewhere: Path) -> None:

@@ -27,7 +27,7 @@ def begin(folder: Path, **changes: Any) -> Path:
 def go_on(run: Path, *settings: str, at: int | None = None, config: Path | None = None) -> Job:
     """``vpipe train --resume``, from the newest checkpoint or one."""
     start = find_resume_point(run if at is None else run / "checkpoints" / f"step-{at}")
-    job = Job.from_config(resumed_config(start, config, settings, None))
+    job = Job.from_config(resumed_config(start, config, settings))
     assert prepare_run(start, job) == run
     train(job, run, start.checkpoint)
     unlock_runs()

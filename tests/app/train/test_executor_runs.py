@@ -16,7 +16,7 @@ from vpipe.testing import compare
 
 def test_async_threaded_equals_the_oracle_bit_for_bit(tmp_path: Path) -> None:
     """Its backwards are turned round, but its sums are not: plain PyTorch's bits, also with a tied head."""
-    job = job_of(tmp_path, parallel__scheduler="async_threaded", parallel__schedule="gpipe", training__grad_clip=0.5,
+    job = job_of(tmp_path, parallel__executor="async_threaded", parallel__schedule="gpipe", training__grad_clip=0.5,
                  parallel__recompute=0.5)
     batches = batches_for_steps(job, 2)
     exact, *_ = references(job, batches)
@@ -41,7 +41,8 @@ def test_runs_have_the_same_losses_and_say_once_what_brings_no_gain(tmp_path: Pa
 
 def test_compare_needs_another_executor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(write_config(tmp_path))
-    assert main(["compare", config, "--schedules", "1f1b,gpipe", "--scheduler", "async_threaded"]) == 2
+    assert main(["compare", config, "--schedules", "1f1b,gpipe", "--set", "parallel.schedule=gpipe", "--set",
+                 "parallel.executor=async_threaded"]) == 2
     assert capsys.readouterr().err.startswith(
         "error: vpipe compare runs schedules that async_threaded cannot, and notes when each action ran\n"
         "hint: add --set parallel.executor=overlapped, or leave --scheduler out")

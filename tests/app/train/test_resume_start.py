@@ -14,7 +14,7 @@ import pytest
 from attempts import begin, go_on
 from small_run import metrics, write_config
 
-from vpipe.app.commands.train import _note_scheduler, _resume_point
+from vpipe.app.commands.train import _resume_point
 from vpipe.app.config.config import load_config
 from vpipe.app.errors import StartError
 from vpipe.app.launch.launcher import run as launch
@@ -52,7 +52,7 @@ def run(whole: Path, tmp_path: Path) -> Path:
 
 def ready(start: ResumePoint, *settings: str) -> Path:
     """What the launcher does before it starts ranks."""
-    return prepare_run(start, Job.from_config(resumed_config(start, None, settings, None)))
+    return prepare_run(start, Job.from_config(resumed_config(start, None, settings)))
 
 
 def test_a_checkpoint_that_is_damaged_where_a_rank_reads_it_is_a_users_mistake(run: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_checkpoint_that_is_damaged_where_a_rank_reads_it_is_a_users_mistake(r
     [shard] = start.checkpoint.glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-100])  # after its files were hashed, or on another host
     with pytest.raises(StartError, match="cannot read the checkpoint"):
-        train(Job.from_config(resumed_config(start, None, [], None)), ready(start), start.checkpoint)
+        train(Job.from_config(resumed_config(start, None, [])), ready(start), start.checkpoint)
 
 
 class Killed(BaseException):
@@ -145,7 +145,7 @@ def test_a_run_of_an_older_version_keeps_its_microbatches(tmp_path: Path, run: P
     before = load_config(path, ["training.num_microbatches=1", "parallel.update_every=1"])
     checkpoint = run / "checkpoints" / "step-2"
     start = ResumePoint(None, checkpoint, replace(Manifest.load(checkpoint), config=before.resolved_yaml()))
-    config = resumed_config(start, path, settings, None)
+    config = resumed_config(start, path, settings)
     assert (config.training.num_microbatches, config.parallel.update_every) == expected
 
 
@@ -154,18 +154,18 @@ def test_a_finished_run_is_left_as_it_is(run: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("vpipe.app.launch.local.run_ranks", lambda *_: pytest.fail("no rank is to be started"))
     start = find_resume_point(run)
     before = sorted(run.rglob("*"))
-    launch(resumed_config(start, None, [], None), start, None)
+    launch(resumed_config(start, None, []), start, None)
     unlock_runs()
     assert capsys.readouterr().out.splitlines() == [
         "nothing is left to do: 6 updates are done; to continue, give a larger limit: vpipe train --resume "
         f"{run} --set training.max_steps=12"]
     assert sorted(run.rglob("*")) == before
     with pytest.raises(UserError, match="the data are not those of the checkpoint"):
-        launch(resumed_config(start, None, ["dataset.samples=72"], None), start, None)
+        launch(resumed_config(start, None, ["dataset.samples=72"]), start, None)
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text("".join(
         line for line in text.splitlines(keepends=True) if "evaluation_loss" not in line))
-    assert nothing_left(start, Job.from_config(resumed_config(start, None, [], None))) is None
+    assert nothing_left(start, Job.from_config(resumed_config(start, None, []))) is None
 
 
 def test_checkpoints_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,8 +217,7 @@ def test_a_checkpoint_that_a_later_attempt_finds_removed(run: Path, monkeypatch:
                         "TORCHELASTIC_RUN_ID": "x", "VPIPE_AGENT": "process 7"}.items():
         monkeypatch.setenv(name, value)
     shutil.rmtree(run / "checkpoints" / "step-2")
-    told = argparse.Namespace(restarts=None, resume=run / "checkpoints" / "step-2", config=None, settings=[],
-                              scheduler=None)
+    told = argparse.Namespace(restarts=None, resume=run / "checkpoints" / "step-2", config=None, settings=[])
     with pytest.raises(UserError, match="it does not exist"):
         _resume_point(told)
     Starter("torchrun", ("process 7",)).write(run)
@@ -233,19 +232,7 @@ def test_a_checkpoint_of_another_family_is_told_by_name(run: Path, tmp_path: Pat
                           parallel__model_parallel_size=1)
     start = find_resume_point(run / "checkpoints" / "step-6")
     with pytest.raises(UserError) as caught:
-        prepare_run(start, Job.from_config(resumed_config(start, config, [], None)))
+        prepare_run(start, Job.from_config(resumed_config(start, config, [])))
     assert [(problem.what, problem.hint) for problem in caught.value.problems] == [
         ("the checkpoint is of the model 'bert', but model.name is 'gpt'",
          "set model.name to bert, with its sizes: vpipe checkpoint show prints them")]
-
-
-@pytest.mark.parametrize(("schedule", "microbatches", "said"), [
-    ("pipedream", 1, "note: --scheduler naive takes gpipe instead of pipedream: 1 microbatch per flush, so most of the "
-     "2 stages wait; set training.num_microbatches\n"),
-    ("pipedream", 4, "note: --scheduler naive takes gpipe instead of pipedream: 4 microbatches per flush\n"),
-    ("1f1b", 1, "")])
-def test_a_scheduler_that_brings_a_flush_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str,
-                                                  microbatches: int, said: str) -> None:
-    path = write_config(tmp_path, parallel__schedule=schedule, training__num_microbatches=microbatches)
-    _note_scheduler(argparse.Namespace(config=path, settings=[], scheduler="naive"), load_config(path, (), "naive"))
-    assert capsys.readouterr().err == said

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from vpipe import Model
+from vpipe.app.command_line import setting_words
 from vpipe.app.commands.checkpoint import checkpoints_in
 from vpipe.app.config.config import load_config
 from vpipe.app.data.tokenizers import end_token, load_tokenizer
@@ -21,10 +22,11 @@ from vpipe.app.train.checkpoint_model import CheckpointModel, config_text, data_
 from vpipe.app.train.job import Job
 from vpipe.app.train.model_section import model_file, model_settings
 from vpipe.app.weights.export import export_huggingface, export_safetensors, export_torch, make_checkpoint
+from vpipe.app.weights.formats import CHECKPOINT_FORMATS, CheckpointFormat
 from vpipe.app.weights.import_weights import CONFIG, import_weights, read_model_config
 from vpipe.checkpoint import Checkpoint, CheckpointInfo, Manifest
 from vpipe.errors import UserError, counted
-from vpipe.extras.legacy.vpipe_stage_files import find_stage_files, match_weights, read_stage_files
+from vpipe.plugins import added
 from vpipe.units import size_text
 
 SLOW_BYTES = 1 << 29
@@ -70,23 +72,28 @@ def _names_of(family: str) -> HuggingFace:
 def run_import(options: argparse.Namespace) -> None:
     """Make a checkpoint of weights alone, at step 0, from a folder of another program."""
     source, out = options.source, options.output
+    forms: list[CheckpointFormat] = [kind() for kind in added(CHECKPOINT_FORMATS)]
+    others = "".join(f", or {form.described}" for form in forms)
     if not source.is_dir():
         raise UserError(f"there is no folder '{source}'" if not source.exists() else f"'{source}' is a file",
-                        hint=f"give a folder with {CONFIG} and weights, or with checkpoint.<stage>.pth.tar")
+                        hint=f"give a folder with {CONFIG} and weights{others}")
     job = None
     if options.config is not None:
-        job = Job.from_config(load_config(options.config, options.settings, options.scheduler))
-    elif options.settings or options.scheduler:
-        raise UserError("--set and --scheduler change a config, but there is none", hint="name it with --config")
-    if files := find_stage_files(source):
-        _from_stages(files, job, source, out)
+        job = Job.from_config(load_config(options.config, options.settings))
+    elif options.settings:
+        raise UserError(f"{setting_words(options.settings)[0]} changes a config, but there is none",
+                        hint="name it with --config")
+    found = next(((form, files) for form in forms if (files := form.find(source))), None)
+    if found is not None:
+        _from_files(*found, job, source, out)
     elif (source / CONFIG).is_file():
         _from_huggingface(source, job, out)
     else:
-        raise UserError(f"'{source}' holds neither {CONFIG} nor checkpoint.0.pth.tar",
-                        hint="give a folder that save_pretrained of transformers wrote, or one of VPipe's stages")
+        signs = " nor ".join([f"{'neither ' if forms else 'no '}{CONFIG}", *(form.sign for form in forms)])
+        raise UserError(f"'{source}' holds {signs}",
+                        hint=f"give a folder that save_pretrained of transformers wrote{others}")
     words = ["vpipe", "train", str(options.config or "CONFIG"),
-             *(word for setting in options.settings for word in ("--set", setting)), "--resume", str(out)]
+             *setting_words(options.settings), "--resume", str(out)]
     print(f"train it: {shlex.join(words)}")
     if job is None:
         print(f"CONFIG's model section: name: {read_model_config(source).family}, config_file: {out / CONFIG}")
@@ -119,24 +126,20 @@ def _check_same(job: Job, family: str, settings: ModelSettings, source: Path) ->
                              f"{settings.vocab_size}, without a preset or sizes of its own")
 
 
-def _from_stages(files: Sequence[Path], job: Job | None, source: Path, out: Path) -> None:
+def _from_files(form: CheckpointFormat, files: Sequence[Path], job: Job | None, source: Path, out: Path) -> None:
     if job is None:
         raise UserError(f"the files in '{source}' do not say what model they are of",
                         hint="name its config: --config CONFIG")
     section = job.config.model
-    found = match_weights(read_stage_files(files), job.model, family_named(section.name),
-                          model_settings(section, section.vocab_size, model_file(section)))
-    print(f"matched by {found.by}:")
-    for path in files:
-        own = [(name, weight) for name, weight in found.weights.items() if weight.file == path]
-        print(f"  {path.name}: {counted(len(own), 'tensor')}" + (
-            f", {own[0][1].name} = {own[0][0]} to {own[-1][1].name} = {own[-1][0]}" if own else ""))
-    weights = {name: weight.tensor for name, weight in found.weights.items()}
+    found = form.read(files, job.model, family_named(section.name),
+                      model_settings(section, section.vocab_size, model_file(section)))
+    print("\n".join(found.lines))
+    weights = dict(found.weights)
     if found.absent:
         seed = job.config.training.seed
         weights |= _initial_weights(job.model, found.absent, seed)
         print(f"in no file, so they begin as under seed {seed}: {', '.join(found.absent)}")
-    _make(out, job, job.config.resolved_yaml(), "stages' files", job.model, weights)
+    _make(out, job, job.config.resolved_yaml(), form.origin, job.model, weights)
 
 
 def _initial_weights(model: Model, names: Sequence[str], seed: int) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+from vpipe.app.command_line import setting_words
 from vpipe.app.config.config import load_config
 from vpipe.app.config.machines import host_of
 from vpipe.app.launch.network import free_port
@@ -23,7 +24,7 @@ FOLDER = "$FOLDER"
 
 def run_launch(options: argparse.Namespace) -> None:
     """Print the commands that ``vpipe train`` runs on each host; opens no data and starts nothing."""
-    config = load_config(options.config, options.settings, options.scheduler)
+    config = load_config(options.config, options.settings)
     hosts = hosts_of(config)
     here = ranks_here(config, hosts, ranks_of(config), free_port(config.parallel.master_port))
     print(f"# {_rank_numbers(here)} here" + (f", on {here.host}" if here.host else "") + "; a new folder of this run, "
@@ -62,16 +63,14 @@ def _commands(ranks: HostRanks) -> Iterator[str]:
 
 def run_slurm(options: argparse.Namespace) -> None:
     """Print the batch script, write it to a file, or submit it. Opens no data: they may be readable on nodes only."""
-    config = load_config(options.config, options.settings, options.scheduler)
+    config = load_config(options.config, options.settings)
     per_node = ranks_per_node(ranks_of(config), options.nodes, options.ranks_per_node)
     parallel, devices = config.parallel, [f"The {config.parallel.devices}."]
     if parallel.device is None and not parallel.asks_for_gpus:
         devices.append("The job requests no GPUs; with parallel.device: cuda it requests one per rank.")
     nodes = Nodes(options.nodes, per_node, config.training.threads, parallel.asks_for_gpus, devices,
                   options.partition, options.time, config.machines is not None, options.restarts)
-    overrides = [word for setting in options.settings for word in ("--set", setting)]
-    if options.scheduler is not None:
-        overrides += ["--scheduler", options.scheduler]
+    overrides = setting_words(options.settings)
     overrides += [word for path in options.imports for word in ("--import", path)]
     chosen = [word for option in ("nodes", "ranks_per_node", "partition", "time", "restarts")
               if (value := getattr(options, option)) is not None

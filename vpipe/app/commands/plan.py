@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vpipe import Order
+from vpipe.app.command_line import Setting, setting_words
 from vpipe.app.config.apply_plan import TARGETS
 from vpipe.app.config.config import Config, load_config
 from vpipe.app.launch.rank_env import check_alone, ranks_of
@@ -43,7 +44,7 @@ def run_plan(options: argparse.Namespace) -> None:
         raise UserError(f"--stages is {options.stages}", hint="plan for 1 stage or more")
     if options.output is not None:
         check_output(options.output)
-    config = load_config(options.config, options.settings, options.scheduler)
+    config = load_config(options.config, options.settings)
     own_ranks = ranks_of(config)
     ranks = own_ranks if options.ranks is None else options.ranks
 
@@ -169,8 +170,8 @@ def _save(plan: Plan, options: argparse.Namespace) -> None:
     """Write the plan, and print the command that runs it."""
     output = options.output
     words = ["vpipe", "train", str(options.config)]
-    words += [word for setting in options.settings if setting.partition("=")[0].strip() not in PLANNED
-              for word in ("--set", setting)]
+    words += setting_words(setting for setting in options.settings
+                           if setting.partition("=")[0].strip() not in PLANNED and not isinstance(setting, Setting))
     run = shlex.join([*words, "--set", f"parallel.plan={output or 'plan.json'}"])
     if output is None:
         print(f"to run it, write it with -o plan.json, then: {run}")

@@ -8,16 +8,18 @@ import sys
 from contextlib import suppress
 from typing import NamedTuple
 
+from vpipe.app.command_line import Setting
 from vpipe.app.commands.trace import write_report
 from vpipe.app.config import config as configs
 from vpipe.app.config.config import Config
+from vpipe.app.config.formats import CONFIG_FORMATS
 from vpipe.app.launch.restart import Starter
 from vpipe.app.progress import byte_progress
 from vpipe.app.train.resume import ResumePoint, absolute_path, find_resume_point, resumed_config
 from vpipe.app.train.run_folder import CONFIG, unlock_runs
 from vpipe.checkpoint import Checkpoint
 from vpipe.distributed import RankEnvironment
-from vpipe.errors import UserError, VpipeError, counted
+from vpipe.errors import UserError, VpipeError
 from vpipe.plugins import added, import_files
 
 SETTINGS = "vpipe.settings"
@@ -62,7 +64,7 @@ def _train(options: argparse.Namespace) -> None:
         try:
             config = _config(options, start)
             if first:
-                _note_scheduler(options, config)
+                _note_form(options, config)
                 _check_intact(start)
         except VpipeError as error:
             config = error
@@ -87,25 +89,19 @@ def _meeting_keys(options: argparse.Namespace, start: ResumePoint | None) -> _Me
     if path is None:
         return _MeetingKeys()
     with suppress(VpipeError):
-        tree = configs.config_tree(path, options.settings, options.scheduler, resolved=options.config is None)
+        tree = configs.config_tree(path, options.settings, resolved=options.config is None)
         address, port = (tree.get(("parallel", key)) for key in ("master_address", "master_port"))
         return _MeetingKeys(tree.get(("container",)), address if isinstance(address, str) else None,
                             port if type(port) is int else None)
     return _MeetingKeys()
 
 
-def _note_scheduler(options: argparse.Namespace, config: Config) -> None:
-    """Print a note where ``--scheduler`` gives a flush to a file without one: its batch may be one microbatch."""
-    if options.scheduler is None or options.config is None:
-        return
-    with suppress(UserError):  # in a file that is wrong without it
-        written = configs.load_config(options.config, options.settings).parallel
-        if written.asynchronous:
-            few, stages = config.microbatches, config.parallel.model_parallel_size
-            print(f"note: --scheduler {options.scheduler} takes {config.parallel.schedule} instead of "
-                  f"{written.schedule}: {counted(few, 'microbatch')} per flush"
-                  + (f", so most of the {stages} stages wait; set training.num_microbatches" if few < stages else ""),
-                  file=sys.stderr, flush=True)
+def _note_form(options: argparse.Namespace, config: Config) -> None:
+    """Print what those should know who train with options of another program."""
+    if options.config is not None and any(isinstance(setting, Setting) for setting in options.settings):
+        for kind in added(CONFIG_FORMATS):
+            if (note := kind().note(options.config, options.settings, config)) is not None:
+                print(f"note: {note}", file=sys.stderr, flush=True)
 
 
 def _resume_point(options: argparse.Namespace) -> ResumePoint | None:
@@ -129,8 +125,8 @@ def _resume_point(options: argparse.Namespace) -> ResumePoint | None:
 def _config(options: argparse.Namespace, start: ResumePoint | None) -> Config:
     settings = [*(setting for wanted in added(SETTINGS) for setting in wanted()), *options.settings]
     if start is None:
-        return configs.load_config(options.config, settings, options.scheduler)
-    return resumed_config(start, options.config, settings, options.scheduler)
+        return configs.load_config(options.config, settings)
+    return resumed_config(start, options.config, settings)
 
 
 def _run_of_same_starter(options: argparse.Namespace) -> ResumePoint | None:

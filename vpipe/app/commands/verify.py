@@ -35,7 +35,7 @@ def run_verify(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     # By default on processors, whatever the config trains on: there the numbers are the same to the bit.
     settings = [*options.settings, "parallel.backend=gloo", f"parallel.device={options.device}"]
-    job = Job.from_config(load_config(options.config, settings, options.scheduler))
+    job = Job.from_config(load_config(options.config, settings))
     batches, ranks = batches_for_steps(job, options.steps), job.schedule.ranks
     steps = steps_in_batches(job, batches)
     print(f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages on {ranks} ranks, schedule "

@@ -1,4 +1,4 @@
-"""Define the keys of a config, and load the config of a run from a native or a flat VPipe file and the command line.
+"""Define the keys of a config, and load the config of a run from a file and the command line.
 
 The description of a field gives its meaning and unit. A key whose feature does not exist is accepted with its neutral
 value only, so that no value that a user writes is ignored.
@@ -7,7 +7,7 @@ value only, so that no value that a user writes is ignored.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf, lcm
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,10 +15,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vpipe import Execution, Order, Precision
+from vpipe.app.command_line import Setting
 from vpipe.app.config.apply_plan import PLAN, apply_plan, drop_derived
+from vpipe.app.config.formats import formats_of, unread_form
 from vpipe.app.config.machines import machine_mistakes
 from vpipe.app.config.options import OPTIONS, option_problems
-from vpipe.app.config.parallel import SCHEDULE_OF_SCHEDULERS, SCHEDULERS, ParallelSection, used_codecs
+from vpipe.app.config.parallel import ParallelSection, used_codecs
 from vpipe.app.config.shipped import find_config
 from vpipe.app.config.validation import (
     CHECKED,
@@ -32,11 +34,10 @@ from vpipe.app.config.validation import (
     Texts,
     validated,
 )
-from vpipe.app.config.yaml_tree import Place, Tree, describe, parse, read_yaml, write
+from vpipe.app.config.yaml_tree import Tree, describe, parse, read_yaml, write
 from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS
 from vpipe.errors import UserError
-from vpipe.extras.legacy.vpipe_flat import FLAT_KEYS, REPLACED_SECTIONS, to_native
-from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
+from vpipe.schedules import CsvFile, Schedule
 
 DEEPEST = 8
 """Largest number of names in a key of ``--set``; keys of a config have at most four."""
@@ -410,56 +411,49 @@ class Config(Section):
         return write(self.model_dump(mode="json"))
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None, *,
-                resolved: bool = False) -> Config:
-    """Load the config in the file at ``path``, native or flat; a path that does not exist may name a shipped config.
+def load_config(path: Path, overrides: Sequence[str] = (), *, resolved: bool = False) -> Config:
+    """Load the config in the file at ``path``; a path that does not exist may name a shipped config.
 
     Args:
-        overrides: values of ``--set``, such as ``training.learning_rate=3e-4``: native keys; for a flat file its own
-            keys, too.
-        scheduler: value of ``--scheduler``; it overrides the schedule and the executor of the file.
+        overrides: values of ``--set``, such as ``training.learning_rate=3e-4``; of a file in another form
+            (:mod:`vpipe.app.config.formats`) its own keys, too.
         resolved: the file is the config of a run, which has every key; keys that derive from an overridden key are
             derived anew.
 
     Raises:
         UserError: all mistakes in the files and on the command line.
     """
-    tree = config_tree(path, overrides, scheduler, resolved=resolved)
+    tree = config_tree(path, overrides, resolved=resolved)
     given = isinstance(tree.get(OPTIONS), dict)
     return validated(Config, tree, option_problems(tree) if given else ())
 
 
-def config_tree(path: Path, overrides: Sequence[str] = (), scheduler: str | None = None, *,
-                resolved: bool = False) -> Tree:
+def config_tree(path: Path, overrides: Sequence[str] = (), *, resolved: bool = False) -> Tree:
     """Return the native keys of a config before they are validated; see :func:`load_config`."""
     file = find_config(path)
     tree = read_yaml(file)
     settings = [_setting(text) for text in overrides]
-    if _is_flat(tree.value):
-        flat = [(key, part) for key, part in settings if key in FLAT_KEYS]
-        settings = [(key, part) for key, part in settings if key not in FLAT_KEYS]
-        for key, part in flat:
-            tree.put((key,), part)
-        tree = to_native(tree, file.parent, Config.model_fields, shipped=file != path)
-    if scheduler is not None and scheduler not in SCHEDULERS and RegisteredSchedule.find(scheduler) is not None:
-        raise UserError(f"'{scheduler}' is a schedule; a scheduler is {' or '.join(SCHEDULERS)}",
-                        hint=f"write --set parallel.schedule={scheduler}", where="--scheduler")
-    if scheduler is not None:
-        place = Place("--scheduler", "--scheduler", "--scheduler")
-        overridden = {key for key, _ in settings}
-        settings.append(("parallel.scheduler", Tree.leaf(scheduler, place)))
-        if scheduler in SCHEDULERS:
-            meant = {"parallel.schedule": SCHEDULE_OF_SCHEDULERS, "parallel.executor": scheduler}
-            settings += [(key, Tree.leaf(value, place)) for key, value in meant.items() if key not in overridden]
-            drop_derived(tree, {"parallel.schedule": SCHEDULE_OF_SCHEDULERS})
     if resolved:
         drop_removed(tree)
-        if settings:
-            drop_derived(tree, {key: part.value for key, part in settings})
+    formats = formats_of(tree, [key for key, _ in settings], Config)
+    for form in formats:
+        if form.recognises(tree):
+            for key, part in settings:
+                if key in form.keys:
+                    tree.put((key,), part)
+            settings = [(key, part) for key, part in settings if key not in form.keys]
+            tree = form.to_native(tree, file.parent, shipped=file != path)
+    if (refused := unread_form(tree)) is not None:
+        raise refused
+    if resolved and settings:
+        drop_derived(tree, {key: part.value for key, part in settings})
     for key, part in settings:
         tree.put(tuple(key.split(".")), part)
+    given = {key for key, _ in settings}
+    for form in formats:
+        form.replace_keys(tree, given)
     if isinstance(plan := tree.get(PLAN), str):
-        apply_plan(tree, plan, [key for key, _ in settings])
+        apply_plan(tree, plan, given)
     return tree
 
 
@@ -489,22 +483,17 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def drop_removed(tree: Tree) -> None:
-    """Drop the keys of a run's config that older versions had on by default and this one refuses."""
-    tree.drop(("parallel", "compress_feedback"))
-
-
-def _is_flat(values: Iterable[str]) -> bool:
-    """Return whether a file with these top-level keys has VPipe's flat form: flat keys, and no native section."""
-    keys = set(values)
-    return bool(keys & FLAT_KEYS - set(Config.model_fields)) and not keys & REPLACED_SECTIONS
+    """Drop the keys of a run's config that older versions wrote into every one, and that this one has no more."""
+    for key in ("scheduler", "compress_feedback"):
+        tree.drop(("parallel", key))
 
 
 def _setting(text: str) -> tuple[str, Tree]:
     """Parse the ``key=value`` of a ``--set``; the value is YAML."""
     key, equals, value = text.partition("=")
     key = key.strip()
-    where = f"--set {key}"
+    name, where = (text.option, text.option) if isinstance(text, Setting) else (key, f"--set {key}")
     if not equals or not all(parts := key.split(".")) or len(parts) > DEEPEST:
         raise UserError(f"{describe(text)} does not set a key", where=where,
                         hint="write --set training.learning_rate=3e-4")
-    return key, parse(value, key, where)
+    return key, parse(value, name, where)

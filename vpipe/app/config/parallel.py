@@ -29,12 +29,6 @@ from vpipe.runtime import threads_refused
 from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule, ScheduleSpec
 from vpipe.units import parse_size
 
-Scheduler = Literal["naive", "async_threaded"]
-SCHEDULERS: tuple[str, ...] = get_args(Scheduler)
-
-SCHEDULE_OF_SCHEDULERS = "gpipe"
-"""The schedule that OurGPipe's schedulers run."""
-
 ORION = "orion"
 """What must be added for ``use_orion_scheduler``, under this name."""
 
@@ -135,9 +129,6 @@ class ParallelSection(Section):
     chunks: int | None = Field(None, ge=1, le=Schedule.MOST_STAGES, description=(
         "stages per rank, for schedules with a variable number (interleaved, interleaved_zb, looped_bfs, hanayo); null "
         "takes the schedule's default"))
-    scheduler: Scheduler | None = Field(None, description=(
-        "OurGPipe's name for schedule gpipe with this executor; --scheduler on the command line overrides the "
-        "schedule and the executor of the config"))
     use_orion_scheduler: bool = Field(False, description=(
         "share a GPU between microbatches by priority, with the executor async_threaded: kernels of the first one go "
         "at once, others wait while it is at work; also USE_ORION_SCHEDULER=1"))
@@ -181,7 +172,6 @@ class ParallelSection(Section):
         "encoding of activations and gradients between stages on different ranks: none sends them as they are, bf16 "
         "takes half the bytes of fp32, int8 a quarter; one word, or a list with one per cut"))
     compress_rounding: Literal["nearest", "stochastic"] = Field("nearest", description="rounding of int8")
-    compress_feedback: bool = Field(False, description="always false: error feedback on gradients was removed")
     shared_memory: bool = Field(True, description=(
         "whether ranks of one host that compute on CPUs pass tensors through shared memory; false, or where there is "
         "none: gloo"))
@@ -321,20 +311,11 @@ class ParallelSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, data: Any) -> Any:
-        """Replace ``scheduler`` by the schedule and the executor that it means, and count the stages."""
+        """Count the stages where another key gives them."""
         if not isinstance(data, dict):
             return data
-        data = dict(data)
-        if (scheduler := data.get("scheduler")) in SCHEDULERS:
-            meant = {"schedule": SCHEDULE_OF_SCHEDULERS, "executor": scheduler}
-            hint = "leave one of the two out, the scheduler of a file with --set parallel.scheduler=null"
-            wrong = [Mistake((key,), f"is {describe(data[key])}, but scheduler: {scheduler} means {key}: {value}", hint)
-                     for key, value in meant.items() if data.get(key, value) != value]
-            if wrong:
-                raise MistakesError(*wrong)
-            data |= {**meant, "scheduler": None}
         if data.get("model_parallel_size") is None:
-            data.pop("model_parallel_size", None)
+            data = {key: value for key, value in data.items() if key != "model_parallel_size"}
             for stages in (data.get("partition"), data.get("stage_to_rank_map")):
                 if isinstance(stages, (list, tuple, dict)) and stages:
                     return {**data, "model_parallel_size": len(stages)}
@@ -411,9 +392,6 @@ class ParallelSection(Section):
         if self.compress_rounding != "nearest" and "int8" not in used_codecs(self.compress):
             yield Mistake(("compress_rounding",), f"is {self.compress_rounding}, but nothing is sent as int8",
                           "leave it out, or set compress: int8")
-        if self.compress_feedback and set(used_codecs(self.compress)) != {"none"}:
-            yield Mistake(("compress_feedback",), "is true, but error feedback was removed: it made gradients less "
-                          "exact", "leave it out")
 
     def _schedule(self) -> Iterator[Mistake]:
         if self.schedule == AUTO and self.chunks is not None:

@@ -144,23 +144,23 @@ def run_config(folder: Path) -> Config:
     return load_config(folder / CONFIG, resolved=True)
 
 
-def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str], scheduler: str | None) -> Config:
+def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str]) -> Config:
     """Return the config of a resumed run: that of ``path``, or else the run's own, with ``settings`` over it.
 
     Raises:
         UserError: it is no config, or it contradicts the checkpoint.
     """
     if path is not None:
-        config = load_config(path, settings, scheduler)
+        config = load_config(path, settings)
         if start.manifest is not None and (numbers := _numbers_of_updates(
-                config, start.manifest, config_tree(path, settings, scheduler))):
+                config, start.manifest, config_tree(path, settings))):
             settings = [*settings, *numbers]
-            config = load_config(path, settings, scheduler)
+            config = load_config(path, settings)
         plan = None if start.folder is None else start.folder / PLAN
         if plan is not None and plan.exists() and _still_holds(Plan.load(plan), config, settings):
-            config = load_config(path, [*settings, f"parallel.plan={json.dumps(str(plan))}"], scheduler)
+            config = load_config(path, [*settings, f"parallel.plan={json.dumps(str(plan))}"])
     elif start.folder is not None:
-        config = load_config(start.folder / CONFIG, settings, scheduler, resolved=True)
+        config = load_config(start.folder / CONFIG, settings, resolved=True)
     else:
         raise UserError(f"the checkpoint '{start.checkpoint}' is in no run's folder, so nothing says what to train",
                         hint="name a config, too: vpipe train CONFIG --resume CHECKPOINT")

@@ -88,7 +88,7 @@ def _load(options: argparse.Namespace) -> Mapping[str, Config]:
     problems: list[Problem] = []
     for model, path in paths.items():
         try:
-            configs[model] = load_config(path, settings, options.scheduler)
+            configs[model] = load_config(path, settings)
         except UserError as error:
             problems += error.problems
             continue

@@ -12,13 +12,15 @@ versions that VPipe kept here are not copied, because only some depths got equal
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field
 
+from vpipe.app.config.config import Config
+from vpipe.app.config.formats import MAIN_SECTIONS, ConfigFormat
 from vpipe.app.config.machines import machine_mistakes
 from vpipe.app.config.validation import (
     MOST_SAMPLES,
@@ -143,26 +145,33 @@ class RankFile(Section):
         'forwards of each stage before its first backward, as parallel.warmup_depth: {"0": 1, "1": 0}'))
 
 
-FLAT_KEYS = frozenset(FlatConfig.model_fields) - {"container", "log_directory", "trace"}
-"""Keys that only the flat form has."""
-
-REPLACED_SECTIONS = frozenset({"model", "dataset", "training", "parallel"})
-"""Native sections for which the flat form has keys of its own; a flat file may have the other sections."""
-
-
 def _contradicts(schedule: str | None, sync_mode: str) -> bool:
     """Return whether a registered schedule contradicts ``sync_mode``."""
     registered = None if schedule is None else RegisteredSchedule.find(schedule)
     return registered is not None and registered.flush != (sync_mode == "bsp")
 
 
-def to_native(tree: Tree, folder: Path, native_keys: Iterable[str], *, shipped: bool = False) -> Tree:
-    """Return the flat ``tree`` of a file in ``folder`` as the tree of a native config.
+class VPipeFlat(ConfigFormat):
+    """The flat form; a file in it may have those native sections for which it has no keys of its own."""
 
-    Data, runs and containers are not in the folder of a shipped config: their paths are taken from the current folder.
-    Native sections such as ``checkpoint`` and ``metrics``, for which the flat form has no keys, stay as they are.
-    """
-    passed = {key: tree.at((key,)) for key in native_keys if key in tree.value and key not in FlatConfig.model_fields}
+    keys = frozenset(FlatConfig.model_fields) - {"container", "log_directory", "trace"}
+
+    def recognises(self, tree: Tree) -> bool:
+        """Return whether a file has keys of the flat form, and none of the sections that they stand for."""
+        given = {*tree.value}
+        return not given.isdisjoint(self.keys - Config.model_fields.keys()) and given.isdisjoint(MAIN_SECTIONS)
+
+    def to_native(self, tree: Tree, folder: Path, *, shipped: bool) -> Tree:
+        """Return the flat ``tree`` of a file in ``folder`` as the tree of a native config.
+
+        Native sections such as ``checkpoint`` and ``metrics``, for which the flat form has no keys, stay as they are.
+        """
+        return _to_native(tree, folder, shipped=shipped)
+
+
+def _to_native(tree: Tree, folder: Path, *, shipped: bool) -> Tree:
+    passed = {key: tree.at((key,)) for key in Config.model_fields
+              if key in tree.value and key not in FlatConfig.model_fields}
     for key in passed:
         tree.drop((key,))
     flat, problems = checked(FlatConfig, tree)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vpipe import Model
 from vpipe.app.families.registry import Family, ModelSettings
+from vpipe.app.weights.formats import CheckpointFormat, ImportedWeights
 from vpipe.app.weights.import_weights import load_torch, tensors_of
 from vpipe.errors import UserError, counted
 
@@ -51,6 +52,27 @@ class MatchedWeights:
     by: str
     weights: Mapping[str, StageWeight]
     absent: tuple[str, ...]
+
+
+class StageFiles(CheckpointFormat):
+    """A folder with one file per stage."""
+
+    sign, origin = "checkpoint.0.pth.tar", "stages' files"
+    described = "with checkpoint.<stage>.pth.tar of VPipe's stages"
+
+    def find(self, folder: Path) -> list[Path]:
+        """Return the stage files of a folder; see :func:`find_stage_files`."""
+        return find_stage_files(folder)
+
+    def read(self, files: Sequence[Path], model: Model, family: Family, settings: ModelSettings) -> ImportedWeights:
+        """Return the weights in stage files, and which tensors were taken for which; see :func:`match_weights`."""
+        found = match_weights(read_stage_files(files), model, family, settings)
+        lines = [f"matched by {found.by}:"]
+        for path in files:
+            own = [(name, weight) for name, weight in found.weights.items() if weight.file == path]
+            lines.append(f"  {path.name}: {counted(len(own), 'tensor')}" + (
+                f", {own[0][1].name} = {own[0][0]} to {own[-1][1].name} = {own[-1][0]}" if own else ""))
+        return ImportedWeights({name: weight.tensor for name, weight in found.weights.items()}, found.absent, lines)
 
 
 def find_stage_files(folder: Path) -> list[Path]:

@@ -38,8 +38,7 @@ def run_profile(options: argparse.Namespace) -> None:
 def _profiled_run(options: argparse.Namespace) -> Path:
     """Train a config until an update is profiled, and return the folder of the run."""
     config = load_config(options.config, [*options.settings, f"training.profile_iteration={PROFILED_STEP}",
-                                          "training.exit_after_profile=true", "parallel.use_orion_scheduler=false"],
-                         options.scheduler)
+                                          "training.exit_after_profile=true", "parallel.use_orion_scheduler=false"])
     _check_device(config)
     from vpipe.app.launch.launcher import run
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from vpipe.app.command_line import Setting
 from vpipe.app.config.config import Config, load_config
 from vpipe.app.launch.rank_env import hosts_of, ranks_here
 from vpipe.app.train.job import device_of
@@ -228,7 +229,7 @@ def test_overrides_take_native_and_flat_keys(flat: Path) -> None:
 
 def test_scheduler_option(flat: Path) -> None:
     flat.write_text(GOOD)
-    parallel = load_config(flat, scheduler="naive").parallel
+    parallel = load_config(flat, [Setting("parallel.scheduler=naive", "--scheduler", "naive")]).parallel
     assert (parallel.schedule, parallel.executor) == ("gpipe", "naive")
 
 

@@ -1,0 +1,88 @@
+"""Read configs that other programs have: whole files in another form, and keys of another name.
+
+An extra or a package adds a form by an entry point of its name in the group ``vpipe.config_formats``, which leads to a
+subclass of :class:`ConfigFormat`; options for the commands that take a config are added by functions in the group
+``vpipe.config_options`` (:class:`~vpipe.app.command_line.Setting`)::
+
+    [project.entry-points."vpipe.config_formats"]
+    toml = "my_package.toml_configs:TomlConfig"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from vpipe.app.config.validation import Section, section_of
+from vpipe.app.config.yaml_tree import Tree
+from vpipe.errors import UserError
+from vpipe.plugins import added, announced
+
+CONFIG_FORMATS = "vpipe.config_formats"
+"""The group of entry points."""
+
+FLAT = "vpipe_flat"
+"""The name of VPipe's flat form there."""
+
+MAIN_SECTIONS = ("model", "dataset", "training", "parallel")
+
+
+class ConfigFormat:
+    """A form of configs. What a form does not override does nothing.
+
+    Attributes:
+        keys: that a file in this form has at its top; ``--set`` of one changes the file before it is converted.
+    """
+
+    keys: frozenset[str] = frozenset()
+
+    def recognises(self, tree: Tree) -> bool:
+        """Return whether a file has this form."""
+        return False
+
+    def to_native(self, tree: Tree, folder: Path, *, shipped: bool) -> Tree:
+        """Return the tree of a native config, whose values keep their places in the files that they are from.
+
+        Args:
+            tree: of a file in ``folder``, which this form recognises.
+            shipped: the file came with a package: data and runs are not beside it but in the current folder.
+
+        Raises:
+            UserError: all mistakes in the file.
+        """
+        raise NotImplementedError
+
+    def replace_keys(self, tree: Tree, given: Collection[str]) -> None:
+        """Replace keys of other programs in a native config; mistakes in them are added to ``tree.problems``.
+
+        Args:
+            given: the keys that were set on the command line; they go before those of the file.
+        """
+
+    def note(self, path: Path, settings: Sequence[str], config: Any) -> str | None:
+        """Return what those who train should know about the ``Config`` that came of ``path`` and ``settings``."""
+        return None
+
+
+def formats_of(tree: Tree, settings: Iterable[str], native: type[Section]) -> list[ConfigFormat]:
+    """Return all forms that packages add; none where file and settings have native keys alone, as most have."""
+    paths = [key.split(".") for key in settings]
+    for key, value in tree.value.items():
+        paths += [[key, str(own)] for own in value] if isinstance(value, dict) else [[key]]
+    return [] if all(_is_native(path, native) for path in paths) else [kind() for kind in added(CONFIG_FORMATS)]
+
+
+def _is_native(path: Sequence[str], native: type[Section]) -> bool:
+    info = native.model_fields.get(path[0])
+    section = None if info is None else section_of(info)
+    return info is not None and (section is None or len(path) == 1 or path[1] in section.model_fields)
+
+
+def unread_form(tree: Tree) -> UserError | None:
+    """Return the error of a file without any section of a native config, where VPipe's form is not installed."""
+    if FLAT in announced(CONFIG_FORMATS) or not {*tree.value}.isdisjoint(MAIN_SECTIONS):
+        return None
+    return UserError(f"the file has none of the sections {', '.join(MAIN_SECTIONS)}", where=tree.places[()].value,
+                     hint="vpipe configs lists examples; the flat form of VPipe is read by vpipe/extras/legacy, which "
+                     "is not installed here")
