@@ -38,7 +38,8 @@ def test_it_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     assert {name.split("/")[0] for name in names} == {"vpipe", f"vpipe-{PROJECT['version']}.dist-info"}
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "vpipe").rglob("*.py")}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "vpipe").rglob("*.py") if "tests" not in path.parts}
+    assert not [name for name in names if "/tests/" in name]
     templates = {str(path.relative_to(ROOT)) for kind in ("html", "css", "js", "svg")
                  for path in (ROOT / "vpipe" / "app" / "report").glob(f"*.{kind}")}
     assert "vpipe/app/report/page.html" in templates
