@@ -49,7 +49,8 @@ class OurGPipe(ConfigFormat):
             old.put((name,), tree.at(("parallel", name)))
             tree.drop(("parallel", name))
         scheduler, where = old.get(("scheduler",)), old.where(("scheduler",))
-        if isinstance(scheduler, str) and scheduler not in SCHEDULERS and RegisteredSchedule.find(scheduler) is not None:
+        if isinstance(scheduler, str) and scheduler not in SCHEDULERS \
+                and RegisteredSchedule.find(scheduler) is not None:
             raise UserError(f"'{scheduler}' is a schedule; a scheduler is {' or '.join(SCHEDULERS)}",
                             hint=f"write --set parallel.schedule={scheduler}", where=where)
         keys, problems = checked(OldKeys, old)
