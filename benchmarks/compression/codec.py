@@ -10,7 +10,7 @@ from time import thread_time
 import torch
 
 from vpipe.runtime.transport.compression import Compression
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 
 SHAPES = ((4, 128, 256), (16, 128, 1024))
 CODECS = ("bf16", "int8", "int8_stochastic")
@@ -38,7 +38,7 @@ def measure() -> str:
         tensor = torch.randn(shape)
         spec = TensorSpec.from_tensor(tensor)
         for name in CODECS:
-            used = Compression((name,), 0).codec(TransferKey("F", 1, 0))
+            used = Compression((name,), 0).codec(TransferKey(TransferKind.ACTIVATIONS, 1, 0))
             assert used is not None
             wire = used.encode(tensor, 0)
             encode, decode = rate(tensor.nbytes, partial(used.encode, tensor, 0), partial(used.decode, wire, spec))

@@ -12,11 +12,11 @@ from models import rich_batches, rich_model
 from torch.distributed.distributed_c10d import _get_default_store
 
 from vpipe.runtime.transport.distributed import DistributedTransport
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 from vpipe.schedules.action import Action
 
 _PATIENCE = timedelta(seconds=30)
-_F = TransferKey("F", 1, 0)
+_F = TransferKey(TransferKind.ACTIVATIONS, 1, 0)
 
 
 def most_behind(*, executor: str, schedule: str) -> int:
@@ -50,7 +50,7 @@ def settles(*, announce: bool) -> bool:
     if dist.get_rank() == 0:
         transport.send(1, _F, [tensor], announce=announce)
         store.set(f"{name} sent", "")
-        transport.wait_sent("F")
+        transport.wait_sent(TransferKind.ACTIVATIONS)
         ready = store.check([f"{name} ready"])
         store.set(f"{name} settled", "")
     elif dist.get_rank() == 1:

@@ -24,7 +24,7 @@ from vpipe.app.train.job import Job
 from vpipe.app.train.resume import ResumePoint, prepare_run
 from vpipe.runtime.transport import distributed
 from vpipe.runtime.transport.distributed import DistributedTransport, PeerTransfer
-from vpipe.runtime.transport.transport import TransferKey
+from vpipe.runtime.transport.transport import TransferKey, TransferKind
 from vpipe.schedules.registry import RegisteredSchedule
 
 RULES = {f"{'eager' if eager else 'lazy'}-{'buffered' if buffered else 'rendezvous'}":
@@ -199,4 +199,5 @@ def test_the_whole_loop_of_a_run_with_evaluations_and_checkpoints(world: World, 
 def test_where_nccl_may_make_a_communicator_the_watch_has_a_limit(ordered: bool, limit_s: float | None) -> None:
     """Nothing else ends a rank whose peer never comes to it; over gloo each wait has a limit."""
     transport: Any = SimpleNamespace(ordered=ordered, timeout_s=7.0, watch=None)
-    assert PeerTransfer(1, "sending", transport.timeout_s, TransferKey("F", 1, 0), transport).limit_s == limit_s
+    key = TransferKey(TransferKind.ACTIVATIONS, 1, 0)
+    assert PeerTransfer(1, "sending", transport.timeout_s, key, transport).limit_s == limit_s

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Progress = Callable[[int, int], None]
-"""Called with how many bytes of how many were read."""
+"""A function that is called with how many bytes of how many were read."""
 
 Hint = Callable[[Path], str]
-"""Returns how to resume from a checkpoint."""
+"""A function that returns how to resume from a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from vpipe.model.model import Model
 
 FORMAT = 1
-"""Grows when an older vpipe could no longer read what a newer one writes."""
+"""Number of the format; it grows when an older vpipe could no longer read what a newer one writes."""
 
 MANIFEST = "checkpoint.json"
 
 MOST_BYTES = 64 << 20
-"""Of a manifest: 400,000 tensors."""
+"""Most bytes of a manifest: 400,000 tensors."""
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
               "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,

@@ -21,10 +21,10 @@ from vpipe.checkpoint.manifest import ITEM_BYTES, FileEntry, TensorEntry, Tensor
 from vpipe.errors import UserError
 
 FILE_BYTES = 2 << 30
-"""A file gets no further tensor beyond this, so that a resume with other ranks need not read all of a rank's."""
+"""Size after which a file gets no further tensor, so that a resume with other ranks need not read all of a rank's."""
 
 _ALIGN = 64
-"""Bytes: more than any kind of number needs, and a line of a processor's cache."""
+"""Alignment of tensors, in bytes: more than any kind of number needs, and a line of a processor's cache."""
 
 
 class HostBuffer:

@@ -212,7 +212,7 @@ def _captured_objects(value: object) -> Iterator[object]:
         seen.add(id(one))
         held: Iterable[object] = ()
         if isinstance(one, FunctionType):
-            if function is None or function.__globals__ is one.__globals__:  # not all the world behind it
+            if function is None or function.__globals__ is one.__globals__:  # not all that its module imports
                 function, held = one, _closure_objects(one)
         elif isinstance(one, dict):
             held = one.values()

@@ -15,7 +15,7 @@ from vpipe.profiling.device import copied_bytes_per_s
 from vpipe.profiling.layer_timer import summary
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime.transport.distributed import DistributedTransport
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 
 SIZES = (1 << 10, 1 << 17, 1 << 20, 1 << 22)
 """Bytes of the tensors that are exchanged."""
@@ -81,7 +81,7 @@ def _back_and_forth(transport: DistributedTransport, peer: int, size: int, numbe
     tensor = torch.ones(size // 4, device=device)
     specs, seconds = [TensorSpec.from_tensor(tensor)], []
     for again in range(TIMES + 2):
-        key = TransferKey("F", max(peer, transport.rank), next(numbers))
+        key = TransferKey(TransferKind.ACTIVATIONS, max(peer, transport.rank), next(numbers))
         first = transport.rank < peer
         if not first:
             transport.post(peer, key, specs)

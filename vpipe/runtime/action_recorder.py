@@ -20,7 +20,7 @@ from vpipe.schedules.action import Action, Kind
 from vpipe.schedules.action_record import RecordedAction, RecordedEvaluation
 
 MOST_ACTIONS = 100_000
-"""Per rank: about 7 MB in its file."""
+"""Most actions that are recorded per rank: about 7 MB in its file."""
 
 
 @dataclass(slots=True)

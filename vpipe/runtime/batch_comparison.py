@@ -24,16 +24,17 @@ from torch import Tensor
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch, Checksums, MicrobatchLoader, Segment
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport, as_bytes, from_bytes
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport, as_bytes, from_bytes
 from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.size import Placement
 
 WHOLE_BYTES = 1 << 18
-"""Of a larger field some values of every sample are compared, not all."""
+"""Size of the largest field of which all values are compared; of a larger one some values of every sample are."""
 
 SPREAD_VALUES = 1 << 15
 FIRST_VALUES = 64
-"""Of every sample, besides values spread over it: a short sequence fills only the beginning."""
+"""Values at the beginning of every sample that are compared besides values spread over it: a short sequence fills
+only the beginning."""
 
 SAME_BATCHES = ("every rank must read the same batches in the same order: give a DataLoader that shuffles a generator "
                 "with the same seed on all ranks, generator=torch.Generator().manual_seed(0), and no "
@@ -98,8 +99,8 @@ class BatchComparison:
         path = Assignment((*placement, placement[-1][:1]), 1, True, lambda number: True)
         hops = [(path.rank_of(stage, number), path.rank_of(stage + 1, number))
                 for stage in range(len(placement)) for number in range(self._period)]
-        self._before = sorted({before for before, behind in hops if behind == self._rank != before})
-        self._behind = sorted({behind for before, behind in hops if before == self._rank != behind})
+        self._before = sorted({before for before, after in hops if after == self._rank != before})
+        self._after = sorted({after for before, after in hops if before == self._rank != after})
         self._lowest = {rank: stage for stage in reversed(range(len(placement))) for rank in placement[stage]}
         self._messages: Counter[tuple[int, int]] = Counter()  # by source and target
         self._bytes = 6 * _TEXT + sum(100 + len(json.dumps(name)) for name in fields)  # of a message
@@ -110,7 +111,7 @@ class BatchComparison:
         self._compared: set[tuple[int, int]] = set()
         self._sent: set[tuple[int, int]] = set()
         self._forwarded: dict[tuple[int, int], int] = {}  # the latest microbatch sent from a stage to a rank
-        self._ends_sent: set[int] = set()  # ranks behind that know that the batches have ended
+        self._ends_sent: set[int] = set()  # ranks after this one that know that the batches have ended
 
     def checksums(self, batch: Batch) -> tuple[int, Checksums]:
         """Return the number of samples, and the checksums."""
@@ -150,7 +151,7 @@ class BatchComparison:
             peer = self._segment.assignment.rank_of(stage - 1, microbatch)
             if (key := self._posted.pop((peer, batch), None)) is not None:
                 self._compare(peer, batch, key)
-        peer = self._behind_of(stage, microbatch)
+        peer = self._rank_after(stage, microbatch)
         if peer == self._rank:
             return
         if (peer, batch) not in self._sent:
@@ -175,7 +176,7 @@ class BatchComparison:
             pairs -= {pair for pair in pairs if pair[1] < done}
 
     def exhausted(self, loader: MicrobatchLoader) -> None:
-        """Send ranks behind the end of the batches of a stream, once they have all checksums.
+        """Tell the ranks after this one the end of the batches of a stream, once they have all checksums.
 
         Otherwise a rank with more batches would wait for this one's, and this one for that rank.
         """
@@ -183,7 +184,7 @@ class BatchComparison:
             return
         if not self._segment.training or self._segment.assignment.flush:
             return
-        for peer in self._behind:
+        for peer in self._after:
             if all(self._forwarded.get((stage, peer), -1) >= last for stage, last in self._last_for(peer)):
                 self._send_end(loader, peer)
 
@@ -197,7 +198,7 @@ class BatchComparison:
         if loader is self._ended:
             return
         self._ended = loader
-        for peer in self._behind:
+        for peer in self._after:
             self._send_end(loader, peer)
         self._ends_sent.clear()
         try:
@@ -209,7 +210,7 @@ class BatchComparison:
                     raise loader.error
                 self._fail(f"batches differ between ranks: there are {loader.batches_read} on rank {self._rank} and "
                            f"more on rank {peer}", SAME_BATCHES)
-            self._transport.wait_sent("C")
+            self._transport.wait_sent(TransferKind.CHECKSUMS)
             found = agree(self._failure_of(loader), _unless_all)
         except RunError as error:
             if loader.error is None or loader.error is error:
@@ -229,7 +230,7 @@ class BatchComparison:
         return "" if loader.error is None else (
             f"rank {self._rank} could not read batch {loader.batches_read}: {_first_line(loader.error)}")
 
-    def _behind_of(self, stage: int, microbatch: int) -> int:
+    def _rank_after(self, stage: int, microbatch: int) -> int:
         """Return the rank that a microbatch's checksums are sent to."""
         return self._segment.assignment.rank_of(stage + 1, microbatch) if stage < self._last else self._first_of_last
 
@@ -240,7 +241,7 @@ class BatchComparison:
         for stage in self._stages:
             for microbatch in range(total - 1, max(-1, total - 1 - self._period), -1):
                 if (self._segment.assignment.rank_of(stage, microbatch) == self._rank
-                        and self._behind_of(stage, microbatch) == peer):
+                        and self._rank_after(stage, microbatch) == peer):
                     yield stage, microbatch
                     break
 
@@ -290,7 +291,7 @@ class BatchComparison:
 
     def _key(self, source: int, target: int) -> TransferKey:
         self._messages[source, target] += 1
-        return TransferKey("C", self._lowest[target], self._messages[source, target] - 1)
+        return TransferKey(TransferKind.CHECKSUMS, self._lowest[target], self._messages[source, target] - 1)
 
     def _send(self, peer: int, kind: int, number: int, content: object = None) -> None:
         self._transport.send(peer, self._key(self._rank, peer), [as_bytes([kind, number, content], self._bytes)])

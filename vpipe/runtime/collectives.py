@@ -31,7 +31,7 @@ LocalUsage = Mapping[int, Mapping[int, StageUsage]]
 """The usage of the ranks of a process, by rank and stage."""
 
 ROUND_TRIPS = 40
-"""Of the comparison of two clocks."""
+"""Round trips of a comparison of two clocks."""
 
 
 def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, timeout_s: float | None = None) -> dict[str, Tensor]:

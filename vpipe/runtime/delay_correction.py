@@ -26,8 +26,6 @@ from vpipe.errors import counted
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.weight_versions import WeightVersions
 
-DELAY_CORRECTIONS = ("none", "extrapolate")
-
 _GROUP = {"cpu": 1 << 18}
 """Numbers that are extrapolated at once, by device: on a processor what its cache holds."""
 

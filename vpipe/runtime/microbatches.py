@@ -27,7 +27,8 @@ Signature = tuple[tuple[str, tuple[int, ...]], ...]
 """The shapes of a microbatch's fields: the shapes between stages follow from them."""
 
 Checksums = dict[str, list[int | None]]
-"""Of a batch: by field the checksums of its shape and of its values, and the rank that has these; None: none so far."""
+"""Checksums of a batch: by field those of its shape and of its values, and the rank that has these; None: none so far.
+"""
 
 
 class BatchChecker(Protocol):
@@ -156,11 +157,11 @@ class MicrobatchLoader:
         return self._exhausted and all(end is None or self._read < end for end in (self.end, self._limit))
 
     def batch_of(self, microbatch: int) -> int:
-        """Return the number of the batch of a microbatch that was read, or behind the last of these."""
+        """Return the number of the batch of a microbatch that was read, or after the last of these."""
         return self._locate(microbatch)[1]
 
     def end_of_batch(self, microbatch: int) -> int:
-        """Return the first microbatch behind the batch of a microbatch that was read."""
+        """Return the first microbatch after the batch of a microbatch that was read."""
         sizes, _, within = self._locate(microbatch)
         return microbatch - within + sizes.microbatches
 

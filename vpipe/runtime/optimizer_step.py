@@ -20,7 +20,7 @@ from vpipe.runtime.reducer import Reducer
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.tied_weights import TiedWeights
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.size import Placement
 
@@ -154,17 +154,17 @@ class OptimizerSteps:
         self._complete_gradients(stage, update)
         if not self._norms[number]:
             for other, (rank, count) in self._others.items():
-                self._transport.post(rank, TransferKey("N", other, number),
+                self._transport.post(rank, TransferKey(TransferKind.NORMS, other, number),
                                      [TensorSpec((count,), torch.float64, wants_gradient=False)])
         norms = self._norms[number][stage] = _gradient_norms(self._stages[stage].weights)
         for rank in self._audience[stage]:
-            self._transport.send(rank, TransferKey("N", stage, number), [norms])
+            self._transport.send(rank, TransferKey(TransferKind.NORMS, stage, number), [norms])
 
     def _norms_of_all(self, number: int) -> Tensor:
         """Return the norms of every stage, in their order; received at this rank's first step, dropped at its last."""
         norms = self._norms[number]
         if not self._steps[number]:
-            norms |= {other: self._transport.receive(rank, TransferKey("N", other, number))[0].cpu()
+            norms |= {other: self._transport.receive(rank, TransferKey(TransferKind.NORMS, other, number))[0].cpu()
                       for other, (rank, _) in self._others.items()}
         self._steps[number] += 1
         if self._steps[number] == len(self.optimizers):

@@ -12,7 +12,9 @@ from torch import Tensor
 from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.transport.compression import CompressedTransport
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
+
+_ACTIVATIONS, _GRADIENTS = TransferKind.ACTIVATIONS, TransferKind.GRADIENTS  # quicker to find, for every transfer
 
 SCALE = ""
 """The name of the loss scale among gradients, where it is sent with them; no tensor has this name."""
@@ -72,16 +74,16 @@ class P2PTransfers:
 
     # -- inputs and outputs of forwards and backwards ----------------------------------------------------
 
-    def source(self, kind: str, stage: int, microbatch: int) -> tuple[int, TransferKey]:
-        """Return the rank that sends a stage its input (F) or its outputs' gradients (B), and the transfer's key."""
-        return (self._rank_of(stage - 1 if kind == "F" else stage + 1, microbatch),
+    def source(self, kind: TransferKind, stage: int, microbatch: int) -> tuple[int, TransferKey]:
+        """Return the rank that sends a stage its input, or its outputs' gradients, and the transfer's key."""
+        return (self._rank_of(stage - 1 if kind is _ACTIVATIONS else stage + 1, microbatch),
                 TransferKey(kind, stage, self._segment.base + microbatch))
 
     def receive_activations(self, stage: int, microbatch: int) -> list[Tensor]:
         """Return the outputs of the stage before; none for the first stage."""
         if stage == 0:
             return []
-        peer, key = self.source("F", stage, microbatch)
+        peer, key = self.source(_ACTIVATIONS, stage, microbatch)
         queue = self._queued[stage, peer]
         while queue and any(key == queued for queued, _ in queue):
             self._receive_specs(peer, queue)
@@ -90,7 +92,7 @@ class P2PTransfers:
     def receive_gradients(self, stage: int, microbatch: int) -> dict[str, Tensor]:
         """Return the gradients of the outputs that want one, by name."""
         names = self._expected.pop((stage, microbatch)).gradient_names
-        return dict(zip(names, self._receive(*self.source("B", stage, microbatch)), strict=True))
+        return dict(zip(names, self._receive(*self.source(_GRADIENTS, stage, microbatch)), strict=True))
 
     def put_activations(self, stage: int, microbatch: int, signature: Signature, names: Sequence[str],
                         outputs: list[Tensor]) -> None:
@@ -101,12 +103,12 @@ class P2PTransfers:
             specs = self._specs[stage, training, signature] = self._specs_of(names, outputs)
         if training:
             self._expected[stage, microbatch] = specs
-        key = TransferKey("F", stage + 1, self._segment.base + microbatch)
+        key = TransferKey(_ACTIVATIONS, stage + 1, self._segment.base + microbatch)
         self._put(key, microbatch, outputs, specs.outputs, signature)
 
     def put_gradients(self, stage: int, microbatch: int, gradients: list[Tensor]) -> None:
         """Give the gradients of a stage's inputs to the stage before, or store them for their send."""
-        self._put(TransferKey("B", stage - 1, self._segment.base + microbatch), microbatch, gradients, [], ())
+        self._put(TransferKey(_GRADIENTS, stage - 1, self._segment.base + microbatch), microbatch, gradients, [], ())
 
     def _specs_of(self, names: Sequence[str], outputs: Sequence[Tensor]) -> _OutputSpecs:
         specs = [TensorSpec.from_tensor(t) for t in outputs]
@@ -130,7 +132,7 @@ class P2PTransfers:
 
     def send_activations(self, stage: int, microbatch: int) -> None:
         """Send a stage's outputs to the next stage, with a header if it does not know their specs."""
-        key = TransferKey("F", stage + 1, self._segment.base + microbatch)
+        key = TransferKey(_ACTIVATIONS, stage + 1, self._segment.base + microbatch)
         peer, (tensors, specs, signature) = self._rank_of(key.stage, microbatch), self._unsent.pop(key)
         channel = (key.stage, peer, self._segment.training, signature)
         known = self._announced.get(channel)
@@ -145,7 +147,7 @@ class P2PTransfers:
 
     def post_activations(self, stage: int, microbatch: int) -> None:
         """Post the receive of a stage's input."""
-        peer, key = self.source("F", stage, microbatch)
+        peer, key = self.source(_ACTIVATIONS, stage, microbatch)
         channel = (stage, peer, self._segment.training, self._segment.signature(microbatch))
         queue, specs = self._queued[stage, peer], self._incoming.get(channel)
         if not queue:
@@ -156,8 +158,8 @@ class P2PTransfers:
                 self._receive_specs(peer, queue)
 
     def _receive_specs(self, peer: int, queue: deque[tuple[TransferKey, _Channel]]) -> None:
-        """Wait for the header at the head of the queue; post the receives behind it, in send order, up to the next
-        unknown specs."""
+        """Wait for the header at the head of the queue; post those after it, in send order, up to the next unknown
+        specs."""
         key, channel = queue.popleft()
         self._incoming[channel] = self._transport.receive_specs(peer, key)
         while queue:
@@ -170,9 +172,9 @@ class P2PTransfers:
 
     def send_gradients(self, stage: int, microbatch: int) -> None:
         """Send the gradients of a stage's inputs to the stage before."""
-        key = TransferKey("B", stage - 1, self._segment.base + microbatch)
+        key = TransferKey(_GRADIENTS, stage - 1, self._segment.base + microbatch)
         self._transport.send(self._rank_of(key.stage, microbatch), key, self._unsent.pop(key)[0])
 
     def post_gradients(self, stage: int, microbatch: int) -> None:
         """Post the receive of the gradients of a stage's outputs."""
-        self._transport.post(*self.source("B", stage, microbatch), self._expected[stage, microbatch].gradients)
+        self._transport.post(*self.source(_GRADIENTS, stage, microbatch), self._expected[stage, microbatch].gradients)

@@ -22,15 +22,12 @@ from torch import Tensor
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 from vpipe.runtime.weight_versions import WeightVersions
 
 BUCKET_BYTES = 4 << 20
 """Size of a bucket: far more than a message's fixed cost is worth (gloo: 70 us, in which 0.2 MB are sent), but small
 enough that the first one is sent early in the backward."""
-
-_SHARE, _SUM = "D", "S"
-"""Kinds of transfer keys: one replica's share of a bucket (reduce-scatter), the sum of a share (all-gather)."""
 
 
 class _Bucket:
@@ -170,7 +167,7 @@ class Reducer:
 
     def _send_next(self, update: int, contributors: Sequence[int]) -> None:
         number, self._sent = self._sent, self._sent + 1
-        bucket, key = self._buckets[number], self._key(_SHARE, update, number)
+        bucket, key = self._buckets[number], self._key(TransferKind.SHARES, update, number)
         contributes = self._transport.rank in contributors
         if contributes:
             bucket.fill(self._weights.gradients, self._weights.names,
@@ -199,14 +196,14 @@ class Reducer:
         if self._transport.ordered or self._transport.rank not in contributors:
             self.send(update, contributors)
         for number, bucket in enumerate(self._buckets):
-            key = self._key(_SHARE, update, number)
+            key = self._key(TransferKind.SHARES, update, number)
             shares = [bucket.rows[self._me] if rank == self._transport.rank else self._transport.receive(rank, key)[0]
                       for rank in contributors]
             total = bucket.sum(update).copy_(shares[0])
             for share in shares[1:]:
                 total.add_(share)
-            self._exchange(self._key(_SUM, update, number), dict.fromkeys(self._others, total), self._others,
-                           bucket.spec)
+            key = self._key(TransferKind.SUMS, update, number)
+            self._exchange(key, dict.fromkeys(self._others, total), self._others, bucket.spec)
 
     # -- NORM or STEP: the sums are put together
 
@@ -217,7 +214,7 @@ class Reducer:
             for row, rank in zip(bucket.rows, self._ranks, strict=True):
                 own = rank == self._transport.rank
                 row.copy_(bucket.sum(update) if own else
-                          self._transport.receive(rank, self._key(_SUM, update, number))[0])
+                          self._transport.receive(rank, self._key(TransferKind.SUMS, update, number))[0])
         # One copy to the host for all buckets: a GPU is synchronized once.
         counts = torch.cat([bucket.present.float() for bucket in self._buckets]).tolist() if self._buckets else []
         present = iter(counts)
@@ -235,7 +232,7 @@ class Reducer:
                             hint="use register_hook, which sees each microbatch's gradient, or give the stage one "
                                  "replica")
 
-    def _key(self, kind: str, update: int, bucket: int) -> TransferKey:
+    def _key(self, kind: TransferKind, update: int, bucket: int) -> TransferKey:
         return TransferKey(kind, self._stage, update * len(self._buckets) + bucket)
 
 

@@ -45,11 +45,11 @@ DEFERRED: frozenset[Function] = frozenset({
     torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.einsum, torch.tensordot,
     torch.conv1d, torch.conv2d, torch.conv3d,
     torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d})
-"""Their weight gradient costs about as much as their input gradient, and shares no work with it."""
+"""Operations whose weight gradient costs about as much as their input gradient, and shares no work with it."""
 
 
 AUTOCAST: frozenset[Function] = DEFERRED - {F.bilinear, torch.embedding, torch.einsum, torch.tensordot}
-"""Autocast casts their arguments; a parameter once for all of them."""
+"""Operations whose arguments autocast casts; a parameter once for all of them."""
 
 
 class SplitBackwardMode(TorchFunctionMode):

@@ -404,7 +404,7 @@ class _PreserveRandomState:
 
 
 def _edge_of(tensor: Tensor) -> GradientEdge:
-    """Return the edge behind a tensor. A node of a custom Function needs torch's own, which keeps its graph alive."""
+    """Return the edge that made a tensor. A node of a custom Function needs torch's own, which keeps its graph."""
     node = tensor.grad_fn
     return (get_gradient_edge(tensor) if node is None or isinstance(node, torch._C._FunctionBase)
             else GradientEdge(node, tensor.output_nr))

@@ -138,17 +138,18 @@ class StageLayers:
                 canonical = first.setdefault(id(parameter), full)
                 parameters.setdefault(canonical, parameter)
                 slots[canonical].append((module.get_submodule(path), leaf))
-        lent: dict[int, dict[str, nn.Parameter]] = defaultdict(dict)
-        lent_slots: dict[int, dict[str, list[Slot]]] = defaultdict(lambda: defaultdict(list))
+        borrowed_here: dict[int, dict[str, nn.Parameter]] = defaultdict(dict)
+        slots_of_borrowed: dict[int, dict[str, list[Slot]]] = defaultdict(lambda: defaultdict(list))
         for own, (owner, target) in borrowed.items():
             if own in parameters:  # otherwise under the name of another layer that shares it
                 # Several parameters here may be tied to the same one there: they are one value.
-                lent[owner].setdefault(target, parameters.pop(own))
-                lent_slots[owner][target] += slots.pop(own)
+                borrowed_here[owner].setdefault(target, parameters.pop(own))
+                slots_of_borrowed[owner][target] += slots.pop(own)
         masters = None if unrounded is None else {
             name: unrounded[id(p)] if id(p) in unrounded else p.data.clone() for name, p in parameters.items()}
         return (WeightVersions(parameters, slots, masters),
-                {owner: WeightVersions(lent[owner], lent_slots[owner]) for owner in sorted(lent)})
+                {owner: WeightVersions(borrowed_here[owner], slots_of_borrowed[owner])
+                 for owner in sorted(borrowed_here)})
 
     def renew_leaves(self, versions: bool) -> None:
         """Give parameters that will have several versions other leaves than those that the modules were built with.

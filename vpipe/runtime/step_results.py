@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from vpipe.runtime.microbatches import Segment
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.schedule import Schedule
@@ -126,7 +126,7 @@ class StepResults:
             numbers: by rank of the last stage in this process.
             kind: 0 for losses; other numbers for what else is known of each microbatch there.
         """
-        key, microbatches = TransferKey("L", self._last_stage + 1, kind), range(count)
+        key, microbatches = TransferKey(TransferKind.LOSSES, self._last_stage + 1, kind), range(count)
         for rank in self._sources_elsewhere():
             self._post(rank, key, len(self._share(microbatches, rank)))
         for own in numbers.values():
@@ -152,7 +152,7 @@ class StepResults:
         return losses
 
     def _key(self, segment: Segment, step: int) -> TransferKey:
-        return TransferKey("L", self._last_stage, segment.steps_before + step)
+        return TransferKey(TransferKind.LOSSES, self._last_stage, segment.steps_before + step)
 
     def _sources_elsewhere(self) -> list[int]:
         return [rank for rank in self._sources if rank not in self._workers]

@@ -23,11 +23,13 @@ from vpipe.errors import UserError
 from vpipe.model.split import Ties
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.setting import Setting, borrowing_ranks
 from vpipe.schedules.size import Placement
+
+_WEIGHTS, _GRADIENTS = TransferKind.TIED_WEIGHTS, TransferKind.TIED_GRADIENTS
 
 
 class TiedWeights:
@@ -42,7 +44,7 @@ class TiedWeights:
         self._ties, self._placement, self._stages, self._transport = ties, placement, stages, transport
         self._scaler = scaler
         self._number = {pair: i for i, pair in enumerate(sorted((owner, b) for owner in ties for b in ties[owner]))}
-        self._lender = {owner: next(rank for rank in placement[owner]
+        self._source = {owner: next(rank for rank in placement[owner]
                                     if transport.rank in borrowing_ranks(placement, owner, ties[owner], rank))
                         for stage in stages.values() for owner in stage.borrowed}
         self._posted: dict[int, deque[int]] = defaultdict(deque)  # versions whose receives are posted, by owner
@@ -78,7 +80,7 @@ class TiedWeights:
         for owner in sorted(self._ties):
             if owner in self._stages:
                 self.send_version(owner, 0)
-            if owner in self._lender:
+            if owner in self._source:
                 self.post_version(owner, 0)
 
     # -- the owner's side
@@ -86,7 +88,7 @@ class TiedWeights:
     def send_version(self, owner: int, version: int) -> None:
         """Send this version, the latest, to every borrower."""
         for borrower, names in sorted(self._ties[owner].items()):
-            key, values = self._key("W", owner, borrower, version), self._stages[owner].weights.values(names)
+            key, values = self._key(_WEIGHTS, owner, borrower, version), self._stages[owner].weights.values(names)
             for rank in borrowing_ranks(self._placement, owner, [borrower], self._transport.rank):
                 self._send(rank, key, values)
 
@@ -99,7 +101,8 @@ class TiedWeights:
         for rank in senders:
             for borrower, names in sorted(self._ties[owner].items()):
                 if rank in self._assignment.contributors(owner, update, borrower):
-                    self._post(rank, self._key("G", owner, borrower, update), self._stages[owner].weights.values(names))
+                    self._post(rank, self._key(_GRADIENTS, owner, borrower, update),
+                               self._stages[owner].weights.values(names))
 
     def add_gradients(self, owner: int, update: int) -> None:
         """Add the borrowers' gradients, the last stage's first: the order in which autograd would sum them."""
@@ -107,7 +110,7 @@ class TiedWeights:
             return
         total: dict[str, Tensor] = {}
         for borrower, names in sorted(self._ties[owner].items(), reverse=True):
-            parts = [self._receive(rank, self._key("G", owner, borrower, update))
+            parts = [self._receive(rank, self._key(_GRADIENTS, owner, borrower, update))
                      for rank in self._assignment.contributors(owner, update, borrower)]
             for i, name in enumerate(names if parts else ()):
                 gradient = parts[0][i]
@@ -126,7 +129,8 @@ class TiedWeights:
     def post_version(self, owner: int, version: int) -> None:
         """Post the receive of a version of the owner's."""
         for borrower, weights in self._borrowed(owner):
-            self._post(self._lender[owner], self._key("W", owner, borrower, version), weights.values(weights.names))
+            self._post(self._source[owner], self._key(_WEIGHTS, owner, borrower, version),
+                       weights.values(weights.names))
         self._posted[owner].append(version)
 
     def install(self, owner: int, version: int) -> int:
@@ -135,7 +139,7 @@ class TiedWeights:
         while posted and posted[0] <= version:
             arrived = posted.popleft()
             for borrower, weights in self._borrowed(owner):
-                tensors = self._receive(self._lender[owner], self._key("W", owner, borrower, arrived))
+                tensors = self._receive(self._source[owner], self._key(_WEIGHTS, owner, borrower, arrived))
                 weights.install(self._begun[owner] + arrived, tensors)
         return self._begun[owner] + version
 
@@ -153,13 +157,13 @@ class TiedWeights:
             if self._scaler is not None:
                 torch._foreach_mul_(gradients, 1 / self._scaler[borrower].value)
             for rank in self._placement[owner]:
-                self._send(rank, self._key("G", owner, borrower, update), gradients)
+                self._send(rank, self._key(_GRADIENTS, owner, borrower, update), gradients)
 
     def _borrowed(self, owner: int) -> list[tuple[int, WeightVersions]]:
         """Return the stages of this rank that borrow from an owner, with the borrowed weights."""
         return [(s, stage.borrowed[owner]) for s, stage in self._stages.items() if owner in stage.borrowed]
 
-    def _key(self, kind: str, owner: int, borrower: int, number: int) -> TransferKey:
+    def _key(self, kind: TransferKind, owner: int, borrower: int, number: int) -> TransferKey:
         return TransferKey(kind, self._number[owner, borrower], self._begun[owner] + number)
 
     # -- to another rank, or to this one

@@ -306,8 +306,8 @@ class Worker:
             for weights in borrowed:
                 alone.enter_context(weights.added_at_once(weights.names))
             returned = stage.backward(record, gradients)
-            lent = [gradient for weights in borrowed for gradient in weights.gradients if gradient is not None]
-            scaler.check_finite(stage.spec.index, [*returned, *lent])
+            tied = [gradient for weights in borrowed for gradient in weights.gradients if gradient is not None]
+            scaler.check_finite(stage.spec.index, [*returned, *tied])
         return returned
 
     def _completing(self, stage_index: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:

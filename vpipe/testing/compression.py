@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vpipe.model.model import Model
 from vpipe.runtime.transport.compression import Compression, decode
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.size import Placement
 
@@ -45,10 +45,10 @@ class CutCompression:
         if sender == receiver or self._compression.codecs[spec.index - 1] == "none":
             return
         before = [tensors[name] for name in spec.inputs]
-        arrived = self.transfer(TransferKey("F", spec.index, number), before)
+        arrived = self.transfer(TransferKey(TransferKind.ACTIVATIONS, spec.index, number), before)
         wanting = [i for i, tensor in enumerate(before) if tensor.requires_grad]
         if wanting:
-            key = TransferKey("B", spec.index - 1, number)
+            key = TransferKey(TransferKind.GRADIENTS, spec.index - 1, number)
             joined = _CompressedCut.apply(self, key, [arrived[i].detach() for i in wanting],  # type: ignore[no-untyped-call]
                                 *(before[i] for i in wanting))
             for i, tensor in zip(wanting, joined, strict=True):

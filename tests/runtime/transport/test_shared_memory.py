@@ -24,9 +24,9 @@ from vpipe.runtime.transport.connect_host import connect
 from vpipe.runtime.transport.link import HEAD, INLINE_BYTES, LinkClosedError, SharedMemoryLink
 from vpipe.runtime.transport.shared_buffers import BufferLayout
 from vpipe.runtime.transport.shared_memory import HostLinks, SharedMemoryTransfers
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 
-F, B = TransferKey("F", 1, 7), TransferKey("B", 0, 7)
+F, B = TransferKey(TransferKind.ACTIVATIONS, 1, 7), TransferKey(TransferKind.GRADIENTS, 0, 7)
 
 
 def open_files() -> int:
@@ -100,8 +100,8 @@ def test_sent_tensors_may_change_and_received_ones_are_kept_while_used(ends: End
     tensor = torch.zeros(INLINE_BYTES)
     kept = []
     for number in range(5):
-        left.send(1, TransferKey("B", 0, number), [tensor.fill_(number)])
-        kept.append(received(right, TransferKey("B", 0, number))[0])
+        left.send(1, TransferKey(TransferKind.GRADIENTS, 0, number), [tensor.fill_(number)])
+        kept.append(received(right, TransferKey(TransferKind.GRADIENTS, 0, number))[0])
         right.send(0, F, [torch.ones(1)])  # returns buffers
         received(left, F)
     rows = [t[:3] for t in kept]
@@ -110,8 +110,8 @@ def test_sent_tensors_may_change_and_received_ones_are_kept_while_used(ends: End
     assert [row.tolist() for row in rows] == [[float(number)] * 3 for number in range(5)]
     del rows
     for number in range(100):
-        left.send(1, TransferKey("B", 0, number), [tensor.fill_(number)])
-        last = received(right, TransferKey("B", 0, number))[0][-1].item()
+        left.send(1, TransferKey(TransferKind.GRADIENTS, 0, number), [tensor.fill_(number)])
+        last = received(right, TransferKey(TransferKind.GRADIENTS, 0, number))[0][-1].item()
         assert last == number
         right.send(0, F, [torch.ones(1)])
         received(left, F)
@@ -134,7 +134,7 @@ def test_memory_of_sizes_that_come_no_more_is_given_back(ends: Ends, monkeypatch
 
 def test_activations_wait_for_posted_receives(ends: Ends) -> None:
     left, right = ends
-    keys = [TransferKey("F", 1, number) for number in range(3)]
+    keys = [TransferKey(TransferKind.ACTIVATIONS, 1, number) for number in range(3)]
     for number, key in enumerate(keys[:2]):
         assert not left.is_crowded(1), number
         left.send(1, key, [torch.ones(1)])
@@ -145,7 +145,7 @@ def test_activations_wait_for_posted_receives(ends: Ends) -> None:
     right.links.receive(0.0)
     right.links.receive(0.0)
     with pytest.raises(RuntimeError, match="Timed out"):  # it waits, and tells what it has posted
-        right.wait_for(0, TransferKey("F", 1, 9))
+        right.wait_for(0, TransferKey(TransferKind.ACTIVATIONS, 1, 9))
     left.wait(1, lambda: not left.is_crowded(1))
     assert [key for _, key, _ in left.unfinished()] == [keys[1]]
     right.post(0, keys[0], None)
@@ -204,12 +204,12 @@ def test_messages_sent_before_the_end_are_received(ends: Ends, unread: bool) -> 
 def test_more_messages_than_a_socket_takes_are_sent_later(ends: Ends) -> None:
     left, right = ends
     for number in range(1000):
-        left.send(1, TransferKey("L", 0, number), [torch.tensor(number)])
+        left.send(1, TransferKey(TransferKind.LOSSES, 0, number), [torch.tensor(number)])
     [link] = left.links.links.values()
     assert link.unsent
     for number in range(1000):
         left.links.receive(0.0)
-        assert int(received(right, TransferKey("L", 0, number))[0]) == number
+        assert int(received(right, TransferKey(TransferKind.LOSSES, 0, number))[0]) == number
     assert not link.unsent
 
 

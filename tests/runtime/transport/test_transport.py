@@ -9,13 +9,20 @@ import torch
 
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.transport.distributed import HEADER_BYTES, MOST_TENSORS, _header, _tag
-from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, TensorSpec, TransferKey, decode_specs
+from vpipe.runtime.transport.transport import (
+    InProcessTransport,
+    Mailbox,
+    TensorSpec,
+    TransferKey,
+    TransferKind,
+    decode_specs,
+)
 
 
 def test_tensors_change_hands_without_a_copy() -> None:
     room: Mailbox = {}
     left, right = InProcessTransport(0, room), InProcessTransport(1, room)
-    key, tensor = TransferKey("F", 1, 3), torch.arange(3.0)
+    key, tensor = TransferKey(TransferKind.ACTIVATIONS, 1, 3), torch.arange(3.0)
     right.post(0, key, None)
     left.send(1, key, [tensor, tensor.int()])
     assert list(room) == [(0, 1, key)]
@@ -31,8 +38,8 @@ def test_tensors_change_hands_without_a_copy() -> None:
 def test_messages_never_received_are_named() -> None:
     room: Mailbox = {}
     left, right = InProcessTransport(0, room), InProcessTransport(1, room)
-    left.send(1, TransferKey("F", 1, 0), [torch.zeros(1)])
-    left.send(1, TransferKey("G", 0, 5), [torch.zeros(1)])
+    left.send(1, TransferKey(TransferKind.ACTIVATIONS, 1, 0), [torch.zeros(1)])
+    left.send(1, TransferKey(TransferKind.TIED_GRADIENTS, 0, 5), [torch.zeros(1)])
     left.finish()
     with pytest.raises(RunError) as error:
         right.finish()
@@ -44,7 +51,7 @@ def test_messages_never_received_are_named() -> None:
 
 def test_taking_what_did_not_arrive_is_an_error() -> None:
     with pytest.raises(KeyError):
-        InProcessTransport(0, {}).receive(1, TransferKey("F", 1, 0))
+        InProcessTransport(0, {}).receive(1, TransferKey(TransferKind.ACTIVATIONS, 1, 0))
 
 
 @pytest.mark.parametrize(("kind", "text"), [
@@ -52,7 +59,7 @@ def test_taking_what_did_not_arrive_is_an_error() -> None:
     ("W", "tied weights, version 7 of tie 2"), ("G", "the tied gradient of update 7 of tie 2"),
     ("N", "the gradient norms of update 7 from stage 2"), ("L", "the loss of step 7 from stage 2")])
 def test_transfers_have_names_in_words(kind: str, text: str) -> None:
-    assert str(TransferKey(kind, 2, 7)) == text
+    assert str(TransferKey(TransferKind(kind), 2, 7)) == text
 
 
 def test_a_spec_is_what_the_receiver_must_know() -> None:
@@ -89,5 +96,5 @@ def test_tensors_under_way_at_one_time_have_tags_of_their_own() -> None:
     assert len(set(tags)) == len(tags)
     assert min(tags) >= 0
     assert max(tags) < 2**31
-    first, later = TransferKey("F", 1, 0), TransferKey("F", 1, 256)
+    first, later = TransferKey(TransferKind.ACTIVATIONS, 1, 0), TransferKey(TransferKind.ACTIVATIONS, 1, 256)
     assert _tag(later, 0, 4, 3) == _tag(first, 0, 4, 3), "numbers come round long after"

@@ -18,7 +18,7 @@ from world import World
 from vpipe import Pipeline, Transfers
 from vpipe.errors import UserError
 from vpipe.runtime.transport.compression import LEAST_SCALE, Bf16, Codec, CompressedTransport, Compression, Int8, _parts
-from vpipe.runtime.transport.transport import InProcessTransport, TensorSpec, TransferKey
+from vpipe.runtime.transport.transport import InProcessTransport, TensorSpec, TransferKey, TransferKind
 from vpipe.testing import CutCompression, TrainingRecipe, asynchronous_oracle, flush_oracle
 
 NEAREST, STOCHASTIC = Int8(stochastic=False), Int8(stochastic=True)
@@ -158,7 +158,7 @@ def test_sending_does_not_change_the_tensor() -> None:
     used, gradient = compression(), randn(3, 16)
     before = gradient.clone()
     for number in range(3):
-        used.encode(TransferKey("B", 0, number), [gradient])
+        used.encode(TransferKey(TransferKind.GRADIENTS, 0, number), [gradient])
     assert torch.equal(gradient, before)
 
 
@@ -261,4 +261,4 @@ def test_names_and_cuts(codecs: str | list[str], text: str) -> None:
 def test_more_tensors_than_a_compressed_cut_can_have() -> None:
     transport = CompressedTransport(InProcessTransport(0, {}), compression())
     with pytest.raises(UserError, match="32 tensors cross a cut that is compressed"):
-        transport.send(1, TransferKey("F", 1, 0), [randn(2, 8)] * 32, announce=True)
+        transport.send(1, TransferKey(TransferKind.ACTIVATIONS, 1, 0), [randn(2, 8)] * 32, announce=True)

@@ -155,7 +155,7 @@ class DeviceStreams(Streams):
 
 
 HIGHEST_PRIORITY = 3
-"""Of a stream, where torch counts it as -3; those after the third have 0, as all others."""
+"""The highest priority of a stream, which torch counts as -3; streams after the third have 0, as all others."""
 
 
 def _record(tensors: Iterable[Tensor], *streams: torch.Stream) -> None:
@@ -167,7 +167,7 @@ def _record(tensors: Iterable[Tensor], *streams: torch.Stream) -> None:
 
 
 _Gradients = list[list[Tensor | None]]
-"""Of the stage's own weights and of those that it borrows, in order."""
+"""Gradients of the stage's own weights and of those that it borrows, in order."""
 
 _BESIDE_FORWARDS = frozenset({Op.FORWARD, Op.SEND_F, Op.RECV_F})
 """Actions that may run while forwards are under way; every other one waits for them."""
@@ -216,7 +216,7 @@ class ThreadedWorker(Worker):
         self.operations = {op: operation if op in _BESIDE_FORWARDS else partial(_after, self._gather, operation)
                            for op, operation in self.operations.items()}
         self.operations[Op.SEND_F] = self._send_forward
-        if self.transport.ordered:  # deferred sends come before the receives behind them
+        if self.transport.ordered:  # deferred sends come before the receives after them
             self.operations[Op.RECV_F] = partial(_after, self._catch_up, self.operations[Op.RECV_F])
         self.operations[Op.SEND_B] = partial(self._send_backward, self.operations[Op.SEND_B])
 

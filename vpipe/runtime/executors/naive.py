@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 from vpipe import accelerator
+from vpipe.runtime.transport.transport import TransferKind
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Kind, Op
 
-_SENT = {Op.SEND_F: "F", Op.SEND_B: "B", Op.SEND_W: "W", Op.SEND_G: "G"}
+_SENT = {Op.SEND_F: TransferKind.ACTIVATIONS, Op.SEND_B: TransferKind.GRADIENTS,
+         Op.SEND_W: TransferKind.TIED_WEIGHTS, Op.SEND_G: TransferKind.TIED_GRADIENTS}
 """The kind of transfer that a send makes."""
 
 

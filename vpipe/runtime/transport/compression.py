@@ -18,12 +18,12 @@ from vpipe.description.transfers import Transfers
 from vpipe.errors import UserError
 from vpipe.model.layer import seed_of
 from vpipe.runtime.transport.distributed import MOST_TENSORS
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey, Transport
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 
 SCALE_BYTES = 4
 LARGEST = 127
 LEAST_SCALE = torch.finfo(torch.float32).tiny
-"""Of a row: a smaller scale has no exact inverse. Numbers under half of it (6e-39) become 0."""
+"""The least scale of a row: a smaller one has no exact inverse. Numbers under half of it (6e-39) become 0."""
 CACHED = 2**17
 """Elements that a CPU encodes at once, so that intermediate values stay in its cache."""
 
@@ -143,7 +143,7 @@ class Compression:
 
     def codec(self, key: TransferKey) -> Codec | None:
         """Return the codec of a transfer; None for one that is sent unchanged."""
-        if key.kind not in "FB":
+        if key.kind not in (TransferKind.ACTIVATIONS, TransferKind.GRADIENTS):
             return None
         name = self.codecs[cut_of(key)]
         return None if name == "none" else Bf16() if name == "bf16" else Int8(name == "int8_stochastic")
@@ -154,13 +154,14 @@ class Compression:
         if codec is None:
             return list(tensors)
         return [tensor if codec.wire(TensorSpec.from_tensor(tensor)) is None else
-                codec.encode(tensor, seed_of(self.seed, key.number, cut_of(key), int(key.kind == "B"), number))
+                codec.encode(tensor, seed_of(self.seed, key.number, cut_of(key),
+                                             int(key.kind == TransferKind.GRADIENTS), number))
                 for number, tensor in enumerate(tensors)]
 
 
 def cut_of(key: TransferKey) -> int:
     """Return the cut that activations or gradients cross; the key names the stage that they are for."""
-    return key.stage - (key.kind == "F")
+    return key.stage - (key.kind == TransferKind.ACTIVATIONS)
 
 
 def decode(codec: Codec, wires: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
@@ -174,7 +175,7 @@ class CompressedTransport:
     decoded tensors.
 
     A peer that does not know those specs gets them with the first transfer: ahead of the encoded tensors comes one
-    empty tensor for each, with its shape behind a 0, its dtype and its gradient flag.
+    empty tensor for each, with its shape after a 0, its dtype and its gradient flag.
     """
 
     def __init__(self, inner: Transport, compression: Compression) -> None:

@@ -34,7 +34,14 @@ from vpipe.errors import RunError, UserError
 from vpipe.runtime.transport.connect_host import connect
 from vpipe.runtime.transport.link import LinkClosedError
 from vpipe.runtime.transport.shared_memory import HostLinks, SharedMemoryTransfers
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey, check_all_taken, decode_specs, encode_specs
+from vpipe.runtime.transport.transport import (
+    TensorSpec,
+    TransferKey,
+    TransferKind,
+    check_all_taken,
+    decode_specs,
+    encode_specs,
+)
 
 SENDS_UNDER_WAY = 4
 """Transfers per peer and kind that may be under way before a further send waits for the oldest, or as many as a rank
@@ -44,12 +51,14 @@ not deadlock where receives are posted as the program says."""
 
 HEADER_BYTES = 4096
 MOST_TENSORS = 62
-_KINDS = "FBWGLNDSC"
+_PLACES = {kind: place for place, kind in enumerate(TransferKind)}
 _HOST = torch.device("cpu")
 _generations = count()
 
-GROUP_OF_KIND = {"F": "activations", "B": "gradients", "W": "parameters", "G": "parameters", "D": "parameters",
-                 "S": "parameters"}
+GROUP_OF_KIND: dict[str, str] = {
+    TransferKind.ACTIVATIONS: "activations", TransferKind.GRADIENTS: "gradients",
+    TransferKind.TIED_WEIGHTS: "parameters", TransferKind.TIED_GRADIENTS: "parameters",
+    TransferKind.SHARES: "parameters", TransferKind.SUMS: "parameters"}
 """The group of a transfer of tensors between stages, by the kind of its key; the other kinds are for the host."""
 
 _NCCL_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8,
@@ -252,10 +261,11 @@ class DistributedTransport:
         self.watch = watch.watchdog
         if self.watch is not None:
             self.watch.describe = describe
-        self._most_under_way = {kind: max(SENDS_UNDER_WAY, in_flight) if kind in "FB"
-                                else SENDS_UNDER_WAY + dist.get_world_size() for kind in _KINDS}
+        self._most_under_way = dict.fromkeys(TransferKind, SENDS_UNDER_WAY + dist.get_world_size())
+        self._most_under_way |= dict.fromkeys((TransferKind.ACTIVATIONS, TransferKind.GRADIENTS),
+                                              max(SENDS_UNDER_WAY, in_flight))
         # A sum over replicas waits for all peers, so the sends of the update before have ended.
-        self._most_under_way |= {"D": 2 * buckets, "S": 2 * buckets}
+        self._most_under_way |= {TransferKind.SHARES: 2 * buckets, TransferKind.SUMS: 2 * buckets}
         self._control = control_group(self._timeout)
         self.ordered = is_ordered(device)
         self._groups = tensor_groups(device, self._timeout) if self.ordered else None
@@ -263,11 +273,12 @@ class DistributedTransport:
         self._generation = next(_generations)
         links = None if self.ordered else host_links(shared_memory and device.type == "cpu", timeout_s)
         self._shared = None if links is None or not links.links else SharedMemoryTransfers(
-            links, self._generation, self._most_under_way["F"], timeout_s)
+            links, self._generation, self._most_under_way[TransferKind.ACTIVATIONS], timeout_s)
         self._posted: dict[tuple[int, TransferKey], _Posted] = {}
-        self._sent: dict[tuple[int, str], deque[tuple[TransferKey, list[dist.Work], list[Tensor]]]] = defaultdict(deque)
+        self._sent: dict[tuple[int, TransferKind], deque[tuple[TransferKey, list[dist.Work], list[Tensor]]]] = \
+            defaultdict(deque)
         # By peer and stage, microbatches sent with a header of which no gradient has arrived: until then the peer may
-        # not have received them, and does not post the receives behind.
+        # not have received them, and does not post the receives after them.
         self._announced: dict[tuple[int, int], set[int]] = defaultdict(set)
 
     def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
@@ -317,20 +328,20 @@ class DistributedTransport:
         with PeerTransfer(peer, "waiting for", self.timeout_s, key, self):
             self._wait(works, for_host)
         self.wait_s += perf_counter() - started
-        if key.kind == "B":
+        if key.kind == TransferKind.GRADIENTS:
             self._announced[peer, key.stage + 1].discard(key.number)
         assert specs is not None, "announced specs are received first"
         device = _HOST if for_host else self._device
         return [buffer.to(device).requires_grad_(spec.wants_gradient)
                 for buffer, spec in zip(buffers, specs, strict=True)]
 
-    def wait_sent(self, kind: str) -> None:
+    def wait_sent(self, kind: TransferKind) -> None:
         started = perf_counter()
         for (peer, of), under_way in self._sent.items():
             if of == kind and not self._is_linked(peer):
                 for _ in range(len(under_way)):
                     sent = under_way.popleft()
-                    if kind == "F" and self._announced[peer, sent[0].stage]:
+                    if kind == TransferKind.ACTIVATIONS and self._announced[peer, sent[0].stage]:
                         under_way.append(sent)
                     else:
                         self._complete(peer, *sent)
@@ -348,7 +359,7 @@ class DistributedTransport:
                     self._shared.wait(peer, is_done)
             untaken += self._shared.untaken()
         for (peer, kind), under_way in self._sent.items():
-            while under_way and kind != "C":
+            while under_way and kind != TransferKind.CHECKSUMS:
                 self._complete(peer, *under_way.popleft())
         self._announced.clear()
         self.wait_s += perf_counter() - started
@@ -376,7 +387,7 @@ class DistributedTransport:
             shared.links.give_up(error.errno or 0)
             return False
         self.bytes_sent += sum([tensor.nbytes for tensor in tensors])
-        if key.kind == "F" and shared.is_crowded(peer):
+        if key.kind == TransferKind.ACTIVATIONS and shared.is_crowded(peer):
             started = perf_counter()
             with PeerTransfer(peer, "sending", self.timeout_s, key, self):
                 shared.wait(peer, lambda: not shared.is_crowded(peer))
@@ -457,7 +468,7 @@ def _tag(key: TransferKey, number: int, size: int, generation: int) -> int:
     """
     turn = generation % 16 * 256 + key.number % 256
     mixed = (size * 0x9E3779B1 + number * 0x85EBCA77 & 0xFFFFFFFF) >> 22
-    return ((turn * 16 + _KINDS.index(key.kind)) * 32 + key.stage % 32) * 1024 + mixed
+    return ((turn * 16 + _PLACES[key.kind]) * 32 + key.stage % 32) * 1024 + mixed
 
 
 def _header(tensors: Sequence[Tensor]) -> Tensor:

@@ -27,12 +27,18 @@ from torch import Tensor
 
 from vpipe.errors import RunError
 from vpipe.runtime.transport.shared_buffers import Buffer, BufferLayout, BufferPool, map_memory
-from vpipe.runtime.transport.transport import DESCRIPTIONS, TensorSpec, TransferKey, contiguous, encode_specs
+from vpipe.runtime.transport.transport import (
+    TensorSpec,
+    TransferKey,
+    TransferKind,
+    contiguous,
+    encode_specs,
+)
 
 INLINE_BYTES = 4096
 """Of all tensors of a transfer, up to which they are a part of the message: a buffer would cost more."""
 
-_KINDS = "".join(DESCRIPTIONS)
+_KINDS = tuple(TransferKind)
 
 HEAD = struct.Struct("<BBHHxxiqIQIIQQ")
 """Of a message: its type, the kind of its key, bytes of its specs, buffers returned; stage, number and generation of
@@ -82,7 +88,7 @@ class ReceivedMessage(NamedTuple):
     arrival: Arrival | None
 
 
-NO_KEY = TransferKey("F", 0, 0)
+NO_KEY = TransferKey(TransferKind.ACTIVATIONS, 0, 0)
 NO_GENERATION = 0xFFFFFFFF
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vpipe.runtime.transport.distributed import DistributedTransport
-from vpipe.runtime.transport.transport import TransferKey, Transport
+from vpipe.runtime.transport.transport import TransferKey, TransferKind, Transport
 
 
 class Ring:
@@ -38,12 +38,12 @@ class Ring:
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Send tensors to the next rank."""
         peer = (self.rank + 1) % self.ranks
-        self._transport.send(peer, TransferKey("F", peer, self._sent), tensors, announce=True)
+        self._transport.send(peer, TransferKey(TransferKind.ACTIVATIONS, peer, self._sent), tensors, announce=True)
         self._sent += 1
 
     def receive(self) -> list[Tensor]:
         """Wait for the next tensors of the rank before."""
-        peer, key = (self.rank - 1) % self.ranks, TransferKey("F", self.rank, self._received)
+        peer, key = (self.rank - 1) % self.ranks, TransferKey(TransferKind.ACTIVATIONS, self.rank, self._received)
         self._transport.post(peer, key, None)
         self._received += 1
         self._transport.receive_specs(peer, key)

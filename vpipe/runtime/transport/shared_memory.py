@@ -29,7 +29,7 @@ from vpipe.runtime.transport.link import (
     ReceivedMessage,
     SharedMemoryLink,
 )
-from vpipe.runtime.transport.transport import TensorSpec, TransferKey
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 
 
 class HostLinks:
@@ -161,14 +161,14 @@ class SharedMemoryTransfers:
         """Send tensors. Raises as :meth:`SharedMemoryLink.send`."""
         self.links.links[peer].send(key, self._generation, self._accepted[peer], tensors)
         self._told[peer] = self._accepted[peer]
-        if key.kind == "F":
+        if key.kind == TransferKind.ACTIVATIONS:
             self._sent[peer] += 1
         self._latest[peer] = key
 
     def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
         """Post a receive."""
         self._posted[peer, key] = specs
-        if key.kind == "F" and (peer, key) in self._arrived:
+        if key.kind == TransferKind.ACTIVATIONS and (peer, key) in self._arrived:
             self._accept(peer)
 
     def is_posted(self, peer: int, key: TransferKey) -> bool:
@@ -219,7 +219,7 @@ class SharedMemoryTransfers:
                 self._arrived[slot].append(message.arrival)
                 return
             self._arrived[slot] = deque([message.arrival])
-            if message.key.kind == "F" and slot in self._posted:
+            if message.key.kind == TransferKind.ACTIVATIONS and slot in self._posted:
                 self._accept(peer)
 
     def _accept(self, peer: int) -> None:

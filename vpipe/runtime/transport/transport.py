@@ -5,39 +5,60 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from vpipe.errors import RunError
 
-DESCRIPTIONS = {
-    "F": "the activations of microbatch", "B": "the gradients of microbatch", "W": "tied weights, version",
-    "G": "the tied gradient of update", "N": "the gradient norms of update", "L": "the loss of step",
-    "D": "a replica's gradients, bucket", "S": "the sum of gradients, bucket",
-    "C": "the checksums of batches, message"}
-"""What is transferred, by the kind of its key."""
+
+class TransferKind(StrEnum):
+    """What is transferred, by a letter.
+
+    Attributes:
+        what: in messages, before the number of the key.
+        where: in messages, before its stage.
+    """
+
+    what: str
+    where: str
+
+    ACTIVATIONS = "F", "the activations of microbatch", "for stage"
+    GRADIENTS = "B", "the gradients of microbatch", "for stage"
+    TIED_WEIGHTS = "W", "tied weights, version", "of tie"
+    TIED_GRADIENTS = "G", "the tied gradient of update", "of tie"
+    NORMS = "N", "the gradient norms of update", "from stage"
+    LOSSES = "L", "the loss of step", "from stage"
+    SHARES = "D", "a replica's gradients, bucket", "from stage"
+    SUMS = "S", "the sum of gradients, bucket", "from stage"
+    CHECKSUMS = "C", "the checksums of batches, message", "for stage"
+
+    __hash__ = str.__hash__  # an enumeration's own is a function of Python, and keys are looked up for every transfer
+
+    def __new__(cls, letter: str, what: str, where: str) -> Self:
+        kind = str.__new__(cls, letter)
+        kind._value_, kind.what, kind.where = letter, what, where
+        return kind
 
 
 class TransferKey(NamedTuple):
     """Identify a transfer between two ranks.
 
     Attributes:
-        kind: see :data:`DESCRIPTIONS`.
+        kind: what is transferred.
         stage: the stage concerned; for tied weights the number of the pair of owner and borrower.
         number: of the microbatch, step, update or version; of sums over replicas the update times the buckets per
             update, plus the bucket.
     """
 
-    kind: str
+    kind: TransferKind
     stage: int
     number: int
 
     def __str__(self) -> str:
-        if self.kind in "WG":
-            return f"{DESCRIPTIONS[self.kind]} {self.number} of tie {self.stage}"
-        return f"{DESCRIPTIONS[self.kind]} {self.number} {'from' if self.kind in 'NLDS' else 'for'} stage {self.stage}"
+        return f"{self.kind.what} {self.number} {self.kind.where} {self.stage}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +147,7 @@ class Transport(Protocol):
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
         """Wait for a posted transfer; its tensors are leaves, which require a gradient as their spec says."""
 
-    def wait_sent(self, kind: str) -> None:
+    def wait_sent(self, kind: TransferKind) -> None:
         """Wait until all sends of a kind have arrived, except those whose receiver still waits for a header. What is in
         shared memory has arrived."""
 
@@ -170,7 +191,7 @@ class InProcessTransport:
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
         return self._mailbox.pop((peer, self.rank, key))
 
-    def wait_sent(self, kind: str) -> None:
+    def wait_sent(self, kind: TransferKind) -> None:
         """Do nothing."""
 
     def abandon(self) -> None:
