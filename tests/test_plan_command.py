@@ -51,6 +51,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     """Runs ``vpipe plan c.yaml ...``: status, output, errors."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("vpipe.app.progress.SLOW_S", 1000)  # nor does a busy machine say that it is searching
     write_config(Path())
 
     def run(*arguments: str) -> tuple[int, str, str]:

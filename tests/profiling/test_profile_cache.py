@@ -18,7 +18,7 @@ from vpipe.app.cli import main
 from vpipe.app.commands.profile import described, profiles_of
 from vpipe.app.train import planning
 from vpipe.app.train.job import check_plan, microbatch_of
-from vpipe.app.train.planning import identity_of, profile_job
+from vpipe.app.train.planning import identities_of, profile_job
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer
 from vpipe.model.model import Model
@@ -117,7 +117,7 @@ def test_a_job_is_measured_once_and_shown(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(planning, "measure", partial(planning.measure, budget_s=0.0))
     found = profile_job(job, [1, 2], report=said.append)
     assert [profile.identity.microbatch_size for profile in found.values()] == [1, 2]
-    assert [profile.identity for profile in found.values()] == [identity_of(job, size, 1) for size in found]
+    assert [profile.identity for profile in found.values()] == [identities_of(job, [size], 1)[0] for size in found]
     assert said
 
     def measured_again(*_: Any, **__: Any) -> None:
@@ -141,7 +141,8 @@ def test_more_samples_than_a_batch_repeat(tmp_path: Path) -> None:
 
 
 def test_a_profile_is_of_the_config_s_precision_and_says_it(tmp_path: Path) -> None:
-    identities = [identity_of(job_of(tmp_path, training__precision=name), 1, 1) for name in ("fp32", "bf16_pure")]
+    jobs = [job_of(tmp_path, training__precision=name) for name in ("fp32", "bf16_pure")]
+    identities = [identities_of(job, [1], 1)[0] for job in jobs]
     assert [identity.precision for identity in identities] == ["fp32", "bf16_pure"]
     assert len({identity.digest for identity in identities}) == 2
     assert "adamw, bf16_pure\n" in described(replace(MADE, identity=replace(MADE.identity, precision="bf16_pure")))
@@ -149,7 +150,7 @@ def test_a_profile_is_of_the_config_s_precision_and_says_it(tmp_path: Path) -> N
 
 def test_a_plan_made_for_another_precision_is_followed_with_a_warning(tmp_path: Path) -> None:
     job, said = job_of(tmp_path, training__precision="bf16"), list[str]()
-    made_for = asdict(identity_of(job, job.config.microbatch_size, 1))
+    made_for = asdict(identities_of(job, [job.config.microbatch_size], 1)[0])
     for precision in ("bf16", "fp32"):
         plan = Plan(Cut(job.partition), Order("1f1b"), profiled=made_for | {"precision": precision})
         check_plan(replace(job, plan=plan), said.append)

@@ -17,7 +17,7 @@ from vpipe.app.launch.rank_env import ranks_of
 from vpipe.app.train.headline import headline
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
-from vpipe.app.train.planning import identity_of, memory_limit, plan_job, request_of
+from vpipe.app.train.planning import identities_of, memory_limit, plan_job, request_of
 from vpipe.errors import RunError, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
@@ -119,7 +119,7 @@ def test_a_complete_config_is_not_measured(tmp_path: Path, measured: list[list[i
 def test_the_profile_of_a_plan_from_a_file_comes_with_it_from_the_cache(tmp_path: Path) -> None:
     job = job_of(tmp_path, dataset__cache_directory=str(tmp_path / "cache"))
     of_another = profile_of((0.01,) * 5)
-    own = replace(of_another, identity=identity_of(job, 2, 2))
+    own = replace(of_another, identity=identities_of(job, [2], 2)[0])
     for profile in (of_another, own):
         store(profile, tmp_path / "cache")
         job.with_plan(Plan(Cut((2, 3)), profile=profile.identity.digest)).keep_plan(tmp_path)
@@ -130,7 +130,7 @@ def test_the_profile_of_a_plan_from_a_file_comes_with_it_from_the_cache(tmp_path
 def test_a_plan_for_another_model_is_refused_and_one_for_another_microbatch_remarked(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job, path = job_of(tmp_path), tmp_path / "plan.json"
-    Plan(Cut((2, 3)), profiled=asdict(identity_of(job, 2, 2))).save(path)
+    Plan(Cut((2, 3)), profiled=asdict(identities_of(job, [2], 2)[0])).save(path)
     following: dict[str, Any] = {"parallel__partition": "auto", "parallel__plan": str(path)}
     assert job_of(tmp_path, **following).plan == Plan.load(path)
     assert capsys.readouterr().err == ""
@@ -148,9 +148,10 @@ def test_a_plan_for_another_model_is_refused_and_one_for_another_microbatch_rema
 def test_settings_that_change_costs_change_the_digest(tmp_path: Path, changes: dict[str, Any]) -> None:
     plain = job_of(tmp_path, training__optimizer="sgd")
     changed = job_of(tmp_path, **{"training__optimizer": "sgd", **changes})
-    assert identity_of(plain, 2, 2).digest != identity_of(changed, 2, 2).digest
-    assert identity_of(plain, 2, 2).digest == identity_of(job_of(tmp_path, training__optimizer="sgd"), 2, 2).digest
-    assert identity_of(plain, 2, 2, 4, 2).digest != identity_of(plain, 2, 2, 4, 1).digest
+    assert identities_of(plain, [2], 2)[0].digest != identities_of(changed, [2], 2)[0].digest
+    again = job_of(tmp_path, training__optimizer="sgd")
+    assert identities_of(plain, [2], 2)[0].digest == identities_of(again, [2], 2)[0].digest
+    assert identities_of(plain, [2], 2, 4, 2)[0].digest != identities_of(plain, [2], 2, 4, 1)[0].digest
 
 
 def test_the_memory_of_a_rank(tmp_path: Path) -> None:

@@ -139,15 +139,15 @@ class BalanceCheck:
 
     def _profile(self) -> Profile | None:
         """Return the profile that the run was planned with, or one of this job and device from the cache."""
-        from vpipe.app.train.planning import identity_of
+        from vpipe.app.train.planning import identities_of
         from vpipe.profiling.cache import cached  # few runs need it
 
         size, ranks = self._job.config.microbatch_size, self._job.schedule.ranks
         try:
             if (self._folder / PROFILE).exists():
                 return Profile.load(self._folder / PROFILE)
-            return cached(identity_of(self._job, size, ranks),  # as if all were on one host
-                          self._job.config.dataset.cache_directory, log.warning)
+            [identity] = identities_of(self._job, [size], ranks)  # as if all were on one host
+            return cached(identity, self._job.config.dataset.cache_directory, log.warning)
         except UserError as error:  # the run needs none
             log.warning("%s", error)
             return None
@@ -230,15 +230,13 @@ def _advice(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *,
         return "no partition is planned for a schedule from a file"
     if profile is None or len(profile.layers) != len(job.model):
         return "vpipe plan CONFIG finds a better partition"
-    from vpipe.app.train.planning import memory_limit
-    from vpipe.plan.solver import PlanRequest, better_partition  # few runs need it
+    from vpipe.app.train.planning import request_of
+    from vpipe.plan.solver import better_partition  # few runs need it
 
-    memory, microbatches = memory_limit(job.config, profile), job.config.microbatches
     replan = any(job.recomputed) and not isinstance(parallel.recompute, float)
-    request = PlanRequest({microbatches: profile}, job.schedule.ranks, memory, (parallel.schedule,),
-                          {microbatches: parallel.update_every}, job.placement,
-                          recompute=None if replan or isinstance(parallel.recompute, str) else parallel.recompute,
-                          warmup=parallel.depths)
+    asked = request_of(job, {job.config.microbatches: profile})
+    request = replace(asked, partition=None, recompute=None if replan else asked.recompute, warmup=parallel.depths)
+    memory = request.memory_bytes
     plan, gain = better_partition(request, job.partition, job.recomputed, microbatch_s)
     if plan is not None and gain >= WORTH:
         return (f"the partition {list(plan.partition)} in place of {list(job.partition)} is expected to save "

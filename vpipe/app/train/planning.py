@@ -203,23 +203,20 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
     return {size: job.with_correction(found[size]) for size in wanted}
 
 
-def identity_of(job: Job, size: int, ranks_per_host: int, ranks: int | None = None, hosts: int = 1,
-                cores: int | None = None) -> Identity:
-    """Return the identity of a profile of the job on this kind of device; arguments as for ``identify``."""
+def identities_of(job: Job, sizes: Sequence[int], ranks_per_host: int, ranks: int | None = None, hosts: int = 1,
+                  cores: int | None = None) -> list[Identity]:
+    """Return the identities of profiles of the job on this kind of device, by microbatch size.
+
+    The layers are inspected once. See ``identify`` for the other arguments.
+    """
     config, device = job.config, device_of(job.config)
     parallel, own_gpus = config.parallel, device.type != "cpu" and cores is None
     backend = parallel.backend or (accelerator.collectives() if own_gpus else "gloo")
     beside = " and shared memory" if parallel.shared_memory and device.type == "cpu" else ""
-    return identify(job.model, microbatch_of(job, size), model_name=model_name(job),
-                    optimizer=_optimizer(job.optimizer()), device=device, ranks_per_host=ranks_per_host,
-                    backend=backend + beside, threads=config.training.threads, ranks=ranks, hosts=hosts, cores=cores,
-                    precision=config.training.precision)
-
-
-def identities_of(job: Job, sizes: Sequence[int], ranks_per_host: int, ranks: int | None = None, hosts: int = 1,
-                  cores: int | None = None) -> list[Identity]:
-    """Return the identities for several microbatch sizes; inspects the layers once."""
-    first = identity_of(job, sizes[0], ranks_per_host, ranks, hosts, cores)
+    first = identify(job.model, microbatch_of(job, sizes[0]), model_name=model_name(job),
+                     optimizer=_optimizer(job.optimizer()), device=device, ranks_per_host=ranks_per_host,
+                     backend=backend + beside, threads=config.training.threads, ranks=ranks, hosts=hosts, cores=cores,
+                     precision=config.training.precision)
     return [replace(first, microbatch_size=job.microbatch_samples(size)) for size in sizes]
 
 
