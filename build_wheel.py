@@ -1,4 +1,7 @@
-"""Build a wheel with the configs in it. pyproject.toml names this class; everything else of a build is there."""
+"""Build a wheel with the configs of the repository in it; those of the extras are in the package.
+
+pyproject.toml names this class; everything else of a build is there.
+"""
 
 import shutil
 from pathlib import Path

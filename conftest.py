@@ -5,11 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import fork_server
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from world import World
 
 torch.set_num_threads(1)
 
@@ -30,6 +35,27 @@ def on_processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the test's processes forked by a process that has imported torch; else they are processes as ever."""
     monkeypatch.setattr(subprocess, "Popen", fork_server.Popen)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Four ranks over gloo, for the whole session; they end in good order when it ends."""
+    from world import World
+
+    four = World(4, tmp_path_factory.mktemp("world"))
+    yield four
+    statuses = four.close()
+    assert not any(statuses), f"ranks ended with {statuses}"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[World]:
+    """Two ranks over gloo, for one test that makes them fail."""
+    from world import World
+
+    two = World(2, tmp_path)
+    yield two
+    two.kill()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -119,13 +119,13 @@ def is_own(module: str) -> bool:
     return module.startswith("vpipe.") and not module.startswith("vpipe.extras.")
 
 
-def added(group: str) -> list[Any]:
-    """Import and return what packages and extras add to a group, in the order of the names.
+def added(group: str, *names: str) -> list[Any]:
+    """Import and return what packages and extras add to a group: under these names, else under all, sorted.
 
     Raises:
         UserError: one cannot be imported.
     """
-    found = (load(group, group, name, own=False) for name in announced(group))
+    found = (load(group, group, name, own=False) for name in names or announced(group))
     return [entry.load() for entry in found if entry is not None]
 
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.app.launch.network import free_port
 from vpipe.distributed import join_world
-from vpipe.extras.generation.generate import Chosen, DecoderModel, Decoding, Pass, Request, StageDecoder, decode
-from vpipe.extras.generation.pipelined import GenerationRank, in_flight
+from vpipe.extras.generation.decoding import Chosen, Decoding, Request
+from vpipe.extras.generation.pipelined_decoding import GenerationRank, in_flight
+from vpipe.extras.generation.stage_decoder import DecoderModel, Pass, StageDecoder, decode
 from vpipe.model.model import Model
 from vpipe.model.split import balanced
 from vpipe.runtime.transport.distributed import DistributedTransport

@@ -86,9 +86,9 @@ class Case:
         pipe = Pipeline(self.model(), lambda own: torch.optim.AdamW(own, lr=3e-4, fused=True), stages=self.partition,
                         schedule=self.schedule, microbatches=8, execution=Execution(device="cpu"))
         with nullcontext() if folder is None else TraceWriter(folder, pipe, self.samples, limit=10**9) as trace:
-            for _ in pipe.train(self.batches()):
+            for step in pipe.train(self.batches()):
                 if trace is not None:
-                    trace.step()
+                    trace.step(step.index + 1)
                 yield
 
 

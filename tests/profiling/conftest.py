@@ -1,12 +1,6 @@
 """The models that the runtime's tests train, by name, and a profile of one of them."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
-
 from measured import measured
 from models import rich_batches, rich_model
 

@@ -33,7 +33,7 @@ def plan_and_compare(*, config: str, profile: str, steps: int) -> dict[str, Any]
             return {"error": str(error), "status": error.exit_status}
         pipe = build_pipeline(job)
         balance = BalanceCheck(job, pipe, folder, lines.append, warm_up=1, measured=2)
-        for _ in pipe.engine.train(job.training_batches(tuple(job.model.batch)), steps):
-            balance.step()
-        balance.report()
+        for step in pipe.engine.train(job.training_batches(tuple(job.model.batch)), steps):
+            balance.step(step.index + 1)
+        balance.end()
     return {"partition": job.partition, "lines": [line.split(" works ")[0][:19] for line in lines]}

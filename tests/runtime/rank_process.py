@@ -1,7 +1,7 @@
 """What a process of a test world runs: it joins gloo once and then carries out jobs until its input ends.
 
-A job is a line of JSON that names a function of a test module and its arguments; what the function returns goes
-back as a line of JSON.
+A job is a line of JSON that names a function of a test module, its folder and its arguments; what the function returns
+goes back as a line of JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def serve() -> None:
     joined = join_world(timeout_s=float(os.environ["VPIPE_TEST_TIMEOUT_S"]))
     tell("result", joined.ranks)
     for line in sys.stdin:
-        module, function, arguments = json.loads(line)
+        folder, module, function, arguments = json.loads(line)
+        if folder not in sys.path:  # of an extra's tests
+            sys.path.append(folder)
         try:
             tell("result", getattr(importlib.import_module(module), function)(**arguments))
         except Exception as error:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from inspect import getfile
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class World:
         """Hand a job to every rank."""
         if not self.processes:
             self._start()
-        line = json.dumps([job.__module__, job.__name__, arguments]) + "\n"
+        line = json.dumps([str(Path(getfile(job)).parent), job.__module__, job.__name__, arguments]) + "\n"
         for process in self.processes:
             process.popen.stdin.write(line.encode())
             process.popen.stdin.flush()

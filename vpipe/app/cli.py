@@ -17,7 +17,7 @@ from vpipe.app.command_line import COMMANDS, Parser, add_command, add_config, ad
 from vpipe.app.progress import LOADING_TORCH, accept_any_text, message_if_slow
 from vpipe.distributed import name_if_none_left
 from vpipe.errors import RunError, VpipeError
-from vpipe.plugins import added
+from vpipe.plugins import added, announced
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,13 +107,13 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--restarts", type=int, metavar="N", help="restart a failed run from its newest checkpoint up "
                        "to N times (default: 0)")
 
+    families = " or ".join(("gpt, llama, bert", *announced("vpipe.models")))
     init = _add(commands, "init", "init.run_init", "write a commented config for your data, from a few questions; "
                 "an option answers its question, and without a terminal the others take their defaults")
     init.add_argument("path", nargs="?", metavar="PATH", help="your data: a .txt file, or a folder of .txt, .jsonl or "
                       ".hdf5 files, or for translation a .tsv file of pairs (default: what is on this machine)")
     init.add_argument("--data", metavar="PATH", help="the same, as an option")
-    init.add_argument("--family", metavar="NAME", help="gpt, llama, bert or translation (default: the first that your "
-                      "data suits)")
+    init.add_argument("--family", metavar="NAME", help=f"{families} (default: the first that your data suits)")
     init.add_argument("--size", metavar="NAME", help="tiny, mini, or a preset of the family, such as small (default: "
                       "mini, of translation tiny)")
     init.add_argument("--stages", type=int, metavar="P", help="stages, one process or GPU each (default: 4)")

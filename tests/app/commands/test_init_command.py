@@ -64,14 +64,10 @@ def test_its_model_is_planned_and_trains(here: Path, capsys: pytest.CaptureFixtu
     (["--schedule", "asynchronous"], {"model.num_layers": 4, "training.learning_rate": 0.006}),
     (["--family", "llama", "--size", "110m", "--batch-size", "7"],
      {"model.preset": "110m", "training.num_microbatches": 7, "dataset.batch_size": 7}),
-    (["--data", "pairs.tsv", "--schedule", "asynchronous"],
-     {"model.name": "translation", "model.preset": "tiny", "dataset.name": "pairs", "dataset.path": Path("pairs.tsv")}),
-    (["--family", "translation"], {"model.preset": "tiny", "dataset.name": "pairs", "dataset.path": None}),
     (["--data", "shard.hdf5"], {"model.name": "bert", "dataset.name": "bert_hdf5"}),
 ])
 def test_without_a_terminal_options_or_defaults_are_taken_and_comments_are_the_descriptions(
         words: list[str], expected: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
-    Path("pairs.tsv").write_text("a cat\tune chatte\n")
     Path("shard.hdf5").touch()
     assert main(["init", *words, "-o", "c.yaml"]) == 0
     config, text = load_config(Path("c.yaml")), Path("c.yaml").read_text()
@@ -89,8 +85,7 @@ def test_without_a_terminal_options_or_defaults_are_taken_and_comments_are_the_d
 
 
 def test_every_size_of_every_family_is_one() -> None:
-    for family, sizes in (("gpt", "tiny mini xl"), ("llama", "tiny 13b"), ("bert", "tiny large"),
-                          ("translation", "tiny big")):
+    for family, sizes in (("gpt", "tiny mini xl"), ("llama", "tiny 13b"), ("bert", "tiny large")):
         for size in sizes.split():
             assert main(["init", "--family", family, "--size", size, "--force", "--schedule", "asynchronous"]) == 0
             config = load_config(Path("train.yaml"))

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from vpipe.app.data.dataset import Dataset, DatasetSettings
-from vpipe.app.data.text import BertTextSettings, bert_text, prepare_text, split_documents, text
+from vpipe.app.data.text import BertTextSettings, bert_text, prepare_text, split_documents
 from vpipe.errors import UserError
 
 PREPARE = """
@@ -158,26 +158,3 @@ def test_an_unwritable_cache_is_an_error(wanted: BertTextSettings, tmp_path: Pat
     with pytest.raises(UserError, match=r"preparing data in .*taken failed") as caught:
         prepare_text(wanted, tmp_path / "taken")
     assert "dataset.cache_directory" in str(caught.value)
-
-
-def test_messages_of_programs_are_text_in_a_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "locale" / "zh_CN" / "LC_MESSAGES"
-    folder.mkdir(parents=True)
-    for program in ("one", "two"):
-        (folder / f"{program}.po").write_text("".join(
-            f'msgid "cannot open file {number}"\nmsgstr "{program}：无法打开文件 {number}。"\n\n'
-            for number in range(200)))
-    monkeypatch.setattr("vpipe.app.data.text.locale_folders", lambda: [tmp_path / "locale"])
-    settings = DatasetSettings(sequence_length=8, vocab_size=400, language="zh_CN", fields=("input_ids", "labels"),
-                               cache_directory=tmp_path / "cache")
-    dataset = text(settings)
-    assert list(dataset.lines) == ["text: messages in zh_CN of 2 programs on this machine, 400 documents, "
-                                   f"{sum(12 + len(str(number)) for number in range(200)) * 2:,} characters"]
-    assert dataset.tokenizer_path is not None
-    tokenizer = Tokenizer.from_file(str(dataset.tokenizer_path))
-    [batch] = dataset.batches("test", dataset.samples("test"), seed=0)
-    assert "无法打开文件" in tokenizer.decode(batch["input_ids"].flatten().tolist())
-    for changes, what in (({"language": "zh_XX"}, "no program on this machine has messages in the language 'zh_XX'"),
-                          ({"fields": ("input_ids", "masked_lm_ids")}, "BERT's samples are made of prose")):
-        with pytest.raises(UserError, match=what):
-            text(replace(settings, **changes))

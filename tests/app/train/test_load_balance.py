@@ -60,15 +60,15 @@ def lines_of(job: Job, folder: Path, steps: int, emptied_after: Sequence[int] = 
     lines: list[str] = []
     pipe = build_pipeline(job)
     balance = BalanceCheck(job, pipe, folder, lines.append, warm_up=1, measured=2)
+    done = 0
     for step in pipe.train(job.training_batches(tuple(job.model.batch)), updates=steps):
-        balance.step()
+        balance.step(done := max(done, step.index + 1))
         if step.index in emptied_after:
-            balance.before_drain()
-            for _ in pipe.drain():
-                balance.step()
-            balance.after_drain()
-            balance.before_refill()
-    balance.report()
+            balance.drain()
+            balance.step(done := done + len(list(pipe.drain())))
+            balance.pause()
+            balance.resume()
+    balance.end()
     return lines
 
 

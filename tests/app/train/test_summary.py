@@ -26,7 +26,8 @@ from vpipe.app.train.loop import build_pipeline, train
 from vpipe.app.train.metrics import Efficiency, Metrics, PastMetrics, StepSize
 from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.peak_flops import PeakFlops
-from vpipe.app.train.summary import RunFigures, evaluation_text, p95, printable, summary
+from vpipe.app.train.summary import RunFigures, evaluation_text, p95, summary
+from vpipe.app.visualize.table import printable
 from vpipe.model.layer import Layer
 from vpipe.model.model import Model
 from vpipe.runtime.stage_usage import StageUsage

@@ -91,8 +91,8 @@ def test_a_run_that_fails_leaves_what_was_done_until_then(tmp_path: Path) -> Non
 
     def run() -> None:
         with TraceWriter(tmp_path, pipe, 4) as trace:
-            for _ in pipe.train([{"x": torch.ones(4, 2)}, {"x": torch.zeros(4, 2)}]):
-                trace.step()
+            for step in pipe.train([{"x": torch.ones(4, 2)}, {"x": torch.zeros(4, 2)}]):
+                trace.step(step.index + 1)
 
     with pytest.raises(RunError, match="zeros"):
         run()
@@ -106,8 +106,8 @@ def test_a_record_has_a_limit_and_says_so(tmp_path: Path, caplog: pytest.LogCapt
     caplog.set_level("INFO", logger="vpipe")
     pipe = pipeline()
     with TraceWriter(tmp_path, pipe, 4, limit=12) as trace:
-        for _ in pipe.train([{"x": torch.ones(4, 2)}] * 4):
-            trace.step()
+        for step in pipe.train([{"x": torch.ones(4, 2)}] * 4):
+            trace.step(step.index + 1)
         trace.end()
     for rank in range(2):
         *_, clock, end = content = lines(tmp_path / "trace" / f"rank{rank}.jsonl")
@@ -124,8 +124,8 @@ def test_many_notes_or_old_ones_are_written_between_steps(tmp_path: Path, monkey
     monkeypatch.setattr("vpipe.app.train.trace_writer.AFTER_S", after_s)
     pipe, file, sizes = pipeline(), tmp_path / "trace" / "rank0.jsonl", []
     with TraceWriter(tmp_path, pipe, 4) as trace:
-        for _ in pipe.train([{"x": torch.ones(4, 2)}] * 5):
-            trace.step()
+        for step in pipe.train([{"x": torch.ones(4, 2)}] * 5):
+            trace.step(step.index + 1)
             sizes.append(len(lines(file)))
     per_step = 9  # two forwards and backwards, two sends, two receives, a step
     assert sizes == [2 + per_step * steps for steps in written]
@@ -148,8 +148,8 @@ def test_staleness_is_what_the_run_counted(tmp_path: Path, schedule: str) -> Non
     data = [{"x": torch.ones(4, 2)}] * 6
     with TraceWriter(tmp_path, pipe, 4) as trace:
         for part in range(2):
-            for _ in pipe.train(data):
-                trace.step()
+            for step in pipe.train(data):
+                trace.step(step.index + 1)
             if part == 0:
                 pipe.evaluate(data[:1])
     recording = read_recording(tmp_path)
@@ -168,7 +168,7 @@ def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path, monkey
             if step.index == at:
                 trace._files[0].close()
                 trace._files[0] = full
-            trace.step()
+            trace.step(step.index + 1)
             losses.append(step.loss)
         trace.end()
     assert len(losses) == 4

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -15,29 +16,18 @@ from typing import Any
 from vpipe.app.config.config import Config
 from vpipe.app.config.validation import section_of, validated
 from vpipe.app.config.yaml_tree import parse, write
-from vpipe.app.families.bert import KEYS as BERT
-from vpipe.app.families.gpt import KEYS as GPT
-from vpipe.app.families.llama import KEYS as LLAMA
-from vpipe.app.families.registry import family_named
+from vpipe.app.data.registry import files_read
+from vpipe.app.families.registry import ENTRY_POINT_GROUP, Family, family_named
 from vpipe.app.train.model_section import model_settings
 from vpipe.errors import UserError, counted, nearest
-from vpipe.extras.translation.model import KEYS as TRANSLATION
+from vpipe.plugins import announced
 
-FAMILIES = {"gpt": GPT, "llama": LLAMA, "bert": BERT, "translation": TRANSLATION}
+OWN_FAMILIES = ("gpt", "llama", "bert")
 SIZES: Mapping[str, Mapping[str, int]] = {"tiny": {"hidden_size": 128, "num_layers": 2, "num_heads": 2},
                                           "mini": {"hidden_size": 256, "num_layers": 4, "num_heads": 4}}
 """Sizes for families whose presets are for GPUs."""
 
 SCHEDULES = {"synchronous": "1f1b", "asynchronous": "pipedream"}
-_FILES: Mapping[str, tuple[str, ...]] = {
-    "code_search_net": ("*.jsonl", "*.jsonl.gz"), "huggingface": ("dataset_info.json",), "text": ("*.txt",),
-    "bert_hdf5": ("*.hdf5",), "pairs": ("*.tsv", "*.tsv.gz", "*.mo", "*.po", "dataset_info.json")}
-"""Names of files, by the data set that reads them."""
-
-_DATASETS = {"gpt": ("code_search_net", "huggingface", "text"), "llama": ("code_search_net", "huggingface", "text"),
-             "bert": ("text", "bert_hdf5"), "translation": ("pairs",)}
-"""Data sets that a family can be trained on; without the user's data the first one, of what this machine has."""
-
 _COLUMNS = 100
 
 
@@ -74,8 +64,9 @@ def run_init(options: argparse.Namespace) -> None:
     data = answer(options.path if options.data is None else options.data, "Your data: a .txt file, or a folder of "
                   ".txt, .jsonl or .hdf5 files; for translation a .tsv file of pairs; none takes what is on this "
                   "machine", "none", _data)
-    name = answer(options.family, f"Model family ({', '.join(FAMILIES)})", _families(data)[0], _family_for(data))
-    sizes = {**(SIZES if "tiny" not in FAMILIES[name].presets else {}), **FAMILIES[name].presets}
+    name = answer(options.family, f"Model family ({', '.join(_known())})", _families(data)[0], _family_for(data))
+    presets = _known()[name].presets
+    sizes = {**(SIZES if "tiny" not in presets else {}), **presets}
     size = answer(options.size, f"Size of the model ({', '.join(sizes)})", "mini" if "mini" in sizes else next(
         iter(sizes)), _one_of(sizes, "size"))
     stages = answer(options.stages, "Stages, one process or GPU each", "4", _count("--stages"))
@@ -123,26 +114,33 @@ def _data(text: str) -> Path | None:
     return path
 
 
+@cache
+def _known() -> dict[str, Family]:
+    """Return the families that say which data sets they are trained on."""
+    names = (*OWN_FAMILIES, *announced(ENTRY_POINT_GROUP))
+    return {name: family for name in names if (family := family_named(name)).datasets}
+
+
 def _dataset(family: str, path: Path | None) -> str | None:
     """Return the name of the data set with which a family reads a file or a folder; None if there is none."""
     def holds(pattern: str) -> bool:
         assert path is not None, "the user's data"
         return path.match(pattern) if path.is_file() else next(path.rglob(pattern), None) is not None
 
-    return next((name for name in _DATASETS[family] if path is None or any(map(holds, _FILES[name]))), None)
+    return next((name for name in _known()[family].datasets if path is None or any(map(holds, files_read(name)))), None)
 
 
 def _families(path: Path | None) -> list[str]:
-    return [family for family in FAMILIES if _dataset(family, path) is not None]
+    return [family for family in _known() if _dataset(family, path) is not None]
 
 
 def _family_for(path: Path | None) -> Callable[[str], str]:
     def read(text: str) -> str:
-        family = _one_of(FAMILIES, "family")(text)
+        family = _one_of(_known(), "family")(text)
         if _dataset(family, path) is None:
             raise UserError(f"the family {family} cannot be trained on '{path}'",
                             hint=f"give --family {' or '.join(_families(path))}, or data with " + ", ".join(
-                                pattern for name in _DATASETS[family] for pattern in _FILES[name]))
+                                pattern for name in _known()[family].datasets for pattern in files_read(name)))
         return family
 
     return read
@@ -183,7 +181,7 @@ def _length(text: str) -> _Length:
 def _sections(name: str, size: str, data: Path | None, batch_size: int, schedule: str, stages: int,
               length: _Length) -> dict[str, dict[str, Any]]:
     """Return the keys of the config, by section."""
-    presets, late = FAMILIES[name].presets, schedule == "asynchronous"
+    presets, late = _known()[name].presets, schedule == "asynchronous"
     training: dict[str, Any] = {"learning_rate": 0.001}
     if length.steps is not None:
         training |= {"lr_policy": "cosine", "warmup_steps": 0.05, "max_steps": length.steps}

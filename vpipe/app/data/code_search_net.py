@@ -110,7 +110,7 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "object")
 
 
-@register_dataset("code_search_net")
+@register_dataset("code_search_net", files=("*.jsonl", "*.jsonl.gz"))
 def code_search_net(settings: DatasetSettings) -> TokenDataset:
     """Return the functions in the file or folder ``path``; without one, those of the standard library and torch."""
     if settings.path is None:

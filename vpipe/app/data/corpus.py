@@ -56,6 +56,13 @@ class Document:
 
 
 @dataclass(frozen=True)
+class Pair(Document):
+    """A source, which is the ``text``, and its ``target``; ``language``: the languages, or the catalogue's name."""
+
+    target: str = ""
+
+
+@dataclass(frozen=True)
 class Corpus:
     """Documents that can be read again and again, in the same order.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -64,6 +65,25 @@ class Dataset(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class HeldOutText:
+    """What the losses on a held-out text compare with.
+
+    Attributes:
+        tokens: of the text, a token at the end of each document included.
+        bytes: of the text in UTF-8.
+        unigram_entropy: of the text, in nats per token: the lowest loss of a model that sees no context.
+    """
+
+    tokens: int
+    bytes: int
+    unigram_entropy: float
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Return what a byte of the text costs at a loss in nats per token; it does not depend on the tokenizer."""
+        return loss / log(2) * self.tokens / self.bytes
+
+
 @runtime_checkable
 class Tokenized(Protocol):
     """A data set that may have the tokenizer of its samples."""
@@ -85,6 +105,23 @@ class VaryingBatches(Protocol):
 
     def largest_batch(self, batch_size: int) -> Mapping[str, Tensor]:
         """Return all fields of the batch with the longest samples, whose memory is planned for."""
+
+
+@runtime_checkable
+class Padded(Protocol):
+    """A data set whose batches for training have padding."""
+
+    def padding_share(self, batch_size: int) -> float:
+        """Return the share of padding in the tokens of an epoch of training."""
+
+
+@runtime_checkable
+class Comparable(Protocol):
+    """A data set of texts, with whose held-out one the losses of a model that learns next tokens are compared."""
+
+    @property
+    def held_out_text(self) -> HeldOutText | None:
+        """Return what they compare with; None where the samples stand for no text."""
 
 
 @runtime_checkable

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vpipe.app.data.dataset import SPLITS, Field, Split
+from vpipe.app.data.dataset import SPLITS, Field, HeldOutText, Split
 from vpipe.errors import UserError, counted, nearest
 
 if TYPE_CHECKING:
@@ -137,25 +135,6 @@ def samples_in(tokens: int, sequence_length: int) -> int:
     if sequence_length < 1:
         raise UserError(f"sequence_length is {sequence_length}", hint="a sample has at least 1 token")
     return max(0, tokens - 1) // sequence_length
-
-
-@dataclass(frozen=True)
-class HeldOutText:
-    """What the losses on a held-out text compare with.
-
-    Attributes:
-        tokens: of the text, a token at the end of each document included.
-        bytes: of the text in UTF-8.
-        unigram_entropy: of the text, in nats per token: the lowest loss of a model that sees no context.
-    """
-
-    tokens: int
-    bytes: int
-    unigram_entropy: float
-
-    def bits_per_byte(self, loss: float) -> float:
-        """Return what a byte of the text costs at a loss in nats per token; it does not depend on the tokenizer."""
-        return loss / log(2) * self.tokens / self.bytes
 
 
 class TokenDataset(ArrayDataset):

@@ -24,7 +24,7 @@ _COLUMNS = ("text", "content", *CODE)
 _MARKS = ("dataset_dict.json", "dataset_info.json")
 
 
-@register_dataset("huggingface")
+@register_dataset("huggingface", files=("dataset_info.json",))
 def huggingface(settings: DatasetSettings) -> TokenDataset:
     """Return the texts of a folder: the column ``text``, ``content``, ``func_code_string`` or ``code`` of every row.
 

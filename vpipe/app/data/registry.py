@@ -3,7 +3,7 @@
 A data set is added by one file in this folder, or by a package that names it under the entry-point group
 ``vpipe.datasets``, with a decorated factory in it::
 
-    @register_dataset("text")
+    @register_dataset("text", files=("*.txt",))
     def text(settings: DatasetSettings) -> Dataset: ...
 """
 
@@ -22,10 +22,15 @@ from vpipe.plugins import announced, is_own, registered
 Factory = Callable[[DatasetSettings], Dataset]
 ENTRY_POINTS = "vpipe.datasets"
 _factories: dict[str, Factory] = {}
+_files: dict[str, tuple[str, ...]] = {}
 
 
-def register_dataset(name: str) -> Callable[[Factory], Factory]:
-    """Register the decorated factory as ``name``. Raises :class:`UserError` when another one has that name."""
+def register_dataset(name: str, files: tuple[str, ...] = ()) -> Callable[[Factory], Factory]:
+    """Register the decorated factory as ``name``. Raises :class:`UserError` when another one has that name.
+
+    Args:
+        files: patterns of the names of the files that it reads, by which ``vpipe init`` finds it.
+    """
     def register(factory: Factory) -> Factory:
         if not is_own(factory.__module__):
             _find_own()  # so that the names of vpipe's own data sets are known to be taken
@@ -33,6 +38,7 @@ def register_dataset(name: str) -> Callable[[Factory], Factory]:
         if (known.__module__, known.__qualname__) != (factory.__module__, factory.__qualname__):
             raise UserError(f"two data sets are called '{name}': {known.__module__}.{known.__qualname__} "
                             f"and {factory.__module__}.{factory.__qualname__}", hint="rename one of them")
+        _files[name] = files
         return factory
 
     return register
@@ -49,6 +55,14 @@ def dataset_named(name: str) -> Factory:
     _find_own()
     own = name in _factories and is_own(_factories[name].__module__)
     return registered(ENTRY_POINTS, "data set", name, _factories, own=own, names=dataset_names)
+
+
+def files_read(name: str) -> tuple[str, ...]:
+    """Return the patterns of the files that a data set reads; none for one that is not here."""
+    if name not in dataset_names():
+        return ()
+    dataset_named(name)
+    return _files[name]
 
 
 def prepare(name: str, settings: DatasetSettings) -> int:

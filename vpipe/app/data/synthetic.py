@@ -1,10 +1,12 @@
-"""The data set ``synthetic``: random samples for BERT, a language model or a translation model, for timing and tests.
+"""The data set ``synthetic``: random samples for BERT or a language model, for timing and tests; nothing is read.
 
-Nothing is read.
+An extra or a package adds samples for its models by an entry point of its name in the group ``vpipe.synthetic``, which
+leads to a function: ``DatasetSettings`` -> the data set, or None for a model that reads other fields.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from zlib import crc32
 
@@ -20,12 +22,15 @@ from vpipe.app.data.bert_samples import (
     mask_tokens,
     pack,
 )
-from vpipe.app.data.dataset import DatasetSettings, Split
-from vpipe.app.data.epoch import Array, TokenDataset, for_language_model, seeded_generator
+from vpipe.app.data.dataset import Dataset, DatasetSettings, Split
+from vpipe.app.data.epoch import INPUT_IDS, Array, TokenDataset, for_language_model, seeded_generator
 from vpipe.app.data.registry import register_dataset
-from vpipe.app.data.tokenizers import DEFAULT_VOCAB_SIZE, PAIR_TOKENS
+from vpipe.app.data.tokenizers import DEFAULT_VOCAB_SIZE
 from vpipe.errors import UserError
-from vpipe.extras.translation.length_buckets import SOURCE_IDS, LengthBuckets, PairDataset, TokenPairs
+from vpipe.plugins import added
+
+SYNTHETIC = "vpipe.synthetic"
+"""The group of entry points."""
 
 
 def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: int, *, seed: int = 0) -> TokenDataset:
@@ -66,7 +71,7 @@ def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAUL
     if vocab_size <= _SPECIAL:
         raise UserError(f"vocab_size is {vocab_size}, but {_SPECIAL} ids are special tokens",
                         hint=f"use at least {_SPECIAL + 1}")
-    counts = _counts(samples, batch_size)
+    counts = sample_counts(samples, batch_size)
 
     @cache
     def made(split: Split) -> Samples:
@@ -91,38 +96,15 @@ def random_pairs(count: int, vocab_size: int, sequence_length: int, rng: np.rand
             for row, middle, length, label in zip(words, middles, lengths, labels, strict=True)]
 
 
-def _counts(samples: int, batch_size: int) -> dict[Split, int]:
+def sample_counts(samples: int, batch_size: int) -> dict[Split, int]:
     """Return the samples of each split; the test split holds one batch at least."""
     if samples < 1:
         raise UserError(f"samples is {samples}", hint="a data set holds at least 1 sample")
     return {"train": samples, "test": max(batch_size, samples // _TEST_SHARE)}
 
 
-def synthetic_pairs(vocab_size: int, sequence_length: int, samples: int = _DEFAULT_SAMPLES, *, seed: int = 0,
-                    batch_size: int = 1, max_tokens: int | None = None) -> PairDataset:
-    """Return ``samples`` training pairs of random tokens, either side half a length to a full one, and some test pairs.
-
-    Those are an eighth as many, but no fewer than ``batch_size``. The arguments decide every value. All are kept in
-    memory: 8 S bytes a pair at most. Raises :class:`UserError` for wrong sizes.
-    """
-    if sequence_length < 2:
-        raise UserError(f"sequence_length is {sequence_length}", hint="a side has at least a token and its end")
-    if vocab_size <= len(PAIR_TOKENS):
-        raise UserError(f"vocab_size is {vocab_size}, but {len(PAIR_TOKENS)} ids are special tokens",
-                        hint=f"use at least {len(PAIR_TOKENS) + 1}")
-    pairs: dict[Split, TokenPairs] = {}
-    for split, count in _counts(samples, batch_size).items():
-        rng = seeded_generator(seed, crc32(split.encode()))
-        lengths = rng.integers(max(1, sequence_length // 2 - 1), sequence_length, size=(count, 2))
-        source, target = (rng.integers(len(PAIR_TOKENS), vocab_size, size=int(total), dtype=np.uint32)
-                          for total in lengths.sum(0))
-        pairs[split] = TokenPairs.from_lengths(source, target, lengths)
-    LengthBuckets(pairs["train"].widths, batch_size, max_tokens)  # which checks the sizes
-    return PairDataset(vocab_size, sequence_length, pairs, 0, 1, max_tokens)
-
-
 @register_dataset("synthetic")
-def synthetic(settings: DatasetSettings) -> BertDataset | TokenDataset | PairDataset:
+def synthetic(settings: DatasetSettings) -> Dataset:
     """Return random samples of the sizes in ``settings``, for the model that reads ``settings.fields``.
 
     For -1 the vocabulary is 8192 and a sequence 128 tokens; for None there are 1024 samples, or 8 batches where those
@@ -139,11 +121,14 @@ def synthetic(settings: DatasetSettings) -> BertDataset | TokenDataset | PairDat
         raise UserError(f"{samples:,} synthetic samples of {length:,} tokens are too many to be kept in memory",
                         hint=f"use {min(_MOST_SAMPLES, _MOST_TOKENS // length):,} at most: set dataset.samples, or a "
                              "smaller dataset.batch_size or model.sequence_length")
-    if SOURCE_IDS in settings.fields:
-        return synthetic_pairs(vocab_size, length, samples, seed=settings.seed, batch_size=size,
-                               max_tokens=settings.max_tokens)
+    if settings.fields and INPUT_IDS not in settings.fields:
+        settled = replace(settings, vocab_size=vocab_size, sequence_length=length, samples=samples)
+        for make in added(SYNTHETIC):
+            found: Dataset | None = make(settled)
+            if found is not None:
+                return found
     if for_language_model(settings.fields):
-        counts = _counts(samples, size)
+        counts = sample_counts(samples, size)
         return synthetic_tokens(vocab_size, length, counts["train"], counts["test"], seed=settings.seed)
     return synthetic_bert(vocab_size, length, samples, seed=settings.seed, max_predictions=settings.max_predictions,
                           batch_size=size)

@@ -3,6 +3,9 @@
 BERT's samples are made of documents, split, tokenizer, pairs. The cache directory keeps them as mapped arrays:
 
     bert-<key>/  manifest.json  tokenizer.json  train_input_ids.npy  ...  test_next_sentence_labels.npy
+
+An extra or a package finds text of this machine in other languages by an entry point of its name in the group
+``vpipe.texts``, which leads to a function: a language, such as ``zh_CN`` -> a corpus; UserError where it has none.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -40,12 +43,14 @@ from vpipe.app.data.tokenizers import (
     save_tokenizer,
     train_wordpiece,
 )
-from vpipe.errors import UserError, counted, nearest
-from vpipe.extras.catalogues.catalogues import locale_folders, machine_catalogues, read_messages
-from vpipe.plugins import package_versions
+from vpipe.errors import UserError, counted
+from vpipe.plugins import added, package_versions
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+TEXTS = "vpipe.texts"
+"""The group of entry points."""
 
 _FORMAT = 2  # raised when the same parameters come to mean other samples
 _TEST_SHARE = 20  # one document in so many is held out
@@ -184,14 +189,17 @@ def bert_text(settings: DatasetSettings) -> BertDataset:
 def text_corpus(folder: Path | None, language: str | None = None) -> Corpus:
     """Return the documents for a language model, each with its line breaks; None: the text of this machine.
 
-    That is English prose, or in another language what programs say in it. Raises UserError for a language without any.
+    That is English prose, or what a source of ``vpipe.texts`` finds in another language.
+
+    Raises:
+        UserError: there is none.
     """
     if folder is not None:
         return Corpus(str(folder), {"text": file_states(text_files(folder), folder)},
                       lambda: (Document("\n".join(block)) for block in read_blocks(folder)))
 
     if language is not None:
-        return _messages_corpus(language)
+        return _text_in(language)
 
     @cache  # reading the sources takes seconds
     def prose() -> list[Document]:
@@ -201,24 +209,21 @@ def text_corpus(folder: Path | None, language: str | None = None) -> Corpus:
     return Corpus("the prose of this machine", {"prose": versions}, prose)
 
 
-def _messages_corpus(language: str) -> Corpus:
-    """Return the messages of the programs on this machine in a language; one is a document."""
-    found = machine_catalogues(locale_folders())
-    own = [catalogue.path for catalogue in found if catalogue.language == language]
-    if not own:
-        known = sorted({catalogue.language for catalogue in found})
-        raise UserError(f"no program on this machine has messages in the language '{language}'",
-                        hint=nearest(language, known) if known else "name a folder of text as dataset.path")
-
-    def messages() -> Iterator[Document]:
-        texts = (text for path in own for message in read_messages(path) for text in message.translations)
-        return (Document(text) for text in dict.fromkeys(texts) if text.strip())
-
-    return Corpus(f"messages in {language} of {counted(len(own), 'program')} on this machine",
-                  {"messages": file_states(own, Path("/")), "language": language}, messages)
+def _text_in(language: str) -> Corpus:
+    """Return the text of this machine in a language, from the first source that has some."""
+    refused = UserError(f"nothing here finds text in the language '{language}'",
+                        hint="name a folder of text as dataset.path; vpipe/extras/catalogues, which is missing here, "
+                             "reads what programs say")
+    for source in added(TEXTS):
+        try:
+            found: Corpus = source(language)
+            return found
+        except UserError as error:
+            refused = error
+    raise refused
 
 
-@register_dataset("text")
+@register_dataset("text", files=("*.txt",))
 def text(settings: DatasetSettings) -> Dataset:
     """Return samples for the model that reads ``settings.fields``. Raises :class:`UserError` for impossible text."""
     if for_language_model(settings.fields):

@@ -191,7 +191,8 @@ def _flops(settings: ModelSettings) -> list[int]:
     return [2 * norm + attention, mlp, *(attention, mlp) * (config.num_hidden_layers - 1), head]
 
 
-@register_model("bert", stage_order=stage_file_order, flops=_flops, huggingface=HuggingFace(
+@register_model("bert", stage_order=stage_file_order, flops=_flops, presets=KEYS.presets, datasets=(
+    "text", "bert_hdf5"), huggingface=HuggingFace(
     "bert", "BertForPreTraining", "BertTokenizer", _from_huggingface, _huggingface_config, huggingface_names,
     huggingface_copies, huggingface_spelled))
 def bert_from_settings(settings: ModelSettings) -> Model:

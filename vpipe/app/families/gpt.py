@@ -156,7 +156,8 @@ def _flops(settings: ModelSettings) -> list[int]:
     return [*(attention, mlp) * config.n_layer, 2 * (norm + config.vocab_size * h)]
 
 
-@register_model("gpt", flops=_flops, huggingface=HuggingFace(
+@register_model("gpt", flops=_flops, presets=KEYS.presets, datasets=(
+    "code_search_net", "huggingface", "text"), huggingface=HuggingFace(
     "gpt2", "GPT2LMHeadModel", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
     decoder_copies, huggingface_spelled, TRANSPOSED))
 def gpt_from_settings(settings: ModelSettings) -> Model:

@@ -221,7 +221,8 @@ def _flops(settings: ModelSettings) -> list[int]:
     return [*(attention, mlp) * config.num_hidden_layers, 2 * (h + config.vocab_size * h)]
 
 
-@register_model("llama", flops=_flops, huggingface=HuggingFace(
+@register_model("llama", flops=_flops, presets=KEYS.presets, datasets=(
+    "code_search_net", "huggingface", "text"), huggingface=HuggingFace(
     "llama", "LlamaForCausalLM", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
     decoder_copies, huggingface_spelled))
 def llama_from_settings(settings: ModelSettings) -> Model:

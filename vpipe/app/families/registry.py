@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import vpipe.app.families
@@ -99,6 +100,9 @@ class Family:
             of attention (H = the width of all heads together, S = ``sequence_length``, else the model's positions;
             nothing is taken off for a causal mask). A backward has twice as many. None for a family without.
         options: a frozen dataclass of the keys in ``model.options``; None for a family that has none.
+        presets: sizes by name, for ``vpipe init``.
+        datasets: names of the data sets that it is trained on, for ``vpipe init``, which leaves out a family without;
+            the first is taken without the user's data.
     """
 
     factory: Factory
@@ -106,6 +110,8 @@ class Family:
     stage_order: Callable[[ModelSettings], list[str]] | None = None
     flops: Callable[[ModelSettings], Sequence[int]] | None = None
     options: type | None = None
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    datasets: tuple[str, ...] = ()
 
 
 _families: dict[str, Family] = {}
@@ -114,7 +120,8 @@ _families: dict[str, Family] = {}
 def register_model(name: str, *, huggingface: HuggingFace | None = None,
                    stage_order: Callable[[ModelSettings], list[str]] | None = None,
                    flops: Callable[[ModelSettings], Sequence[int]] | None = None,
-                   options: type | None = None) -> Callable[[Factory], Factory]:
+                   options: type | None = None, presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+                   datasets: tuple[str, ...] = ()) -> Callable[[Factory], Factory]:
     """Register the decorated factory.
 
     Args:
@@ -125,6 +132,8 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
         options: a frozen dataclass whose fields are the keys of ``model.options``, each with a type (``int``,
             ``float``, ``bool``, ``str``, ``Path``, ``Literal``, a tuple, or one of them or None) and a default. The
             ``metadata`` of a field may have ``help``, a text for errors, and the bounds ``gt``, ``ge``, ``lt``, ``le``.
+        presets: as in :class:`Family`.
+        datasets: as in :class:`Family`.
 
     Raises:
         UserError: the name is in use, or the options are no such class.
@@ -139,7 +148,7 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
         if holder != factory.__module__:  # the same module again is a reload
             raise UserError(f"two modules register the model '{name}': {holder} and {factory.__module__}",
                             hint="give one of them another name")
-        _families[name] = Family(factory, huggingface, stage_order, flops, options)
+        _families[name] = Family(factory, huggingface, stage_order, flops, options, presets, datasets)
         return factory
 
     return register

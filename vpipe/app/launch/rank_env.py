@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import socket
 import sys
@@ -213,6 +214,12 @@ are still mapped by themselves. To keep those, too (``M_MMAP_MAX`` 0), leaves ho
 logits of 64 MiB half as large again."""
 
 TUNABLES = "GLIBC_TUNABLES"
+
+
+def keep_memory_for(config: Config) -> None:
+    """Let this process keep the memory that it frees, if its config says so; the log says what came of it."""
+    if config.launch.keep_memory:
+        logging.getLogger("vpipe").info(keep_memory())
 
 
 def keep_memory(environment: Mapping[str, str] = os.environ) -> str:

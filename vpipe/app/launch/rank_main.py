@@ -5,9 +5,8 @@ checked the config and made the run's folder. Under torchrun and srun ``vpipe tr
 rank 0 reads and checks the config and makes the folder, and hands both out. All describe the job by RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
-The tasks: ``train``, with the folder of a checkpoint to resume, if any; ``verify N``: record N updates;
-``compare``, with the arguments of :func:`vpipe.extras.comparison.run.run_comparison`; ``profile``, with sizes of
-microbatches; ``sample``, with what :class:`vpipe.extras.generation.job.GenerationTask` saved instead of a config.
+The tasks: ``train``, with the folder of a checkpoint to resume, if any; ``verify N``: record N updates; ``profile``,
+with sizes of microbatches; and those of packages (:mod:`vpipe.app.launch.tasks`).
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ from vpipe.app.errors import StartError
 from vpipe.app.launch.container import enter
 from vpipe.app.launch.failure_report import reported_error, write_report
 from vpipe.app.launch.network import interface_towards
-from vpipe.app.launch.rank_env import check_gpus, interface_variables, keep_memory, ranks_of
+from vpipe.app.launch.rank_env import check_gpus, interface_variables, keep_memory_for, ranks_of
 from vpipe.app.launch.restart import Attempt, Starter, fitted
+from vpipe.app.launch.tasks import task_named
 from vpipe.app.progress import accept_any_text
 from vpipe.app.signals import (
     PARENT_PIPE,
@@ -71,36 +71,15 @@ def main(folder: Path, task: str, *arguments: str) -> int:
 
     def work() -> Stopped | None:
         import_files(imported_files())
-        if task == "sample":
-            from vpipe.extras.generation.job import generate_rank
-
-            try:
-                generate_rank(folder, rank)
-                return None
-            except UserError as error:  # nothing was trained that could be lost: as in one process
-                raise StartError.all_of(error.problems) from None
+        if task != "train":
+            task_named(task)(folder, rank, arguments)
+            return None
         config = load_resolved(folder / CONFIG)
-        _keep_memory(config)
-        if task == "train":
-            environment = RankEnvironment.parse(os.environ)
-            assert environment is not None, "the launcher has described it"
-            startup, start = _Startup(environment), ResumePoint(folder, Path(*arguments)) if arguments else None
-            return _train(startup.agree(config, start), folder, start)
-        job = Job.from_config(config, checked=True)
-        if task == "verify":
-            from vpipe.app.verify import record_rank
-
-            record_rank(job, folder, int(arguments[0]))
-        elif task == "compare":
-            from vpipe.extras.comparison.run import run_comparison
-
-            run_comparison(job, folder, arguments)
-        else:
-            assert task == "profile", task
-            from vpipe.app.train.planning import profile_rank
-
-            profile_rank(job, folder, arguments)
-        return None
+        keep_memory_for(config)
+        environment = RankEnvironment.parse(os.environ)
+        assert environment is not None, "the launcher has described it"
+        startup, start = _Startup(environment), ResumePoint(folder, Path(*arguments)) if arguments else None
+        return _train(startup.agree(config, start), folder, start)
 
     stopped, failure = _run_logged(work, folder, rank)
     if failure is not None:
@@ -179,7 +158,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
               + (f" on {len({host['host'] for host in hosts})} hosts" if several else ""), flush=True)
 
     def work() -> Stopped | None:
-        _keep_memory(job.config)
+        keep_memory_for(job.config)
         return _train(job, folder, point)
 
     stopped, failure = _run_logged(work, folder, rank.rank)
@@ -369,11 +348,6 @@ def _folder_here(folder: Path, job: Job) -> Path:
         raise RunError(f"cannot make the run's folder '{folder}' on this host: {error.strerror}",
                        hint="set log_directory to a folder that can be made and written on all hosts") from None
     return folder
-
-
-def _keep_memory(config: Config) -> None:
-    if config.launch.keep_memory:
-        log.info(keep_memory())
 
 
 def _run_logged(work: Callable[[], T], folder: Path, rank: int) -> tuple[T | None, VpipeError | None]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from vpipe.app.data.dataset import Described, VaryingBatches
+from vpipe.app.data.dataset import Described, Padded, VaryingBatches
 from vpipe.app.train.job import Job
 from vpipe.errors import counted
-from vpipe.extras.translation.length_buckets import SOURCE_IDS, PairDataset
 
 
 def headline(job: Job) -> str:
@@ -37,14 +36,14 @@ def _processes(job: Job) -> str:
 def size_lines(job: Job) -> str:
     """Describe the size of the model, of an epoch and of a held-out text in lines, which follow a run's first."""
     config, samples, dataset = job.config, job.dataset.samples("train"), job.dataset
-    tokens = not {"input_ids", SOURCE_IDS}.isdisjoint(job.model.batch)
+    varying = isinstance(dataset, VaryingBatches)
+    tokens = varying or "input_ids" in job.model.batch
     length = config.model.sequence_length
     steps, rest = divmod(job.epochs.batches * config.microbatches, job.schedule.assignment.per_step)
-    varying = isinstance(dataset, VaryingBatches)
     epoch = [counted(samples, "sample", commas=True),
              *([counted(job.epochs.tokens if varying else samples * length, "token", commas=True)] if tokens else []),
              "about " * (rest > 0) + counted(steps, job.step_name, commas=True)]
-    if isinstance(dataset, PairDataset):
+    if isinstance(dataset, Padded):
         epoch.append(f"{100 * dataset.padding_share(config.dataset.batch_size):.1f} % padding")
     parameters = job.model.parameter_count()
     text = job.held_out_text

@@ -16,11 +16,9 @@ from torch import Tensor
 from vpipe import Cut, Execution, Model, Update, accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.config.options import all_options
-from vpipe.app.data.dataset import Dataset, DatasetSettings, Tokenized, VaryingBatches
-from vpipe.app.data.epoch import HeldOutText, TokenDataset
+from vpipe.app.data.dataset import Comparable, Dataset, DatasetSettings, HeldOutText, Tokenized, VaryingBatches
 from vpipe.app.data.registry import dataset_named
-from vpipe.app.data.tokenizers import load_wordpiece
-from vpipe.app.families.registry import model_named
+from vpipe.app.families.registry import family_named, model_named
 from vpipe.app.train.epochs import Epochs
 from vpipe.app.train.model_section import model_file, model_flops, model_settings
 from vpipe.app.train.optimizers import (
@@ -34,15 +32,17 @@ from vpipe.app.train.tensorboard import check_installed
 from vpipe.description import Description
 from vpipe.distributed import DeviceMap, choose_device, join_world
 from vpipe.errors import UserError
-from vpipe.extras.generation.sampling import BERT, masked_ids
-from vpipe.extras.translation.length_buckets import SOURCE_IDS, PairDataset
 from vpipe.model import seed_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
+from vpipe.plugins import added
 from vpipe.profiling.cache import load_by_digest, to_stderr
 from vpipe.profiling.fingerprint import digest, structure
 from vpipe.runtime import prepare_schedule
 from vpipe.schedules import Advice, Schedule, ScheduleSpec
+
+OBSERVERS = "vpipe.observers"
+"""The group of entry points, see :mod:`vpipe.app.train.observers`."""
 
 _STAND_IN = 8192
 """Size of the vocabulary while it is not known: the model is then only asked for its batch fields."""
@@ -125,22 +125,8 @@ class Job:
         self.optimizer()
         self.evaluation_batches(())
         next(self.dataset.batches("train", self.config.dataset.batch_size, seed=0, fields=()))
-        if self.config.training.sample_prompts:
-            self._check_prompts()
-
-    def _check_prompts(self) -> None:
-        """Check that the model can do something with ``training.sample_prompts``."""
-        name, what = self.config.model.name, "training.sample_prompts are given, but"
-        if self.tokenizer_path is None:
-            raise UserError(f"{what} the data set '{self.config.dataset.name}' has no tokenizer",
-                            hint="leave them out (training.sample_prompts=[]), or train on texts")
-        if name == BERT:
-            tokenizer = load_wordpiece(self.tokenizer_path)
-            for prompt in self.config.training.sample_prompts:
-                masked_ids(tokenizer, prompt, self.config.model.sequence_length)
-        elif not self.learns_next_tokens:
-            raise UserError(f"{what} the model '{name}' predicts neither next nor masked tokens",
-                            hint="leave them out")
+        for observer in added(OBSERVERS):
+            observer.check(self)
 
     @classmethod
     def _prepare(cls, config: Config, dataset: Dataset, model: Model, plan: Plan | None, *,
@@ -279,11 +265,6 @@ class Job:
         return set(self.model.batch) == {"input_ids", "labels"} and fields["labels"].shape == fields["input_ids"].shape
 
     @property
-    def translates(self) -> bool:
-        """Whether the model translates held-out pairs whose texts are there."""
-        return SOURCE_IDS in self.model.batch and isinstance(self.dataset, PairDataset) and bool(self.dataset.held_out)
-
-    @property
     def tokenizer_path(self) -> Path | None:
         """The ``tokenizer.json`` of the data; None where it has none."""
         return self.dataset.tokenizer_path if isinstance(self.dataset, Tokenized) else None
@@ -292,9 +273,8 @@ class Job:
     def held_out_text(self) -> HeldOutText | None:
         """What the loss of a model of next tokens compares with; None for other models, and without a text."""
         dataset = self.dataset
-        if isinstance(dataset, PairDataset):
-            return dataset.held_out_text
-        return dataset.held_out_text if self.learns_next_tokens and isinstance(dataset, TokenDataset) else None
+        reads_all = set(self.model.batch) == set(dataset.fields)
+        return dataset.held_out_text if reads_all and isinstance(dataset, Comparable) else None
 
     def same_program(self, other: Job) -> bool:
         """Return whether both jobs run the same actions on the same partition, whatever their schedules are called."""
@@ -382,10 +362,10 @@ def _check_data(model: Model, dataset: Dataset, config: Config) -> None:
         raise UserError(f"dataset.max_tokens is {config.dataset.max_tokens}, but all samples of the data set '{name}' "
                         "have equally many tokens", hint="leave it out, and set dataset.batch_size")
     if missing := [field for field in model.batch if field not in dataset.fields]:
+        suitable = ("text", "synthetic") if "input_ids" in model.batch else family_named(config.model.name).datasets
         raise UserError(f"the model '{config.model.name}' reads {missing}, which the data set '{name}' does not hold "
                         f"(it holds {sorted(dataset.fields)})", hint="choose a data set made for this model"
-                        + (", such as text or synthetic" if "input_ids" in model.batch else
-                           ", such as pairs" if SOURCE_IDS in model.batch else ""))
+                        + (f", such as {' or '.join(suitable)}" if suitable else ""))
 
 
 def _data_seed(config: Config) -> int:

@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from vpipe import Pipeline
 from vpipe.app.train.job import Job
+from vpipe.app.train.observers import Observer, Run
 from vpipe.app.train.run_folder import PLAN, PROFILE
 from vpipe.distributed import exchange
 from vpipe.errors import UserError
@@ -36,7 +38,7 @@ WORTH = 0.01
 log = logging.getLogger("vpipe")
 
 
-class BalanceCheck:
+class BalanceCheck(Observer):
     """Compare the work of all ranks on rank 0. All ranks make one, and call it after the same steps.
 
     No rank waits for another: each sends its times after the measured steps, and rank 0 receives them later.
@@ -52,6 +54,7 @@ class BalanceCheck:
         self._job, self._pipe, self._folder, self._note = job, pipe, folder, note
         self._warm_up, self._measured = warm_up, measured
         self._steps = self._all_steps = 0  # since the last drain, and of the attempt
+        self._done = job.steps_done
         self._draining = False
         self._before: dict[int, Tensor] = {}  # times of each rank of this process, see _spent
         self._refilled: dict[int, Tensor] = {}  # the same, when an empty pipeline began to fill
@@ -62,8 +65,21 @@ class BalanceCheck:
         self._gathered: Callable[[], list[dict[str, list[list[float]]]]] | None = None
         self._ended = False
 
-    def step(self) -> None:
-        """Count a step."""
+    @classmethod
+    def of_run(cls, run: Run) -> Self | None:
+        """Return a check where there are several ranks, enough steps, and times: on a GPU no process knows them."""
+        job = run.job
+        long_enough = job.updates is None or job.updates - job.steps_done >= WARM_UP + MEASURED
+        compares = run.pipe.device.type == "cpu" and long_enough and job.schedule.ranks > 1
+        return cls(job, run.pipe, run.folder, run.note) if compares else None
+
+    def step(self, done: int) -> None:
+        """Count the steps that have ended."""
+        for _ in range(done - self._done):
+            self._count()
+        self._done = done
+
+    def _count(self) -> None:
         if self._ended:
             return
         self._steps += 1
@@ -71,18 +87,18 @@ class BalanceCheck:
         if self._gathered is not None:
             self._until_end -= 1
             if self._until_end == 0:
-                self.report()
+                self.end()
         elif not self._draining and self._steps == self._warm_up:
             self._before = self._spent()
         elif not self._draining and self._steps == self._warm_up + self._measured:
             spent = self._spent()
             self._send({rank: spent[rank] - before for rank, before in self._before.items()}, self._measured)
 
-    def before_drain(self) -> None:
+    def drain(self) -> None:
         """Stop counting: while a pipeline without a flush drains, its steps are unlike the others."""
         self._draining = not self._job.schedule.flush
 
-    def after_drain(self) -> None:
+    def pause(self) -> None:
         """Count the time since the pipeline was last empty.
 
         Without a flush, ranks are at different microbatches except when it is empty; between two such moments they have
@@ -99,12 +115,12 @@ class BalanceCheck:
         if self._between_steps >= self._measured:
             self._send(self._between, self._between_steps)
 
-    def before_refill(self) -> None:
+    def resume(self) -> None:
         """Begin to count again after a drain."""
         if not self._ended and not self._job.schedule.flush and self._all_steps >= self._warm_up:
             self._refilled = self._spent()
 
-    def report(self) -> None:
+    def end(self) -> None:
         """Compare the ranks, if they have sent their times, and show a warning if they are out of balance."""
         if self._ended:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
@@ -12,7 +12,7 @@ from math import inf, isfinite
 from pathlib import Path
 from shlex import quote
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -27,13 +27,13 @@ from vpipe.app.signals import Stopped, graceful_stop
 from vpipe.app.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.app.train.csv_rows import csv_text
 from vpipe.app.train.headline import delay_line, delay_warning, size_lines
-from vpipe.app.train.job import Job, join
-from vpipe.app.train.load_balance import MEASURED, BalanceCheck
-from vpipe.app.train.load_balance import WARM_UP as BALANCE_WARM_UP
+from vpipe.app.train.job import OBSERVERS, Job, join
+from vpipe.app.train.load_balance import BalanceCheck
 from vpipe.app.train.metrics import Efficiency, EventWriter, Metrics, PastMetrics, ProgressBar, StepSize
+from vpipe.app.train.observers import Observer, Run, SummaryPart
 from vpipe.app.train.rank_times import RankTimes
 from vpipe.app.train.run_folder import METRICS, SUMMARY, running
-from vpipe.app.train.summary import RunFigures, evaluation_text, samples, summary
+from vpipe.app.train.summary import RunFigures, evaluation_text, summary
 from vpipe.app.train.tensorboard import TensorBoardWriter
 from vpipe.app.train.torch_profiler import TorchProfiler
 from vpipe.app.train.trace_writer import TraceWriter
@@ -41,10 +41,12 @@ from vpipe.app.train.weights_and_biases import WandbWriter
 from vpipe.checkpoint import Checkpoints, Manifest
 from vpipe.distributed import exchange, join_world, watch
 from vpipe.errors import RunError, UserError, counted
-from vpipe.extras.orion.run import Orion, orion, orion_lines
-from vpipe.extras.translation.translations import translation_lines
+from vpipe.plugins import added
 from vpipe.runtime import StageUsage, Step
 from vpipe.schedules import CsvFile
+
+OWN_OBSERVERS: tuple[type[Observer], ...] = (TorchProfiler, TraceWriter, BalanceCheck, RankTimes)
+"""What accompanies a run whose config asks for it; packages add others."""
 
 log = logging.getLogger("vpipe")
 
@@ -104,15 +106,15 @@ def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest |
                     raise StartError.all_of(error.problems) from None
             if first and line is not None:
                 print(f"warning: {line}", file=sys.stderr, flush=True)
-        with orion(job, pipe) as scheduler:
-            return _TrainingRun(job, pipe, devices.hosts, folder, scheduler).train()
+        return _TrainingRun(job, pipe, devices.hosts, folder).train()
 
 
 class _TrainingRun:
     """The training of a run on this rank, from its first step to its end."""
 
-    def __init__(self, job: Job, pipe: Pipeline, hosts: int, folder: Path, scheduler: Orion | None) -> None:
-        self._job, self._pipe, self._hosts, self._folder, self._orion = job, pipe, hosts, folder, scheduler
+    def __init__(self, job: Job, pipe: Pipeline, hosts: int, folder: Path) -> None:
+        self._job, self._pipe, self._hosts, self._folder = job, pipe, hosts, folder
+        self._observers: list[Observer] = []
         self._policy = job.lr_policy()
         self._fields = tuple(name for stage in pipe.stages for name in stage.fields)
         # At the first step that the figures count.
@@ -142,8 +144,7 @@ class _TrainingRun:
                 self._open()
                 stopped = self._run_steps()
                 self._saving.finish()
-                if self._trace is not None:
-                    self._trace.end()
+                parts = [part for observer in self._observers if (part := observer.summary()) is not None]
                 result = None if stopped is None else Stopped(stopped, self._saving.is_saved)
                 if result is not None:
                     self._progress.note(self._stop_note(result))
@@ -151,42 +152,34 @@ class _TrainingRun:
             counted_steps = len(counted_updates(self._metrics.update_s))
             before = self._warm_usage if counted_steps < len(self._metrics.update_s) else None
             usages = pipe.usage(before)
-            gated = None if self._orion is None else self._orion.figures()
             if show:
                 self._summarize(RunFigures.from_metrics(self._metrics, usages, job.placement,
                                                         None if before is None else counted_steps, job.mean_delay),
-                                gated)
-            if config.training.sample_prompts and stopped is None:
-                self._show_samples()
-            if job.translates and stopped is None:
-                self._show_translations()
+                                parts)
+            if stopped is None:
+                for observer in self._observers:
+                    observer.finish()
         if show:
             self._saving.check_end()
             self._metrics.check_end()
         return result
 
     def _open(self) -> None:
-        """Open the progress bar, the checkpoints, the checks, and the trace and profile that the config asks for."""
+        """Open the progress bar, the checkpoints and the observers."""
         job, pipe, config, enter = self._job, self._pipe, self._job.config, self._exits.enter_context
         self._progress = enter(ProgressBar(job.updates, config.training.print_frequency, pipe.rank == 0, job.step_name,
                                            job.steps_done, config.training.max_minutes))
         note = self._progress.note
-        self._trace = enter(TraceWriter(self._folder, pipe, job.samples_per_update)) if config.trace else None
-        self._rank_times = None
-        if config.metrics.rank_times_every is not None:
-            self._rank_times = RankTimes(job, pipe, self._folder, note)
-            self._exits.callback(self._rank_times.close)
-        profiled = config.training.profile_iteration
-        self._profile = enter(TorchProfiler(job, pipe, self._folder, note)) \
-            if profiled is not None and profiled > job.steps_done else None
+        run = Run(job, pipe, self._folder, self._metrics, note)
+        for kind in (*OWN_OBSERVERS, *added(OBSERVERS)):
+            observer: Observer | None = kind.of_run(run)
+            if observer is not None:
+                self._observers.append(enter(observer))
         self._saving = enter(Checkpointing(job, pipe, self._hosts, self._folder, self._metrics, note))
         enter(graceful_stop())
         watch.note_to(self._progress.show)
-        on_cpu = pipe.device.type == "cpu"
-        if config.parallel.executor == "async_threaded" and on_cpu:
+        if config.parallel.executor == "async_threaded" and pipe.device.type == "cpu":
             note(NO_GAIN)
-        if self._orion is not None and self._orion.inactive is not None and pipe.rank == 0:
-            note(f"warning: {self._orion.inactive}")
         file = CsvFile.read(config.parallel.schedule) if CsvFile.is_path(config.parallel.schedule) else None
         if pipe.rank == 0 and file is not None and file.note is not None:
             note(file.note)
@@ -194,39 +187,22 @@ class _TrainingRun:
             if warning is not None:
                 note(f"warning: {warning}")
         self._divergence = DivergenceCheck(job, self._saving, note)
-        # On a GPU, no process knows how long its actions compute.
-        long_enough = job.updates is None or job.updates - job.steps_done >= BALANCE_WARM_UP + MEASURED
-        self._balance = BalanceCheck(job, pipe, self._folder, note) \
-            if on_cpu and long_enough and job.schedule.ranks > 1 else None
 
-    def _summarize(self, figures: RunFigures | None, gated: dict[str, Any] | None) -> None:
+    def _summarize(self, figures: RunFigures | None, parts: Sequence[SummaryPart]) -> None:
         """Print the summary, and write it to the log, ``metrics.jsonl`` and the CSV file."""
-        text = summary(self._job, self._metrics, figures, self._saving.summary())
-        if gated is not None:
-            text = "\n".join([text, "", *orion_lines(gated)])
+        text = "\n".join([summary(self._job, self._metrics, figures, self._saving.summary()),
+                          *(line for part in parts for line in ("", *part.lines))])
         log.info("summary\n%s", text)
         print(text, flush=True)
         if figures is None:
             return
-        self._metrics.summary(figures.as_json() | ({} if gated is None else {"orion": gated}))
+        self._metrics.summary({**figures.as_json(), **{key: value for part in parts for key, value in
+                                                       part.figures.items()}})
         try:
             (self._folder / SUMMARY).write_text(csv_text([config_row(self._job.config) | figures.as_row()]),
                                                   encoding="utf-8")
         except OSError as error:  # the log has the figures, too
             self._progress.note(f"warning: cannot write '{self._folder / SUMMARY}': {error.strerror}")
-
-    def _show_samples(self) -> None:
-        weights = self._pipe.state_dict()  # all ranks take part
-        if self._pipe.rank == 0:
-            for line in samples(self._job, weights, self._metrics.steps):
-                print(line, flush=True)
-
-    def _show_translations(self) -> None:
-        weights = self._pipe.state_dict()  # all ranks take part
-        if self._pipe.rank == 0:
-            for line in translation_lines(self._job, weights, self._metrics.steps):
-                log.info("%s", line.strip())
-                print(line, flush=True)
 
     def _run_steps(self) -> str | None:
         """Train to the end or until a signal; return the signal's name."""
@@ -247,23 +223,19 @@ class _TrainingRun:
             self._progress.note(f"nothing is left to do: {counted(job.steps_done, job.step_name)} are done; raise "
                                 "training.max_steps or epochs to continue")
         batches = self._exits.enter_context(self._read(job.training_batches(self._fields), "batch"))
-        if self._profile is not None:
-            self._profile.before(job.steps_done)
+        self._before_step()
         for step in pipe.train(batches, self._cadence, updates=left, stop=stop) if left != 0 else ():
             if step.index < metrics.steps:
                 continue  # drained and recorded in a pause
             self._record(step)
-            if step.stop or (self._profile is not None and self._profile.ends_run):
+            if step.stop or any(observer.ends_run for observer in self._observers):
                 break
             if self._pause_is_due(step.index, step.index + 1):
                 self._pause(step.index)
-            if self._profile is not None:
-                self._profile.before(metrics.steps)
+            self._before_step()
         self._drain()
-        if self._balance is not None:
-            self._balance.report()
-        if self._rank_times is not None:
-            self._rank_times.end()
+        for observer in self._observers:
+            observer.end()
         complete = metrics.steps == job.updates
         if not complete:
             signal = exchange().from_rank(signal, self._pipe.placement[-1][0])
@@ -296,24 +268,22 @@ class _TrainingRun:
         self._metrics.update(*steps)
         if self._warm_usage is None and len(self._metrics.update_s) >= WARM_UP:
             self._warm_usage = self._pipe.local_usage()
-        if self._profile is not None and self._profile.after(self._metrics.steps):
-            self._metrics.exclude_time()
         for step in steps:
             self._progress.update(step, self._metrics)
-            if self._balance is not None:
-                self._balance.step()
             self._divergence.check_step(step)
         for warning in self._metrics.warnings():
             self._progress.note(f"warning: {warning}")
-        if self._rank_times is not None:
-            self._rank_times.step(self._metrics.steps)
-        if self._trace is not None:
-            self._trace.step()
+        for observer in self._observers:
+            observer.step(self._metrics.steps)
         self._saving.report()
 
+    def _before_step(self) -> None:
+        for observer in self._observers:
+            observer.before_step(self._metrics.steps)
+
     def _drain(self) -> None:
-        if self._balance is not None:
-            self._balance.before_drain()
+        for observer in self._observers:
+            observer.drain()
         self._record(*self._pipe.drain())
 
     def _pause_is_due(self, before: int, steps: int) -> bool:
@@ -327,16 +297,16 @@ class _TrainingRun:
             before: steps that were done at the last pause; draining may complete more.
         """
         self._drain()
-        if self._balance is not None:
-            self._balance.after_drain()
+        for observer in self._observers:
+            observer.pause()
         steps = self._metrics.steps
         if steps != self._job.updates:
             if self._cadence.evaluates(before, steps):
                 self._evaluate()
             if self._cadence.saves(before, steps):
                 self._saving.save()
-        if self._balance is not None:
-            self._balance.before_refill()
+        for observer in self._observers:
+            observer.resume()
 
     def _evaluate(self) -> None:
         with self._read(self._job.evaluation_batches(self._fields), "evaluation batch") as batches:

@@ -7,11 +7,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import TracebackType
+from typing import NamedTuple, Self
 
 from vpipe import Pipeline
 from vpipe.app.train.job import Job
 from vpipe.app.train.metrics import LineWriter, finite
+from vpipe.app.train.observers import Observer, Run
 from vpipe.app.train.run_folder import RANK_TIMES
 from vpipe.app.visualize.table import fitted, ms_text, terminal_columns
 from vpipe.distributed import exchange
@@ -35,7 +37,7 @@ class _Report(NamedTuple):
     due: int
 
 
-class RankTimes:
+class RankTimes(Observer):
     """Report every ``metrics.rank_times_every`` updates. All ranks make one, and call it after the same updates.
 
     No rank waits for another: each sends its figures to rank 0, which shows them when all must have arrived.
@@ -57,6 +59,10 @@ class RankTimes:
         self._before = self._usage()
         self._file = LineWriter(folder / RANK_TIMES, truncate=True) if pipe.rank == 0 else None
 
+    @classmethod
+    def of_run(cls, run: Run) -> Self | None:
+        return None if run.job.config.metrics.rank_times_every is None else cls(run.job, run.pipe, run.folder, run.note)
+
     def step(self, done: int) -> None:
         """Report if due after ``done`` updates, those of earlier attempts included."""
         while self._pending and self._pending[0].due <= done:
@@ -69,8 +75,8 @@ class RankTimes:
         while self._pending:
             self._show(self._pending.popleft())
 
-    def close(self) -> None:
-        """Close the file, also of a run that failed."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         if self._file is not None:
             self._file.close()
 

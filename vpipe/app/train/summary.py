@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from math import isfinite
 from statistics import fmean, median
-from textwrap import indent
 from typing import Any
 
-from torch import Tensor
-
-from vpipe.app.data.tokenizers import load_tokenizer, load_wordpiece
 from vpipe.app.metric_formulas import averaged_losses, bubble, counted_updates, p95, perplexity, share_text
 from vpipe.app.train.job import Job, on_processors
 from vpipe.app.train.metrics import Metrics, finite
 from vpipe.app.train.peak_flops import PeakFlops
-from vpipe.app.visualize.table import clipped, compact, filled, fitted, milliseconds, ms_text, terminal_columns
+from vpipe.app.visualize.table import compact, filled, fitted, milliseconds, ms_text, terminal_columns
 from vpipe.errors import counted
-from vpipe.extras.generation.sampling import BERT, TextModel, decoding_for, masked_ids, prompt_ids
 from vpipe.runtime import StageUsage
 from vpipe.units import size_text
 
@@ -135,42 +130,6 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
             *filled(f"(forward to idle: milliseconds per {job.step_name}; idle: waiting for other ranks; sent: per "
                     f"{job.step_name}; " + "staleness: most updates that a gradient was late; mean delay: of the "
                     "schedule, in updates; " * late + "in flight: microbatches)", width)]
-
-
-_SHOWN_TOKENS, _SHOWN_LINES, _SHOWN_COLUMNS = 64, 10, 100
-_SHOWN_TEMPERATURE = 0.5  # lower than that of vpipe sample: a short training makes likely words alone
-
-
-def samples(job: Job, weights: Mapping[str, Tensor], steps: int) -> Iterator[str]:
-    """Yield lines with what the model makes of ``training.sample_prompts``, before its training and after it.
-
-    Args:
-        weights: of the whole model after ``steps`` steps, as :meth:`vpipe.Pipeline.state_dict` returns them.
-    """
-    training, window = job.config.training, job.config.model.sequence_length
-    assert job.tokenizer_path is not None, "checked"
-    masks = job.config.model.name == BERT
-    tokenizer = (load_wordpiece if masks else load_tokenizer)(job.tokenizer_path)
-    trained = job.model.with_weights(weights, training.seed, draw=True).float()
-    states = {"before training": job.model.materialize(training.seed).eval(),
-              f"after {counted(steps, job.step_name)}": trained}
-    for prompt in training.sample_prompts:
-        yield ""
-        for when, modules in states.items():
-            text = TextModel(job.model, modules, tokenizer, window)
-            if masks:
-                found = "\n".join([prompt, *text.filled(masked_ids(tokenizer, prompt, window)).lines()[:-1]])
-            else:
-                continued = text.continued(prompt_ids(tokenizer, prompt), decoding_for(
-                    tokenizer, _SHOWN_TOKENS, seed=training.seed, temperature=_SHOWN_TEMPERATURE))
-                found = prompt + "".join(continued)
-            yield f"{when}:\n{indent(printable(found), '    ')}"
-
-
-def printable(text: str) -> str:
-    """Return the first lines of a text with a space for what is no character, so that it cannot move the cursor."""
-    lines = "".join(each if each.isprintable() or each == "\n" else " " for each in text.expandtabs(4)).split("\n")
-    return "\n".join(clipped(line, _SHOWN_COLUMNS).rstrip() for line in lines[:_SHOWN_LINES])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import profile, record_function
@@ -17,6 +18,7 @@ from vpipe import Pipeline, accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job
+from vpipe.app.train.observers import Observer, Run
 from vpipe.distributed import watch
 from vpipe.errors import UserError
 from vpipe.schedules import CsvFile
@@ -24,7 +26,7 @@ from vpipe.schedules import CsvFile
 log = logging.getLogger("vpipe")
 
 
-class TorchProfiler:
+class TorchProfiler(Observer):
     """Record step ``training.profile_iteration`` on this rank, with the names of its actions.
 
     Without a flush, ranks are at different microbatches, but each records the work of one step. With a schedule from a
@@ -34,6 +36,7 @@ class TorchProfiler:
         job: its profiled step is not done yet.
         folder: of the run.
         note: shows a line.
+        exclude_time: leaves the time since the last step out of the training's.
 
     Attributes:
         made: whether the step was recorded in this attempt.
@@ -42,8 +45,9 @@ class TorchProfiler:
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, job: Job, pipe: Pipeline, folder: Path, note: Callable[[str], None]) -> None:
-        training = job.config.training
+    def __init__(self, job: Job, pipe: Pipeline, folder: Path, note: Callable[[str], None],
+                 exclude_time: Callable[[], None]) -> None:
+        training, self._exclude_time = job.config.training, exclude_time
         self._pipe, self._note, self._step_name, self._exit = pipe, note, job.step_name, training.exit_after_profile
         assert training.profile_iteration is not None, "a run without a profiled step makes no TorchProfiler"
         self._step, self.made = training.profile_iteration, False
@@ -63,13 +67,16 @@ class TorchProfiler:
         with self._recorder():
             pass  # on a GPU the first start takes seconds, which the step would seem to take
 
-    def before(self, steps: int) -> None:
-        """Begin to record if the next step is due; called directly before it.
+    @classmethod
+    def of_run(cls, run: Run) -> Self | None:
+        profiled = run.job.config.training.profile_iteration
+        if profiled is None or profiled <= run.job.steps_done:
+            return None
+        return cls(run.job, run.pipe, run.folder, run.note, run.metrics.exclude_time)
 
-        Args:
-            steps: that are done.
-        """
-        if self._recording is not None or self.made or steps != self._begins:
+    def before_step(self, done: int) -> None:
+        """Begin to record if the next step is due."""
+        if self._recording is not None or self.made or done != self._begins:
             return
         recorder, stack = self._recorder(), ExitStack()
         if self._gpu:
@@ -79,16 +86,16 @@ class TorchProfiler:
         stack.enter_context(record_function(f"ProfilerStep#{self._step}"))
         self._recording = recorder, stack
 
-    def after(self, steps: int) -> bool:
-        """End the record if its step has ended; return whether that took time that is not training."""
-        if self._recording is None or steps < self._step:
-            return False
+    def step(self, done: int) -> None:
+        """End the record if its step has ended, and write it, which is no time of training."""
+        if self._recording is None or done < self._step:
+            return
         self.made = True
         with watch.activity.during("writing a profile"), message_if_slow("writing the profile", self._pipe.rank == 0):
             self._export(self._end())
         self._note(f"{self._step_name} {self._step} is profiled: TensorBoard and Perfetto open {self._root}, a folder "
                    "per rank" + ("; the run ends here (training.exit_after_profile)" if self._exit else ""))
-        return True
+        self._exclude_time()
 
     @property
     def ends_run(self) -> bool:
@@ -114,9 +121,6 @@ class TorchProfiler:
             partial.replace(self._file)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError
             self._note(f"warning: the profile '{self._file}' could not be written: {error}; training continues")
-
-    def __enter__(self) -> TorchProfiler:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:

@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import IO
+from typing import IO, Self
 
 from vpipe import Pipeline
+from vpipe.app.train.observers import Observer, Run
 from vpipe.errors import UserError
 from vpipe.schedules import RecordedAction, ScheduleSpec
 
@@ -21,7 +22,7 @@ AT_ONCE, AFTER_S = 4096, 5.0
 """Records that are written between two steps (in 10 ms), and seconds after which fewer are written."""
 
 
-class TraceWriter:
+class TraceWriter(Observer):
     """Record a pipeline: one file for each of its ranks in this process.
 
     :mod:`vpipe.schedules.action_record` describes the lines. Files are written between steps and at the end, also of a
@@ -52,7 +53,11 @@ class TraceWriter:
         self._clocks = [self._compare_clocks()]
         self._wrote_s = dict.fromkeys(self._files, float("-inf"))
 
-    def step(self) -> None:
+    @classmethod
+    def of_run(cls, run: Run) -> Self | None:
+        return cls(run.folder, run.pipe, run.job.samples_per_update) if run.job.config.trace else None
+
+    def step(self, done: int) -> None:
         """Write the waiting records, if they are many or old; called between two steps."""
         for rank in list(self._files):
             recorder = self._recorders[rank]
@@ -102,9 +107,6 @@ class TraceWriter:
                 "microbatches": pipe.microbatches, "update_every": pipe.update_every, "partition": pipe.partition,
                 "recomputed": [sorted(layers) for layers in pipe.recomputed], "samples_per_step": self._samples,
                 "weight_bytes": recorder.weight_bytes(), "static_bytes": recorder.static_bytes()}
-
-    def __enter__(self) -> TraceWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:

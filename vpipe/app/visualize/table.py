@@ -106,6 +106,15 @@ def shown_width(text: str) -> int:
         1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
 
 
+def printable(text: str) -> str:
+    """Return the first lines of a text with a space for what is no character, so that it cannot move the cursor."""
+    lines = "".join(each if each.isprintable() or each == "\n" else " " for each in text.expandtabs(4)).split("\n")
+    return "\n".join(clipped(line, _PRINTED_COLUMNS).rstrip() for line in lines[:_PRINTED_LINES])
+
+
+_PRINTED_LINES, _PRINTED_COLUMNS = 10, 100
+
+
 def clipped(text: str, width: int) -> str:
     """Return as much of the beginning of a text as so many columns of a terminal show."""
     for number, character in enumerate(text):

@@ -328,7 +328,7 @@ def _vocab_size_beside(folder: Path) -> tuple[int, str]:
     return 0, ""
 
 
-@register_dataset("bert_hdf5")
+@register_dataset("bert_hdf5", files=("*.hdf5",))
 def bert_hdf5(settings: DatasetSettings) -> BertHdf5:
     """Return the data set of the shards in the folder ``path``; P is theirs. Raises as :class:`BertHdf5` does."""
     if settings.path is None:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from vpipe.app.config.config import load_config
 from vpipe.app.errors import PlanningError
+from vpipe.app.launch.tasks import job_in
 from vpipe.app.train.csv_rows import csv_text
 from vpipe.app.train.job import Job, device_of, join
 from vpipe.app.train.loop import build_pipeline
@@ -39,16 +40,16 @@ CSV = "comparison.csv"
 _NO_UPDATE = Problem("made no update", "give more samples, epochs or minutes")
 
 
-def run_comparison(job: Job, folder: Path, arguments: Sequence[str]) -> None:
+def run_comparison(folder: Path, rank: int, arguments: Sequence[str]) -> None:
     """Run this rank's part of ``vpipe compare``.
 
     Args:
-        job: of the first model.
+        folder: with the config of the first model.
         arguments: ``--systems``, ``--schedules`` and ``--memory``, each empty where left out; then of each model its
             name and the file of its config in ``folder``.
     """
     request = ComparisonRequest.parse(*(argument or None for argument in arguments[:3]))
-    models = arguments[3:]
+    job, models = job_in(folder), arguments[3:]
     jobs = {model: job if file == CONFIG else Job.from_config(load_config(folder / file))
             for model, file in zip(models[::2], models[1::2], strict=True)}
 

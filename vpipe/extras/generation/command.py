@@ -21,14 +21,13 @@ from vpipe.app.train.checkpoint_model import data_tokenizer, has_model
 from vpipe.arguments import Arguments
 from vpipe.checkpoint import Manifest
 from vpipe.errors import RunError, UserError, counted
-from vpipe.extras.generation.job import GenerationTask, SampledCheckpoint, generate_alone, removed
-from vpipe.extras.generation.sampling import (
+from vpipe.extras.generation.masked_words import BERT, CANDIDATES, fill_text, masked_ids
+from vpipe.extras.generation.sampled_checkpoint import SampledCheckpoint, removed
+from vpipe.extras.generation.task import GenerationTask, generate_alone
+from vpipe.extras.generation.text_model import (
     BEAMS,
-    BERT,
-    CANDIDATES,
     TEMPERATURE,
     decoding_for,
-    masked_ids,
     prompt_ids,
     source_ids,
     translation_decoding,
@@ -235,4 +234,5 @@ def _fill(options: argparse.Namespace, checkpoint: SampledCheckpoint, path: Path
     length = max(map(len, ids))
     checkpoint.check(length, tokenizer)
     text = checkpoint.text_model(length, tokenizer)
-    print("\n\n".join("\n".join(text.filled(one, options.top_k or CANDIDATES).lines()) for one in ids))
+    filled = (fill_text(text.model, text.modules, tokenizer, one, options.top_k or CANDIDATES) for one in ids)
+    print("\n\n".join("\n".join(each.lines()) for each in filled))

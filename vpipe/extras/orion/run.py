@@ -3,39 +3,69 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
 
-from vpipe import Pipeline
 from vpipe.app.errors import StartError
 from vpipe.app.train.job import Job
+from vpipe.app.train.observers import Observer, Run, SummaryPart
 from vpipe.app.visualize.table import fitted, terminal_columns
-from vpipe.distributed import Exchange, exchange
+from vpipe.distributed import exchange
 from vpipe.errors import counted
 from vpipe.extras.orion.scheduler import Inactive, Launch, OrionScheduler, start
 
 
-class Orion:
-    """The scheduler on all ranks of a run: it is active on every rank or on none.
+class Orion(Observer):
+    """Start the scheduler on every rank of a run, let the pipeline's microbatches use it, and stop it at the end.
 
-    Attributes:
-        inactive: why it is not, on the first rank that cannot start it.
+    It is active on every rank or on none.
+
+    Raises:
+        StartError: ``parallel.orion_strict`` is true, and the scheduler cannot be active.
     """
 
-    def __init__(self, scheduler: OrionScheduler | None, inactive: Inactive | None, rank: int, exchange: Exchange,
-                 clients: int) -> None:
-        self._scheduler, self.inactive, self._clients = scheduler, inactive, clients
-        self._rank, self._exchange = rank, exchange
+    def __init__(self, run: Run) -> None:
+        parallel, device = run.job.config.parallel, run.pipe.device
+        self._rank, self._clients = run.pipe.rank, _microbatches_of_rank(run.job)
+        own = start(Launch(device.type, device.index or 0, self._clients))
+        self._scheduler = own if isinstance(own, OrionScheduler) else None
+        try:
+            self._exchange = exchange(timeout_s=parallel.timeout_s)
+            found = self._exchange.agree(json.dumps(own) if isinstance(own, Inactive) else "", _first_inactive)
+            self._inactive = Inactive(*json.loads(found)) if found else None  # of the first rank that cannot start it
+            if self._inactive is not None and parallel.orion_strict:
+                raise StartError(f"Orion is inactive: {self._inactive.reason}",
+                                 hint=f"{self._inactive.remedy}; or set parallel.orion_strict: false")
+            if self._inactive is None and self._scheduler is not None:
+                run.pipe.schedule_kernels(self._scheduler)
+        except BaseException:
+            self._stop()
+            raise
+        if self._inactive is not None and self._rank == 0:
+            run.note(f"warning: {self._inactive}")
 
-    def figures(self) -> dict[str, Any]:
-        """Return what each client of each rank did, for ``metrics.jsonl``. All ranks must call it."""
-        if self.inactive is not None:
-            return {"active": False, **self.inactive._asdict()}
-        assert self._scheduler is not None, "it is active"
-        own = {**self._scheduler.totals(), "rank": self._rank,
-               "microbatches": [self._scheduler.client_stats(client) for client in range(self._clients)]}
-        return {"active": True, "ranks": self._exchange.all_gather(own)}
+    @classmethod
+    def of_run(cls, run: Run) -> Self | None:
+        return cls(run) if run.job.config.parallel.use_orion_scheduler else None
+
+    def summary(self) -> SummaryPart:
+        """Return what each client of each rank did."""
+        figures: dict[str, Any] = {"active": False, **self._inactive._asdict()} if self._inactive is not None else {}
+        if self._inactive is None:
+            assert self._scheduler is not None, "it is active"
+            own = {**self._scheduler.totals(), "rank": self._rank,
+                   "microbatches": [self._scheduler.client_stats(client) for client in range(self._clients)]}
+            figures = {"active": True, "ranks": self._exchange.all_gather(own)}
+        return SummaryPart(orion_lines(figures), {"orion": figures})
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.stop()
 
 
 def _first_inactive(votes: Sequence[str]) -> str:
@@ -47,37 +77,6 @@ def _first_inactive(votes: Sequence[str]) -> str:
     return json.dumps([reason if len(set(votes)) == 1 else f"rank {rank}: {reason}", remedy])
 
 
-@contextmanager
-def orion(job: Job, pipe: Pipeline) -> Iterator[Orion | None]:
-    """Start the scheduler on every rank, let the pipeline's microbatches use it, and stop it at the end; None where
-    the config does not ask for it. All ranks must call it.
-
-    Raises:
-        StartError: ``parallel.orion_strict`` is true, and the scheduler cannot be active.
-    """
-    parallel = job.config.parallel
-    if not parallel.use_orion_scheduler:
-        yield None
-        return
-    device = pipe.device
-    clients = _microbatches_of_rank(job)
-    own = start(Launch(device.type, device.index or 0, clients))
-    scheduler = own if isinstance(own, OrionScheduler) else None
-    try:
-        others = exchange(timeout_s=parallel.timeout_s)
-        found = others.agree(json.dumps(own) if isinstance(own, Inactive) else "", _first_inactive)
-        inactive = Inactive(*json.loads(found)) if found else None
-        if inactive is not None and parallel.orion_strict:
-            raise StartError(f"Orion is inactive: {inactive.reason}",
-                             hint=f"{inactive.remedy}; or set parallel.orion_strict: false")
-        if inactive is None and scheduler is not None:
-            pipe.schedule_kernels(scheduler)
-        yield Orion(scheduler, inactive, pipe.rank, others, clients)
-    finally:
-        if scheduler is not None:
-            scheduler.stop()
-
-
 def _microbatches_of_rank(job: Job) -> int:
     """Return the most microbatches that one rank has in a batch: replicas of a stage share them."""
     return -(-job.schedule.microbatches // min(map(len, job.placement)))
@@ -87,7 +86,7 @@ def orion_lines(figures: Mapping[str, Any]) -> list[str]:
     """Return the lines of the summary: a row per microbatch, summed over the ranks.
 
     Args:
-        figures: see :meth:`Orion.figures`.
+        figures: of :meth:`Orion.summary`.
     """
     if not figures["active"]:
         return [str(Inactive(figures["reason"], figures["remedy"]))]

@@ -1,0 +1,1 @@
+"""Train a Transformer to translate: the model, pairs of sentences, batches of similar length, BLEU at the end."""

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vpipe.app.data.dataset import Field, Split
+from vpipe.app.data.dataset import Field, HeldOutText, Split
 from vpipe.app.data.epoch import (
     LABELS,
     Array,
-    HeldOutText,
     Rows,
     check_batch_size,
     check_split,

@@ -290,7 +290,8 @@ def _flops(settings: ModelSettings) -> list[int]:
     return layers
 
 
-@register_model("translation", flops=_flops, options=TranslationOptions, huggingface=HuggingFace(
+@register_model("translation", flops=_flops, options=TranslationOptions, presets=KEYS.presets, datasets=(
+    "pairs",), huggingface=HuggingFace(
     "marian", "MarianMTModel", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
     huggingface_copies, huggingface_spelled, special={
         "eos_token": ("</s>", "eos_token_id", "forced_eos_token_id"),

@@ -1,7 +1,11 @@
 """The data set ``pairs``: sentences with their translations, for an encoder-decoder.
 
-Sources are tab-separated files with a pair per line, ``source TAB target``; gettext catalogues; and folders that
-``save_to_disk`` of the package ``datasets`` wrote, with a field ``translation``. The cache directory keeps the tokens:
+Sources are tab-separated files with a pair per line, ``source TAB target``; folders that ``save_to_disk`` of the
+package ``datasets`` wrote, with a field ``translation``; and what other extras or packages read. Those have an entry
+point of their name in the group ``vpipe.pairs``, which leads to a function: path (None: of this machine), source
+language, target language -> a corpus of :class:`~vpipe.app.data.corpus.Pair`, or None where it has none there.
+
+The cache directory keeps the tokens:
 
     pairs-<key>/  manifest.json  tokenizer.json  train_source.bin  train_target.bin  train_lengths.npy
                   test.jsonl                     test_source.bin   test_target.bin   test_lengths.npy
@@ -14,10 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vpipe.app.data.cache import CachedFolder, cached_folder, file_state, file_states
-from vpipe.app.data.corpus import PARTS, Corpus, Document, SplitCorpus
+from vpipe.app.data.corpus import PARTS, Corpus, Pair, SplitCorpus
 from vpipe.app.data.dataset import SPLITS, DatasetSettings, Split
 from vpipe.app.data.huggingface import is_saved, saved_facts, saved_splits
 from vpipe.app.data.line_files import MOST_PROBLEMS, line_files, part_of_path, read_lines
@@ -46,30 +49,19 @@ from vpipe.app.data.tokenizers import (
     train_byte_bpe,
 )
 from vpipe.app.progress import progress
-from vpipe.errors import Problem, UserError, counted, nearest
-from vpipe.extras.catalogues.catalogues import (
-    Catalogue,
-    catalogues_in,
-    locale_folders,
-    machine_catalogues,
-    most_messages,
-)
+from vpipe.errors import Problem, UserError, nearest
 from vpipe.extras.translation.length_buckets import LengthBuckets, PairDataset, TokenPairs
-from vpipe.plugins import package_versions
+from vpipe.plugins import added, package_versions
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+PAIRS = "vpipe.pairs"
+"""The group of entry points."""
+
 SUFFIXES = (".tsv", ".tsv.gz")
 _FORMAT = 4  # raised when the same facts come to mean other tokens, or another manifest
 _TEXTS_AT_ONCE = 1024
-
-
-@dataclass(frozen=True)
-class Pair(Document):
-    """A source, which is the ``text``, and its ``target``; ``language``: the languages, or the catalogue's name."""
-
-    target: str = ""
 
 
 def read_tab_separated(files: Sequence[Path], root: Path) -> Iterator[Pair]:
@@ -156,45 +148,6 @@ def _languages(known: tuple[str, ...], source: str | None, target: str | None, p
         raise UserError(f"the pairs in {path} would be from {first} to {second or 'no other language'}",
                         hint="choose two different languages of the data")
     return first, second
-
-
-def catalogue_corpus(found: Sequence[Catalogue], where: str, root: Path, target: str | None, *,
-                     skip: bool = False) -> Corpus:
-    """Return the pairs of the catalogues in one language: ``target``, or for None that with the most messages.
-
-    Args:
-        where: for messages.
-        root: of the files' names.
-        skip: leave out files that cannot be read, and say so, instead of raising UserError.
-    """
-    counts = most_messages(found) if target is None else dict.fromkeys(sorted({each.language for each in found}), 0)
-    if not counts:
-        raise UserError(f"there are no gettext catalogues {where}",
-                        hint="name a file or a folder of *.tsv files as dataset.path; or install something with "
-                             "catalogues, such as git, or pip install django")
-    language = next(iter(counts)) if target is None else target
-    if language not in counts:
-        raise UserError(f"dataset.target_language is {language}, but there are no gettext catalogues in it {where}",
-                        hint=f"{nearest(language, list(counts))}; there are {', '.join(counts)}")
-    own = [each for each in found if each.language == language]
-
-    @cache  # so that a damaged file is reported once
-    def read() -> list[Pair]:
-        pairs, damaged = [], []
-        for catalogue in progress(own, "reading catalogues", unit="file"):
-            try:
-                pairs += [Pair(source, None, catalogue.path.stem, target) for source, target in catalogue.pairs()]
-            except UserError as error:
-                if not skip:
-                    raise
-                damaged.append(error.problems[0].what)
-        if damaged:
-            print(f"vpipe: {counted(len(damaged), 'catalogue')} left out: {'; '.join(damaged[:MOST_PROBLEMS])}",
-                  file=sys.stderr)
-        return pairs
-
-    return Corpus(f"{counted(len(own), 'gettext catalogue')} {where}, from English to {language}",
-                  {"catalogues": file_states([each.path for each in own], root), "language": language}, read)
 
 
 class PairCache(CachedFolder):
@@ -367,24 +320,23 @@ def _write_tokens(pairs: Iterable[Pair], tokenizer: Tokenizer, dtype: np.dtype[A
             f"{split}_target_tokens": sum(target for _, target in lengths)}
 
 
-@register_dataset("pairs")
+@register_dataset("pairs", files=("*.tsv", "*.tsv.gz", "*.mo", "*.po", "dataset_info.json"))
 def pairs(settings: DatasetSettings) -> PairDataset:
-    """Return the pairs in the file or folder ``path``; without one, those of the catalogues of this machine.
+    """Return the pairs in the file or folder ``path``; without one, those of this machine.
 
     Raises :class:`UserError` for pairs that cannot work.
     """
     path, source, target = settings.path, settings.source_language, settings.target_language
     if path is not None and is_saved(path):
         return pair_dataset(saved_translations(path, source, target), settings)
-    found = machine_catalogues(locale_folders()) if path is None else catalogues_in(path)
-    if path is None or (found and not (path.is_dir() and any(
-            file.name.endswith(SUFFIXES) for file in path.rglob("*.tsv*")))):
-        if source is not None:
-            raise UserError(f"dataset.source_language is {source}, but the source of gettext catalogues is what a "
-                            "program says, in English", hint="leave it out; dataset.target_language is the other one")
-        root = Path("/") if path is None else path.parent if path.is_file() else path
-        where = "on this machine" if path is None else f"in {path}"
-        return pair_dataset(catalogue_corpus(found, where, root, target, skip=path is None), settings)
+    if path is None or not (path.is_dir() and any(file.name.endswith(SUFFIXES) for file in path.rglob("*.tsv*"))):
+        for read in added(PAIRS):
+            corpus: Corpus | None = read(path, source, target)
+            if corpus is not None:
+                return pair_dataset(corpus, settings)
+    if path is None:
+        raise UserError("the data set 'pairs' has no path",
+                        hint="name a file or a folder of *.tsv files as dataset.path")
     for side, language in (("source", source), ("target", target)):
         if language is not None:
             raise UserError(f"dataset.{side}_language is {language}, but tab-separated files do not name languages",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from vpipe import Model
 from vpipe.app.data.tokenizers import END, PADDING, ids_in, load_tokenizer, token_id
 from vpipe.app.families.kv_cache import KeyValueCache
 from vpipe.app.train.job import Job
-from vpipe.app.train.summary import printable
+from vpipe.app.train.observers import Observer, Run
+from vpipe.app.visualize.table import printable
 from vpipe.errors import counted
 from vpipe.extras.translation.length_buckets import SOURCE_IDS, SOURCE_MASK, PairDataset
 
@@ -21,6 +23,30 @@ MOST_PAIRS, _AT_ONCE = 256, 64
 """Held-out pairs that are translated, and how many at once."""
 
 _SHOWN, _FEWEST_WORDS = 4, 3
+
+
+log = logging.getLogger("vpipe")
+
+
+class Translations(Observer):
+    """Translate held-out pairs at the end of a run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @classmethod
+    def of_run(cls, run: Run) -> Self | None:
+        """Return an observer of a model that translates, where the texts of held-out pairs are there."""
+        dataset = run.job.dataset
+        translates = SOURCE_IDS in run.job.model.batch and isinstance(dataset, PairDataset) and dataset.held_out
+        return cls(run) if translates else None
+
+    def finish(self) -> None:
+        weights = self._run.pipe.state_dict()  # all ranks take part
+        if self._run.pipe.rank == 0:
+            for line in translation_lines(self._run.job, weights, self._run.metrics.steps):
+                log.info("%s", line.strip())
+                print(line, flush=True)
 
 
 @torch.inference_mode()

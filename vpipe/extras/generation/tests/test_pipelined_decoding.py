@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from threading import Thread
 from time import sleep
 
@@ -13,17 +12,9 @@ import torch
 from vpipe.app.families.gpt import GptConfig, gpt
 from vpipe.app.families.llama import LlamaConfig, llama
 from vpipe.errors import UserError
-from vpipe.extras.generation.generate import (
-    Chosen,
-    DecoderModel,
-    Decoding,
-    Request,
-    StageDecoder,
-    Text,
-    decode,
-)
-from vpipe.extras.generation.pipelined import GenerationRank, in_flight
-from vpipe.extras.translation.model import TranslationConfig, translation
+from vpipe.extras.generation.decoding import Chosen, Decoding, Request, Text
+from vpipe.extras.generation.pipelined_decoding import GenerationRank, in_flight
+from vpipe.extras.generation.stage_decoder import DecoderModel, StageDecoder, decode
 from vpipe.model.model import Model
 from vpipe.runtime.transport.ring import Ring
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, TensorSpec, TransferKey
@@ -31,9 +22,6 @@ from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Tenso
 GPT = gpt(GptConfig(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3))
 LLAMA = llama(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
                           num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.3))
-TRANSLATION = translation(TranslationConfig(
-    vocab_size=40, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
-    init_std=0.3, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=1), length=16)
 REQUESTS = [Request(tuple(prompt), Decoding(tokens, 38, **decoding)) for prompt, tokens, decoding in (
     ([1, 2, 3], 6, {"temperature": 0}), ([4], 14, {"seed": 1}), ([5, 6], 6, {"beams": 3, "best": 2, "end": 7}),
     ([9] * 14, 5, {"seed": 2, "top_p": 0.7}), ([1, 2], 1, {}), ([8, 9], 9, {"beams": 4, "end": 30}),
@@ -100,17 +88,6 @@ def test_every_request_gives_the_tokens_of_one_process(model: Model, partition: 
     for rank in ranks:
         rank._ring.finish()
     assert found[1] == found[6]
-
-
-@pytest.mark.parametrize("partition", [[2, 4, 3, 2], [4, 7], [6, 5]])
-def test_translations_are_those_of_one_process(partition: list[int]) -> None:
-    """Cut within the encoder, behind it, and within the decoder; all embeddings and the head are tied."""
-    requests = [Request((0,), replace(request.decoding, barred=0, end=1, tokens=min(9, request.decoding.tokens)),
-                        (*(token + 2 for token in request.prompt[:5]), 1)) for request in REQUESTS]
-    found: dict[int, list[Chosen]] = {}
-    for number, chosen in run(ring(TRANSLATION, partition, requests)):
-        found.setdefault(number, []).append(chosen)
-    assert [found[number] for number in range(len(requests))] == [alone(TRANSLATION, request) for request in requests]
 
 
 def test_the_next_request_begins_where_one_has_ended_and_all_are_in_flight() -> None:

@@ -1,4 +1,4 @@
-"""Continue texts, and fill in masked words, with a model and its tokenizer."""
+"""Turn prompts into tokens, and the chosen tokens of a model into texts, as they come."""
 
 from __future__ import annotations
 
@@ -11,33 +11,22 @@ import torch
 from torch import nn
 
 from vpipe import Model, accelerator
-from vpipe.app.data.tokenizers import CLS, END, MASK, PADDING, SEP, end_token, ids_in, token_id, token_ids
+from vpipe.app.data.tokenizers import END, PADDING, end_token, ids_in, token_id, token_ids
 from vpipe.errors import UserError, counted
-from vpipe.extras.generation.generate import (
-    Chosen,
-    DecoderModel,
-    Decoding,
-    Request,
-    StageDecoder,
-    Text,
-    decode,
-    fill_masks,
-)
+from vpipe.extras.generation.decoding import Chosen, Decoding, Request, Text
+from vpipe.extras.generation.stage_decoder import DecoderModel, StageDecoder, decode
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BERT = "bert"
-"""The model family that fills in masked words."""
-
-TEMPERATURE, CANDIDATES = 0.8, 5
-"""Temperature of a continuation; most probable words of a mask."""
+TEMPERATURE = 0.8
+"""Temperature of a continuation."""
 
 BEAMS = 4
 """Beams that translate, as in Vaswani et al. 2017, section 6.1."""
 
 _CUT = "\ufffd"
-"""Stands for bytes that are no character yet: the next tokens complete it."""
+"""Mark of bytes that are no character yet: the next tokens complete it."""
 
 
 @dataclass(frozen=True)
@@ -71,52 +60,6 @@ class TextModel:
         """
         found = ChosenTokens(self.choices([Request(tuple(ids), decoding)]))
         yield from texts(self.tokenizer, ids, found.tokens(0), decoding.end)
-
-    def translated(self, sentences: Sequence[str], tokens: int) -> Iterator[str]:
-        """Yield the translations of sentences by a beam search of :data:`BEAMS` beams, of at most so many tokens each.
-
-        Raises:
-            UserError: a sentence is longer than what the model reads.
-        """
-        decoding = translation_decoding(self.tokenizer, min(tokens, self.window), beams=BEAMS)
-        found = ChosenTokens(self.choices([translation_request(decoding, source_ids(
-            self.tokenizer, sentence, self.window)) for sentence in sentences]))
-        for number in range(len(sentences)):
-            yield line_of(self.tokenizer, found.texts(number)[0])
-
-    def filled(self, ids: Sequence[int], candidates: int = CANDIDATES) -> Filled:
-        """Find the most probable words of the masks of a text.
-
-        Args:
-            ids: of the text (:func:`masked_ids`).
-        """
-        masked = [position for position, token in enumerate(ids) if token == token_id(self.tokenizer, MASK)]
-        probabilities = fill_masks(self.model, self.modules, ids, masked, ids_in(self.tokenizer))
-        best = probabilities.topk(min(candidates, probabilities.shape[1]))
-        words = [[(str(self.tokenizer.id_to_token(token)), share) for share, token in zip(shares, tokens, strict=True)]
-                 for shares, tokens in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
-        whole = list(ids)
-        for position, tokens in zip(masked, best.indices.tolist(), strict=True):
-            whole[position] = tokens[0]
-        return Filled(words, self.tokenizer.decode(whole[1:-1]))
-
-
-@dataclass(frozen=True)
-class Filled:
-    """A text with its masked words filled in.
-
-    Attributes:
-        words: of each mask the most probable words with their probabilities, the best first.
-        text: with the best ones.
-    """
-
-    words: list[list[tuple[str, float]]]
-    text: str
-
-    def lines(self) -> list[str]:
-        """Return a line for each mask, and the text."""
-        return [*(f"{MASK} {number}: {', '.join(f'{word} {share:.1%}' for word, share in words)}"
-                  for number, words in enumerate(self.words, 1)), self.text]
 
 
 class ChosenTokens:
@@ -215,23 +158,6 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, own_beginning: bool = False) -
     if not ids:
         raise UserError("the prompt is empty, and the tokenizer has no token that begins a text",
                         hint="give a --prompt")
-    return ids
-
-
-def masked_ids(tokenizer: Tokenizer, prompt: str, window: int) -> list[int]:
-    """Return the tokens of a text with masks, and the two around it.
-
-    Raises:
-        UserError: it has no mask, or is longer than what the model reads.
-    """
-    encoding = tokenizer.encode(prompt, add_special_tokens=False)
-    ids = [token_id(tokenizer, CLS), *encoding.ids, token_id(tokenizer, SEP)]
-    if token_id(tokenizer, MASK) not in encoding.ids:
-        raise UserError(f"the prompt has no {MASK}, and BERT fills in masked words alone",
-                        hint=f'write {MASK} for a word, such as "The {MASK} of a list"')
-    if len(ids) > window:
-        raise UserError(f"the prompt has {counted(len(ids), 'token')} with the two around it, but the model reads "
-                        f"{window}", hint="shorten it")
     return ids
 
 

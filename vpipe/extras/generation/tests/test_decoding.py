@@ -18,20 +18,9 @@ from vpipe.app.families.gpt import GptConfig, GptEmbeddings, gpt
 from vpipe.app.families.llama import LlamaConfig, llama
 from vpipe.app.families.transformer import NextTokenHead
 from vpipe.errors import UserError
-from vpipe.extras.generation.generate import (
-    BeamSearch,
-    Chosen,
-    DecoderModel,
-    Decoding,
-    Request,
-    Sampler,
-    StageDecoder,
-    Text,
-    chooser,
-    decode,
-    fill_masks,
-)
-from vpipe.extras.translation.model import TranslationConfig, translation
+from vpipe.extras.generation.decoding import BeamSearch, Chosen, Decoding, Request, Sampler, Text, chooser
+from vpipe.extras.generation.masked_words import fill_masks
+from vpipe.extras.generation.stage_decoder import DecoderModel, StageDecoder, decode
 from vpipe.model.layer import Layer
 from vpipe.model.model import Model
 
@@ -127,42 +116,6 @@ def test_a_cache_computes_each_token_once(monkeypatch: pytest.MonkeyPatch) -> No
     found = decode(StageDecoder(DecoderModel(GPT), GPT.materialize(0).eval(), 16), Request((4, 5), Decoding(3, 40)))
     tokens = [chosen.tokens[0] for chosen in found]
     assert seen == [[0, 4, 5], [2, tokens[0]], [3, tokens[1]]]
-
-
-def whole_translation(model: Model, modules: nn.ModuleDict, request: Request) -> list[Text]:
-    """The translations by forwards of encoder and decoder over all tokens of every row."""
-    choose, rows = chooser(request.decoding).choose, [list(request.prompt)]
-    while True:
-        source = torch.tensor([request.source] * len(rows))
-        tensors = {"source_ids": source, "source_mask": torch.ones_like(source), "target_ids": torch.tensor(rows)}
-        with torch.no_grad():
-            for layer in model.layers[:-1]:
-                tensors[layer.outputs[0]] = modules[layer.name](*(tensors[name] for name in layer.inputs))
-            chosen = choose(modules["head"].scores(tensors["h"])[:, -1])
-        if chosen.texts is not None:
-            return chosen.texts
-        rows = [[*rows[parent], token] for parent, token in zip(chosen.parents, chosen.tokens, strict=True)]
-
-
-@pytest.mark.parametrize("pre_norm", [False, True])
-@pytest.mark.parametrize("decoding", DECODINGS)
-def test_a_translation_by_caches_is_that_of_whole_forwards(decoding: str, pre_norm: bool) -> None:
-    model = translation(TranslationConfig(
-        vocab_size=40, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, init_std=0.3, pre_norm=pre_norm, pad_token_id=0, eos_token_id=1,
-        decoder_start_token_id=0, forced_eos_token_id=1), length=16)
-    modules, decoder = model.materialize(3).eval(), DecoderModel(model)
-    assert (decoder.cached, decoder.grows) == (True, [False] * 4 + [True] * 7)
-    assert decoder.crossing(4, begins=True) == ("memory",)
-    assert decoder.crossing(6, begins=True) == ("h", "memory")
-    assert (decoder.crossing(4, begins=False), decoder.crossing(6, begins=False)) == ((), ("h",))
-    for source in ((5, 9, 11, 1), (2, 1)):
-        request = Request((0,), Decoding(10, 38, barred=0, **DECODINGS[decoding]), source)
-        *_, last = decode(StageDecoder(decoder, modules, 16), request)
-        expected = whole_translation(model, modules, request)
-        assert last.texts is not None
-        assert [text.tokens for text in last.texts] == [text.tokens for text in expected]
-        assert [text.score or 0 for text in last.texts] == pytest.approx([text.score or 0 for text in expected])
 
 
 class Backwards(nn.Module):

@@ -24,17 +24,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from vpipe.extras.generation.generate import (
-    BeamSearch,
-    Chosen,
-    Pass,
-    Request,
-    Rows,
-    Sampler,
-    StageDecoder,
-    Text,
-    chooser,
-)
+from vpipe.extras.generation.decoding import BeamSearch, Chosen, Request, Sampler, Text, chooser
+from vpipe.extras.generation.stage_decoder import Pass, Rows, StageDecoder
 from vpipe.runtime import Ring
 
 _END = -1
@@ -56,6 +47,7 @@ class GenerationRank:
 
     def __init__(self, stage: StageDecoder, ring: Ring, requests: Sequence[Request]) -> None:
         self._stage, self._ring, self._requests = stage, ring, requests
+
     # -- stage 0 ---------------------------------------------------------------------------------------
 
     def lead(self) -> Iterator[tuple[int, Chosen]]:
@@ -83,7 +75,7 @@ class GenerationRank:
     def _compute(self, slot: int, number: int, one: Pass) -> None:
         rows = [] if one.rows is None else one.rows
         self._ring.send([torch.tensor([slot, number, *rows]), one.ids_rs,
-                    *self._stage.run(self._requests[number], slot, one, ())])
+                         *self._stage.run(self._requests[number], slot, one, ())])
 
     # -- the others ------------------------------------------------------------------------------------
 

@@ -1,14 +1,23 @@
+"""Gettext catalogues: what is read of their files, which are found, and the corpora that are made of them."""
+
+from __future__ import annotations
+
 import gettext
 import io
 import os
 import re
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from test_pairs import settings_of
+from tokenizers import Tokenizer
 
+from vpipe.app.data.dataset import DatasetSettings
+from vpipe.app.data.registry import dataset_named
+from vpipe.app.data.text import text as text_dataset
 from vpipe.errors import UserError
 from vpipe.extras.catalogues.catalogues import (
     Catalogue,
@@ -18,7 +27,6 @@ from vpipe.extras.catalogues.catalogues import (
     most_messages,
     read_messages,
 )
-from vpipe.extras.translation.pairs import pairs
 
 HEADER = "Content-Type: text/plain; charset=UTF-8\nPlural-Forms: nplurals=2; plural=n != 1;\n"
 PO = r'''# A translator's remark.
@@ -139,7 +147,7 @@ def test_the_forms_of_a_language(tmp_path: Path, translations: str, found: list[
 def test_a_damaged_compiled_catalogue_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
     (tmp_path / "x.mo").write_bytes(content)
     with pytest.raises(UserError, match=re.escape(problem)) as caught:
-        pairs(settings_of(tmp_path / "x.mo", tmp_path / "cache"))
+        read_messages(tmp_path / "x.mo")
     assert str(tmp_path / "x.mo") in str(caught.value)
 
 
@@ -172,8 +180,10 @@ def machine(folder: Path) -> None:
 def test_without_a_path_the_language_with_the_most_messages_on_this_machine_is_taken(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     machine(tmp_path / "locale")
-    monkeypatch.setattr("vpipe.extras.translation.pairs.locale_folders", lambda: [tmp_path / "locale"])
-    settings = replace(settings_of(tmp_path, tmp_path / "cache"), path=None)
+    pytest.importorskip("vpipe.extras.translation")
+    pairs: Callable[[DatasetSettings], Any] = dataset_named("pairs")
+    monkeypatch.setattr("vpipe.extras.catalogues.corpora.locale_folders", lambda: [tmp_path / "locale"])
+    settings = DatasetSettings(sequence_length=64, vocab_size=300, cache_directory=tmp_path / "cache", batch_size=4)
     dataset = pairs(settings)
     assert dataset.lines == ("pairs: 47 of 4 gettext catalogues on this machine, from English to de (one 40, three 6, "
                              "two 1); 2 held out", "left out: 1 duplicates")
@@ -187,7 +197,7 @@ def test_without_a_path_the_language_with_the_most_messages_on_this_machine_is_t
             pairs(replace(settings, **keys))
     with pytest.raises(UserError, match=r"bad.mo is no catalogue"):  # named, it is not skipped
         pairs(replace(settings, path=tmp_path / "locale"))
-    monkeypatch.setattr("vpipe.extras.translation.pairs.locale_folders", lambda: [])
+    monkeypatch.setattr("vpipe.extras.catalogues.corpora.locale_folders", lambda: [])
     with pytest.raises(UserError, match="there are no gettext catalogues on this machine"):
         pairs(settings)
 
@@ -209,3 +219,26 @@ def test_locale_folders_of_packages_are_found(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("vpipe.extras.catalogues.catalogues.sysconfig.get_path", lambda name: str(tmp_path))
     found = [folder.relative_to(tmp_path).as_posix() for folder in locale_folders() if folder.is_relative_to(tmp_path)]
     assert found == ["django/contrib/admin/locale", "sphinx/locale", "x/translations"]
+
+
+def test_messages_of_programs_are_text_in_a_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "locale" / "zh_CN" / "LC_MESSAGES"
+    folder.mkdir(parents=True)
+    for program in ("one", "two"):
+        (folder / f"{program}.po").write_text("".join(
+            f'msgid "cannot open file {number}"\nmsgstr "{program}：无法打开文件 {number}。"\n\n'
+            for number in range(200)))
+    monkeypatch.setattr("vpipe.extras.catalogues.corpora.locale_folders", lambda: [tmp_path / "locale"])
+    settings = DatasetSettings(sequence_length=8, vocab_size=400, language="zh_CN", fields=("input_ids", "labels"),
+                               cache_directory=tmp_path / "cache")
+    dataset = text_dataset(settings)
+    assert list(dataset.lines) == ["text: messages in zh_CN of 2 programs on this machine, 400 documents, "
+                                   f"{sum(12 + len(str(number)) for number in range(200)) * 2:,} characters"]
+    assert dataset.tokenizer_path is not None
+    tokenizer = Tokenizer.from_file(str(dataset.tokenizer_path))
+    [batch] = dataset.batches("test", dataset.samples("test"), seed=0)
+    assert "无法打开文件" in tokenizer.decode(batch["input_ids"].flatten().tolist())
+    for changes, what in (({"language": "zh_XX"}, "no program on this machine has messages in the language 'zh_XX'"),
+                          ({"fields": ("input_ids", "masked_lm_ids")}, "BERT's samples are made of prose")):
+        with pytest.raises(UserError, match=what):
+            text_dataset(replace(settings, **changes))

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vpipe.app.data.dataset import Dataset, VaryingBatches
-from vpipe.app.data.synthetic import synthetic_pairs
 from vpipe.errors import UserError
 from vpipe.extras.translation.length_buckets import LengthBuckets, PairDataset, TokenPairs
+from vpipe.extras.translation.synthetic import synthetic_pairs
 
 WORDS = ("river", "stone", "quiet", "lantern", "harbour", "winter", "signal", "copper", "meadow", "engine", "silver",
          "morning", "letter", "garden", "window", "thunder", "market", "bridge", "velvet", "compass")

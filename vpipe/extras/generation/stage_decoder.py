@@ -1,19 +1,17 @@
-"""Continue a text with a model of next tokens, and fill in masked words with BERT.
+"""Compute a text in passes over the layers of a stage, or of the whole model.
 
-A text grows in passes over the layers: the first has the prompt, every later one a token for each row. Rows are the
-beams of a beam search; a text that is drawn has one. :class:`StageDecoder` computes a pass, with caches of keys and
-values where all layers have a ``step`` (:mod:`vpipe.app.families.kv_cache`); :class:`Sampler` or :class:`BeamSearch`
-chooses the next tokens by its scores; :class:`Rows` makes the next pass of them. :func:`decode` does so in one process,
-:mod:`vpipe.extras.generation.pipelined` on several ranks.
+The first pass has the prompt, every later one a token for each row: the rows are the beams of a beam search; a text
+that is drawn has one. :class:`StageDecoder` computes a pass, with caches of keys and values where all layers have a
+``step`` (:mod:`vpipe.app.families.kv_cache`); a chooser of :mod:`vpipe.extras.generation.decoding` chooses the next
+tokens by its scores; :class:`Rows` makes the next pass of them. :func:`decode` does so in one process,
+:mod:`vpipe.extras.generation.pipelined_decoding` on several ranks.
 
-Shapes, as names end: b batch (samples), r rows, s sequence (tokens), h hidden size, p masked positions, v vocabulary
-size.
+Shapes, as names end: r rows, s sequence (tokens), v vocabulary size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from time import perf_counter
 from typing import NamedTuple
@@ -22,190 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from vpipe import Model
-from vpipe.app.families.bert import BertHead
 from vpipe.app.families.kv_cache import KeyValueCache
 from vpipe.app.families.transformer import EmbeddingsAndAttention
 from vpipe.errors import UserError
+from vpipe.extras.generation.decoding import Chosen, Request, chooser
 from vpipe.units import size_text
-
-# -- what is asked for ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How the tokens of a text are chosen: drawn one by one, or by a beam search.
-
-    Attributes:
-        tokens: most tokens of a text, with the one that ends it.
-        vocabulary: ids from here on are no tokens, though the model may have scores for them.
-        end: the token that ends a text; None: only ``tokens`` does.
-        barred: a token that is never chosen, such as padding.
-        temperature: divides the scores; 0 takes the most probable token.
-        top_k: number of most probable tokens to draw from; None for all.
-        top_p: draw from the fewest most probable tokens whose probabilities add up to this share (Holtzman et al. 2020,
-            arXiv:1904.09751), after the temperature and ``top_k``; None for all.
-        seed: of the draws.
-        beams: rows of a beam search, which draws nothing; None draws.
-        length_penalty: exponent of the length by which a beam search divides, see :class:`BeamSearch`.
-        best: texts that a beam search returns.
-    """
-
-    tokens: int
-    vocabulary: int
-    end: int | None = None
-    barred: int | None = None
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    beams: int | None = None
-    length_penalty: float = 0.6
-    best: int = 1
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt, and how its text is chosen.
-
-    Attributes:
-        prompt: tokens that the text continues; of a translation the one that starts it.
-        source: tokens of the sentence to translate.
-    """
-
-    prompt: tuple[int, ...]
-    decoding: Decoding
-    source: tuple[int, ...] = ()
-
-
-class Text(NamedTuple):
-    """A finished text: its tokens behind the prompt without the one that ends it, and its score in a beam search."""
-
-    tokens: tuple[int, ...]
-    score: float | None = None
-
-
-class Chosen(NamedTuple):
-    """The next token of every row, the earlier row that each continues, and at the end the texts, the best first."""
-
-    tokens: list[int]
-    parents: list[int]
-    texts: list[Text] | None = None
-
-
-# -- choosing tokens -----------------------------------------------------------------------------------------------
-
-
-class Sampler:
-    """Draw the tokens of a text one by one. Equal seeds and scores give equal tokens."""
-
-    def __init__(self, decoding: Decoding) -> None:
-        self._decoding, self._tokens = decoding, list[int]()
-        self._generator = torch.Generator().manual_seed(decoding.seed)
-
-    def choose(self, scores_rv: Tensor) -> Chosen:
-        """Choose the next token by the scores [1, V].
-
-        Raises:
-            UserError: a score is not a finite number.
-        """
-        decoding = self._decoding
-        token = self._draw(_allowed(scores_rv, decoding)[0])
-        self._tokens.append(token)
-        ended = token == decoding.end
-        return Chosen([token], [0], [Text(tuple(self._tokens[:-1] if ended else self._tokens))]
-                      if ended or len(self._tokens) == decoding.tokens else None)
-
-    def _draw(self, scores_v: Tensor) -> int:
-        decoding = self._decoding
-        if decoding.temperature == 0:
-            return int(scores_v.argmax())
-        if decoding.top_k is None and decoding.top_p is None:
-            return self._draw_from(scores_v - scores_v.max())
-        best, tokens = scores_v.topk(min(len(scores_v), decoding.top_k or len(scores_v)))
-        best = best - best[0]
-        if decoding.top_p is not None:
-            shares = (best / decoding.temperature).softmax(0)
-            before = shares.cumsum(0) - shares  # the share of those that are more probable
-            best = best[before < decoding.top_p]
-        return int(tokens[self._draw_from(best)])
-
-    def _draw_from(self, scores: Tensor) -> int:
-        """Return a place; the largest score is 0: no temperature overflows."""
-        return int(torch.multinomial((scores / self._decoding.temperature).softmax(0), 1, generator=self._generator))
-
-
-class BeamSearch:
-    """Keep the ``beams`` most probable beginnings of a text; return the best texts that have ended.
-
-    The score of a text Y of a prompt X is log P(Y | X) / ((5 + |Y|) / 6)^a with the length penalty a, as in section 7
-    of Wu et al. 2016 (arXiv:1609.08144), without their coverage penalty; |Y| counts the token that ends it. A text ends
-    where its end is among the best ``beams`` candidates. The search ends when no beginning could still give a better
-    text than the worst of ``beams`` ended ones; texts that are cut at their greatest length count as ended.
-    """
-
-    def __init__(self, decoding: Decoding) -> None:
-        assert decoding.beams is not None, "a beam search"
-        self._decoding, self._beams = decoding, decoding.beams
-        self._rows: list[tuple[int, ...]] = [()]
-        self._sums_r = torch.zeros(1, dtype=torch.float64)  # log probabilities of the rows
-        self._ended: list[Text] = []
-
-    def choose(self, scores_rv: Tensor) -> Chosen:
-        """Choose the next tokens of all rows by their scores [R, V].
-
-        Raises:
-            UserError: a score is not a finite number.
-        """
-        decoding = self._decoding
-        logs_rv = self._sums_r[:, None] + _allowed(scores_rv, decoding).log_softmax(-1)
-        best, places = logs_rv.flatten().topk(min(2 * self._beams, logs_rv.numel()))  # half of them may be ends
-        length = len(self._rows[0]) + 1
-        rows, tokens, parents, sums = list[tuple[int, ...]](), list[int](), list[int](), list[float]()
-        for rank, (total, place) in enumerate(zip(best.tolist(), places.tolist(), strict=True)):
-            parent, token = divmod(place, logs_rv.shape[1])
-            if total == -inf:
-                break
-            if token == decoding.end:
-                if rank < self._beams:
-                    self._ended.append(Text(self._rows[parent], total / self._penalty(length)))
-            elif len(rows) < self._beams:
-                rows.append((*self._rows[parent], token))
-                tokens.append(token)
-                parents.append(parent)
-                sums.append(total)
-        last = length == decoding.tokens
-        if last:
-            self._ended += [Text(row, total / self._penalty(length)) for row, total in zip(rows, sums, strict=True)]
-        self._ended = sorted(self._ended, key=lambda text: -(text.score or 0.0))[:self._beams]
-        self._rows, self._sums_r = rows, torch.tensor(sums, dtype=torch.float64)
-        done = last or not rows or (len(self._ended) == self._beams and sums[0] / self._penalty(
-            decoding.tokens) <= (self._ended[-1].score or 0.0))
-        return Chosen(tokens, parents, self._ended[:decoding.best] if done else None)
-
-    def _penalty(self, length: int) -> float:
-        return float(((5 + length) / 6) ** self._decoding.length_penalty)
-
-
-def chooser(decoding: Decoding) -> Sampler | BeamSearch:
-    """Return what chooses the tokens of one text."""
-    return Sampler(decoding) if decoding.beams is None else BeamSearch(decoding)
-
-
-def _allowed(scores_rv: Tensor, decoding: Decoding) -> Tensor:
-    """Return the scores of what may be chosen, in fp64."""
-    scores_rv = _finite(scores_rv[:, :decoding.vocabulary])
-    return scores_rv if decoding.barred is None else scores_rv.index_fill(1, torch.tensor([decoding.barred]), -inf)
-
-
-def _finite(scores: Tensor) -> Tensor:
-    scores = scores.double()
-    if not scores.abs().max() < inf:
-        raise UserError("the model's scores are not finite numbers: its weights are lost",
-                        hint="sample an older checkpoint with --step; vpipe checkpoint ls RUN lists them")
-    return scores
-
-
-# -- passes over the layers ----------------------------------------------------------------------------------------
 
 
 class Pass(NamedTuple):
@@ -234,14 +53,14 @@ class Rows:
         self._decoding, self._length = request.decoding, len(request.prompt) + request.decoding.tokens
         self._began = self._pass_began = perf_counter()
         self._kind = 1, True  # of the pass at hand: its rows, whether it began anew
-        self._timed = {self._kind}  # a prompt says nothing of the passes behind it
+        self._timed = {self._kind}  # a prompt says nothing of the passes after it
 
     def first(self) -> Pass:
         """Return the pass of the prompt."""
         return self._anew()
 
     def next(self, chosen: Chosen) -> Pass:
-        """Return the pass behind a choice.
+        """Return the pass after a choice.
 
         Raises:
             UserError: a beam search would take longer than a minute.
@@ -409,32 +228,3 @@ def decode(stage: StageDecoder, request: Request) -> Iterator[Chosen]:
         yield chosen
         chosen = choose(stage.run(request, 0, rows.next(chosen), ())[0])
     yield chosen
-
-
-# -- masked words --------------------------------------------------------------------------------------------------
-
-
-def fill_masks(model: Model, modules: nn.ModuleDict, ids: Sequence[int], positions: Sequence[int],
-               vocabulary: int) -> Tensor:
-    """Return the probabilities [P, V] of the tokens at masked positions of a text, by BERT.
-
-    Args:
-        modules: the layers of ``model``, in eval mode.
-        ids: of the text, with the tokens that begin and end it.
-        vocabulary: ids from here on are no tokens.
-
-    Raises:
-        UserError: it is no BERT, or a score is not a finite number.
-    """
-    head = modules[model.layers[-1].name]
-    if not isinstance(head, BertHead):
-        raise UserError("the model does not predict masked tokens", hint="sample a model of the family bert")
-    input_ids = torch.tensor([ids])
-    tensors = {"input_ids": input_ids, "segment_ids": torch.zeros_like(input_ids),
-               "input_mask": torch.ones_like(input_ids)}
-    with torch.inference_mode():
-        for layer in model.layers[:-1]:
-            found = modules[layer.name](*(tensors[name] for name in layer.inputs))
-            tensors.update(zip(layer.outputs, found if isinstance(found, tuple) else (found,), strict=True))
-        scores_bpv, _ = head.scores(tensors[model.layers[-1].inputs[0]], torch.tensor([positions]))
-        return _finite(scores_bpv[0, :, :vocabulary]).softmax(-1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import random
 import re
 import shutil
 import sys
@@ -20,29 +19,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from vpipe import Model, Pipeline
 from vpipe.app.cli import main
 from vpipe.app.data.tokenizers import load_tokenizer, train_byte_bpe
-from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.app.train.loop import train
-from vpipe.app.weights.export import export_huggingface, make_checkpoint
+from vpipe.app.weights.export import make_checkpoint
 from vpipe.checkpoint import Checkpoints
 from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
 from vpipe.errors import RunError
-from vpipe.extras.generation.generate import Decoding, Request
-from vpipe.extras.generation.job import GenerationTask
-from vpipe.extras.generation.sampling import texts
+from vpipe.extras.generation.decoding import Decoding, Request
+from vpipe.extras.generation.task import GenerationTask
+from vpipe.extras.generation.text_model import texts
 
 Sample = Callable[..., tuple[int, str, str]]
 LINE = "the cat sat on the mat and the dog sat on the log"
-
-
-@pytest.fixture
-def sample(capsys: pytest.CaptureFixture[str]) -> Sample:
-    """Runs the command: its status, what it prints, what it says beside that."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        return main(["sample", *map(str, words)]), *capsys.readouterr()
-
-    return run
 
 
 def run_of(folder: Path, documents: Iterable[str], steps: int, **changes: Any) -> Path:
@@ -159,8 +146,8 @@ def test_beams_beyond_the_memory_or_a_minute_are_refused_with_the_most(
     assert sample(*words, int(most[1]) + 1)[0] == 2
     monkeypatch.undo()
     now = iter(range(10**6))  # one pass takes a second
-    monkeypatch.setattr("vpipe.extras.generation.generate.perf_counter", lambda: next(now))
-    monkeypatch.setattr("vpipe.extras.generation.generate.MOST_SEARCH_S", 6)
+    monkeypatch.setattr("vpipe.extras.generation.stage_decoder.perf_counter", lambda: next(now))
+    monkeypatch.setattr("vpipe.extras.generation.stage_decoder.MOST_SEARCH_S", 6)
     assert sample(*words, 20)[2].endswith("error: 20 beams would take about 8 s for a prompt\n"
                                           "hint: give --beams 16 at most, for about a minute; or fewer --tokens\n")
     assert sample(*words, 16)[0] == 0  # as slow, but no more than translations may have
@@ -219,73 +206,7 @@ def test_ranks_give_the_texts_of_one_process(gpt: Path, capfd: pytest.CaptureFix
     assert re.search(r"after step 120\n[\d,]+ tokens in [\d.]+ s, [\d,]+ tokens/s, on 2 ranks\n$", found.err)
 
 
-@pytest.fixture(scope="module")
-def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has learned the word for every word of a tiny language."""
-    folder, rng = tmp_path_factory.mktemp("pairs"), random.Random(0)
-    words = {"one": "eins", "two": "zwei", "cat": "Katze", "dog": "Hund"}
-    chosen = [rng.choices(list(words), k=rng.randint(1, 2)) for _ in range(400)]
-    (folder / "a.tsv").write_text("".join(
-        f"{' '.join(one)}\t{' '.join(words[word] for word in one)}\n" for one in chosen))
-    (folder / "run").mkdir()
-    job = job_of(folder, dataset__name="pairs", dataset__path=str(folder / "a.tsv"), dataset__samples=None,
-                 dataset__cache_directory=str(folder / "cache"), model__name="translation", model__preset=None,
-                 model__num_layers=1, model__num_heads=2, model__hidden_size=32, model__dropout=0.0,
-                 model__vocab_size=-1, training__learning_rate=0.01, training__max_steps=150,
-                 training__num_microbatches=1, parallel__model_parallel_size=1, parallel__partition=[6],
-                 checkpoint__at_end=True)
-    train(job, folder / "run")
-    return folder / "run"
-
-
-def test_a_translation_is_a_line_and_beams_search_it(translator: Path, sample: Sample) -> None:
-    status, out, err = sample(translator, "--prompt", "two", "--prompt", "one dog")
-    assert (status, out) == (0, "zwei\neins Hund\n")
-    assert re.search(r"translation, .*\n\d+ tokens in .* tokens/s, on 1 rank, 4 beams\n$", err)
-    assert sample(translator, "--prompt", "one dog", "--temperature", 0)[1] == "eins Hund\n"
-    best = sample(translator, "--prompt", "one cat", "--best", 2)[1].splitlines()
-    assert best[0].split("  ")[1] == "eins Katze"
-    assert len(best) == 2
-    status, _, err = sample(translator, "--prompt", "one " * 40)
-    assert status == 2
-    assert re.search(r"error: the prompt has \d+ tokens with its end, but the model reads 16\nhint: translate", err)
-    assert "--best is 5, but there are 4 beams" in sample(translator, "--prompt", "one", "--best", 5)[2]
-
-
-def test_an_imported_model_reads_as_many_tokens_as_it_has_positions(
-        translator: Path, sample: Sample, tmp_path: Path) -> None:
-    tokenizer = next((translator.parent / "cache").glob("pairs-*/tokenizer.json"))
-    family = family_named("translation")
-    settings = ModelSettings(load_tokenizer(tokenizer).get_vocab_size(), tie_weights=True, overrides={
-        "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2, "max_position_embeddings": 20, "pad_token_id": 0, "decoder_start_token_id": 0})
-    model = family.factory(settings)
-    modules = model.materialize(0)
-    tied = {f"{layer.name}.{own}" for layer in model.layers for own in layer.ties}
-    assert family.huggingface is not None
-    export_huggingface({name: tensor for name, tensor in modules.state_dict().items() if name not in tied},
-                       family.huggingface, settings, tmp_path / "hf")
-    assert main(["checkpoint", "import", str(tmp_path / "hf"), "-o", str(tmp_path / "own")]) == 0
-    words = (tmp_path / "own", "--tokenizer", tokenizer)
-    assert sample(*words, "--prompt", "one", "--tokens", 99)[0] == 0
-    assert "but the model reads 20\n" in sample(*words, "--prompt", "one " * 40)[2]
-
-
 @pytest.mark.usefixtures("forked")
-def test_lines_of_a_file_and_of_its_translation_belong_together(translator: Path, tmp_path: Path,
-                                                                capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_bytes("\ufeffone\n\ncat\u2028dog\r\n \ntwo\x0c cat\n".encode())
-    assert main(["sample", str(translator), "--prompts", str(path)]) == 0
-    lines = capfd.readouterr().out.split("\n")
-    assert (lines[0], lines[1], lines[3], lines[5:]) == ("eins", "", "", [""])
-    assert all((lines[2], lines[4]))
-    assert main(["sample", str(translator), "--prompts", str(path), "--ranks", "2"]) == 0
-    assert capfd.readouterr().out.split("\n") == lines
-    assert main(["sample", str(translator), "--prompt", " "]) == 2
-    assert capfd.readouterr().err == "error: there is nothing to translate\nhint: give a sentence as --prompt\n"
-
-
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_named(gpt: Path, tmp_path: Path, sample: Sample,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(gpt, tmp_path / "run")
@@ -298,8 +219,9 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_named(gpt: Path, tmp_pat
     with monkeypatch.context() as patched:
         patched.setattr("vpipe.extras.generation.command.Manifest.load", load)
         assert "after step 60" in sample(tmp_path / "run", "--prompt", "the", "--tokens", 1)[2]
-    monkeypatch.setattr("vpipe.extras.generation.job.Checkpoint.weights", lambda found, *_, **__: Checkpoints.find(
-        found.folder / "gone" if shutil.rmtree(found.folder) is None else found.folder))
+    monkeypatch.setattr("vpipe.extras.generation.sampled_checkpoint.Checkpoint.weights", lambda found, *_, **__:
+                        Checkpoints.find(found.folder / "gone" if shutil.rmtree(found.folder) is None else
+                                         found.folder))
     status, _, err = sample(tmp_path / "run", "--prompt", "the", "--tokens", 1)
     assert status == 2
     assert "step-60' was removed while it was read, as a run does that keeps a few\nhint: do it again" in err
