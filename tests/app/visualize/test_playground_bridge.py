@@ -42,6 +42,27 @@ def test_the_page_needs_the_standard_library_alone() -> None:
                    env={"PYTHONPATH": f"{SITE}:{SITE.parent.parent}"})
 
 
+def test_the_archive_has_all_that_a_request_imports(tmp_path: Path) -> None:
+    """The page has no other files of vpipe, and no packages."""
+    code = ("import json, shutil, sys; from pathlib import Path; import build\n"
+            "for name, file in build.modules().items():\n"
+            "    Path(sys.argv[1], name).parent.mkdir(parents=True, exist_ok=True)\n"
+            "    shutil.copy(file, Path(sys.argv[1], name))")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=SITE,
+                   env={"PYTHONPATH": f"{SITE}:{SITE.parent.parent}"})
+    requests = [{"call": "catalog"}, {"call": "compare", "settings": SETTINGS, "name": "gpipe"},
+                *({"call": "draw", "settings": SETTINGS | {"schedule": name, "ranks": "2", "microbatches": "4"}}
+                  for name in ("1f1b", "zb_v", "auto", "pipedream", "chimera")),
+                *({"call": "check", "settings": SETTINGS, "text": text}
+                  for text in (WRONG, "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", "0F0,nothing"))]
+    code = ("import json, sys; sys.path.insert(0, sys.argv[1]); import playground\n"
+            "for request in json.loads(sys.argv[2]):\n"
+            "    print(playground.answer(json.dumps(request)))")
+    said = subprocess.run([sys.executable, "-I", "-S", "-c", code, str(tmp_path), json.dumps(requests)], check=True,
+                          capture_output=True, text=True, timeout=60).stdout
+    assert [list(json.loads(line)) for line in said.splitlines()] == [["result"]] * len(requests), said
+
+
 def test_the_catalog_is_the_registry(playground: ModuleType) -> None:
     known = {one["name"]: one for one in asked(playground, "catalog")["result"]["schedules"]}
     assert sorted(known) == RegisteredSchedule.names()
