@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 from public_names import INSIDES_IMPORTED, PAGES, faces, insides_imported, named_in, names_imported, public_names
+from tier_sizes import sizes
 
 from vpipe import Asynchronous, Cut, Execution, Order, Pipeline, Plan, Precision, Transfers, Update
 from vpipe.accelerator import KINDS
+from vpipe.app.config.config import Config
+from vpipe.app.config.validation import section_of
 from vpipe.description.description import Description
 
 ROOT = Path(__file__).parent.parent / "vpipe"
@@ -273,9 +276,22 @@ def test_only_the_public_class_knows_its_engine() -> None:
 
 PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Transfers, Update}
 
+BUDGETS = {"library": 29_000, "testing": 2_000, "application": 19_800, "extras": 6_800, "tests": 49_500,
+           "parameters of Pipeline": 9, "config keys": 89}
+"""The most lines of every tier, as tests/tier_sizes.py counts them, and the most that users have to learn."""
+
+
+def test_a_feature_makes_room_or_raises_its_budget() -> None:
+    sections = [found for info in Config.model_fields.values() if (found := section_of(info)) is not None]
+    now = {tier: size.lines for tier, size in sizes().items() if tier in BUDGETS}
+    now |= {"parameters of Pipeline": len(inspect.signature(Pipeline).parameters),
+            "config keys": len(Config.model_fields) - len(sections) + sum(len(one.model_fields) for one in sections)}
+    above = {what: f"{count:,} of {BUDGETS[what]:,}" for what, count in now.items() if count > BUDGETS[what]}
+    assert not above, (f"{above}: delete what nobody uses, do a job once, or take what is there for the new one; where "
+                       "that would harm users, raise the budget in this file, and let the commit say why")
+
 
 def test_a_pipeline_is_described_by_few_parts_of_few_fields() -> None:
-    assert len(inspect.signature(Pipeline).parameters) == 9
     assert all(kind.kind is not inspect.Parameter.VAR_KEYWORD for kind in
                inspect.signature(Pipeline).parameters.values())
     assert all(len(fields(part)) <= 8 for part in PARTS)

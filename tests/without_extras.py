@@ -73,8 +73,8 @@ def collect_all(copy: Path) -> None:
         status = pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "-n", "0", "--assert=plain",
                               "-W", "ignore", "--rootdir", str(copy), str(copy / "tests"),
                               str(copy / "vpipe" / "extras")])
-    wrong = [line for line in out.getvalue().splitlines() if line.startswith(("ERROR", "E  "))]
-    assert status == 0, "\n".join(wrong[:20]) or out.getvalue()[-2000:]
+    wrong = [line for line in out.getvalue().splitlines() if line.startswith("ERROR")]
+    assert status == 0, "\n".join(sorted(set(wrong))) or out.getvalue()[-2000:]
 
 
 def run_commands(copy: Path) -> None:
@@ -129,7 +129,9 @@ def failures(extra: str, copy: Path) -> Iterator[tuple[str, str]]:
         try:
             check(copy)
         except BaseException as error:
-            yield name, f"{type(error).__name__}: {error}"
+            at = [f"{frame.filename.removeprefix(f'{copy}/')}:{frame.lineno}: " for frame in traceback.extract_tb(
+                error.__traceback__) if frame.filename.startswith(str(copy))][-1:]
+            yield name, f"{''.join(at)}{type(error).__name__}: {error}"
     check_absent(extra, copy)
 
 
