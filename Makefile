@@ -39,8 +39,8 @@ pytest:
 test-system: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== installing ssh, SLURM and Chromium"
 	@tests/system/install
-	@echo "== pytest tests/system"
-	@$(BIN)/pytest tests/system tests/app/launch/test_one_diagnosis.py -m system -rs --numprocesses 3 --dist loadgroup
+	@echo "== pytest -m system"
+	@$(BIN)/pytest -m system -rs --numprocesses 3 --dist loadgroup
 
 site: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== building build/site (trains the gallery's six runs)"

@@ -90,6 +90,7 @@ def test_it_runs_in_one_and_four_processes(folder: Path, world: World) -> None:
     assert [len(rank["averages"]) for rank in four] == [2] * 4
 
 
+@pytest.mark.usefixtures("forked")
 def test_it_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder))
     config = write_config(folder, parallel__schedule="averaging_1f1b")
@@ -202,6 +203,7 @@ def test_one_that_another_rank_has_not_is_refused(tmp_path: Path, pair: World) -
     assert [kind for kind, _ in outcomes] == ["error", "error"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_example_of_the_docs(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str],
                                  monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs/add-an-action.md").read_text()

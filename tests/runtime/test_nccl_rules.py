@@ -51,8 +51,11 @@ def test_every_schedule(world: World, schedule: str) -> None:
                       partition=[8 // stages] * stages, recompute=0.5, grad_clip=0.5)
 
 
-@pytest.mark.parametrize("rules", sorted(set(RULES) - {HARDEST}))
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "pipedream", "chimera", "dualpipe"])
+# Who waits less cannot wait for ever where the hardest rules let all pass: most combinations are for make test-system.
+@pytest.mark.parametrize(("schedule", "rules"), [
+    pytest.param(schedule, rules, marks=[] if number % 3 == place % 3 else pytest.mark.system)
+    for place, schedule in enumerate(("1f1b", "zb_v", "pipedream", "chimera", "dualpipe"))
+    for number, rules in enumerate(sorted(set(RULES) - {HARDEST}))])
 def test_every_way_to_make_communicators_and_to_send(world: World, schedule: str, rules: str) -> None:
     stages = 4 * RegisteredSchedule.named(schedule).chunks
     equal_under_rules(world, rules, model="rich", schedule=schedule, microbatches=8, batches=2,

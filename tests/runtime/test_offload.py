@@ -65,7 +65,7 @@ def test_every_schedule_is_exact_with_offloaded_activations(name: str, monkeypat
     for recompute in (0.0, 0.5):
         plain, away = (trained(schedule, stages, recompute) for schedule in (name, "away"))
         assert plain == away
-    assert len(fetched) == 2 * 3 * 4 * stages, "half of the microbatches of three batches, twice"
+    assert len(fetched) == 2 * 2 * 4 * stages, "half of the microbatches of two batches, twice"
     assert max(fetched) > 0
 
 
@@ -80,5 +80,5 @@ def trained(schedule: str, stages: int, recompute: float) -> list[float]:
                     **parts(stages=stages, schedule=schedule, microbatches=8, recompute=recompute, seed=0,
                             optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1), **options))
     batch = {"input": torch.arange(64.0).reshape(16, 4) / 64, "target": torch.ones(16, 4)}
-    losses = [step.loss for step in pipe.train([batch] * 3)]
+    losses = [step.loss for step in pipe.train([batch] * 2)]
     return [*losses, *(float(value.double().sum()) for value in pipe.state_dict().values())]
