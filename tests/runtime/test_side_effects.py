@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from models import WIDTH, WORDS, Frozen, Head, RawMatmul, Words, rich_batches
+from oracles import Momentum, equals_its_oracle
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from vpipe import Cut, Execution, Layer, Model, Pipeline
+from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.side_effects import WATCHED
-from vpipe.testing import TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.testing import TrainingRecipe, flush_oracle
 
 Build = Callable[[], nn.Module]
-
-
-class Momentum:
-    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
-        return torch.optim.SGD(named.values(), lr=0.1, momentum=0.9) if named else None
 
 
 def model_of(*builds: Build) -> Model:
@@ -37,17 +33,8 @@ def model_of(*builds: Build) -> Model:
 def assert_exact(model: Model, schedule: str = "1f1b", partition: Sequence[int] = (1, 2, 1),
                  recompute: float | list[Any] = 0.0, batches: int = 2, executor: str = "overlapped") -> Pipeline:
     """Train with four microbatches per batch, in flight together, and by plain PyTorch or the oracle: the same."""
-    data = rich_batches(batches, 8)
-    pipe = Pipeline(model, Momentum(), stages=Cut(list(partition), recompute=recompute), schedule=schedule,
-                    microbatches=4, execution=Execution(executor=executor), seed=2)
-    losses = [step.loss for step in pipe.train(data)]
-    recipe = TrainingRecipe(Momentum().from_named, 4, 2)
-    plain = (asynchronous_oracle(model, data, recipe, partition) if schedule == "pipedream"
-             else flush_oracle(model, data, recipe))
-    assert losses == plain.losses
-    state = pipe.state_dict()
-    assert [name for name in state if not torch.equal(state[name], plain.state[name])] == []
-    return pipe
+    return equals_its_oracle(model, rich_batches(batches, 8), schedule=schedule, partition=list(partition),
+                             recompute=recompute, executor=executor, optimizer=Momentum())[0]
 
 
 # -- recompute of what a forward changes ---------------------------------------------------------------

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import pytest
 import torch
 from models import Head, RawMatmul, Words, frozen_front, recurrent_model, rich_batches
+from oracles import Momentum, assert_same_state, equals_its_oracle, pipeline_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import UserError
 from vpipe.runtime.weight_versions import WeightVersions
-from vpipe.testing import TrainingRecipe, asynchronous_oracle, flush_oracle
 
 
 class Product(nn.Module):
@@ -228,11 +228,6 @@ def test_weights_without_parameters_have_versions_too() -> None:
 # -- through a pipeline --------------------------------------------------------------------------------
 
 
-class Momentum:
-    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
-        return torch.optim.SGD(named.values(), lr=0.1, momentum=0.9) if named else None
-
-
 def lstm_by_hand(batches: Sequence[Mapping[str, Tensor]], stages: int) -> tuple[list[float], dict[str, Tensor]]:
     """PipeDream with one layer per stage in plain PyTorch: a whole model per version, no swapping of weights."""
     model = recurrent_model()
@@ -262,31 +257,19 @@ def lstm_by_hand(batches: Sequence[Mapping[str, Tensor]], stages: int) -> tuple[
 @pytest.mark.parametrize("recompute", [0.0, 1.0])
 def test_recurrent_layers_under_pipedream_equal_plain_pytorch_and_the_oracle(recompute: float) -> None:
     batches = rich_batches(12, 2)
-    pipe = Pipeline(recurrent_model(), Momentum(), stages=Cut([1] * 5, recompute=recompute), schedule="pipedream",
-                    seed=2)
-    losses = [step.loss for step in pipe.train(batches)]
+    pipe, steps = equals_its_oracle(recurrent_model, batches, schedule="pipedream", partition=[1] * 5, microbatches=1,
+                                    recompute=recompute, optimizer=Momentum())
     by_hand, weights = lstm_by_hand(batches, 5)
-    assert losses == by_hand
-    state = pipe.state_dict()
-    assert list(state) == list(weights)
-    assert [name for name in state if not torch.equal(state[name], weights[name])] == []
-    oracle = asynchronous_oracle(recurrent_model(), batches, TrainingRecipe(Momentum().from_named, 1, 2), [1] * 5)
-    assert losses == oracle.losses
+    assert [step.loss for step in steps] == by_hand
+    assert_same_state(pipe.state_dict(), weights)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_frozen_parameters_stay_as_they_are_and_the_rest_trains(schedule: str) -> None:
-    model, batches = frozen_front(), rich_batches(3, 4)
-    pipe = Pipeline(model, Momentum(), stages=Cut([1, 1, 2], recompute=0.5), schedule=schedule, microbatches=2, seed=2)
-    before = pipe.state_dict()
-    losses = [step.loss for step in pipe.train(batches)]
-    after = pipe.state_dict()
+    words = {"schedule": schedule, "partition": [1, 1, 2], "recompute": 0.5, "microbatches": 2, "optimizer": Momentum()}
+    before = pipeline_of(frozen_front, **words).state_dict()
+    after = equals_its_oracle(frozen_front, rich_batches(3, 4), **words)[0].state_dict()
     assert [name for name in after if torch.equal(before[name], after[name])] == ["words.word.weight", "half.fixed"]
-    recipe = TrainingRecipe(Momentum().from_named, 2, 2)
-    oracle = (flush_oracle(model, batches, recipe) if schedule == "1f1b"
-              else asynchronous_oracle(model, batches, recipe, [1, 1, 2]))
-    assert losses == oracle.losses
-    assert [name for name in after if not torch.equal(oracle.state[name], after[name])] == []
 
 
 # -- references of a layer's own -----------------------------------------------------------------------
@@ -366,13 +349,8 @@ def test_a_reference_of_a_layers_own_is_refused_where_weights_have_versions(buil
 @pytest.mark.parametrize("build", [InList, InClosure, FromFirstForward, FromForwardBefore])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_it_is_exact_where_they_have_one(build: type[nn.Module], schedule: str) -> None:
-    model, batches = raw_model(build), rich_batches(3, 4)
-    pipe = Pipeline(model, Momentum(), stages=[1] * 4, schedule=schedule, microbatches=2, seed=2)
-    losses = [step.loss for step in pipe.train(batches)]
-    oracle = flush_oracle(model, batches, TrainingRecipe(Momentum().from_named, 2, 2))
-    assert losses == oracle.losses
-    state = pipe.state_dict()
-    assert [name for name in state if not torch.equal(oracle.state[name], state[name])] == []
+    equals_its_oracle(raw_model(build), rich_batches(3, 4), schedule=schedule, partition=[1] * 4, microbatches=2,
+                      optimizer=Momentum())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -423,9 +401,7 @@ def test_a_last_child_that_keeps_a_list_of_its_parameters_trains_with_the_versio
     torch.manual_seed(3)
     model = Model.sequential(nn.Sequential(nn.Linear(4, 4), Rereads(4, 3)), nn.CrossEntropyLoss())
     batches = [{"input": torch.randn(4, 4), "target": torch.randint(3, (4,))} for _ in range(6)]
-    pipe = Pipeline(model, Momentum(), stages=2, schedule="pipedream", microbatches=2)
-    losses = [step.loss for step in pipe.train(batches)]
-    assert losses == asynchronous_oracle(model, batches, TrainingRecipe(Momentum().from_named, 2, 0), [1, 1]).losses
+    equals_its_oracle(model, batches, schedule="pipedream", stages=2, microbatches=2, optimizer=Momentum())
 
 
 def test_leaves_keep_the_kind_and_the_attributes_of_their_parameter() -> None:

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import rich_batches, rich_model
-from oracles import AdamW, assert_same_state, decay
-from pipelines import parts
+from oracles import DECAY_AND_CLIP, AdamW, assert_same, oracle_of, pipeline_of, recipe_of
 from torch import Tensor
 from world import World
 
@@ -19,7 +18,7 @@ from vpipe import Pipeline, Transfers
 from vpipe.errors import UserError
 from vpipe.runtime.transport.compression import LEAST_SCALE, Bf16, Codec, CompressedTransport, Compression, Int8, _parts
 from vpipe.runtime.transport.transport import InProcessTransport, TensorSpec, TransferKey, TransferKind
-from vpipe.testing import CutCompression, TrainingRecipe, asynchronous_oracle, flush_oracle
+from vpipe.testing import CutCompression
 
 NEAREST, STOCHASTIC = Int8(stochastic=False), Int8(stochastic=True)
 CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": NEAREST, "int8 stochastic": STOCHASTIC}
@@ -167,21 +166,11 @@ def test_sending_does_not_change_the_tensor() -> None:
 
 def run(schedule: str, partition: list[int], codecs: str | list[str], **arguments: Any) -> Pipeline:
     """A run whose losses, gradient norms and weights are those of its oracle."""
+    words = {"schedule": schedule, "partition": partition, "compress": codecs, **DECAY_AND_CLIP, **arguments}
     model, batches = rich_model(), rich_batches(3, 8, lengths=(6, 9))
-    pipe = Pipeline(model,
-                    **parts(schedule=schedule, microbatches=4, partition=partition, optimizer=AdamW(), seed=2,
-                            learning_rate_factor=decay, grad_clip=0.5, compress=codecs, **arguments))
-    steps = list(pipe.train(batches))
+    pipe = pipeline_of(model, **words)
     crossing = CutCompression(model, partition, pipe.placement, compression(codecs, len(partition)))
-    recipe = TrainingRecipe(AdamW().from_named, 4, 2, decay, 0.5, compress=crossing)
-    widths = [len(ranks) for ranks in pipe.placement]
-    if schedule == "pipedream":
-        expected = asynchronous_oracle(model, batches, recipe, partition, pipe.update_every, widths=widths)
-    else:
-        expected = flush_oracle(model, batches, recipe, partition, widths)
-        assert [step.gradient_norm for step in steps] == expected.gradient_norms
-    assert [step.loss for step in steps] == expected.losses
-    assert_same_state(pipe.state_dict(), expected.state)
+    assert_same(pipe, list(pipe.train(batches)), oracle_of(pipe, model, batches, recipe_of(words, compress=crossing)))
     return pipe
 
 
