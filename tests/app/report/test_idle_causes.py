@@ -125,7 +125,7 @@ def test_work_and_idle_time_add_up_to_the_span_of_every_rank(tmp_path: Path, nam
             evaluated = sum(max(0.0, min(end, window.end_s) - max(start, window.start_s))
                             for start, end in track.evaluations)
             assert sum(time.work.values()) + sum(time.idle.values()) == pytest.approx(window.span_s - evaluated)
-            assert time.span == pytest.approx(window.span_s - evaluated)
+            assert time.whole == pytest.approx(window.span_s - evaluated)
 
 
 def test_no_time_is_left_out_or_counted_twice(tmp_path: Path) -> None:

@@ -46,11 +46,11 @@ class Window:
 def step_ends(recording: Recording) -> dict[int, float]:
     """Return the end of each step on all ranks of stage 0, where its last backward ends; by the number of the step."""
     assignment, ends, seen = recording.dependencies.assignment, dict[int, float](), Counter[int]()
-    span, per_step = assignment.per_update(0), assignment.per_step
+    per_update, per_step = assignment.per_update(0), assignment.per_step
     for rank in recording.placement[0]:
         for done in recording.tracks[rank].actions:
-            if done.op.makes_version and done.stage == 0 and (done.number + 1) * span % per_step == 0:
-                step = (done.number + 1) * span // per_step - 1
+            if done.op.makes_version and done.stage == 0 and (done.number + 1) * per_update % per_step == 0:
+                step = (done.number + 1) * per_update // per_step - 1
                 ends[step] = max(done.end_s, ends.get(step, 0.0))
                 seen[step] += 1
     return {step: ends[step] for step in sorted(ends)
@@ -117,10 +117,10 @@ def _cut(recording: Recording, window: Window, most_actions: int) -> Window:
 
 @dataclass(frozen=True)
 class RankTime:
-    """A rank's time in seconds: ``work`` by operation and stage and ``idle`` by cause make up ``span``."""
+    """A rank's time in seconds: ``work`` by operation and stage and ``idle`` by cause make up ``whole``."""
 
     rank: int
-    span: float
+    whole: float
     work: Mapping[tuple[kinds.Kind, int], float]
     idle: Mapping[Cause, float]
 
@@ -146,7 +146,7 @@ def rank_times(recording: Recording, window: Window, producers: Producers) -> li
     for track in recording.tracks:
         work: dict[tuple[kinds.Kind, int], float] = defaultdict(float)
         idle: dict[Cause, float] = defaultdict(float)
-        span = 0.0
+        whole = 0.0
         for start_s, end_s, cause, done in time_slices(recording, track, producers):
             seconds = min(end_s, window.end_s) - max(start_s, window.start_s)
             if seconds <= 0 or (cause is None and done is None):
@@ -155,8 +155,8 @@ def rank_times(recording: Recording, window: Window, producers: Producers) -> li
                 idle[cause] += seconds
             elif done is not None:
                 work[done.op, done.stage] += seconds
-            span += seconds
-        times.append(RankTime(track.rank, span, work, idle))
+            whole += seconds
+        times.append(RankTime(track.rank, whole, work, idle))
     return times
 
 
@@ -172,7 +172,7 @@ class StageFigures:
         transfers_s: per step, of sends and receives and of waiting for tensors under way.
         idle_s: per step, all other idle time.
         kept_bytes: the most tensors that one of its ranks kept, see :func:`memory_curves`; None where it is unknown.
-        staleness: the most versions that a backward's weights were behind.
+        staleness: the most versions that a backward's weights were older than the latest.
         mean_delay: the mean of that, over all backwards that were recorded from forward on.
     """
 
@@ -233,7 +233,7 @@ class Figures:
             stages.append(StageFigures(forward, split or backward, weight, recompute, update, others / per,
                                        (handing + waiting) / per, idle / per, kept, max(staleness[stage], default=0),
                                        fmean(staleness[stage] or [0])))
-        samples, span_s = window.steps * recording.samples_per_step, sum(time.span for time in times) / len(times)
+        samples, span_s = window.steps * recording.samples_per_step, sum(time.whole for time in times) / len(times)
         return cls(window, median(took) if took else window.step_s, samples / span_s if span_s else 0.0,
                    bubble(_waiting(recording, window)), times, stages, memory)
 
@@ -252,12 +252,12 @@ def _waiting(recording: Recording, window: Window) -> Iterator[tuple[float, floa
 
 
 def _staleness(recording: Recording) -> list[list[int]]:
-    """Return, per stage, how many versions the weights of every backward were behind the latest.
+    """Return, per stage, how many versions older than the latest the weights of every backward were.
 
     The first version is the one before any update. A forward uses the version that was chosen last (``USE``; a schedule
     that chooses does so from its first forward on), else the latest on its rank.
     """
-    behind: list[list[int]] = [[] for _ in recording.placement]
+    delays: list[list[int]] = [[] for _ in recording.placement]
     for track in recording.tracks:
         latest: dict[int, int] = {}  # by stage; at first the version before the first recorded step
         chosen: dict[int, int] = {}
@@ -273,8 +273,8 @@ def _staleness(recording: Recording) -> list[list[int]]:
             elif op.uses_version:
                 used[stage, index] = chosen.get(stage, latest.get(stage, 0))
             elif op.returns and (stage, index) in used:
-                behind[stage].append(latest.get(stage, 0) - used.pop((stage, index)))
-    return behind
+                delays[stage].append(latest.get(stage, 0) - used.pop((stage, index)))
+    return delays
 
 
 def memory_curves(recording: Recording) -> dict[int, Points]:

@@ -27,14 +27,14 @@ def idle_bars(data: ReportData, unit: str) -> str:
         pairs.insert(0, ("medians" if data.expected.prediction is None else "planned", data.expected.figures, 10))
     times = [(name, height, max(1, figures.window.steps), figures.ranks[time.rank])
              for time in data.figures.ranks for name, figures, height in pairs]
-    longest = max(time.span / steps for _, _, steps, time in times)
+    longest = max(time.whole / steps for _, _, steps, time in times)
     shown = {name for _, _, steps, time in times for name, seconds in _parts(time, steps).items() if seconds > 0}
     columns = [name for name in _FILLS if (name in _WORK and name != "other actions") or name in shown]
     rows = []
     for name, height, steps, time in times:
         parts, idle = _parts(time, steps), sum(time.idle.values())
         cells = [*(milliseconds(max(0.0, parts[column])) for column in columns), milliseconds(idle / steps),
-                 percent(1 - idle / time.span if time.span else 0.0)]
+                 percent(1 - idle / time.whole if time.whole else 0.0)]
         rows.append((row_name(data.recording.placement, time.rank), name, height, list(_along(parts, longest)), cells))
     return render("idle_bars.html", unit=unit, rows=rows, runs=len(pairs), legend={
         name: fill for name, fill in _FILLS.items() if name in shown}, columns=columns)
@@ -49,7 +49,7 @@ def _parts(time: RankTime, steps: int) -> dict[str, float]:
 
 
 def _along(parts: dict[str, float], longest: float) -> Iterator[tuple[str, str, float, float, str]]:
-    """Yield the parts of a bar, one behind the other."""
+    """Yield the parts of a bar, one after the other."""
     at = 0.0
     for name, seconds in parts.items():
         if seconds > 0:

@@ -12,7 +12,7 @@ from vpipe.app.report.idle_bars import idle_bars, stage_table
 from vpipe.app.report.line_chart import Line, chart, is_drawable, thinned
 from vpipe.app.report.report_data import ReportData
 from vpipe.app.report.style import operation_fills, render
-from vpipe.app.report.timeline import Lane, chunks, timeline_figure
+from vpipe.app.report.timeline import Lane, stages_per_rank, timeline_figure
 from vpipe.app.visualize.table import compact, milliseconds
 from vpipe.errors import counted
 from vpipe.units import parse_size, size_text
@@ -29,7 +29,8 @@ def page(data: ReportData) -> str:
     model = [_at(data.config, "model", key) for key in ("name", "preset")]
     return render("page.html", page=found, data=data, unit=found.unit, counted=counted,
                   model=" ".join(str(part) for part in model if part),
-                  fills=operation_fills(ops, chunks(data.recording)), timeline=timeline_figure(found.lanes, found.unit),
+                  fills=operation_fills(ops, stages_per_rank(data.recording)),
+                  timeline=timeline_figure(found.lanes, found.unit),
                   idle_bars=idle_bars(data, found.unit), stage_table=stage_table(data, found.unit),
                   progress=list(found.progress()), memory=found.memory())
 

@@ -259,8 +259,8 @@ def _read_track(file: Path, header: Mapping[str, Any]) -> tuple[Track, list[str]
                 actions.append(done)
             elif note.get("truncated") is True:
                 truncated = True
-            elif (span := _pair(note.get("evaluation"))) is not None and span[0] <= span[1]:
-                evaluations.append(span)
+            elif (evaluation := _pair(note.get("evaluation"))) is not None and evaluation[0] <= evaluation[1]:
+                evaluations.append(evaluation)
             elif (clock := _pair(note.get("clock"))) is not None:
                 clocks.append(clock)
             else:

@@ -43,7 +43,7 @@ class _Figure:
     def __init__(self, lanes: Sequence[Lane], unit: str) -> None:
         self._lanes, self._unit = lanes, unit
         self._end_s = max(lane.window.span_s for lane in lanes) * 1.002
-        self._chunks = chunks(lanes[0].recording)
+        self._stages = stages_per_rank(lanes[0].recording)
         self._parts = [[[piece for piece in time_slices(lane.recording, track, lane.producers)
                          if piece.end_s > lane.window.start_s and piece.start_s < lane.window.end_s]
                         for track in lane.recording.tracks] for lane in lanes]
@@ -63,7 +63,7 @@ class _Figure:
         causes = {piece.cause for piece in pieces}
         ops = {piece.done.op for piece in pieces if piece.cause is None and piece.done is not None}
         for op in (op for op in kinds.known() if op.works and op in ops):
-            yield ([shade(op, chunk, self._chunks) for chunk in range(self._chunks if op.per_microbatch else 1)],
+            yield ([shade(op, nth, self._stages) for nth in range(self._stages if op.per_microbatch else 1)],
                    op.name, 2 * op.recomputation)
         if not all(op.works for op in ops):
             yield ["var(--comm)"], "handing over", 4
@@ -124,9 +124,9 @@ class _Figure:
         elif not done.op.works:
             yield f'<rect {place} class="comm"><title>{done.action}: {describe(done)}; {took}</title></rect>'
         else:
-            chunk = stages.index(done.stage) if done.op.per_microbatch and done.stage in stages else 0
+            nth = stages.index(done.stage) if done.op.per_microbatch and done.stage in stages else 0
             waited = f", waited {milliseconds(done.waited_s)}" if done.waited_s > 0 else ""
-            yield (f'<rect {place} class="{"cell " * (not step)}{done.op}{chunk}">'
+            yield (f'<rect {place} class="{"cell " * (not step)}{done.op}{nth}">'
                    f"<title>{done.action}: {describe(done)}; {took}{waited}</title></rect>")
             if not step:
                 yield self._label(lane, done.number, start + (end - start) / 2, share, row)
@@ -161,7 +161,7 @@ def _is_step(piece: TimeSlice) -> bool:
     return piece.cause is None and piece.done is not None and not piece.done.op.per_microbatch and piece.done.op.works
 
 
-def chunks(recording: Recording) -> int:
+def stages_per_rank(recording: Recording) -> int:
     """Return the most stages that a rank has."""
     return max(len(recording.stages_of(track.rank)) for track in recording.tracks)
 

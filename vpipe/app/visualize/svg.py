@@ -163,7 +163,7 @@ class _Drawing:
                 yield f'<text class="soft" x="{_n(x)}" y="{y + _ROW + 11}">v{version}</text>'
 
     def _holdings(self) -> list[tuple[str, float, list[str]]]:
-        """Return the columns behind the timeline: head, width, a cell per rank."""
+        """Return the columns to the right of the timeline: head, width, a cell per rank."""
         summary = self._summary
         columns = [("activations", [str(rank.peak_activations) for rank in summary.proved.rank_peaks])]
         if any(rank.peak_weight_halves for rank in summary.proved.rank_peaks):
