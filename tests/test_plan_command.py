@@ -20,7 +20,7 @@ from vpipe.app.train.job import Job, model_digest
 from vpipe.app.train.planning import request_of
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
-from vpipe.plan.solver import solve
+from vpipe.plan.solver.solve import solve
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, backward, forward, step
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule

@@ -39,6 +39,7 @@ MOVED = {
     "vpipe.model.registry": "vpipe.app.families.registry",
     "vpipe.model.transformer": "vpipe.app.families.transformer",
     "vpipe.model.translation": "vpipe.extras.translation.model",
+    "vpipe.plan.predict": "vpipe.plan.prediction",
     "vpipe.profiling.kernels": "vpipe.extras.orion.kernels",
     "vpipe.profiling.peak_flops": "vpipe.app.train.peak_flops",
     "vpipe.progress": "vpipe.app.progress",

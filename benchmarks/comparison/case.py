@@ -14,7 +14,8 @@ from vpipe.errors import UserError
 from vpipe.extras.comparison.systems import SYSTEMS, System, microbatch_counts, plan_system
 from vpipe.plan.plan import Plan, Prediction
 from vpipe.plan.profile import Profile
-from vpipe.plan.solver import PlanRequest, solve
+from vpipe.plan.solver.request import PlanRequest
+from vpipe.plan.solver.solve import solve
 from vpipe.schedules.registry import RegisteredSchedule
 
 RANKS = 8

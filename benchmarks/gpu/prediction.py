@@ -17,7 +17,7 @@ from models import published_jobs
 
 from vpipe import Cut, Execution, Order, Pipeline, Plan
 from vpipe.app.train.job import Job, microbatch_of
-from vpipe.plan.predict import predict
+from vpipe.plan.prediction import predict
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 

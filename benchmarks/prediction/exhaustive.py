@@ -25,8 +25,9 @@ from torch.nn import functional as F
 from world import run_world
 
 from vpipe import Cut, Execution, Layer, Model, Order, Pipeline, Plan
-from vpipe.plan.predict import predict
-from vpipe.plan.solver import PlanRequest, solve
+from vpipe.plan.prediction import predict
+from vpipe.plan.solver.request import PlanRequest
+from vpipe.plan.solver.solve import solve
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 

@@ -20,7 +20,7 @@ from vpipe import Asynchronous, Cut, Execution, Pipeline, Plan
 from vpipe.errors import VpipeError
 from vpipe.model.model import Model
 from vpipe.model.split import balanced
-from vpipe.plan.predict import SimulatedPlan, predict
+from vpipe.plan.prediction import SimulatedPlan, predict
 from vpipe.plan.profile import Profile
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure

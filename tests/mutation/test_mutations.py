@@ -33,7 +33,7 @@ from vpipe.description.cut import Cut
 from vpipe.description.order import Order
 from vpipe.extras.bert_hdf5.shards import BertHdf5, write_shard
 from vpipe.plan.plan import Plan
-from vpipe.plan.predict import predict
+from vpipe.plan.prediction import predict
 from vpipe.plan.profile import Profile
 from vpipe.schedules.builder import build
 from vpipe.schedules.csv_format import CsvFile

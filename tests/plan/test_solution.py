@@ -10,8 +10,9 @@ import pytest
 from profiles import KIB, any_profile, transformer
 
 from vpipe.errors import UserError
-from vpipe.plan.solver import PlanRequest, Solution, solve, without_recompute
 from vpipe.plan.solver.choice import equal_widths
+from vpipe.plan.solver.request import PlanRequest
+from vpipe.plan.solver.solve import Solution, solve
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.units import parse_size
@@ -65,7 +66,7 @@ def test_the_limit_without_recomputing_is_one() -> None:
     request = PlanRequest({4: made}, 8, 312390, ("gpipe",), placement=equal_widths("gpipe", 8, 2))
     tight = solve(request)
     assert any(tight.plan.recomputed)
-    found = without_recompute(request, tight)
+    found = tight.without_recompute()
     assert found is not None
     assert not any(found[1].recomputed)
     assert solve(replace(request, memory_bytes=found[0])).plan == found[1]

@@ -13,13 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import KIB, any_profile, layer, profile, transformer
 
+from vpipe import Cut, Order, Plan
+from vpipe.app.train.load_balance import better_partition
 from vpipe.errors import UserError
-from vpipe.plan.predict import predict
+from vpipe.plan.prediction import predict
 from vpipe.plan.profile import Profile, Seconds
-from vpipe.plan.solver import PlanRequest, better_partition, solve, without_recompute
 from vpipe.plan.solver.choice import Choice, ScheduleTraits, equal_widths, placement_of_widths, traits_of
 from vpipe.plan.solver.partition_search import TOLERANCE
+from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.search_space import SearchSpace
+from vpipe.plan.solver.solve import solve
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
 from vpipe.plan.stage_costs import stage_costs, stage_memory
 from vpipe.schedules import registry
@@ -232,11 +235,11 @@ def test_more_memory_is_never_slower_and_removes_recomputing() -> None:
     request = PlanRequest({8: made}, 4, 400 * KIB, ("1f1b",), placement=equal_widths("1f1b", 4, 1))
     tight = solve(request)
     assert any(tight.plan.recomputed)
-    found = without_recompute(request, tight)
+    found = tight.without_recompute()
     assert found is not None
     wide = solve(replace(request, memory_bytes=found[0]))
     assert not any(wide.plan.recomputed)
-    assert without_recompute(request, wide) is None
+    assert wide.without_recompute() is None
     assert seconds(wide) <= seconds(tight)
 
 
@@ -310,18 +313,6 @@ def test_ranks_that_share_cores_gain_nothing_from_being_many() -> None:
     assert plan.predictions is not None
     assert plan.predictions.seconds_per_sample >= 8 * 0.03 / 2 / 4
 
-
-def test_a_run_that_is_out_of_balance_gets_a_better_partition() -> None:
-    made = profile([layer(f"l{number}", 0.01) for number in range(12)])
-    sets = (frozenset[int](),) * 3
-    request = PlanRequest({8: made}, 3, schedules=("1f1b",), placement=((0,), (1,), (2,)), recompute=0.0)
-    assert better_partition(request, (4, 4, 4), sets, (0.12, 0.12, 0.12)) == (None, 0.0)
-    plan, gain = better_partition(request, (4, 4, 4), sets, (0.12, 0.12, 0.24))
-    assert plan is not None
-    assert plan.partition[2] < 4
-    assert 0.1 < gain < 0.5
-    shared = replace(request, profiles={8: replace(made, cores=1)})
-    assert better_partition(shared, (4, 4, 4), sets, (0.12, 0.12, 0.24))[1] < 0.05, "one core does the work of all"
 
 
 def early_forwards(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -446,3 +437,16 @@ def refusal(request: PlanRequest) -> UserError:
     with pytest.raises(UserError) as error:
         solve(request)
     return error.value
+
+
+def test_a_run_that_is_out_of_balance_gets_a_better_partition() -> None:
+    made = profile([layer(f"l{number}", 0.01) for number in range(12)])
+    now = Plan(Cut((4, 4, 4), ranks=[[0], [1], [2]]), Order("1f1b"), 8)
+    request = PlanRequest({8: made}, 3, schedules=("1f1b",), placement=((0,), (1,), (2,)), recompute=0.0)
+    assert better_partition(request.with_measured(now, (0.12, 0.12, 0.12)), now) == (None, 0.0)
+    plan, gain = better_partition(request.with_measured(now, (0.12, 0.12, 0.24)), now)
+    assert plan is not None
+    assert plan.partition[2] < 4
+    assert 0.1 < gain < 0.5
+    shared = replace(request, profiles={8: replace(made, cores=1)}).with_measured(now, (0.12, 0.12, 0.24))
+    assert better_partition(shared, now)[1] < 0.05, "one core does the work of all"

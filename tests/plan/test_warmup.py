@@ -10,9 +10,10 @@ from made_profile import MIB, made_profile
 
 from vpipe.app.commands.plan import explanation
 from vpipe.plan.plan import Plan
-from vpipe.plan.predict import predict
+from vpipe.plan.prediction import predict
 from vpipe.plan.profile import LinkProfile, Profile
-from vpipe.plan.solver import PlanRequest, Solution, solve
+from vpipe.plan.solver.request import PlanRequest
+from vpipe.plan.solver.solve import Solution, solve
 
 
 def profile(latency_s: float, layers: int = 8) -> Profile:

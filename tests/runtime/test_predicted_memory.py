@@ -10,7 +10,7 @@ from models import rich_batches, rich_model
 from vpipe import Asynchronous, Cut, Order, Pipeline
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.plan.plan import Plan
-from vpipe.plan.predict import predict
+from vpipe.plan.prediction import predict
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
 from vpipe.schedules.action_record import RecordedAction

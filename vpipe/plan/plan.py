@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, ClassVar
 
 from vpipe.arguments import Arguments, check_path
 from vpipe.description.cut import Cut, Placement
@@ -38,6 +38,11 @@ class StagePrediction:
     idle_s: float  # of one of its ranks per step
     memory: StageMemory  # of each of its ranks, at the peak
 
+    @property
+    def microbatch_s(self) -> float:
+        """The seconds that a rank works for a microbatch."""
+        return self.forward_s + self.backward_s + self.recompute_s
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -47,7 +52,7 @@ class Prediction:
     # every stage.
     step_s: float
     samples_per_step: int  # in it
-    bubble: float  # see vpipe.plan.predict.bubble
+    bubble: float  # see bubble_of
     stages: tuple[StagePrediction, ...]  # in order
 
     @property
@@ -60,9 +65,24 @@ class Prediction:
         """The slowest stage: on the ranks with the least idle time, the one with the most work."""
         def idle_and_work(number: int) -> tuple[float, float]:
             stage = self.stages[number]
-            return stage.idle_s, -(stage.forward_s + stage.backward_s + stage.recompute_s)
+            return stage.idle_s, -stage.microbatch_s
 
         return min(range(len(self.stages)), key=idle_and_work)
+
+    @staticmethod
+    def bubble_of(ranks: Iterable[tuple[float, float]]) -> float:
+        """Return the share of the ranks' time in which they wait for others, the mean over ranks; NaN where a time is.
+
+        Args:
+            ranks: of each rank the seconds in which it waited for others (the order of the schedule, unequal stages and
+                transfers alike) and those in which it worked: computed, updated, handed over.
+        """
+        shares = [waited / (waited + worked) if waited else 0.0 for waited, worked in ranks]
+        return sum(shares) / len(shares)
+
+    def held_by(self, stages: Sequence[int]) -> StageMemory:
+        """Return what a rank with these stages holds when each is at its peak; it works on one of them at a time."""
+        return combined_memory([self.stages[stage].memory for stage in stages])
 
     @property
     def fullest_rank(self) -> tuple[int, int]:
@@ -113,6 +133,12 @@ class Plan:
     Raises:
         UserError: a value is of another kind, or has no place in a plan's file.
     """
+
+    KEYS: ClassVar[tuple[str, ...]] = (
+        "partition", "recompute_ratio", "recompute_layers", "stage_to_rank_map", "schedule", "microbatches",
+        "update_every", "warmup_depth", "predictions", "profile", "profiled")
+    MOST_BYTES: ClassVar[int] = 4 << 20  # of a file: one for 1,024 stages, with what they are expected to take, has one
+    MOST_VALUES: ClassVar[int] = 250_000
 
     cut: Cut
     order: Order = Order()  # noqa: RUF009  frozen
@@ -212,7 +238,7 @@ class Plan:
             UserError: the file is missing, is not JSON, or a value is of the wrong kind; all problems at once.
         """
         check_path("the path of a plan", path, "plan.json")
-        return cls.of_json(read_json(path, MOST_BYTES, "the plan", _LOOKS), str(path))
+        return cls.of_json(read_json(path, cls.MOST_BYTES, "the plan", _LOOKS), str(path))
 
     @classmethod
     def of_json(cls, content: Any, where: str | None = None) -> Plan:
@@ -283,19 +309,15 @@ def ratio_of(recomputed: int, layers: int) -> float:
     raise AssertionError("count() does not end")
 
 
-MOST_BYTES, MOST_VALUES = 4 << 20, 250_000
-"""Of a plan's file: one for 1,024 stages, with what they are expected to take, has one."""
-
 _LOOKS = 'a plan looks like {"partition": [3, 3, 3], "recompute_ratio": [0, 0, 0]}'
-KEYS = ("partition", "recompute_ratio", "recompute_layers", "stage_to_rank_map", "schedule", "microbatches",
-         "update_every", "warmup_depth", "predictions", "profile", "profiled")
+
 
 
 def _problems(content: Any, where: str | None) -> list[Problem]:
     if not isinstance(content, dict) or "partition" not in content:
         return [Problem("the plan has no partition", 'write {"partition": [3, 3, 3]}: layers per stage', where)]
-    problems = [Problem(f"unknown key '{key}' in the plan", nearest(key, KEYS), where)
-                for key in content if key not in KEYS]
+    problems = [Problem(f"unknown key '{key}' in the plan", nearest(key, Plan.KEYS), where)
+                for key in content if key not in Plan.KEYS]
 
     def refuse(what: str, remedy: str) -> None:
         problems.append(Problem(what, remedy, where))

@@ -8,31 +8,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vpipe.schedules import kinds
     from vpipe.schedules.action import Action
-    from vpipe.schedules.action_record import RecordedAction
     from vpipe.schedules.advice import Advice
     from vpipe.schedules.builder import build
     from vpipe.schedules.checker import check
-    from vpipe.schedules.costs import Costs, StageCosts
+    from vpipe.schedules.costs import Costs
     from vpipe.schedules.csv_format import CsvFile
     from vpipe.schedules.graph import Dependencies
     from vpipe.schedules.lowering import lower
-    from vpipe.schedules.prepare import ScheduleSpec
     from vpipe.schedules.registry import RegisteredSchedule, register_schedule
     from vpipe.schedules.repeating import Repeating
     from vpipe.schedules.schedule import Schedule
-    from vpipe.schedules.search.search import search_placements
     from vpipe.schedules.simulator.timeline import Timeline, simulate
 
-__all__ = ["Action", "Advice", "Costs", "CsvFile", "Dependencies", "RecordedAction", "RegisteredSchedule", "Repeating",
-           "Schedule", "ScheduleSpec", "StageCosts", "Timeline", "build", "check", "kinds", "lower",
-           "register_schedule", "search_placements", "simulate"]
+__all__ = ["Action", "Advice", "Costs", "CsvFile", "Dependencies", "RegisteredSchedule", "Repeating",
+           "Schedule", "Timeline", "build", "check", "kinds", "lower",
+           "register_schedule", "simulate"]
 
 # Loaded when first asked for: what reads a config must not wait for the simulator.
-_HOME = {"Action": "action", "RecordedAction": "action_record", "Advice": "advice", "build": "builder",
-         "check": "checker", "Costs": "costs", "StageCosts": "costs", "CsvFile": "csv_format", "Dependencies": "graph",
-         "lower": "lowering", "ScheduleSpec": "prepare", "RegisteredSchedule": "registry",
+_HOME = {"Action": "action", "Advice": "advice", "build": "builder",
+         "check": "checker", "Costs": "costs", "CsvFile": "csv_format", "Dependencies": "graph",
+         "lower": "lowering", "RegisteredSchedule": "registry",
          "register_schedule": "registry", "Repeating": "repeating", "Schedule": "schedule",
-         "search_placements": "search.search", "Timeline": "simulator.timeline", "simulate": "simulator.timeline"}
+         "Timeline": "simulator.timeline", "simulate": "simulator.timeline"}
 
 
 def __getattr__(name: str) -> object:

@@ -19,7 +19,7 @@ from vpipe.app.report.report_data import as_recording, load_report_data, repeat_
 from vpipe.app.report.run_metrics import Totals
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
-from vpipe.plan.predict import predict
+from vpipe.plan.prediction import predict
 from vpipe.schedules.action import Action, Op
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vpipe import Order
+from vpipe import Order, Plan
 from vpipe.app.command_line import Setting, setting_words
 from vpipe.app.config.apply_plan import TARGETS
 from vpipe.app.config.config import Config, load_config
@@ -19,10 +19,9 @@ from vpipe.app.train.csv_rows import check_output
 from vpipe.app.visualize.explain_plan import PlanExplanation, depths_text
 from vpipe.app.visualize.table import PIPE_COLUMNS, terminal_columns
 from vpipe.errors import UserError, counted
-from vpipe.plan.plan import Plan
-from vpipe.plan.predict import predict
-from vpipe.plan.profile import Profile
-from vpipe.plan.solver import Alternative, PlanRequest, Solution, solve, without_recompute
+from vpipe.plan import PlanRequest, Profile, predict, solve
+from vpipe.plan.solver.request import Alternative
+from vpipe.plan.solver.solve import Solution
 from vpipe.schedules import CsvFile, RegisteredSchedule
 from vpipe.units import parse_size, size_text
 
@@ -157,7 +156,7 @@ def explanation(solution: Solution, request: PlanRequest, limit_from: str, own: 
     others = [*([own] if own is not None else []), *solution.alternatives]
     if (shallow := solution.shallow) is not None and shallow.warmup != solution.plan.warmup:
         others.append(_simulated(f"warm-up {depths_text(shallow)}, as 1F1B", shallow))
-    if (free := without_recompute(request, solution)) is not None:
+    if (free := solution.without_recompute()) is not None:
         others.append(_simulated(f"no recompute, from {size_text(free[0], up=True)}", free[1]))
     return PlanExplanation(solution.plan, request.profiles[count], request.memory_bytes, limit_from, solver, others)
 

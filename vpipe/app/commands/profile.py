@@ -21,7 +21,7 @@ from vpipe.app.train.csv_rows import check_output
 from vpipe.app.train.run_folder import CONFIG
 from vpipe.app.visualize.table import table
 from vpipe.errors import UserError, VpipeError, counted
-from vpipe.plan.profile import LinkProfile, Profile, Seconds
+from vpipe.plan import Profile
 from vpipe.units import size_text
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def described(profile: Profile) -> str:
     for first, numbers in kinds.items():
         layer = profile.layers[first]
         rows.append([layer.name + f" x {len(numbers)}" * (len(numbers) > 1),
-                     *(_time(getattr(layer, figure)) for _, figure in _COLUMNS),
+                     *(_time(time.median, time.spread) for _, figure in _COLUMNS for time in [getattr(layer, figure)]),
                      *map(size_text, (held.kept_bytes(range(first, first + 1)), layer.parameter_bytes,
                                       layer.optimizer_bytes))])
     head = ["layer", *(title for title, _ in _COLUMNS), "kept", "weights", "optimizer"]
@@ -149,24 +149,22 @@ def described(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def _time(seconds: Seconds) -> str:
-    digits = 1 if seconds.median >= 0.01 else 2 if seconds.median >= 0.001 else 3
-    return f"{1e3 * seconds.median:.{digits}f} ±{seconds.spread:4.0%}{'*' if seconds.spread > NOISY else ' '}"
+def _time(median_s: float, spread: float) -> str:
+    digits = 1 if median_s >= 0.01 else 2 if median_s >= 0.001 else 3
+    return f"{1e3 * median_s:.{digits}f} ±{spread:4.0%}{'*' if spread > NOISY else ' '}"
 
 
 def _links(profile: Profile) -> Iterator[str]:
     if profile.identity.ranks_per_host == 1 and not profile.links:
         yield f"one rank alone: tensors change hands in memory, {profile.default_link.bytes_per_s / 1e9:.1f} GB/s"
         return
-    yield f"between two ranks: {_link(profile.default_link)}"
+    named = [("between two ranks", profile.default_link)]
     shown = [(ends, link) for ends, link in sorted(profile.links.items()) if ends[0] < ends[1]]
     if len(shown) > 1:
         slowest, link = max(shown, key=lambda item: item[1].latency_s + 1e6 / item[1].bytes_per_s)
-        yield f"slowest, rank {slowest[0]} to {slowest[1]}: {_link(link)}"
-
-
-def _link(link: LinkProfile) -> str:
-    return f"{1e3 * link.latency_s:.2f} ms, then {link.bytes_per_s / 1e9:.2f} GB/s (± {link.spread:.0%})"
+        named.append((f"slowest, rank {slowest[0]} to {slowest[1]}", link))
+    for name, link in named:
+        yield f"{name}: {1e3 * link.latency_s:.2f} ms, then {link.bytes_per_s / 1e9:.2f} GB/s (± {link.spread:.0%})"
 
 
 def _device(profile: Profile) -> str:

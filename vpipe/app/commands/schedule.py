@@ -14,13 +14,14 @@ from fractions import Fraction
 from itertools import chain
 from pathlib import Path
 
+from vpipe import Plan
 from vpipe.app.visualize.summary import RankCosts, Summary, compare
 from vpipe.app.visualize.svg import draw_svg
 from vpipe.app.visualize.table import PIPE_COLUMNS, listed, number, replicas, sizes, terminal_columns
 from vpipe.app.visualize.terminal import draw_text
 from vpipe.errors import UserError, counted
-from vpipe.plan.plan import Plan
-from vpipe.schedules import CsvFile, RegisteredSchedule, Repeating, Schedule, build, check, lower, search_placements
+from vpipe.schedules import CsvFile, RegisteredSchedule, Repeating, Schedule, build, check, lower
+from vpipe.schedules.search.search import search_placements
 
 MOST_SEARCHED = 25_000
 """Forwards and backwards of an order that is searched over several placements: a minute."""

@@ -7,11 +7,10 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-from vpipe import Cut
+from vpipe import Cut, Plan
 from vpipe.app.config.parallel import OF_SCHEDULE, OF_STAGES, ParallelSection
 from vpipe.app.config.yaml_tree import Keys, Tree, describe, read_json_tree
 from vpipe.errors import Problem, UserError
-from vpipe.plan.plan import KEYS, MOST_BYTES, MOST_VALUES, Plan
 from vpipe.schedules import RegisteredSchedule
 
 PLAN = ("parallel", "plan")
@@ -19,7 +18,7 @@ PLAN = ("parallel", "plan")
 _RENAMED: dict[str, Keys] = {
     "recompute_ratio": ("parallel", "recompute"), "recompute_layers": ("parallel", "recompute"),
     "microbatches": ("training", "num_microbatches")}
-TARGETS: dict[str, Keys] = {key: _RENAMED.get(key, ("parallel", key)) for key in KEYS
+TARGETS: dict[str, Keys] = {key: _RENAMED.get(key, ("parallel", key)) for key in Plan.KEYS
                             if key in _RENAMED or key in ParallelSection.model_fields}
 """Key of a plan -> key of a config. Layers take precedence over ratios, which are there for other readers."""
 
@@ -42,7 +41,7 @@ def apply_plan(tree: Tree, path: str, settings: Iterable[str] = ()) -> None:
     Raises:
         UserError: the file is no plan, or the config contradicts it.
     """
-    found = read_json_tree(Path(path), MOST_BYTES, MOST_VALUES)
+    found = read_json_tree(Path(path), Plan.MOST_BYTES, Plan.MOST_VALUES)
     if found.problems:
         raise UserError.all_of(found.problems)
     plan = Plan.of_json(found.value, path)

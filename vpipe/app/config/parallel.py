@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from vpipe import Cut, Execution, Transfers, accelerator
+from vpipe import Cut, Execution, Plan, Transfers, accelerator
 from vpipe.app.config.validation import (
     FilePath,
     Ints,
@@ -23,10 +23,10 @@ from vpipe.app.config.validation import (
 )
 from vpipe.app.config.yaml_tree import describe
 from vpipe.errors import UserError, nearest
-from vpipe.plan.plan import Plan
 from vpipe.plugins import announced
 from vpipe.runtime import threads_refused
-from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule, ScheduleSpec
+from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
+from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.units import parse_size
 
 ORION = "orion"

@@ -21,7 +21,7 @@ from vpipe.app.launch.network import interface_towards
 from vpipe.distributed import Host, RankEnvironment
 from vpipe.errors import UserError, counted
 from vpipe.plugins import IMPORTS, added, imported_files
-from vpipe.schedules import ScheduleSpec
+from vpipe.schedules.prepare import ScheduleSpec
 
 RANK_ENVIRONMENT = "vpipe.rank_environment"
 """The group of entry points for functions from a config to the environment variables that its ranks need."""

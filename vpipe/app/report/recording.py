@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError, counted
-from vpipe.schedules import Dependencies, RecordedAction, kinds
+from vpipe.schedules import Dependencies, kinds
+from vpipe.schedules.action_record import RecordedAction
 
 _RECORD_AGAIN = "record the run again with 'trace: true' in its config, or copy the file whole"
 

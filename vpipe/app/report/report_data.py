@@ -12,16 +12,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from vpipe import Cut, Order
+from vpipe import Cut, Order, Plan
 from vpipe.app.report.figures import Figures, Points, step_ends
 from vpipe.app.report.idle_causes import Cause, Producers, medians, time_slices
 from vpipe.app.report.recording import Recording, Track, read_recording
 from vpipe.app.report.run_metrics import History, Totals, read_history
 from vpipe.errors import CheckError, UserError, counted
-from vpipe.plan.plan import Plan, Prediction
-from vpipe.plan.predict import predict
-from vpipe.plan.profile import Profile
-from vpipe.schedules import Action, Costs, RecordedAction, Schedule, StageCosts, Timeline, kinds, simulate
+from vpipe.plan import Profile, predict
+from vpipe.plan.plan import Prediction
+from vpipe.schedules import Action, Costs, Schedule, Timeline, kinds, simulate
+from vpipe.schedules.action_record import RecordedAction
+from vpipe.schedules.costs import StageCosts
 
 _LONGEST = 24  # steps that are simulated
 _IN_A_ROW, _FEWEST, _ACTIONS = 8, 4, 60_000  # simulated batches of a schedule with a flush; so many actions are quick

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vpipe import Cut, Execution, Model, Update, accelerator
+from vpipe import Cut, Execution, Model, Plan, Update, accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.config.options import all_options
 from vpipe.app.data.dataset import Comparable, Dataset, DatasetSettings, HeldOutText, Tokenized, VaryingBatches
@@ -33,13 +33,13 @@ from vpipe.description import Description
 from vpipe.distributed import DeviceMap, choose_device, join_world
 from vpipe.errors import UserError
 from vpipe.model import seed_of
-from vpipe.plan.plan import Plan
-from vpipe.plan.profile import Profile
+from vpipe.plan import Profile
 from vpipe.plugins import added
 from vpipe.profiling.cache import load_by_digest, to_stderr
 from vpipe.profiling.fingerprint import digest, structure
 from vpipe.runtime import prepare_schedule
-from vpipe.schedules import Advice, Schedule, ScheduleSpec
+from vpipe.schedules import Advice, Schedule
+from vpipe.schedules.prepare import ScheduleSpec
 
 OBSERVERS = "vpipe.observers"
 """The group of entry points, see :mod:`vpipe.app.train.observers`."""

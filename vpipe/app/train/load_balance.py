@@ -6,22 +6,24 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
-from vpipe import Pipeline
+from vpipe import Cut, Order, Pipeline, Plan
 from vpipe.app.train.job import Job
 from vpipe.app.train.observers import Observer, Run
 from vpipe.app.train.run_folder import PLAN, PROFILE
 from vpipe.distributed import exchange
 from vpipe.errors import UserError
-from vpipe.plan.plan import Plan, Prediction, StagePrediction
-from vpipe.plan.profile import Profile
+from vpipe.plan import Profile
 from vpipe.runtime import StageUsage
 from vpipe.schedules import CsvFile
 from vpipe.units import size_text
+
+if TYPE_CHECKING:
+    from vpipe.plan import PlanRequest
 
 WARM_UP = 10
 """Steps before the measured ones, in which memory pools and a pipeline without a flush fill."""
@@ -216,27 +218,23 @@ def warning(work: RankWork, job: Job, profile: Callable[[], Profile | None], pla
              ", ".join(f"{1e3 * seconds:.1f}" for seconds in work.rank_s), 100 * work.imbalance)
     expected = None if plan is None or plan.partition != job.partition else plan.predictions
     if work.imbalance <= ALLOWED or (
-            expected is not None and work.imbalance - _above_mean(expected, job, rank) <= ALLOWED):
+            plan is not None and expected is not None and work.imbalance - _above_mean(plan, job, rank) <= ALLOWED):
         return None
     stages = [stage for stage, ranks in enumerate(job.placement) if rank in ranks]
     text = (f"out of balance: {job.describe(rank)} works {1e3 * work.rank_s[rank]:.1f} ms per {job.step_name}, "
             f"{100 * work.imbalance:.0f} % more than the ranks on average")
     if expected is not None:
         text += (f" ({1e3 * sum(work.microbatch_s[stage] for stage in stages):.1f} ms per microbatch, planned were "
-                 f"{1e3 * sum(map(_microbatch_s, (expected.stages[stage] for stage in stages))):.1f})")
+                 f"{1e3 * sum(expected.stages[stage].microbatch_s for stage in stages):.1f})")
     return f"{text}; {_advice(work.microbatch_s, job, profile(), from_file=from_file)}"
 
 
-def _microbatch_s(stage: StagePrediction) -> float:
-    return stage.forward_s + stage.backward_s + stage.recompute_s
-
-
-def _above_mean(expected: Prediction, job: Job, rank: int) -> float:
+def _above_mean(plan: Plan, job: Job, rank: int) -> float:
     """Return the share by which a rank was planned to work longer than the mean of all."""
     work = [0.0] * job.schedule.ranks
-    for stage, ranks in zip(expected.stages, job.placement, strict=True):
+    for stage, ranks in zip(plan.predicted.stages, job.placement, strict=True):
         for one in ranks:
-            work[one] += _microbatch_s(stage) * job.schedule.assignment.per_step / len(ranks) + stage.step_s
+            work[one] += stage.microbatch_s * job.schedule.assignment.per_step / len(ranks) + stage.step_s
     return work[rank] * len(work) / sum(work) - 1
 
 
@@ -246,23 +244,47 @@ def _advice(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *,
         return "no partition is planned for a schedule from a file"
     if profile is None or len(profile.layers) != len(job.model):
         return "vpipe plan CONFIG finds a better partition"
-    from vpipe.app.train.planning import request_of
-    from vpipe.plan.solver import better_partition  # few runs need it
+    from vpipe.app.train.planning import request_of  # few runs need it
 
     replan = any(job.recomputed) and not isinstance(parallel.recompute, float)
-    asked = request_of(job, {job.config.microbatches: profile})
+    microbatches = job.config.microbatches
+    asked = request_of(job, {microbatches: profile})
     request = replace(asked, partition=None, recompute=None if replan else asked.recompute, warmup=parallel.depths)
     memory = request.memory_bytes
-    plan, gain = better_partition(request, job.partition, job.recomputed, microbatch_s)
+    now = Plan(Cut(job.partition, job.recomputed, job.placement), Order.of(
+        parallel.schedule, update_every=parallel.update_every, warmup=parallel.depths), microbatches)
+    request = request.with_measured(now, microbatch_s)
+    plan, gain = better_partition(request, now)
     if plan is not None and gain >= WORTH:
         return (f"the partition {list(plan.partition)} in place of {list(job.partition)} is expected to save "
                 f"{100 * gain:.0f} % of a step (set parallel.partition" + (" and recompute: auto" if replan else "")
                 + (", and leave parallel.plan out)" if from_file else ")"))
     text = f"no other partition than {list(job.partition)} is expected to be faster"
     if memory is not None:
-        unlimited = replace(request, memory_bytes=None)
-        plan, gain = better_partition(unlimited, job.partition, job.recomputed, microbatch_s)
+        plan, gain = better_partition(replace(request, memory_bytes=None), now)
         if plan is not None and gain >= WORTH and (peak := plan.predicted.fullest_rank[1]) > memory:
             text += (f" in {size_text(memory)} per rank; {list(plan.partition)} would save {100 * gain:.0f} % of a "
                      f"step in {size_text(peak, up=True)}")
     return text
+
+
+def better_partition(request: PlanRequest, now: Plan) -> tuple[Plan | None, float]:
+    """Search a partition that is faster than a plan, and fits.
+
+    Both are simulated, so an even partition is not preferred where ranks share cores.
+
+    Args:
+        request: with the profile, the schedule and the placement of the plan.
+
+    Returns:
+        The new plan, None when there is no better partition; and the share of the time of a step that it saves.
+    """
+    from vpipe.plan import predict, solve  # few runs need it
+
+    [profile] = request.profiles.values()
+    try:
+        found = solve(request).plan
+    except UserError:  # nothing fits, by the solver's count
+        return None, 0.0
+    gain = 1 - found.predicted.step_s / predict(profile, now).prediction.step_s
+    return (found, gain) if gain > 0 and found.partition != now.partition else (None, 0.0)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vpipe import accelerator
+from vpipe import Plan, accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.config.parallel import AUTO
 from vpipe.app.errors import PlanningError
@@ -23,9 +23,9 @@ from vpipe.app.train.optimizers import OptimizerSettings
 from vpipe.app.train.run_folder import CONFIG, PROFILE
 from vpipe.distributed import exchange
 from vpipe.errors import Problem, UserError
-from vpipe.plan.plan import Plan
-from vpipe.plan.profile import Identity, Profile
-from vpipe.plan.solver import PlanRequest, Solution, solve
+from vpipe.plan import PlanRequest, Profile, solve
+from vpipe.plan.profile import Identity
+from vpipe.plan.solver.solve import Solution
 from vpipe.profiling.cache import cached, store
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure

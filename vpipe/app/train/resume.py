@@ -13,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from vpipe import Cut
+from vpipe import Cut, Plan
 from vpipe.app.config.config import (
     CheckpointSection,
     Config,
@@ -42,7 +42,6 @@ from vpipe.app.train.run_folder import (
 )
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.errors import Problem, UserError, counted
-from vpipe.plan.plan import Plan
 from vpipe.schedules import CsvFile
 
 if TYPE_CHECKING:

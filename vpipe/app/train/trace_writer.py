@@ -14,7 +14,8 @@ from typing import IO, Self
 from vpipe import Pipeline
 from vpipe.app.train.observers import Observer, Run
 from vpipe.errors import UserError
-from vpipe.schedules import RecordedAction, ScheduleSpec
+from vpipe.schedules.action_record import RecordedAction
+from vpipe.schedules.prepare import ScheduleSpec
 
 log = logging.getLogger("vpipe")
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
+from vpipe import Plan
 from vpipe.app.visualize.table import Column, columns, compact, filled, listed, ms_text
 from vpipe.errors import counted
-from vpipe.plan.plan import Plan, StagePrediction
-from vpipe.plan.profile import Profile
+from vpipe.plan import Profile
 from vpipe.plan.solver.request import Alternative
-from vpipe.plan.stage_costs import combined_memory
 from vpipe.schedules import Advice, RegisteredSchedule, build
 from vpipe.units import size_text
 
@@ -93,7 +92,7 @@ class PlanExplanation:
         number, stage = found.bottleneck, found.stages[found.bottleneck]
         busy, average = 1 - stage.idle_s / found.step_s, 1 - found.bubble
         ranks = _numbered("rank", stage.ranks)
-        where = f"stage {number} (layer{'s' * (stage.layers > 1)} {_layer_range(stage)}, {ranks})"
+        where = f"stage {number} (layer{'s' * (stage.layers > 1)} {_layer_range(self.plan, number)}, {ranks})"
         together = next(group for group in stages_by_ranks(self.plan) if number in group)
         if len(together) > 1:
             where = f"{ranks} ({_numbered('stage', together)})"
@@ -109,7 +108,8 @@ class PlanExplanation:
         if cores is None or cores >= ranks:
             return None
         hosts = self.plan.ranks / ranks
-        used = sum(len(stage.ranks) * self._work_s(stage) for stage in found.stages) / (cores * hosts * found.step_s)
+        work_s = sum(len(stage.ranks) * self._work_s(number) for number, stage in enumerate(found.stages))
+        used = work_s / (cores * hosts * found.step_s)
         if used < SATURATED:
             return None
         left = max(0.0, 1 - used)
@@ -117,12 +117,13 @@ class PlanExplanation:
         return (f"bottleneck: the {counted(cores, 'core')} that {ranks} ranks of a host share, which compute "
                 f"{100 * (1 - left):.0f} % of the time: no cut and no schedule gains {gain}")
 
-    def _work_s(self, stage: StagePrediction) -> float:
-        """Return the seconds that one of the stage's ranks works in a step, with a core to itself."""
+    def _work_s(self, number: int) -> float:
+        """Return the seconds that one of a stage's ranks works in a step, with a core to itself."""
+        stage = self.plan.predicted.stages[number]
         share = self._microbatches / len(stage.ranks)
         flush = RegisteredSchedule.named(self.plan.schedule or "").flush
         updates = 1.0 if flush else share / (self.plan.update_every or 1)
-        return share * (stage.forward_s + stage.backward_s + stage.recompute_s) + updates * stage.step_s
+        return share * stage.microbatch_s + updates * stage.step_s
 
     def _cuts(self) -> Iterator[str]:
         """Yield what one microbatch sends through the cuts between stages; equal cuts in a row together."""
@@ -162,7 +163,8 @@ def depths_text(plan: Plan) -> str:
     return " ".join(map(str, plan.warmup or ()))
 
 
-def _layer_range(stage: StagePrediction) -> str:
+def _layer_range(plan: Plan, number: int) -> str:
+    stage = plan.predicted.stages[number]
     first = stage.first_layer
     return f"{first}-{first + stage.layers - 1}" if stage.layers > 1 else str(first)
 
@@ -184,7 +186,7 @@ def times_table(plan: Plan, width: int) -> list[str]:
     busy = [1 - stage.idle_s / found.step_s for stage in stages]
     return columns([
         Column("stage", [str(number) for number in range(len(stages))]),
-        Column("layers", [_layer_range(stage) for stage in stages]),
+        Column("layers", [_layer_range(plan, number) for number in range(len(stages))]),
         Column("ranks" if any(len(stage.ranks) > 1 for stage in stages) else "rank",
                [_span(stage.ranks) for stage in stages]),
         *times[:2],
@@ -201,7 +203,7 @@ def memory_table(plan: Plan, limit_bytes: int | None, width: int) -> list[str]:
     A rank with several stages works on one at a time.
     """
     groups = stages_by_ranks(plan)
-    sums = [combined_memory([plan.predicted.stages[stage].memory for stage in group]) for group in groups]
+    sums = [plan.predicted.held_by(group) for group in groups]
     peaks = [memory.peak for memory in sums]
     unit = next((name for name in reversed(_UNITS) if max(peaks) >= 10 * _UNITS[name]), "KiB")
     shares = [peak / (limit_bytes or max(peaks)) for peak in peaks]

@@ -9,15 +9,13 @@ from itertools import chain
 from math import lcm
 from typing import Any
 
-from vpipe import Cut, Order
+from vpipe import Cut, Order, Plan
 from vpipe.app.config.parallel import AUTO
 from vpipe.app.train.job import Job
 from vpipe.app.train.planning import memory_limit, profile_job, request_of
 from vpipe.errors import Problem, UserError, counted
 from vpipe.extras.comparison.systems import SYSTEMS, ComparisonRequest, microbatch_counts, plan_system
-from vpipe.plan.plan import Plan
-from vpipe.plan.profile import Profile
-from vpipe.plan.solver import solve
+from vpipe.plan import Profile, solve
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.schedules import RegisteredSchedule
 from vpipe.units import size_text

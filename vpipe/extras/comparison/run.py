@@ -30,7 +30,7 @@ from vpipe.extras.comparison.round_robin import TimedTraining, take_turns
 from vpipe.extras.comparison.systems import ComparisonRequest
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime import StageUsage
-from vpipe.schedules import RecordedAction
+from vpipe.schedules.action_record import RecordedAction
 
 RECORDED = 20_000
 """Actions per rank whose memory is recorded: a pipeline reaches its peak early."""

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from vpipe import Plan
 from vpipe.errors import Problem, UserError, nearest
-from vpipe.plan.plan import Plan, Prediction
-from vpipe.plan.profile import Profile
-from vpipe.plan.solver import PlanRequest, solve
+from vpipe.plan import PlanRequest, Profile, solve
+from vpipe.plan.plan import Prediction
 from vpipe.schedules import RegisteredSchedule
 from vpipe.units import parse_size
 

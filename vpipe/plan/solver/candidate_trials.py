@@ -9,7 +9,7 @@ from itertools import combinations, product
 
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
-from vpipe.plan.predict import predict
+from vpipe.plan.prediction import predict
 from vpipe.plan.solver.choice import Candidate
 from vpipe.plan.solver.search_space import SearchSpace
 

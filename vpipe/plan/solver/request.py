@@ -1,17 +1,20 @@
-"""The solver's request and solution."""
+"""The request for a plan, and how other plans compare."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from vpipe.description.recompute import Recompute
+from vpipe.description.recompute import Recompute, ranges
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
-from vpipe.plan.profile import Profile
+from vpipe.plan.profile import Profile, Seconds
+from vpipe.plan.stage_costs import stage_costs
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import Placement
+
+_TIMES = ("forward", "backward", "input_half", "weight_half", "recompute")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,31 @@ class PlanRequest:
             raise UserError(f"the partition has {len(self.partition)} stages, the placement {len(self.placement)}",
                             hint="give both equally many, or leave one out")
 
+    def with_measured(self, plan: Plan, stage_s: Sequence[float]) -> PlanRequest:
+        """Return the request with the layers of each stage of a plan as fast as measured.
+
+        A stage that took longer than the profile says makes each of its layers longer by the same factor. Ranks that
+        share cores measure each other's work, too. Then only the differences between stages count.
+
+        Args:
+            stage_s: per stage, forward, backward and recomputation of one microbatch.
+        """
+        [(microbatches, profile)] = self.profiles.items()
+        expected = []
+        for layers, again in zip(ranges(plan.partition), plan.recomputed, strict=True):
+            cost = stage_costs(profile, layers, again)
+            expected.append(float(cost.forward_s + cost.input_s + cost.weight_s + cost.recompute_s))
+        shared = profile.cores is not None and profile.identity.ranks_per_host > profile.cores
+        all_alike = sum(stage_s) / sum(expected) if shared else 1.0
+        made = list(profile.layers)
+        for layers, own, measured in zip(ranges(plan.partition), expected, stage_s, strict=True):
+            factor = measured / own / all_alike
+            for number in layers:
+                slowed: dict[str, Any] = {figure: Seconds(factor * time.median, time.spread) for figure in _TIMES
+                                          for time in [getattr(made[number], figure)]}
+                made[number] = replace(made[number], **slowed)
+        return replace(self, profiles={microbatches: replace(profile, layers=tuple(made))})
+
     @property
     def layers(self) -> int:
         """Of the model."""
@@ -70,19 +98,3 @@ class Alternative:
     seconds_per_sample: float | None = None  # predicted; None when nothing fits
     simulated: bool = False  # predicted by simulation, as the chosen plan, or by the cost model, which is coarser
     why: str = ""  # there is no plan
-
-
-@dataclass(frozen=True)
-class Solution:
-    """The plan, and how it was found."""
-
-    plan: Plan  # the best found, with its predictions
-    alternatives: tuple[Alternative, ...]  # the next best in every respect, best first
-    # by the cost model, no partition and no recomputation with the same schedule, microbatches and replicas is better
-    # by more than twice the tolerance of vpipe.plan.solver.partition_search. (Simulation may have moved a few
-    # layers since.) It says nothing of other schedules, microbatches and replicas.
-    exact: bool
-    note: str  # what was not searched exhaustively; empty when everything was
-    considered: int  # choices of schedule, microbatches and replicas that were solved
-    seconds: float  # that the search took
-    shallow: Plan | None = None  # the plan with the warm-up depths of 1F1B, where these were chosen

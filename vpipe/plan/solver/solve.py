@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
 
-from vpipe.description.recompute import ranges
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
-from vpipe.plan.predict import predict
-from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.solver.candidate_trials import MOST_ACTIONS, Trials, seconds
 from vpipe.plan.solver.choice import Candidate, Choice
 from vpipe.plan.solver.infeasible import infeasible
 from vpipe.plan.solver.partition_search import TOLERANCE, evenly, slices_of
 from vpipe.plan.solver.recompute_sets import MOST_SETS
-from vpipe.plan.solver.request import Alternative, PlanRequest, Solution
+from vpipe.plan.solver.request import Alternative, PlanRequest
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
 from vpipe.plan.solver.warmup import deepened
-from vpipe.plan.stage_costs import stage_costs
 from vpipe.units import parse_size, size_text
 
 MOST_CANDIDATES = 6
@@ -35,6 +30,53 @@ MOST_TRIED = 3
 
 Compared = tuple[Alternative, Candidate | None]
 """An alternative to a plan, with its candidate where that was simulated and fits."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The plan, and how it was found."""
+
+    request: PlanRequest
+    plan: Plan  # the best found, with its predictions
+    alternatives: tuple[Alternative, ...]  # the next best in every respect, best first
+    # by the cost model, no partition and no recomputation with the same schedule, microbatches and replicas is better
+    # by more than twice the tolerance of vpipe.plan.solver.partition_search. (Simulation may have moved a few
+    # layers since.) It says nothing of other schedules, microbatches and replicas.
+    exact: bool
+    note: str  # what was not searched exhaustively; empty when everything was
+    considered: int  # choices of schedule, microbatches and replicas that were solved
+    seconds: float  # that the search took
+    shallow: Plan | None = None  # the plan with the warm-up depths of 1F1B, where these were chosen
+
+    def without_recompute(self) -> tuple[int, Plan] | None:
+        """Return a limit on the memory of a rank with which :func:`solve` recomputes nothing, and its plan.
+
+        None where nothing is recomputed anyway, where the request fixes it, and where no such limit was found.
+        """
+        request, plan = self.request, self.plan
+        if not any(plan.recomputed) or request.recompute is not None:
+            return None
+        unlimited = replace(request, memory_bytes=None)
+        space = SearchSpace(unlimited)
+        choice = _of_plan(plan).choice
+
+        def needed() -> Iterator[int]:
+            """First what the plan's own schedule and replicas need, then what the fastest of all needs."""
+            candidate = space.solve(choice, share=0.0)
+            if candidate is not None:
+                if not choice.chunked:
+                    slices = slices_of(candidate.partition, candidate.widths)
+                    yield space.cost_model(choice, None, share=0.0).peak_bytes(slices)
+                if (simulated := Trials(space).simulated(candidate, urgent=True)) is not None:
+                    yield simulated.predicted.fullest_rank[1]
+            yield solve(unlimited).plan.predicted.fullest_rank[1]
+
+        for least in needed():
+            limit = parse_size(size_text(least, up=True), "the limit")
+            found = solve(replace(request, memory_bytes=limit)).plan
+            if not any(found.recomputed):
+                return limit, found
+        return None
 
 
 def solve(request: PlanRequest) -> Solution:
@@ -65,39 +107,8 @@ def solve(request: PlanRequest) -> Solution:
     exact = (candidate.bound is not None and candidate.bound >= candidate.seconds_per_sample * (1 - 2 * TOLERANCE)
              and not _leaves_sets_out(request, candidate))
     plan, shallow = _deepened(trials, candidates, plan) if request.warmup == "auto" else (plan, None)
-    return Solution(plan, tuple(alternatives), exact, _note(request, space, candidates, candidate), space.considered,
-                    perf_counter() - began, shallow)
-
-
-def without_recompute(request: PlanRequest, solution: Solution) -> tuple[int, Plan] | None:
-    """Return a limit on the memory of a rank with which :func:`solve` recomputes nothing, and its plan.
-
-    None where nothing is recomputed anyway, where the request fixes it, and where no such limit was found.
-    """
-    plan = solution.plan
-    if not any(plan.recomputed) or request.recompute is not None:
-        return None
-    unlimited = replace(request, memory_bytes=None)
-    space = SearchSpace(unlimited)
-    choice = _of_plan(plan).choice
-
-    def needed() -> Iterator[int]:
-        """First what the plan's own schedule and replicas need, then what the fastest of all needs."""
-        candidate = space.solve(choice, share=0.0)
-        if candidate is not None:
-            if not choice.chunked:
-                slices = slices_of(candidate.partition, candidate.widths)
-                yield space.cost_model(choice, None, share=0.0).peak_bytes(slices)
-            if (simulated := Trials(space).simulated(candidate, urgent=True)) is not None:
-                yield simulated.predicted.fullest_rank[1]
-        yield solve(unlimited).plan.predicted.fullest_rank[1]
-
-    for least in needed():
-        limit = parse_size(size_text(least, up=True), "the limit")
-        found = solve(replace(request, memory_bytes=limit)).plan
-        if not any(found.recomputed):
-            return limit, found
-    return None
+    return Solution(request, plan, tuple(alternatives), exact, _note(request, space, candidates, candidate),
+                    space.considered, perf_counter() - began, shallow)
 
 
 def _candidates(space: SearchSpace) -> list[Candidate]:
@@ -247,57 +258,3 @@ def _note(request: PlanRequest, space: SearchSpace, candidates: Sequence[Candida
         gap = 1 - chosen.bound / chosen.seconds_per_sample
         notes.append(f"by formula no plan with this schedule is better by more than {gap:.1%}")
     return "; ".join(notes)
-
-
-_TIMES = ("forward", "backward", "input_half", "weight_half", "recompute")
-
-
-def better_partition(request: PlanRequest, partition: Sequence[int], recomputed: Sequence[Collection[int]],
-                     measured_stage_s: Sequence[float]) -> tuple[Plan | None, float]:
-    """Replan a run: search a partition that is faster by the run's own measurements, and fits.
-
-    A stage that took longer than the profile says makes each of its layers longer by the same factor. Both partitions
-    are simulated, so an even partition is not preferred where ranks share cores.
-
-    Args:
-        request: of the run: one profile, one schedule, its placement.
-        partition: layers per stage, now.
-        recomputed: per stage the layers that are recomputed, now.
-        measured_stage_s: per stage, forward, backward and recomputation of one microbatch.
-
-    Returns:
-        The plan, None when there is no better partition; and the share of the time of a step that it saves.
-    """
-    [(microbatches, profile)], [schedule] = request.profiles.items(), request.schedules
-    scaled = _scaled(profile, partition, recomputed, measured_stage_s)
-    choice = Choice(schedule, microbatches, request.update_every.get(microbatches), request.ranks, request.placement,
-                    None if request.warmup == "auto" else request.warmup)
-    now = Candidate(choice, tuple(partition), tuple(map(frozenset, recomputed)), math.inf).plan(scaled)
-    try:
-        found = solve(replace(request, profiles={microbatches: scaled}, partition=None)).plan
-    except UserError:  # nothing fits, by the solver's count
-        return None, 0.0
-    gain = 1 - found.predicted.step_s / predict(scaled, now).prediction.step_s
-    return (found, gain) if gain > 0 and found.partition != now.partition else (None, 0.0)
-
-
-def _scaled(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],
-            measured_stage_s: Sequence[float]) -> Profile:
-    """Return the profile with the layers of each stage as fast as measured.
-
-    Ranks that share cores measure each other's work, too. Then only the differences between stages count.
-    """
-    expected = []
-    for layers, again in zip(ranges(partition), recomputed, strict=True):
-        cost = stage_costs(profile, layers, again)
-        expected.append(float(cost.forward_s + cost.input_s + cost.weight_s + cost.recompute_s))
-    shared = profile.cores is not None and profile.identity.ranks_per_host > profile.cores
-    all_alike = sum(measured_stage_s) / sum(expected) if shared else 1.0
-    made = list(profile.layers)
-    for layers, own, measured in zip(ranges(partition), expected, measured_stage_s, strict=True):
-        factor = measured / own / all_alike
-        for number in layers:
-            slowed: dict[str, Any] = {figure: Seconds(factor * time.median, time.spread) for figure in _TIMES
-                                      for time in [getattr(made[number], figure)]}
-            made[number] = replace(made[number], **slowed)
-    return replace(profile, layers=tuple(made))

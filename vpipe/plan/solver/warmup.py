@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
-from vpipe.plan.predict import predict
+from vpipe.plan.prediction import predict
 from vpipe.plan.solver.request import PlanRequest
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import default_warmup

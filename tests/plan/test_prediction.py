@@ -15,7 +15,7 @@ from vpipe import Asynchronous, Cut, Order
 from vpipe.description.recompute import Recompute
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction
-from vpipe.plan.predict import predict
+from vpipe.plan.prediction import predict
 from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory
 from vpipe.schedules.action import Op

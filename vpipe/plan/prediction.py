@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from vpipe.description.order import Order
@@ -105,7 +105,7 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
             float(cost.recompute_s), float(cost.step_s), sending[stage],
             max(idle[rank] for rank in ranks), max(memories, key=lambda memory: memory.peak)))
     return Prediction(step_s, schedule.assignment.per_step * profile.identity.microbatch_size,
-                      bubble(zip(idle, steps.working_s, strict=True)), tuple(stages))
+                      Prediction.bubble_of(zip(idle, steps.working_s, strict=True)), tuple(stages))
 
 
 def _sending_s(timeline: Timeline) -> list[float]:
@@ -116,14 +116,3 @@ def _sending_s(timeline: Timeline) -> list[float]:
         sent[transfer.action.stage] += float(transfer.end_s - transfer.start_s)
     steps = schedule.microbatches // schedule.assignment.per_step
     return [seconds / steps / len(ranks) for seconds, ranks in zip(sent, schedule.placement, strict=True)]
-
-
-def bubble(ranks: Iterable[tuple[float, float]]) -> float:
-    """Return the share of the ranks' time in which they wait for other ranks, the mean over ranks; NaN where a time is.
-
-    Args:
-        ranks: of each rank the seconds in which it waited for others (the order of the schedule, unequal stages and
-            transfers alike) and those in which it worked: computed, updated, handed over.
-    """
-    shares = [waited / (waited + worked) if waited else 0.0 for waited, worked in ranks]
-    return sum(shares) / len(shares)
