@@ -29,7 +29,7 @@ from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.search.search import search_placements
+from vpipe.schedules.search.search import search
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Size
 
@@ -95,7 +95,7 @@ def _period(schedule: str, ranks: int, batch: int, step_s: float) -> float:
                              blocks * backward[1], step=blocks * step_s)
 
     if recipe.search is not None:
-        one = search_placements(ranks, batch, None, lambda placement: costs_of(len(placement) // ranks))
+        one = search(ranks, batch, lambda placement: costs_of(len(placement) // ranks))
     elif recipe.flush:
         one = build(schedule, recipe.layout(ranks, recipe.chunks), batch)
     else:

@@ -21,6 +21,7 @@ from vpipe.description.order import Order
 from vpipe.extras.bert_hdf5.shards import BertHdf5
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
+from vpipe.schedules import csv_format
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.prepare import ScheduleSpec
 
@@ -110,6 +111,7 @@ def test_a_schedule_that_takes_too_long_to_prove(tmp_path: Path, monkeypatch: py
     (tmp_path / "s.csv").write_text("0F0,0F1\n1F0,1F1,1B0\n")
     assert CsvFile.read(tmp_path / "s.csv").schedule.stages == 2
     monkeypatch.setattr("vpipe.schedules.csv_format.MOST_ACTIONS", 4)
+    csv_format._read_once.cache_clear()
     found = refusal(lambda: CsvFile.read(tmp_path / "s.csv").schedule)
     assert f"has more than 4 forwards and backwards ({tmp_path / 's.csv'}:2)" in str(found)
 

@@ -18,7 +18,7 @@ from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.search.search import search, search_placements
+from vpipe.schedules.search.search import search
 from vpipe.schedules.simulator.timeline import Timeline, simulate
 from vpipe.schedules.size import Layout, Placement, Size, default_placement
 
@@ -176,17 +176,17 @@ def test_by_name_on_any_placement() -> None:
 
 
 def test_the_best_placement() -> None:
-    assert timeline(search_placements(4, 8)).bubble_s == 0
-    assert search_placements(4, 8, chunks=1).placement == default_placement(4)
-    assert search_placements(4, 8, limits=1).placement == default_placement(4)  # two stages hold two
+    assert timeline(search(4, 8)).bubble_s == 0
+    assert search(4, 8, chunks=1).placement == default_placement(4)
+    assert search(4, 8, limits=1).placement == default_placement(4)  # two stages hold two
 
     def halved(placement: Placement) -> Costs:
         size = Fraction(4, len(placement))
         return Costs((StageCosts(size, size, size, activation_bytes=size, weight_half_bytes=size),) * len(placement))
 
-    assert timeline(search_placements(4, 8, costs=halved, limits=4), halved(V_OF_4)).bubble_s == 0  # ZB-V
+    assert timeline(search(4, 8, costs=halved, limits=4), halved(V_OF_4)).bubble_s == 0  # ZB-V
     with pytest.raises(UserError, match="one microbatch alone holds 2"):
-        search_placements(4, 8, chunks=2, limits=1)
+        search(4, 8, chunks=2, limits=1)
 
 
 def test_a_registered_schedule_that_cannot_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import inspect
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vpipe.errors import Problem, UserError, VpipeError, counted
@@ -21,24 +21,33 @@ from vpipe.schedules.size import Placement, Size, default_warmup
 
 def build(name: str, placement: Placement | int, microbatches: int, update_every: int | None = None,
           ties: Mapping[int, tuple[int, ...]] | None = None, recompute: Collection[int] = (),
-          costs: Costs | None = None, limits: Limits = None, warmup: Sequence[int] | None = None) -> Schedule:
+          costs: Costs | Callable[[Placement], Costs] | None = None, limits: Limits = None,
+          warmup: Sequence[int] | None = None, chunks: int | None = None) -> Schedule:
     """Return the schedule ``name`` over ``placement`` with compute actions and steps only.
 
     Args:
-        placement: the ranks of every stage; or how many ranks there are, of the schedule's own placement.
+        placement: the ranks of every stage; or how many ranks there are, of the schedule's own placement. For so many
+            ranks, a searched schedule takes the best of several placements.
         microbatches: per optimizer step with a flush; of the whole stream without.
         update_every: microbatches per optimizer step, and replica, without a flush; the fewest possible when None.
         ties: see :class:`~vpipe.schedules.schedule.Schedule`.
         recompute: stages that recompute activations.
-        costs: the costs that a searched schedule is made for; equal ones when None.
+        costs: the costs that a searched schedule is made for, or their function of the placement; equal ones when None.
         limits: the activations that each rank of a searched schedule may hold.
         warmup: forwards of a replica of every stage before its first backward; those of 1F1B when None.
+        chunks: stages per rank, where ``placement`` is a number of ranks; as the schedule chooses when None.
 
     Raises:
         UserError: the numbers do not fit the schedule.
     """
     registered = RegisteredSchedule.named(name)
-    placement = registered.placement(placement) if isinstance(placement, int) else placement
+    if isinstance(placement, int) and registered.search is not None:
+        found = registered.search(placement, microbatches, costs, limits, chunks=chunks)
+        return replace(found.with_programs([list(with_recompute(program, recompute)) for program in found.programs]),
+                       name=name, ties=dict(ties or {}))
+    if isinstance(placement, int):
+        placement = registered.placement(placement, chunks)
+    costs = costs(placement) if callable(costs) else costs
     views = replica_views(registered, placement, microbatches, update_every, warmup)
     if registered.search is not None:
         searched = _searched(registered, placement, views, microbatches, recompute, costs, limits)

@@ -46,10 +46,11 @@ one number for all, or one per rank; None is no limit."""
 
 
 class Search(Protocol):
-    """Find an order over ``placement`` for ``microbatches``; see :func:`~vpipe.schedules.search.search.search`."""
+    """Find an order over a placement for ``microbatches``; see :func:`~vpipe.schedules.search.search.search`."""
 
-    def __call__(self, placement: Placement, microbatches: int, costs: Costs | None = None,
-                 limits: Limits = None) -> Schedule: ...
+    def __call__(self, placement: Placement | int, microbatches: int,
+                 costs: Costs | Callable[[Placement], Costs] | None = None, limits: Limits = None, *,
+                 chunks: int | None = None) -> Schedule: ...
 
 
 @dataclass(frozen=True)

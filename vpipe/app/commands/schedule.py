@@ -21,7 +21,6 @@ from vpipe.app.visualize.table import PIPE_COLUMNS, listed, number, replicas, si
 from vpipe.app.visualize.terminal import draw_text
 from vpipe.errors import UserError, counted
 from vpipe.schedules import CsvFile, RegisteredSchedule, Repeating, Schedule, build, check, lower
-from vpipe.schedules.search.search import search_placements
 
 MOST_SEARCHED = 25_000
 """Forwards and backwards of an order that is searched over several placements: a minute."""
@@ -252,10 +251,11 @@ def _built(registered: RegisteredSchedule, widths: tuple[int, ...], microbatches
         return build(registered.name, _placed(registered, widths, chunks), microbatches, update_every, warmup=warmup)
     limit = None if memory is None else memory * costs.activation_bytes
     if max(widths) == 1:
-        return search_placements(ranks, microbatches, chunks, costs.of, limit)
+        return build(registered.name, ranks, microbatches, costs=costs.of, limits=limit, chunks=chunks)
     if len(set(widths)) > 1:
         return build(registered.name, _replicated(registered.placement(ranks, 1), widths), microbatches)  # says why not
-    placement = search_placements(ranks, -(-microbatches // widths[0]), chunks, costs.of, limit).placement
+    placement = build(registered.name, ranks, -(-microbatches // widths[0]), costs=costs.of, limits=limit,
+                      chunks=chunks).placement
     return build(registered.name, _replicated(placement, widths), microbatches, costs=costs.of(placement), limits=limit)
 
 

@@ -22,7 +22,6 @@ from vpipe.plan import Profile, predict
 from vpipe.plan.plan import Prediction
 from vpipe.schedules import Action, Costs, Schedule, Timeline, kinds, simulate
 from vpipe.schedules.action_record import RecordedAction
-from vpipe.schedules.costs import StageCosts
 
 _LONGEST = 24  # steps that are simulated
 _IN_A_ROW, _FEWEST, _ACTIONS = 8, 4, 60_000  # simulated batches of a schedule with a flush; so many actions are quick
@@ -83,19 +82,19 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
 def _median_costs(recording: Recording, producers: Producers, early: set[int]) -> Costs:
     usual = medians(recording)
 
-    def stage(number: int) -> StageCosts:
+    def stage(number: int) -> dict[str, float]:
         def of(trait: str) -> float:
             return usual.get((number, kinds.having(trait)), 0.0)
 
         whole, split = of("whole_backward"), (number, kinds.having("first_half")) in usual
         halves = (of("first_half"), of("second_half")) if split else (whole, 0.0)
-        return StageCosts(of("uses_version"), *halves, recompute_s=of("recomputation") if number in early else 0.0,
-                          step_s=of("makes_version"))
+        return {"forward_s": of("uses_version"), "input_s": halves[0], "weight_s": halves[1],
+                "recompute_s": of("recomputation") if number in early else 0.0, "step_s": of("makes_version")}
 
     waits = [piece.end_s - piece.start_s for track in recording.tracks
              for piece in time_slices(recording, track, producers) if piece.cause is Cause.TRANSFER]
-    costs = Costs(tuple(map(stage, range(len(recording.placement)))),
-                  seconds={(kind, stage): seconds for (stage, kind), seconds in usual.items() if not kind.is_own})
+    costs = Costs.of_stages(map(stage, range(len(recording.placement))), {
+        (kind, number): seconds for (number, kind), seconds in usual.items() if not kind.is_own})
     return costs.with_transfers(median(waits) if waits else 0.0)
 
 

@@ -25,7 +25,6 @@ from vpipe.distributed import exchange
 from vpipe.errors import Problem, UserError
 from vpipe.plan import PlanRequest, Profile, solve
 from vpipe.plan.profile import Identity
-from vpipe.plan.solver.solve import Solution
 from vpipe.profiling.cache import cached, store
 from vpipe.profiling.fingerprint import identify
 from vpipe.profiling.measure import measure
@@ -58,7 +57,7 @@ def plan_job(job: Job, folder: Path) -> Job:
             outcome = {"problems": [[problem.what, problem.hint] for problem in error.problems]}
         else:
             outcome = {"plan": solution.plan.as_json()}
-            show_line(_plan_summary(job, solution))
+            show_line(_plan_summary(job, solution.plan, solution.seconds))
     outcome = exchange().from_rank(outcome)
     if "problems" in outcome:
         raise PlanningError.all_of([Problem(what, hint) for what, hint in outcome["problems"]])
@@ -111,12 +110,11 @@ def request_of(job: Job, profiles: Mapping[int, Profile]) -> PlanRequest:
         warmup=parallel.warmup)
 
 
-def _plan_summary(job: Job, solution: Solution) -> str:
+def _plan_summary(job: Job, plan: Plan, search_s: float) -> str:
     """Describe a plan in a line."""
-    plan = solution.plan
     assert plan.predictions is not None, "a solution's plan has them"
     recomputed = sum(map(len, plan.recomputed))
-    return (f"planned in {solution.seconds:.1f} s: stages of {list(plan.partition)} layers, "
+    return (f"planned in {search_s:.1f} s: stages of {list(plan.partition)} layers, "
             + (f"{recomputed} of {len(job.model)} layers recomputed" if recomputed else "nothing recomputed")
             + f", schedule {plan.schedule}"
             + (f" with {list(plan.warmup)} forwards before the first backward" if plan.warmup else "")

@@ -40,42 +40,32 @@ _IN_FLIGHT_PER_RANK = (0.5, 0.67, 0.75, 1.0, 1.25, 1.5, 2.0)
 """Microbatches in flight on every rank alike, divided by the number of ranks: 1 for ZB-V."""
 
 
-def search(placement: Placement, microbatches: int, costs: Costs | None = None, limits: Limits = None) -> Schedule:
-    """Return the best order over ``placement`` for one batch: the smallest bubble, and of those the shortest.
+def search(placement: Placement | int, microbatches: int,
+           costs: Costs | Callable[[Placement], Costs] | None = None, limits: Limits = None, *,
+           chunks: int | None = None) -> Schedule:
+    """Return the best order over a placement for one batch: the smallest bubble, and of those the shortest.
 
     Its bubble is at most that of any schedule of fixed order that runs on this placement and keeps the limits.
 
     Args:
-        placement: one rank per stage, any.
-        costs: by default F, I and W take one unit on every rank, and transfers no time.
-        limits: of what a rank holds.
+        placement: one rank per stage, any; or the number of ranks, which hold their stages in a loop or a zigzag.
+        costs: by default F, I and W take one unit on every rank, and transfers no time. Of a function of the placement,
+            each of several stages can take its share of a rank's time and memory.
+        limits: of what a rank holds. Without ``costs``, the activations of any stage count 1, also those of a stage
+            that is half as long because a rank has two.
+        chunks: stages per rank, where their number is given; one or two when None.
 
     Raises:
         UserError: no order keeps the limits, or the costs or limits are for another placement.
     """
-    return min(_Problem(placement, microbatches, costs, limits).candidates(), key=itemgetter(0))[1]
-
-
-def search_placements(ranks: int, microbatches: int, chunks: int | None = None,
-                      costs: Callable[[Placement], Costs] | None = None, limits: Limits = None) -> Schedule:
-    """Return the best order for ``chunks`` stages per rank, in a loop or a zigzag; for one or two stages when None.
-
-    Args:
-        costs: by placement, so that each of several stages can take its share of a rank's time and memory.
-        limits: as for :func:`search`. Without ``costs``, the activations of any stage count 1, also those of a stage
-            that is half as long because a rank has two.
-
-    Raises:
-        UserError: no order keeps the limits on any of these placements.
-    """
-    counts = (1, 2) if chunks is None else (chunks,)
-    placements = dict.fromkeys(layout(ranks, count) for count in counts
-                               for layout in (Layout.ZIGZAG, Layout.LOOP))
+    placements = [placement] if not isinstance(placement, int) else list(dict.fromkeys(
+        layout(placement, count) for count in ((1, 2) if chunks is None else (chunks,))
+        for layout in (Layout.ZIGZAG, Layout.LOOP)))
     found: list[tuple[Score, Schedule]] = []
     problems: list[UserError] = []
-    for placement in placements:
+    for one in placements:
         try:
-            found += _Problem(placement, microbatches, costs and costs(placement), limits).candidates()
+            found += _Problem(one, microbatches, costs(one) if callable(costs) else costs, limits).candidates()
         except UserError as error:
             problems.append(error)
     if not found:
