@@ -22,7 +22,6 @@ from vpipe import Cut, Order
 from vpipe.app.cli import main
 from vpipe.app.data.bert_samples import STORAGE
 from vpipe.app.data.synthetic import synthetic_bert
-from vpipe.extras.bert_hdf5.shards import write_shard
 from vpipe.plan.plan import Plan
 from vpipe.schedules.builder import build
 from vpipe.schedules.lowering import lower
@@ -59,6 +58,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def flat(here: Path) -> Path:
     """A good config of the flat form in ``c.yaml``, its files in ``model``."""
+    pytest.importorskip("vpipe.extras.legacy.vpipe_flat")
     (here / "model").mkdir()
     for name, text in FILES.items():
         (here / "model" / name).write_text(text)
@@ -169,8 +169,8 @@ parallel: {model_parallel_size: 2, recompute: 2}
 @pytest.mark.parametrize(("arguments", "what", "hint"), [
     ([], "the following arguments are required: COMMAND", "vpipe --help says how"),
     (["trian", "c.yaml"], "vpipe has no command 'trian'", "did you mean 'train'?"),
-    (["data", "bild"], "vpipe data has no command 'bild'", "known names: build-bert"),
-    (["data"], "the following arguments are required: COMMAND", "vpipe data --help says how"),
+    (["checkpoint", "lst"], "vpipe checkpoint has no command 'lst'", "did you mean 'list'?"),
+    (["checkpoint"], "the following arguments are required: COMMAND", "vpipe checkpoint --help says how"),
     (["train"], "vpipe train is given no config", "name a YAML file: vpipe train CONFIG; or a run to go on with: "
      "vpipe train --resume RUN"),
     (["train", "c.yaml", "--sett", "a=b"], "vpipe train knows no '--sett'", "did you mean '--set'?"),
@@ -179,12 +179,6 @@ parallel: {model_parallel_size: 2, recompute: 2}
     (["train", "none.yaml"], "there is no file 'none.yaml' (none.yaml)",
      "check the path; it is taken from the current folder"),
     (["train", "."], "the file '.' cannot be read", "give a readable UTF-8 text file"),
-    (["data", "build-bert", "--out", "o", "--seed", "x"], "argument --seed: invalid int value: 'x'",
-     "vpipe data build-bert --help says how"),
-    (["data", "build-bert", "--out", "o", "--text", "none"], "none does not exist",
-     "name a file or a folder of *.txt files"),
-    (["data", "build-bert", "--out", "."], "the output folder . holds 1 entries",
-     "name a new or an empty folder, or remove this one"),
 ])
 def test_a_wrong_command_line(refused: Refused, arguments: list[str], what: str, hint: str) -> None:
     [(found, remedy)] = refused(*arguments)
@@ -248,7 +242,8 @@ def shard(path: Path, **without: object) -> None:
     """A good shard of 40 samples, its keys in ``without`` left out."""
     data = synthetic_bert(32, 16, 40)
     [batch] = data.batches("train", 40, seed=0)
-    write_shard(path, {name: tensor.numpy() for name, tensor in batch.items()})
+    shards = pytest.importorskip("vpipe.extras.bert_hdf5.shards")
+    shards.write_shard(path, {name: tensor.numpy() for name, tensor in batch.items()})
     with h5py.File(path, "a") as file:
         for name in without:
             del file[name]
@@ -317,20 +312,6 @@ def test_a_gpu_where_there_is_none(refused: Refused, flat: Path, monkeypatch: py
          "write backend: gloo, or leave device out")]
 
 
-def test_build_bert_where_nothing_can_be_written(refused: Refused, here: Path) -> None:
-    write_text(here / "text", documents=8)
-    assert refused("data", "build-bert", "--text", "text", "--out", "c.yaml/out", "--vocab-size", "100") == [
-        ("cannot write the folder 'c.yaml/out': Not a directory",
-         "name a folder that can be made and written as --out")]
-
-
-def write_text(folder: Path, documents: int) -> None:
-    folder.mkdir()
-    sentences = [f"The {a} {b} saw the {c}." for a in ("red", "old") for b in ("fox", "owl") for c in ("sea", "hill")]
-    (folder / "a.txt").write_text("\n\n".join(
-        "\n".join(sentences[(i + k) % 8] for k in range(8 + i % 3)) for i in range(documents)))
-
-
 def test_an_unexpected_error_shows_no_traceback(here: Path, capsys: pytest.CaptureFixture[str],
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(here))
@@ -376,11 +357,9 @@ def test_the_command_as_a_module() -> None:
 
 
 def test_a_closed_pipe_shows_no_traceback(here: Path) -> None:
-    write_text(here / "text", documents=8)
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([VPIPE, "data", "build-bert", "--text", "text", "--out", "o", "--vocab-size", "100"],
-                          stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run([VPIPE, "configs"], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(writer)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

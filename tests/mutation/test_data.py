@@ -18,9 +18,13 @@ from vpipe.app.data.dataset import DatasetSettings
 from vpipe.app.data.registry import dataset_named
 from vpipe.app.data.tokenizers import load_tokenizer
 from vpipe.app.families import LARGEST_SIZE
-from vpipe.extras.bert_hdf5.shards import BertHdf5, write_shard
 
 SHAPE = (12, 16)
+
+
+def shards() -> Any:
+    """The module of an extra, which may be gone."""
+    return pytest.importorskip("vpipe.extras.bert_hdf5.shards")
 
 
 def samples() -> Samples:
@@ -28,12 +32,12 @@ def samples() -> Samples:
 
 
 def epoch(folder: Path, vocab_size: int = -1) -> list[Any]:
-    return list(BertHdf5(folder, vocab_size=vocab_size).batches("train", 1, seed=0))
+    return list(shards().BertHdf5(folder, vocab_size=vocab_size).batches("train", 1, seed=0))
 
 
 def replaced(folder: Path, name: str, make: Callable[[h5py.File, str], object]) -> None:
     """A shard in which ``make`` puts something else under a name."""
-    write_shard(folder / "a_training.hdf5", samples())
+    shards().write_shard(folder / "a_training.hdf5", samples())
     with h5py.File(folder / "a_training.hdf5", "r+") as file:
         del file[name]
         make(file, name)
@@ -58,7 +62,7 @@ def external(file: h5py.File, name: str) -> None:
     (lambda file, name: file.create_dataset(name, SHAPE, dtype="f2"), "holds float16, not integers")])
 def test_a_key_that_is_no_array_of_the_file(make: Callable[[h5py.File, str], object], what: str,
                                             tmp_path: Path) -> None:
-    write_shard(tmp_path / "b.hdf5", samples())
+    shards().write_shard(tmp_path / "b.hdf5", samples())
     replaced(tmp_path, "input_mask", make)
     assert f"'input_mask' in the shard a_training.hdf5 {what}" in str(refusal(lambda: epoch(tmp_path)))
 
@@ -102,7 +106,7 @@ def test_a_shard_that_would_not_fit_into_memory(tmp_path: Path) -> None:
     ("vocab.txt", b"\xff\xfe", "vocab.txt cannot be read: 'utf-8' codec can't decode"),
     ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer")])
 def test_a_vocabulary_beside_the_shards(name: str, content: str | bytes, what: str, tmp_path: Path) -> None:
-    write_shard(tmp_path / "a_training.hdf5", samples())
+    shards().write_shard(tmp_path / "a_training.hdf5", samples())
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert what in str(refusal(lambda: epoch(tmp_path)))
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from limits import refusal
@@ -18,12 +19,17 @@ from vpipe.app.data.tokenizers import load_tokenizer
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.description.cut import Cut
 from vpipe.description.order import Order
-from vpipe.extras.bert_hdf5.shards import BertHdf5
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 from vpipe.schedules import csv_format
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.prepare import ScheduleSpec
+
+
+def shards() -> Any:
+    """The module of an extra, which may be gone."""
+    return pytest.importorskip("vpipe.extras.bert_hdf5.shards")
+
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "config": ("c.yaml", load_config),
@@ -33,7 +39,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "schedule": ("s.csv", CsvFile.read),
     "arranged schedule": ("s.csv", lambda path: ScheduleSpec(Order(path), Cut(1), 1).prepare()),
     "manifest": ("checkpoint.json", lambda path: Manifest.load(path.parent)),
-    "shard": ("a_training.hdf5", lambda path: BertHdf5(path.parent)),
+    "shard": ("a_training.hdf5", lambda path: shards().BertHdf5(path.parent)),
     "functions": ("a.jsonl", lambda path: list(read_functions(jsonl_files(path.parent), path.parent))),
     "tokenizer": ("tokenizer.json", load_tokenizer)}
 

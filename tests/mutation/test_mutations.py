@@ -31,7 +31,6 @@ from vpipe.checkpoint.manifest import MANIFEST, CheckpointInfo, Manifest, _check
 from vpipe.checkpoint.shards import write_shards
 from vpipe.description.cut import Cut
 from vpipe.description.order import Order
-from vpipe.extras.bert_hdf5.shards import BertHdf5, write_shard
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import predict
 from vpipe.plan.profile import Profile
@@ -92,6 +91,7 @@ def test_native_configs(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_flat_configs(seed: int, tmp_path: Path) -> None:
+    pytest.importorskip("vpipe.extras.legacy.vpipe_flat")
     (tmp_path / "bert").mkdir()
     contents = {"f.yml": FLAT, "bert/p.json": PARTITION, "bert/m.json": RANKS}
     dice, refused = Random(seed), 0
@@ -209,13 +209,14 @@ def test_headers_of_safetensors(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_shards(tmp_path: Path) -> None:
+    shards = pytest.importorskip("vpipe.extras.bert_hdf5.shards")
     rng, dice, refused = np.random.default_rng(0), Random(0), 0
-    write_shard(tmp_path / "a_training.hdf5", {name: rng.integers(0, 2, (12, *shape_of(name, 16, 3))).astype(
+    shards.write_shard(tmp_path / "a_training.hdf5", {name: rng.integers(0, 2, (12, *shape_of(name, 16, 3))).astype(
         STORAGE[name]) for name in SHAPES})
     whole = (tmp_path / "a_training.hdf5").read_bytes()
 
     def epoch() -> None:
-        dataset = BertHdf5(tmp_path)
+        dataset = shards.BertHdf5(tmp_path)
         for batch in dataset.batches("train", 2, seed=0):
             assert 0 <= int(batch["input_ids"].min()) <= int(batch["input_ids"].max()) < dataset.vocab_size
             assert 0 <= int(batch["masked_lm_positions"].min()) <= int(batch["masked_lm_positions"].max()) < 16

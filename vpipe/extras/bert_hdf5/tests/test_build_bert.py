@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from made_text import write_text
 
+from vpipe.app.cli import main
 from vpipe.app.data.text import BertTextSettings, prepare_text
 from vpipe.errors import UserError
 from vpipe.extras.bert_hdf5.command import build_bert
@@ -54,3 +55,30 @@ def test_nothing_is_left_when_the_text_is_at_fault(wanted: BertTextSettings, tmp
     with pytest.raises(UserError, match="nowhere does not exist"):
         build_bert(replace(wanted, text=tmp_path / "nowhere"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("arguments", "what", "hint"), [
+    (["bild"], "vpipe data has no command 'bild'", "known names: build-bert"),
+    ([], "the following arguments are required: COMMAND", "vpipe data --help says how"),
+    (["build-bert", "--out", "o", "--seed", "x"], "argument --seed: invalid int value: 'x'",
+     "vpipe data build-bert --help says how"),
+    (["build-bert", "--out", "o", "--text", "none"], "the folder none does not exist",
+     "name a folder that holds *.txt files"),
+    (["build-bert", "--out", "."], "the output folder . holds 1 entries",
+     "name a new or an empty folder, or remove this one"),
+    (["build-bert", "--text", "text", "--out", "file/out", "--vocab-size", "120"],
+     "cannot write the folder 'file/out': Not a directory", "name a folder that can be made and written as --out")])
+def test_a_wrong_command_line(arguments: list[str], what: str, hint: str, tmp_path: Path,
+                              monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "file/out" in arguments:
+        write_text(tmp_path / "text")
+    (tmp_path / "file").touch()
+    try:
+        status: object = main(["data", *arguments])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    said = capsys.readouterr().err
+    assert f"error: {what}" in said
+    assert f"hint: {hint}" in said
