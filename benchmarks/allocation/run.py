@@ -26,14 +26,14 @@ RANK = "ALLOCATION_KEEPS"
 
 ENTRANTS = {f"{schedule} m{m}": (schedule, m) for schedule in ("1f1b", "pipedream") for m in (8, 4, 1)}
 Took = dict[tuple[str, bool], list[list[list[float]]]]
-"""By entrant, and whether memory was kept: for every turn and rank what :meth:`World.turn` says."""
+"""By system, and whether memory was kept: for every turn and rank what :meth:`World.turn` says."""
 
 HEAD, TAIL = 1, 1
 """Updates of a turn before and after those that count: a pipeline that stays full must be full at both ends."""
 
 
 def work(keeps: bool) -> None:
-    """Be a rank: for every line of the input, a turn of that entrant, and a line with what it took."""
+    """Be a rank: for every line of the input, a turn of that system, and a line with what it took."""
     import torch
     from batches import batches
     from model import SEED, adamw, gpt
@@ -120,9 +120,9 @@ def main() -> None:
     from machine import description
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="turns of every entrant, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of every system, after one to warm up")
     parser.add_argument("--steps", type=int, default=3, help="updates per turn that count")
-    parser.add_argument("--only", default="", metavar="REGEX", help="only the entrants whose names match")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only the systems whose names match")
     options = parser.parse_args()
     names = [name for name in ENTRANTS if re.search(options.only, name)]
     took: Took = {(name, keeps): [] for name in names for keeps in (False, True)}
@@ -142,8 +142,8 @@ def main() -> None:
 
 
 def table(names: list[str], took: Took) -> str:
-    """A row per entrant: medians over the turns but the first."""
-    lines = ["| entrant | ms per update | kept | gain | CPU ms of both ranks | kept | gain | page faults | kept |",
+    """A row per system: medians over the turns but the first."""
+    lines = ["| system | ms per update | kept | gain | CPU ms of both ranks | kept | gain | page faults | kept |",
              "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for name in names:
         cells: list[list[float]] = []
@@ -159,7 +159,7 @@ def table(names: list[str], took: Took) -> str:
 
 
 def memory(names: list[str], took: Took) -> str:
-    """What the ranks hold with all entrants in them, after a third of the rounds and at the end, and held at most."""
+    """What the ranks hold with all systems in them, after a third of the rounds and at the end, and held at most."""
     lines = ["| MB resident, rank 0 + rank 1 | after a third | at the end | at most |", "|---|---:|---:|---:|"]
     for keeps, what in ((False, "malloc as it comes"), (True, "kept")):
         turns = took[names[-1], keeps]

@@ -1,4 +1,4 @@
-"""What every entrant trains: a small GPT over bytes of English prose, cut in two.
+"""What every system trains: a small GPT over bytes of English prose, cut in two.
 
 B samples, T tokens, D hidden.
 """

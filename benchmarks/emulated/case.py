@@ -16,7 +16,7 @@ class Case:
         ranks: devices.
         microbatches: per update.
         times: of a microbatch on a device.
-        turns: of every entrant, after an update to warm up.
+        turns: of every system, after an update to warm up.
     """
 
     ranks: int

@@ -1,4 +1,4 @@
-"""The ranks, one process each: the entrants of a case live in the same processes and take turns."""
+"""The ranks, one process each: the systems of a case live in the same processes and take turns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from case import Case
 from device import exact_pauses
-from entrant import Entrant
+from system import System
 
 TIMEOUT_S = 60
 UPDATES = 2
-"""Per turn: one after the other, so that what an entrant does between two of them counts, too."""
+"""Per turn: one after the other, so that what a system does between two of them counts, too."""
 
 Span = tuple[float, float, float]
 """When a turn began and ended on one rank, on the clock that all processes of the machine share; processor seconds."""
@@ -55,11 +55,11 @@ def run_ranks(ranks: int, work: Callable[[int, Barrier], T]) -> list[T]:
             process.join()
 
 
-def measure(case: Case, field: Sequence[Entrant]) -> dict[str, list[tuple[float, float]]]:
-    """Let the entrants take turns; by name and turn, seconds per update and processor seconds of all ranks for one."""
+def measure(case: Case, field: Sequence[System]) -> dict[str, list[tuple[float, float]]]:
+    """Let the systems take turns; by name and turn, seconds per update and processor seconds of all ranks for one."""
     spans = run_ranks(case.ranks, partial(_take_turns, case, field))
-    return {entrant.name: [_figures(turn) for turn in zip(*(rank[entrant.name] for rank in spans), strict=True)]
-            for entrant in field}
+    return {system.name: [_figures(turn) for turn in zip(*(rank[system.name] for rank in spans), strict=True)]
+            for system in field}
 
 
 def _collect(readers: list[Connection]) -> list[T]:
@@ -88,19 +88,19 @@ def _run(work: Callable[[int, Barrier], T], rank: int, ranks: int, port: int, ba
                             timeout=timedelta(seconds=TIMEOUT_S))
     out.send(work(rank, barrier))
     barrier.wait(TIMEOUT_S)
-    os._exit(0)  # the entrants would go on: leaving them is the one way to stop them that costs nothing
+    os._exit(0)  # the systems would go on: leaving them is the one way to stop them that costs nothing
 
 
-def _take_turns(case: Case, field: Sequence[Entrant], rank: int, barrier: Barrier) -> dict[str, list[Span]]:
-    running = {entrant.name: entrant.start(case, rank) for entrant in field}
-    spans: dict[str, list[Span]] = {entrant.name: [] for entrant in field}
+def _take_turns(case: Case, field: Sequence[System], rank: int, barrier: Barrier) -> dict[str, list[Span]]:
+    running = {system.name: system.start(case, rank) for system in field}
+    spans: dict[str, list[Span]] = {system.name: [] for system in field}
     for turn in range(case.turns + 1):
-        for entrant in field:
-            updates = running[entrant.name]
+        for system in field:
+            updates = running[system.name]
             barrier.wait(TIMEOUT_S)
             before, cpu = perf_counter(), process_time()
             for _ in range(UPDATES if turn else 1):
                 next(updates)
             if turn:
-                spans[entrant.name].append((before, perf_counter(), process_time() - cpu))
+                spans[system.name].append((before, perf_counter(), process_time() - cpu))
     return spans

@@ -19,24 +19,24 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent.parent / "throughput"))
 
 from awake import awake
-from bare_entrants import bare_entrants
+from bare_systems import bare_systems
 from case import CASES, Case
-from entrant import Entrant
 from machine import description
 from orders import ORDERS
 from ranks import FORK, UPDATES, measure
 from streams import PEERS, STREAMS, StreamRow, measure_stream
+from system import System
 from table import Row, rows, stream_text, text
-from torch_entrants import RIVALS, torch_entrants
-from vpipe_entrants import vpipe_entrants
+from torch_systems import RIVALS, torch_systems
+from vpipe_systems import vpipe_systems
 
 
-def field(case: Case, only: str) -> list[Entrant]:
+def field(case: Case, only: str) -> list[System]:
     """Those whose ``<case>: <name>`` matches; those of one schedule after each other."""
     places = [order.name for order in ORDERS]
-    entrants = chain(vpipe_entrants(), torch_entrants(), bare_entrants(FORK, case))
-    return sorted((entrant for entrant in entrants if re.search(only, f"{case}: {entrant.name}")),
-                  key=lambda entrant: places.index(entrant.schedule))
+    systems = chain(vpipe_systems(), torch_systems(), bare_systems(FORK, case))
+    return sorted((system for system in systems if re.search(only, f"{case}: {system.name}")),
+                  key=lambda system: places.index(system.schedule))
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="REGEX",
                         help="only what matches, such as 'P = 4.*20.*1f1b'; names are '<case>: <group> <schedule>', "
                              "and begin with async where asynchronous schedules are measured or compared")
-    parser.add_argument("--turns", type=int, help=f"of every entrant, {UPDATES} updates each")
+    parser.add_argument("--turns", type=int, help=f"of every system, {UPDATES} updates each")
     parser.add_argument("--json", type=Path, help="write the figures there, too; cases that are there already stay")
     parser.add_argument("--idle", action="store_true", help="let processors idle while devices sleep; see awake.py")
     options = parser.parse_args()
@@ -62,18 +62,18 @@ def main() -> None:
             options.json.write_text(json.dumps(saved, indent=1) + "\n")
 
     for case in (replace(case, turns=options.turns or case.turns) for case in CASES):
-        if entrants := field(case, options.only):
-            once(f"{case}: {', '.join(entrant.name for entrant in entrants)}",
-                 lambda case=case, entrants=entrants: rows(case, measure(case, entrants)))
+        if systems := field(case, options.only):
+            once(f"{case}: {', '.join(system.name for system in systems)}",
+                 lambda case=case, systems=systems: rows(case, measure(case, systems)))
     for stream in STREAMS:
-        for entrant in ("bare", "vpipe") if (stream.update_every, stream.extra) == (1, 1) else ("vpipe",):
-            if re.search(options.only, name := f"{stream}: {entrant} pipedream"):
-                once(name, lambda stream=stream, entrant=entrant: [measure_stream(stream, entrant)])
+        for system in ("bare", "vpipe") if (stream.update_every, stream.extra) == (1, 1) else ("vpipe",):
+            if re.search(options.only, name := f"{stream}: {system} pipedream"):
+                once(name, lambda stream=stream, system=system: [measure_stream(stream, system)])
     for case in PEERS:
-        rivals = [entrant for entrant in torch_entrants()
-                  if entrant.schedule in RIVALS and re.search(options.only, f"async {case}: {entrant.name}")]
+        rivals = [system for system in torch_systems()
+                  if system.schedule in RIVALS and re.search(options.only, f"async {case}: {system.name}")]
         if rivals:
-            once(f"async {case}: {', '.join(entrant.name for entrant in rivals)}",
+            once(f"async {case}: {', '.join(system.name for system in rivals)}",
                  lambda case=case, rivals=rivals: rows(case, measure(case, rivals)))
 
     if not saved["cases"]:

@@ -13,11 +13,11 @@ from time import perf_counter, process_time
 from typing import Any
 
 import torch
-from bare_entrants import Boxes
+from bare_systems import Boxes
 from case import LONG, SHORT, Case
 from device import WIDTH, Times, pause
 from ranks import FORK, TIMEOUT_S, run_ranks
-from vpipe_entrants import emulated_model
+from vpipe_systems import emulated_model
 
 from vpipe import Asynchronous, Execution, Pipeline
 from vpipe.errors import PerformanceWarning
@@ -65,10 +65,10 @@ PEERS = tuple(Case(ranks, m, LONG, 3) for ranks in (4, 8) for m in (ranks // 2, 
 
 @dataclass(frozen=True)
 class StreamRow:
-    """A stream's figures; ``entrant`` is ``vpipe`` or ``bare``."""
+    """A stream's figures; ``system`` is ``vpipe`` or ``bare``."""
 
     stream: str
-    entrant: str
+    system: str
     ranks: int
     update_every: int
     times: str
@@ -82,15 +82,15 @@ class StreamRow:
         return median(self.seconds) / self.ideal_s - 1
 
 
-def measure_stream(stream: Stream, entrant: str) -> StreamRow:
+def measure_stream(stream: Stream, system: str) -> StreamRow:
     """Let a stream flow in processes of its own; measure it when the pipeline is full."""
-    if entrant == "bare":
+    if system == "bare":
         depth = max(stream.depths) + 2
         work: Any = partial(_bare, stream, *(Boxes(FORK, default_placement(stream.ranks), depth) for _ in range(2)))
     else:
         work = partial(_vpipe, stream)
     ranks = run_ranks(stream.ranks, partial(_windows, stream, work))
-    return StreamRow(str(stream), entrant, stream.ranks, stream.update_every, str(stream.times), stream.ideal_s,
+    return StreamRow(str(stream), system, stream.ranks, stream.update_every, str(stream.times), stream.ideal_s,
                      [mean(column) for column in zip(*(seconds for seconds, _ in ranks), strict=True)],
                      [sum(column) for column in zip(*(cpu for _, cpu in ranks), strict=True)])
 

@@ -37,7 +37,7 @@ class Row:
 
 
 def rows(case: Case, measured: Mapping[str, Sequence[tuple[float, float]]]) -> list[Row]:
-    """From what the entrants took, by name and turn."""
+    """From what the systems took, by name and turn."""
     made = []
     for order in ORDERS:
         own = {group: list(zip(*measured[name], strict=True)) for group in GROUPS
@@ -75,12 +75,12 @@ def _ratio(row: Row, other: str) -> str:
 
 def stream_text(streams: Sequence[StreamRow], rivals: Sequence[Row]) -> str:
     """Two tables: periods of asynchronous schedules against the ideal, and their time against torch's best."""
-    bare = {(row.ranks, row.times): row for row in streams if row.entrant == "bare"}
+    bare = {(row.ranks, row.times): row for row in streams if row.system == "bare"}
     lines = ["ms per update in the steady state: median (least) of windows; CPU ms of all ranks", "",
              "| devices | ideal | bare loop | vpipe pipedream | vpipe/ideal | vpipe/bare | CPU |",
              "|---|---:|---:|---:|---:|---:|---:|"]
     own: dict[int, float] = {}  # per rank count, the best seconds of a microbatch, at the rivals' times
-    for row in (row for row in streams if row.entrant == "vpipe"):
+    for row in (row for row in streams if row.system == "vpipe"):
         took, loop = median(row.seconds), bare.get((row.ranks, row.times))
         loop_s = loop and median(loop.seconds) / loop.update_every * row.update_every
         lines.append(f"| {row.stream.removeprefix('async ')} | {row.ideal_s * 1e3:.0f} | "

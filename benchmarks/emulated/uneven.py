@@ -25,12 +25,12 @@ sys.path.append(str(Path(__file__).parent.parent / "throughput"))
 from awake import awake
 from case import Case
 from device import Device, Times
-from entrant import Entrant, Updates
 from machine import description
 from ranks import measure, run_ranks
+from system import System, Updates
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torchs
-from torch_entrants import updates
+from torch_systems import updates
 
 from vpipe.schedules.assignment import stages_of_rank
 from vpipe.schedules.builder import build
@@ -194,7 +194,7 @@ def compete(model: Uneven, turns: int) -> Iterator[str]:
             path.write_text((schedules[name]).to_torch_csv())
             makes[name] = partial(from_file, path)
         found = measure(Case(RANKS, MICROBATCHES, CASE.times, turns), [
-            Entrant("torch", name, 1, partial(start, model, schedule.placement, makes[name]))
+            System("torch", name, 1, partial(start, model, schedule.placement, makes[name]))
             for name, schedule in schedules.items()])
     took = {name: [seconds for seconds, _ in found[f"torch {name}"]] for name in schedules}
     best = min(torch_has, key=lambda name: median(took[name]))
@@ -215,7 +215,7 @@ def main() -> None:
     """Measure model after model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODELS, help="of the models")
-    parser.add_argument("--turns", type=int, default=10, help="of every entrant, two updates each (default: 10)")
+    parser.add_argument("--turns", type=int, default=10, help="of every system, two updates each (default: 10)")
     options = parser.parse_args()
     for name in [options.only] if options.only else MODELS:
         model = MODELS[name]

@@ -72,8 +72,8 @@ def stage_of(case: dict[str, Any], rank: int) -> tuple[StageDecoder, int]:
     return stage, ranks
 
 
-def run_entrant(case: dict[str, Any]) -> None:
-    """Run a rank of an entrant; rank 0 generates whenever it reads a line, and prints tokens and seconds. Every rank
+def run_system(case: dict[str, Any]) -> None:
+    """Run a rank of a system; rank 0 generates whenever it reads a line, and prints tokens and seconds. Every rank
     prints its CPU seconds of a turn."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -106,14 +106,14 @@ def run_entrant(case: dict[str, Any]) -> None:
         print(time.process_time() - began, flush=True)
 
 
-class Entrant:
+class System:
     """The processes of a case."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(None)),
                        "WORLD_SIZE": str(case["ranks"]), "OMP_NUM_THREADS": "1"}
         self._processes = [subprocess.Popen(
-            [sys.executable, __file__, "--entrant", json.dumps(case)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, __file__, "--system", json.dumps(case)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(case["ranks"])]
 
@@ -138,17 +138,17 @@ class Entrant:
 
 def in_turns(cases: dict[str, dict[str, Any]], turns: int) -> None:
     """Print the tokens per second of each case, medians of as many turns; the first is the measure."""
-    entrants = {name: Entrant({**case, "turns": turns + 1}) for name, case in cases.items()}
+    systems = {name: System({**case, "turns": turns + 1}) for name, case in cases.items()}
     rates: dict[str, list[float]] = {name: [] for name in cases}
     busy: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(turns + 1):
-        for name, entrant in entrants.items():
-            rate, cpu_ms = entrant.turn()
+        for name, system in systems.items():
+            rate, cpu_ms = system.turn()
             if turn:  # the first warms up
                 rates[name].append(rate)
                 busy[name].append(cpu_ms)
-    for entrant in entrants.values():
-        entrant.end()
+    for system in systems.values():
+        system.end()
     first = median(next(iter(rates.values())))
     for name, found in rates.items():
         spread = f"{min(found):,.1f} to {max(found):,.1f}"
@@ -181,12 +181,12 @@ def cache(turns: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--entrant", help=argparse.SUPPRESS)
+    parser.add_argument("--system", help=argparse.SUPPRESS)
     parser.add_argument("--only", choices=("cache", "ranks", "emulated"))
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args()
-    if options.entrant is not None:
-        run_entrant(json.loads(options.entrant))
+    if options.system is not None:
+        run_system(json.loads(options.system))
         return
     if options.only in (None, "cache"):
         cache(options.turns)

@@ -22,7 +22,7 @@ from vpipe import Execution, Pipeline
 
 sys.path.append(str(Path(__file__).parent.parent / "host"))
 
-from entrants import BATCH, MICROBATCHES, STAGES, pipelines
+from systems import BATCH, MICROBATCHES, STAGES, pipelines
 
 GOAL_US = 100.0
 

@@ -29,7 +29,7 @@ BLOCKS, ROUNDS = 4, 60
 MICROBATCHES = (1, 2, 4)
 
 
-class Entrant:
+class System:
     """One way to run forward and backward over the same blocks; the seconds of each part, by round."""
 
     def __init__(self, name: str, run: Callable[[Tensor, Tensor], tuple[list[float], Tensor, list[Tensor]]]) -> None:
@@ -99,41 +99,41 @@ def of_torch() -> Callable[[Tensor, Tensor], tuple[list[float], Tensor, list[Ten
     return run
 
 
-def measure(microbatch: int) -> list[Entrant]:
-    """All entrants in turns, each round on the same tensors; their gradients must be equal bit for bit."""
-    entrants = [Entrant("whole", of_stage(halves=False)), Entrant("vpipe, two halves", of_stage(halves=True)),
-                Entrant("torch, graph split", of_torch())]
+def measure(microbatch: int) -> list[System]:
+    """All systems in turns, each round on the same tensors; their gradients must be equal bit for bit."""
+    systems = [System("whole", of_stage(halves=False)), System("vpipe, two halves", of_stage(halves=True)),
+                System("torch, graph split", of_torch())]
     random = torch.Generator().manual_seed(0)
     for i in range(ROUNDS + 5):
         x, gradient = (torch.randn(microbatch, TOKENS, HIDDEN, generator=random) for _ in range(2))
         results = []
-        for entrant in entrants[i % 3:] + entrants[:i % 3]:
-            parts, *result = entrant.run(x.clone().requires_grad_(), gradient)
+        for system in systems[i % 3:] + systems[:i % 3]:
+            parts, *result = system.run(x.clone().requires_grad_(), gradient)
             results.append([result[0], *result[1]])
             if i >= 5:
-                entrant.parts_s.append(parts)
+                system.parts_s.append(parts)
         for other in results[1:]:
             if not all(map(torch.equal, results[0], other)):
                 raise SystemExit("the gradients differ")
-    return entrants
+    return systems
 
 
 def main() -> None:
     torch.set_num_threads(1)
     print(description())
-    print("\n| microbatch | entrant | F ms | I (or B) ms | W ms | I + W ms | min | over B: median | of F + B: median "
+    print("\n| microbatch | system | F ms | I (or B) ms | W ms | I + W ms | min | over B: median | of F + B: median "
           "| I / B |\n|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for microbatch in MICROBATCHES:
-        entrants = measure(microbatch)
-        whole = entrants[0]
-        for entrant in entrants:
-            paired = list(zip(entrant.parts_s, whole.parts_s, strict=True))
+        systems = measure(microbatch)
+        whole = systems[0]
+        for system in systems:
+            paired = list(zip(system.parts_s, whole.parts_s, strict=True))
             of_backward = median(sum(one[1:]) / sum(base[1:]) for one, base in paired)
             of_all = median(sum(one) / sum(base) for one, base in paired)
-            times = (entrant.median_s(0), entrant.median_s(1), entrant.median_s(2), entrant.median_s(1, 2),
-                     entrant.least_s(1, 2))
-            print(f"| {microbatch} | {entrant.name} | {' | '.join(f'{t * 1e3:.1f}' for t in times)} | "
-                  f"{of_backward:.3f} | {of_all:.3f} | {entrant.median_s(1) / whole.median_s(1):.2f} |", flush=True)
+            times = (system.median_s(0), system.median_s(1), system.median_s(2), system.median_s(1, 2),
+                     system.least_s(1, 2))
+            print(f"| {microbatch} | {system.name} | {' | '.join(f'{t * 1e3:.1f}' for t in times)} | "
+                  f"{of_backward:.3f} | {of_all:.3f} | {system.median_s(1) / whole.median_s(1):.2f} |", flush=True)
 
 
 if __name__ == "__main__":

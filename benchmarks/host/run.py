@@ -17,12 +17,12 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "throughput"))
 
-from entrants import BATCH, bare_layers, bare_steps, measure, pipelines, train
 from machine import description
+from systems import BATCH, bare_layers, bare_steps, measure, pipelines, train
 
 OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.01), "adamw": partial(torch.optim.AdamW, lr=1e-3)}
 BATCHES = 4
-"""Per turn of an entrant: a pipeline without a flush fills and drains once in them."""
+"""Per turn of a system: a pipeline without a flush fills and drains once in them."""
 
 
 def repeated(batch: Callable[[], None]) -> Callable[[], None]:
@@ -31,7 +31,7 @@ def repeated(batch: Callable[[], None]) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Measure all entrants in turns, and print a table."""
+    """Measure all systems in turns, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--rounds", type=int, default=60)
@@ -46,11 +46,11 @@ def main() -> None:
             train(pipes[options.profile], BATCH, 10 * BATCHES)
         pstats.Stats(profile).sort_stats("tottime").print_stats(45)
         return
-    entrants: dict[str, Callable[[], None]] = {
+    systems: dict[str, Callable[[], None]] = {
         "layers alone": repeated(bare_layers()), f"step alone ({options.optimizer})": repeated(bare_steps(optimizer)),
         **{f"vpipe {name}": partial(train, pipe, BATCH, BATCHES) for name, pipe in pipes.items()}}
     print("| us per microbatch and stage | median | least | CPU median | CPU least |\n|---|---:|---:|---:|---:|")
-    for name, seconds in measure(entrants, options.rounds, BATCHES).items():
+    for name, seconds in measure(systems, options.rounds, BATCHES).items():
         print(f"| {name} | {' | '.join(f'{1e6 * each:.0f}' for each in seconds)} |")
     print(f"\n{description()}\n{' '.join(['python', *sys.argv])}")
 

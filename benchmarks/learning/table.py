@@ -127,7 +127,7 @@ def overheads(emulated: Path) -> dict[tuple[str, int], float]:
     found: dict[tuple[str, int], float] = {}
     for rows in json.loads(emulated.read_text())["cases"].values():
         for row in rows:
-            if "stream" in row and row["entrant"] == "vpipe" and "20 + 40" in row["stream"] and row["update_every"] > 1:
+            if "stream" in row and row["system"] == "vpipe" and "20 + 40" in row["stream"] and row["update_every"] > 1:
                 found[PIPEDREAM, row["ranks"]] = median(row["seconds"]) / row["ideal_s"]
             elif "case" in row and "vpipe" in row["median_s"] and "20 + 40" in row["case"]:
                 devices = int(row["case"].split(",")[0].removeprefix("P = "))

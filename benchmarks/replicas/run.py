@@ -36,9 +36,9 @@ def text(measured: Mapping[Setup, Sequence[float]]) -> str:
             simulated = one.formula_s() / two.formula_s()
             reached = median(measured[one]) / median(measured[two])
             cells = [str(light), schedule]
-            for entrant in (one, two):
-                times = measured[entrant]
-                cells += [f"{entrant.formula_s() * 1e3:.0f}", f"{median(times) * 1e3:.0f} ({min(times) * 1e3:.0f})"]
+            for system in (one, two):
+                times = measured[system]
+                cells += [f"{system.formula_s() * 1e3:.0f}", f"{median(times) * 1e3:.0f} ({min(times) * 1e3:.0f})"]
             cells += [f"{simulated:.3f}", f"{reached:.3f}", f"{reached / simulated:.3f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -47,15 +47,15 @@ def text(measured: Mapping[Setup, Sequence[float]]) -> str:
 def main() -> None:
     """Measure all, then print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=7, help="of every entrant")
+    parser.add_argument("--turns", type=int, default=7, help="of every system")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args()
     measured: dict[Setup, list[float]] = {}
     for light in LIGHT:
         for schedule in SCHEDULES:
-            entrants = [Setup(schedule, widths, light) for widths in (ONE, TWO)]
-            print(f"{entrants[0]} and {entrants[1]}: {options.turns} turns", flush=True)
-            measured |= measure(entrants, options.turns)
+            systems = [Setup(schedule, widths, light) for widths in (ONE, TWO)]
+            print(f"{systems[0]} and {systems[1]}: {options.turns} turns", flush=True)
+            measured |= measure(systems, options.turns)
     print(f"\nms per turn: median (least)\n\n{text(measured)}\n\n{description()}\n{' '.join(['python', *sys.argv])}")
     if options.json:
         options.json.write_text(json.dumps({"machine": description(), "command": sys.argv,

@@ -23,7 +23,7 @@ MICROBATCHES, BATCHES = 16, 3
 
 @dataclass(frozen=True)
 class Setup:
-    """One entrant.
+    """One system.
 
     Attributes:
         schedule: vpipe's name of it.

@@ -1,4 +1,4 @@
-"""Every entrant in processes of its own, one per rank; all are there all the time and take turns."""
+"""Every system in processes of its own, one per rank; all are there all the time and take turns."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ TIMEOUT_S = 120
 FORK = multiprocessing.get_context("fork")
 
 
-def measure(entrants: Sequence[Setup], turns: int) -> dict[Setup, list[float]]:
+def measure(systems: Sequence[Setup], turns: int) -> dict[Setup, list[float]]:
     """Seconds of every turn, from the first start of a rank to the last end, after one turn to warm up.
 
     Raises:
         SystemExit: a rank failed.
     """
-    barrier = FORK.Barrier(sum(sum(entrant.widths) for entrant in entrants))
+    barrier = FORK.Barrier(sum(sum(system.widths) for system in systems))
     readers: dict[Setup, list[Connection]] = {}
     processes = []
     try:
-        for entrant in entrants:
+        for system in systems:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
-            readers[entrant] = []
-            for rank in range(sum(entrant.widths)):
+            readers[system] = []
+            for rank in range(sum(system.widths)):
                 reader, writer = FORK.Pipe(duplex=False)
-                processes.append(FORK.Process(target=_work, args=(entrants, entrant, rank, port, turns, barrier,
+                processes.append(FORK.Process(target=_work, args=(systems, system, rank, port, turns, barrier,
                                                                   writer)))
                 processes[-1].start()
                 writer.close()
-                readers[entrant].append(reader)
-        spans = {entrant: [_received(reader) for reader in ranks] for entrant, ranks in readers.items()}
+                readers[system].append(reader)
+        spans = {system: [_received(reader) for reader in ranks] for system, ranks in readers.items()}
     finally:
         for process in processes:
             process.kill()
             process.join()
-    return {entrant: [max(end for _, end in turn) - min(start for start, _ in turn)
-                      for turn in zip(*ranks, strict=True)] for entrant, ranks in spans.items()}
+    return {system: [max(end for _, end in turn) - min(start for start, _ in turn)
+                      for turn in zip(*ranks, strict=True)] for system, ranks in spans.items()}
 
 
 def _received(reader: Connection) -> list[tuple[float, float]]:
@@ -59,16 +59,16 @@ def _received(reader: Connection) -> list[tuple[float, float]]:
     return spans
 
 
-def _work(entrants: Sequence[Setup], entrant: Setup, rank: int, port: int, turns: int, barrier: Barrier,
+def _work(systems: Sequence[Setup], system: Setup, rank: int, port: int, turns: int, barrier: Barrier,
           out: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
-                            world_size=sum(entrant.widths), timeout=timedelta(seconds=TIMEOUT_S))
-    turn, spans = entrant.turn(), []
+                            world_size=sum(system.widths), timeout=timedelta(seconds=TIMEOUT_S))
+    turn, spans = system.turn(), []
     for _ in range(turns + 1):
-        for one in entrants:
+        for one in systems:
             barrier.wait(TIMEOUT_S)
-            if one == entrant:
+            if one == system:
                 before = perf_counter()
                 turn()
                 spans.append((before, perf_counter()))

@@ -1,4 +1,4 @@
-"""The batches that every entrant trains on: random tokens, the same sequence for all."""
+"""The batches that every system trains on: random tokens, the same sequence for all."""
 
 from __future__ import annotations
 

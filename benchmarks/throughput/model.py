@@ -1,4 +1,4 @@
-"""The model that every entrant trains: a small GPT in 18 layers that a pipeline may be cut between.
+"""The model that every system trains: a small GPT in 18 layers that a pipeline may be cut between.
 
 B samples, T tokens, D hidden, H heads, V vocabulary.
 """
@@ -90,7 +90,7 @@ def part(layers: range) -> nn.Sequential:
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of every entrant."""
+    """The optimizer of every system."""
     return torch.optim.AdamW(parameters, lr=3e-4, fused=True)
 
 

@@ -1,4 +1,4 @@
-"""In which numbers the entrants compute."""
+"""In which numbers the systems compute."""
 
 from __future__ import annotations
 

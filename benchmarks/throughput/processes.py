@@ -19,7 +19,7 @@ from typing import Any
 RANKS = 2
 OUT, SAYS, GROUPS, KEEPS = "THROUGHPUT_OUT", "THROUGHPUT_SAYS", "THROUGHPUT_GROUPS", "THROUGHPUT_KEEPS"
 """Environment variables of a rank: the file for its results, the descriptor on which it says that a turn is over, whose
-entrants live in its world, and whether its memory is kept by what vpipe's launcher calls."""
+systems live in its world, and whether its memory is kept by what vpipe's launcher calls."""
 
 RAISED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 """glibc gives large freed blocks back to the system and faults them in again, unless told to keep them.
@@ -27,11 +27,11 @@ RAISED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALL
 
 
 class World:
-    """Two ranks, in which some entrants live. Between its turns they wait for a line, and use no processor.
+    """Two ranks, in which some systems live. Between its turns they wait for a line, and use no processor.
 
     Args:
         arguments: of the command line, the same as this program's.
-        groups: whose entrants live in it.
+        groups: whose systems live in it.
         malloc: ``default``; ``raised``, by the environment; or ``kept``, by
             :func:`vpipe.app.launch.rank_env.keep_memory`.
         folder: for the results.
@@ -91,7 +91,7 @@ class World:
 
 @contextmanager
 def worlds(arguments: Sequence[str], malloc: str, groups: Sequence[str]) -> Iterator[list[World]]:
-    """One for all entrants; two where ``malloc`` is ``own``: vpipe's ranks as its launcher starts them, the others as
+    """One for all systems; two where ``malloc`` is ``own``: vpipe's ranks as its launcher starts them, the others as
     glibc comes."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the ranks are ended, too
     parts = [(groups, malloc)] if malloc != "own" else [

@@ -1,4 +1,4 @@
-"""One of the two ranks of a world: its entrants live in the same two processes and take turns."""
+"""One of the two ranks of a world: its systems live in the same two processes and take turns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
-from entrant import Entrant, Updates
 from machine import busy_s
 from processes import KEEPS, OUT, SAYS
+from system import System, Updates
 
 from vpipe.app.launch.rank_env import keep_memory
 from vpipe.errors import VpipeError
@@ -28,7 +28,7 @@ HEAD, TAIL = 1, 1
 
 @dataclass
 class Result:
-    """What one entrant did.
+    """What one system did.
 
     Attributes:
         seconds: per update, one entry per turn: the time of the turn's updates, as rank 0 sees them end, over
@@ -44,12 +44,12 @@ class Result:
     losses: list[float]
 
 
-def turn(entrant: Entrant, updates: Updates | None, result: Result, steps: int) -> None:
-    """Let an entrant make its updates; the rank that has no part in it waits for the next order."""
+def turn(system: System, updates: Updates | None, result: Result, steps: int) -> None:
+    """Let a system make its updates; the rank that has no part in it waits for the next order."""
     dist.barrier()
     if updates is None:
         return
-    torch.set_num_threads(entrant.threads)
+    torch.set_num_threads(system.threads)
     losses = [next(updates) for _ in range(HEAD)]
     before = (perf_counter(), process_time(), busy_s())
     losses += [next(updates) for _ in range(steps)]
@@ -62,17 +62,17 @@ def turn(entrant: Entrant, updates: Updates | None, result: Result, steps: int) 
     result.losses += [loss for loss in losses if loss is not None]
 
 
-def work(entrants: list[Entrant], steps: int) -> None:
-    """Do what the lines of standard input say, until they end: a turn of an entrant; forget what was measured so far,
+def work(systems: list[System], steps: int) -> None:
+    """Do what the lines of standard input say, until they end: a turn of a system; forget what was measured so far,
     which was to warm up; write the results of this rank as JSON."""
     if os.environ[KEEPS] == "1":
         print(f"  vpipe: {keep_memory()}", flush=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     rank, says = dist.get_rank(), int(os.environ[SAYS])
-    named = {entrant.name: entrant for entrant in entrants}
+    named = {system.name: system for system in systems}
     results = {name: Result([], [], [], []) for name in named}
-    running = {name: entrant.start() if rank in entrant.ranks else None for name, entrant in named.items()}
+    running = {name: system.start() if rank in system.ranks else None for name, system in named.items()}
     for line in sys.stdin:
         order = json.loads(line)
         if "turn" in order:

@@ -14,18 +14,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from entrant import Entrant
-from field import cuts, matching
+from all_systems import cuts, matching
 from machine import description
 from precision import BF16, FP32
 from processes import GROUPS, RANKS, worlds
 from rank import HEAD, TAIL, work
+from system import System
 from table import Row, check_losses, rows, text
 
 GENEROUS_S = 5.0
 """Per update, for the timeout of a turn."""
 STARTS_S = 300.0
-"""For the first one of a world, whose ranks start and make the models of all their entrants."""
+"""For the first one of a world, whose ranks start and make the models of all their systems."""
 MALLOC = {"own": "vpipe's raised by its launcher's keep_memory, the others' as glibc comes", "default": "default",
           "raised": "raised"}
 
@@ -33,27 +33,27 @@ MALLOC = {"own": "vpipe's raised by its launcher's keep_memory, the others' as g
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10, help="turns of every entrant, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of every system, after one to warm up")
     parser.add_argument("--steps", type=int, default=4, help="updates per turn that count")
     parser.add_argument("--precision", choices=(FP32, BF16), default=FP32,
-                        help="of all entrants; bf16: vpipe's bf16 and bf16_pure, the others under autocast")
+                        help="of all systems; bf16: vpipe's bf16 and bf16_pure, the others under autocast")
     parser.add_argument("--malloc", choices=(*MALLOC, "all"), default="all",
                         help="glibc's malloc thresholds: equal for all, or of each its own, in two worlds")
-    parser.add_argument("--only", default="", metavar="REGEX", help="only the entrants whose names match")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only the systems whose names match")
     parser.add_argument("--cuts", action="store_true", help="instead: 1F1B cut in many ways, to find the best cut")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     return parser.parse_args()
 
 
-def measured(field: list[Entrant], malloc: str, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """What each of the two ranks wrote of every entrant; round 0 warms up, then all take turns, round after round."""
+def measured(field: list[System], malloc: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """What each of the two ranks wrote of every system; round 0 warms up, then all take turns, round after round."""
     started = time.monotonic()
     timeout_s = STARTS_S + GENEROUS_S * (HEAD + steps + TAIL)
-    with worlds(sys.argv, malloc, sorted({entrant.group for entrant in field})) as made:
+    with worlds(sys.argv, malloc, sorted({system.group for system in field})) as made:
         for number in range(rounds + 1):
-            for entrant in field:
-                [world] = [world for world in made if entrant.group in world.groups]
-                world.do({"turn": entrant.name}, timeout_s)
+            for system in field:
+                [world] = [world for world in made if system.group in world.groups]
+                world.do({"turn": system.name}, timeout_s)
             if number == 0:
                 for world in made:
                     world.do({"forget": "what warmed up"}, timeout_s)
@@ -69,10 +69,10 @@ def main() -> None:
     options = arguments()
     field = (cuts if options.cuts else matching)(options.only, options.precision)
     if not field:
-        raise SystemExit(f"no entrant's name matches '{options.only}'")
+        raise SystemExit(f"no system's name matches '{options.only}'")
     if GROUPS in os.environ:
-        work([entrant for entrant in field if entrant.group in os.environ[GROUPS].split()], options.steps)
-    print(f"{len(field)} entrants, {options.rounds} rounds of {options.steps} updates, {options.precision}\n"
+        work([system for system in field if system.group in os.environ[GROUPS].split()], options.steps)
+    print(f"{len(field)} systems, {options.rounds} rounds of {options.steps} updates, {options.precision}\n"
           f"{description()}", flush=True)
     tables: dict[str, list[Row]] = {}
     for malloc in MALLOC if options.malloc == "all" else (options.malloc,):

@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any
 
 from batches import SAMPLES
-from entrant import Entrant
 from model import TOKENS
+from system import System
 
 CLOSE = {"fp32": 2e-3, "bf16": 1e-2}
 """Greatest relative difference of losses: rounding, and what AdamW makes of it in a few updates."""
@@ -21,7 +21,7 @@ ENOUGH = 3
 
 @dataclass(frozen=True)
 class Row:
-    """One entrant's figures.
+    """One system's figures.
 
     Attributes:
         median_s: per update, over the turns that count.
@@ -44,31 +44,31 @@ class Row:
     exact: bool
 
 
-def rows(entrants: list[Entrant], cores: int, per_rank: list[dict[str, dict[str, list[float]]]]) -> list[Row]:
+def rows(systems: list[System], cores: int, per_rank: list[dict[str, dict[str, list[float]]]]) -> list[Row]:
     """From what the ranks wrote: times as rank 0 saw them, losses from whoever knows them."""
     made = []
-    for entrant in entrants:
-        own: list[dict[str, Any]] = [rank[entrant.name] for rank in per_rank]
+    for system in systems:
+        own: list[dict[str, Any]] = [rank[system.name] for rank in per_rank]
         cpu = [sum(turn) for turn in zip(*(rank["cpu_seconds"] for rank in own if rank["cpu_seconds"]), strict=True)]
         turns = list(zip(own[0]["seconds"], cpu, own[0]["busy_seconds"], strict=True))
         quiet = [turn for turn in turns if (turn[2] - turn[1]) / (turn[0] * cores) < DISTURBED]
         used = quiet if len(quiet) >= ENOUGH else turns
         seconds = [turn[0] for turn in used]
         losses = next((rank["losses"] for rank in own if rank["losses"]), [])
-        made.append(Row(entrant.name, entrant.group, median(seconds), min(seconds), median(turn[1] for turn in used),
-                        len(used), len(turns) - len(used), tuple(losses), entrant.exact))
+        made.append(Row(system.name, system.group, median(seconds), min(seconds), median(turn[1] for turn in used),
+                        len(used), len(turns) - len(used), tuple(losses), system.exact))
     return made
 
 
 def check_losses(table: list[Row], precision: str) -> str:
-    """Whether all entrants that should did the same work; a line that says so.
+    """Whether all systems that should did the same work; a line that says so.
 
     Raises:
-        SystemExit: the losses of two entrants differ by more than rounding.
+        SystemExit: the losses of two systems differ by more than rounding.
     """
     exact = [row for row in table if row.exact and row.losses]
     if not exact:
-        return "losses: no entrants to compare"
+        return "losses: no systems to compare"
     first, worst = exact[0], 0.0
     for row in exact:
         for i, (one, other) in enumerate(zip(first.losses[:COMPARED], row.losses[:COMPARED], strict=True)):
@@ -76,14 +76,14 @@ def check_losses(table: list[Row], precision: str) -> str:
             if worst > CLOSE[precision]:
                 raise SystemExit(f"not the same work: at update {i} the loss of {first.name} is {one}, "
                                  f"of {row.name} {other}")
-    return (f"losses: {len(exact)} entrants agree over the first {COMPARED} updates ({first.losses[0]:.6f} .. "
+    return (f"losses: {len(exact)} systems agree over the first {COMPARED} updates ({first.losses[0]:.6f} .. "
             f"{first.losses[COMPARED - 1]:.6f}, greatest relative difference {worst:.1e})")
 
 
 def text(table: list[Row]) -> str:
     """A Markdown table, fastest first: medians over the turns that count."""
     best = min((row.median_s for row in table if row.group == "torch"), default=None)
-    lines = ["| entrant | ms per update | min | CPU ms of both ranks | tokens/s | speed, torch's best = 1 | turns |",
+    lines = ["| system | ms per update | min | CPU ms of both ranks | tokens/s | speed, torch's best = 1 | turns |",
              "|---|---:|---:|---:|---:|---:|---:|"]
     for row in sorted(table, key=lambda row: row.median_s):
         ratio = f"{best / row.median_s:.2f}" if best else "-"

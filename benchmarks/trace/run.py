@@ -102,7 +102,7 @@ Turn = tuple[float, float, float]
 
 
 def measure(case: Case, rounds: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """By entrant and round: seconds of a turn on both ranks, processor seconds of both.
+    """By system and round: seconds of a turn on both ranks, processor seconds of both.
 
     Raises:
         SystemExit: a rank failed.
@@ -152,10 +152,10 @@ def _work(case: Case, rounds: int, folder: Path, rank: int, port: int, barrier: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="turns of every entrant, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=30, help="turns of every system, after one to warm up")
     rounds = parser.parse_args().rounds
     print(f"{description()}; {rounds} rounds\n")
-    print("| pipeline | entrant | ms per update | min | processor ms | time over plain: median | processor over plain |"
+    print("| pipeline | system | ms per update | min | processor ms | time over plain: median | processor over plain |"
           "\n|---|---|---:|---:|---:|---:|---:|")
     for case in CASES:
         with tempfile.TemporaryDirectory() as folder:

@@ -49,7 +49,7 @@ def test_neither_the_warm_up_nor_the_first_update_of_a_turn_counts_nor_the_turn_
     assert a.warmed_up == b.warmed_up == 2
 
 
-def test_single_delays_are_charged_to_no_entrant() -> None:
+def test_single_delays_are_charged_to_no_system() -> None:
     world, once = World(), [20.0]
 
     def steps() -> Iterator[float]:

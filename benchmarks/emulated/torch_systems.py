@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 from case import Case
 from device import WIDTH, Device
-from entrant import Entrant, Updates
 from orders import ORDERS, Order
+from system import System, Updates
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torchs
@@ -54,8 +54,8 @@ def _updates(order: Order, peer: type[torchs._PipelineSchedule], case: Case, ran
                        parts[0] if single else parts, m, loss_fn=loss_fn, scale_grads=False))
 
 
-def torch_entrants() -> Iterator[Entrant]:
+def torch_systems() -> Iterator[System]:
     """One per schedule that torch has."""
     for order in ORDERS:
         if order.peer is not None:
-            yield Entrant("torch", order.name, order.chunks, partial(_updates, order, order.peer))
+            yield System("torch", order.name, order.chunks, partial(_updates, order, order.peer))

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from batches import batches
-from entrant import Entrant, Updates
 from model import adamw, loss_of, part
 from precision import autocast
+from system import System, Updates
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -45,10 +45,10 @@ def _updates(kind: type[Any], microbatches: int, cut: Sequence[int], precision: 
         yield float(torch.stack(losses).detach().double().sum()) if losses else None
 
 
-def torch_entrants(microbatches: Sequence[int], cut: Sequence[int], quarters: Sequence[int],
-                   precision: str) -> Iterator[Entrant]:
+def torch_systems(microbatches: Sequence[int], cut: Sequence[int], quarters: Sequence[int],
+                   precision: str) -> Iterator[System]:
     """1F1B, GPipe and interleaved 1F1B (two stages per rank) for every number of microbatches."""
     for m in microbatches:
         for kind, name in PARTS.items():
             layers = quarters if kind is ScheduleInterleaved1F1B else cut
-            yield Entrant(f"torch {name} m{m}", "torch", partial(_updates, kind, m, layers, precision))
+            yield System(f"torch {name} m{m}", "torch", partial(_updates, kind, m, layers, precision))

@@ -10,8 +10,8 @@ from multiprocessing.synchronize import Semaphore
 import torch
 from case import Case
 from device import WIDTH, pause
-from entrant import Entrant, Updates
 from orders import ORDERS, Order
+from system import System, Updates
 
 from vpipe.schedules.action import Op
 from vpipe.schedules.assignment import Assignment
@@ -71,8 +71,8 @@ def _updates(order: Order, forth: Boxes, back: Boxes, case: Case, rank: int) -> 
         yield
 
 
-def bare_entrants(context: ForkContext, case: Case) -> Iterator[Entrant]:
+def bare_systems(context: ForkContext, case: Case) -> Iterator[System]:
     """One per schedule; to be made before the processes are, which share its memory."""
     for order in ORDERS:
         forth, back = (Boxes(context, order.placement(case.ranks), case.microbatches) for _ in range(2))
-        yield Entrant("bare", order.name, order.chunks, partial(_updates, order, forth, back))
+        yield System("bare", order.name, order.chunks, partial(_updates, order, forth, back))

@@ -85,11 +85,11 @@ def bare_steps(optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[], 
     return batch
 
 
-def measure(entrants: Mapping[str, Callable[[], None]], rounds: int, batches: int) -> dict[str, Seconds]:
-    """Let the entrants take turns, ``batches`` per call of one; the first round warms up."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in entrants}
+def measure(systems: Mapping[str, Callable[[], None]], rounds: int, batches: int) -> dict[str, Seconds]:
+    """Let the systems take turns, ``batches`` per call of one; the first round warms up."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
     for number in range(rounds + 1):
-        for name, run in entrants.items():
+        for name, run in systems.items():
             started, cpu = perf_counter(), process_time()
             run()
             ended, cpu_ended = perf_counter(), process_time()

@@ -12,7 +12,7 @@ Updates = Iterator[None]
 
 
 @dataclass(frozen=True)
-class Entrant:
+class System:
     """One row of the table.
 
     Attributes:

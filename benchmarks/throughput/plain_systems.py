@@ -9,9 +9,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from batches import batches
-from entrant import Entrant, Updates
 from model import adamw, loss_of, whole
 from precision import autocast
+from system import System, Updates
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,10 +38,10 @@ def _updates(microbatches: int, replicated: bool, precision: str) -> Updates:
         yield None if replicated else float(loss)  # a replica knows only its half of the loss
 
 
-def plain_entrants(precision: str) -> Iterator[Entrant]:
+def plain_systems(precision: str) -> Iterator[System]:
     """Each with the batch in one piece and in four, because large pieces cost page faults."""
     for m in (1, 4):
-        yield Entrant(f"one process, 1 thread, m{m}", "plain", partial(_updates, m, False, precision), ranks=(0,))
-        yield Entrant(f"one process, 2 threads, m{m}", "plain", partial(_updates, m, False, precision), ranks=(0,),
+        yield System(f"one process, 1 thread, m{m}", "plain", partial(_updates, m, False, precision), ranks=(0,))
+        yield System(f"one process, 2 threads, m{m}", "plain", partial(_updates, m, False, precision), ranks=(0,),
                       threads=2)
-        yield Entrant(f"DDP 2 x 1 thread, m{m}", "plain", partial(_updates, m, True, precision))
+        yield System(f"DDP 2 x 1 thread, m{m}", "plain", partial(_updates, m, True, precision))

@@ -10,7 +10,7 @@ Updates = Iterator[float | None]
 
 
 @dataclass(frozen=True)
-class Entrant:
+class System:
     """One row of the table.
 
     Attributes:

@@ -9,8 +9,8 @@ from itertools import repeat
 import torch
 from case import Case
 from device import WIDTH, Device, Times
-from entrant import Entrant, Updates
 from orders import ORDERS, Order
+from system import System, Updates
 
 import vpipe
 from vpipe import Execution, Layer, Model, Pipeline
@@ -33,7 +33,7 @@ def _updates(order: Order, case: Case, rank: int) -> Updates:
         yield
 
 
-def vpipe_entrants() -> Iterator[Entrant]:
+def vpipe_systems() -> Iterator[System]:
     """One per schedule."""
     for order in ORDERS:
-        yield Entrant("vpipe", order.name, order.chunks, partial(_updates, order))
+        yield System("vpipe", order.name, order.chunks, partial(_updates, order))
