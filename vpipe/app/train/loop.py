@@ -41,7 +41,7 @@ from vpipe.app.train.weights_and_biases import WandbWriter
 from vpipe.checkpoint import Checkpoints, Manifest
 from vpipe.distributed import exchange, join_world, watch
 from vpipe.errors import RunError, UserError, counted
-from vpipe.plugins import added
+from vpipe.plugins import added, announced
 from vpipe.runtime import StageUsage, Step
 from vpipe.schedules import CsvFile
 
@@ -183,7 +183,9 @@ class _TrainingRun:
         file = CsvFile.read(config.parallel.schedule) if CsvFile.is_path(config.parallel.schedule) else None
         if pipe.rank == 0 and file is not None and file.note is not None:
             note(file.note)
-        for warning in (job.advice.few_microbatches, delay_warning(job)) if pipe.rank == 0 else ():
+        unseen = None if not config.training.sample_prompts or "samples" in announced(OBSERVERS) else (
+            "training.sample_prompts are not continued: vpipe/extras/generation is missing here")
+        for warning in (job.advice.few_microbatches, delay_warning(job), unseen) if pipe.rank == 0 else ():
             if warning is not None:
                 note(f"warning: {warning}")
         self._divergence = DivergenceCheck(job, self._saving, note)

@@ -126,8 +126,8 @@ def _generate(folder: Path, rank: int) -> None:
 def _show(task: GenerationTask, tokenizer: Tokenizer, cached: bool, choices: Iterator[tuple[int, Chosen]]) -> None:
     """Print the texts in the order of their prompts, each as it comes; then how fast they came."""
     if not cached:
-        print("a layer of the model has no method 'step': every token computes the whole text again (docs/sample.md)",
-              file=sys.stderr, flush=True)
+        print("a layer of the model has no method 'step': every token computes the whole text again "
+              "(vpipe/extras/generation/docs/sample.md)", file=sys.stderr, flush=True)
     began, decoding = perf_counter(), task.decoding
     streams = decoding.beams is None and not task.translates
     if not streams:  # translations mostly end long before their most tokens
