@@ -18,7 +18,7 @@ from vpipe.app.cli import main
 from vpipe.app.data import registry as data_sets
 from vpipe.app.families import registry as models
 from vpipe.app.families.registry import ModelSettings, family_named
-from vpipe.plugins import IMPORTS
+from vpipe.app.imports import IMPORTS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "add-a-model.md").read_text()
 

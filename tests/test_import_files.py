@@ -15,10 +15,10 @@ from small_run import losses, only_run
 from vpipe.app.cli import main
 from vpipe.app.data import registry as data_sets
 from vpipe.app.families import registry as models
+from vpipe.app.imports import IMPORTS, file_digests, import_files, imported_files
 from vpipe.app.launch import remote_agent
 from vpipe.app.launch.slurm import WRITTEN_BY
 from vpipe.errors import UserError
-from vpipe.plugins import IMPORTS, file_digests, import_files, imported_files
 from vpipe.schedules import registry as schedules
 
 SCHEDULE = """\

@@ -20,12 +20,12 @@ from vpipe import Pipeline, Update
 from vpipe.app.cli import main
 from vpipe.app.config.config import load_config
 from vpipe.app.families import registry as models
+from vpipe.app.imports import IMPORTS, import_files
 from vpipe.app.train.job import Job
 from vpipe.app.train.planning import identities_of
+from vpipe.app.train.profile_cache import store
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
-from vpipe.plugins import IMPORTS, import_files
-from vpipe.profiling.cache import store
 
 MADE = Path(__file__).parent / "fixtures" / "made_at_877031a"
 WITH_MODEL = ["--import", "tiny_model.py"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from vpipe.app.imports import import_files
 from vpipe.errors import UserError
 from vpipe.moved import MOVED
-from vpipe.plugins import import_files
 
 BEFORE = (Path(__file__).parent / "fixtures" / "modules_before_the_tiers.txt").read_text().split()
 """The modules of vpipe before it had tiers: some user may import each."""

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from types import FrameType, TracebackType
 
+__all__ = ["Problem", "RunError", "UserError", "VpipeError", "counted", "nearest"]
+
 MOST_SHOWN = 20
 """Largest number of problems that one error shows."""
 

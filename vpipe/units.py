@@ -8,6 +8,8 @@ from fractions import Fraction
 
 from vpipe.errors import UserError
 
+__all__ = ["size_text"]
+
 HINT = "write bytes with a unit, such as 8GiB, 500 MB or 1.5GB"
 
 _UNITS = {"b": 1} | {f"{letter}{'i' * binary}b": (1024 if binary else 1000) ** power

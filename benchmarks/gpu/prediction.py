@@ -18,8 +18,8 @@ from models import published_jobs
 from vpipe import Cut, Execution, Order, Pipeline, Plan
 from vpipe.app.train.job import Job, microbatch_of
 from vpipe.plan.prediction import predict
+from vpipe.profiling import measure
 from vpipe.profiling.fingerprint import identify
-from vpipe.profiling.measure import measure
 
 BUDGET_S, BATCHES, WITHIN = 8.0, 6, 0.2
 

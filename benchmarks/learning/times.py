@@ -23,7 +23,7 @@ from task import BLOCKS, batches, gpt
 from training import PIPEDREAM, optimizer
 
 from vpipe.plan.profile import Identity
-from vpipe.profiling.measure import measure
+from vpipe.profiling import measure
 from vpipe.schedules.action import Action
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs

@@ -28,8 +28,8 @@ from vpipe import Cut, Execution, Layer, Model, Order, Pipeline, Plan
 from vpipe.plan.prediction import predict
 from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.solve import solve
+from vpipe.profiling import measure
 from vpipe.profiling.fingerprint import identify
-from vpipe.profiling.measure import measure
 
 WIDTH, SAMPLES, MICROBATCHES = 256, 128, 8
 FACTORS = (4, 1, 12, 2, 1, 8, 3)

@@ -22,8 +22,8 @@ from vpipe.model.model import Model
 from vpipe.model.split import balanced
 from vpipe.plan.prediction import SimulatedPlan, predict
 from vpipe.plan.profile import Profile
+from vpipe.profiling import measure
 from vpipe.profiling.fingerprint import identify
-from vpipe.profiling.measure import measure
 from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action

@@ -8,7 +8,7 @@ from vpipe import Model
 from vpipe.app.train.optimizers import OptimizerSettings
 from vpipe.plan.profile import Profile
 from vpipe.profiling.fingerprint import identify
-from vpipe.profiling.measure import measure
+from vpipe.profiling.measurement import measure
 
 ADAMW = OptimizerSettings("adamw", 1e-3).from_named
 

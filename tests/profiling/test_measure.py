@@ -31,7 +31,7 @@ from vpipe.profiling.fingerprint import structure
 from vpipe.profiling.layer_runner import LayerRunner
 from vpipe.profiling.layer_timer import LayerTimer, summary
 from vpipe.profiling.links import _rounds
-from vpipe.profiling.measure import Survey, _Measurement, survey
+from vpipe.profiling.measurement import Survey, _Measurement, survey
 from vpipe.profiling.rank_group import RankGroup
 
 CPU = torch.device("cpu")
@@ -191,7 +191,7 @@ def test_all_ranks_cut_their_windows_for_the_one_with_least_room(monkeypatch: py
     def world(device: torch.device) -> RankGroup:
         return world_of(monkeypatch, ["a", "a"], 4 << 20)
 
-    monkeypatch.setattr("vpipe.profiling.measure.RankGroup", world)
+    monkeypatch.setattr("vpipe.profiling.measurement.RankGroup", world)
     monkeypatch.setattr(RankGroup, "cores", lambda self: 1)
     monkeypatch.setattr("vpipe.accelerator.free_bytes", lambda device: 8 << 30)
     assert _Measurement(frozen_front(), ADAMW, CPU, 0, 1.0, 0.0, print)._room_bytes == 1 << 20

@@ -19,12 +19,12 @@ from vpipe.app.commands.profile import described, profiles_of
 from vpipe.app.train import planning
 from vpipe.app.train.job import check_plan, microbatch_of
 from vpipe.app.train.planning import identities_of, profile_job
+from vpipe.app.train.profile_cache import cached, load_by_digest, profile_path, store
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer
 from vpipe.model.model import Model
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
-from vpipe.profiling.cache import cached, load_by_digest, profile_path, store
 from vpipe.profiling.fingerprint import code_digest, structure
 
 MADE = replace(made_profile(3, cores=2), links={(0, 1): LinkProfile(1e-4, 2e9, 0.05), (1, 0): LinkProfile(2e-4, 1e9)},

@@ -12,7 +12,7 @@ from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import predict
 from vpipe.profiling.fingerprint import identify
-from vpipe.profiling.measure import measure
+from vpipe.profiling.measurement import measure
 from vpipe.schedules.action_record import RecordedAction
 
 

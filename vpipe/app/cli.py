@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 from vpipe.accelerator import KINDS
 from vpipe.app.command_line import COMMANDS, Parser, add_command, add_config, add_import, add_overrides
 from vpipe.app.progress import LOADING_TORCH, accept_any_text, message_if_slow
-from vpipe.distributed import name_if_none_left
+from vpipe.distributed.descriptors import name_if_none_left
 from vpipe.errors import RunError, VpipeError
-from vpipe.plugins import added, announced
+from vpipe.plugins import PluginGroup
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     accept_any_text()
     options = _parser().parse_args(arguments)
     try:
-        from vpipe.plugins import import_files
+        from vpipe.app.imports import import_files
 
         if options.new_output:
             from vpipe.app.weights import check_free
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--restarts", type=int, metavar="N", help="restart a failed run from its newest checkpoint up "
                        "to N times (default: 0)")
 
-    families = " or ".join(("gpt, llama, bert", *announced("vpipe.models")))
+    families = " or ".join(("gpt, llama, bert", *PluginGroup("vpipe.models", "model").names))
     init = _add(commands, "init", "init.run_init", "write a commented config for your data, from a few questions; "
                 "an option answers its question, and without a terminal the others take their defaults")
     init.add_argument("path", nargs="?", metavar="PATH", help="your data: a .txt file, or a folder of .txt, .jsonl or "
@@ -214,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_costs(simulate)
     add_import(simulate)
 
-    for describe in added(COMMANDS):
+    for describe in COMMANDS.added():
         describe(commands)
     return parser
 

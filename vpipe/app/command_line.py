@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vpipe.errors import UserError, nearest
-from vpipe.plugins import added
+from vpipe.plugins import PluginGroup
 
-COMMANDS = "vpipe.commands"
+COMMANDS = PluginGroup("vpipe.commands", "command")
 """The group of entry points."""
 
-CONFIG_OPTIONS = "vpipe.config_options"
+CONFIG_OPTIONS = PluginGroup("vpipe.config_options", "option")
 """The group of entry points for functions that add options to the parser of a command that takes a config. An option
 adds a :class:`Setting` to ``options.settings``."""
 
@@ -107,7 +107,7 @@ def add_config(parser: argparse.ArgumentParser, needed: bool = True) -> None:
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         help="override a key of the config, such as training.learning_rate=3e-4; may be repeated")
-    for add_option in added(CONFIG_OPTIONS):
+    for add_option in CONFIG_OPTIONS.added():
         add_option(parser)
     add_import(parser)
 

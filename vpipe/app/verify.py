@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from vpipe import accelerator
-from vpipe.app.train.job import Job, device_of, join
+from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.loop import build_pipeline
+from vpipe.distributed import join_world
 from vpipe.testing import Reference, Trajectory, microbatches_of_step, record, record_ranks
 from vpipe.testing import references as references_of
 
@@ -52,7 +53,7 @@ def record_rank(job: Job, folder: Path, batches: int) -> None:
     """Run one rank of a job, and save its trajectory in the folder."""
     torch.set_num_threads(1)
     make_deterministic(job)
-    join(job.config)
+    join_world(**job.config.parallel.joining)
     for rank, trajectory in record_ranks(build_pipeline(job), _batches(job, batches)).items():
         trajectory.save(folder, rank)
 

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 
 import torch
@@ -46,13 +46,14 @@ def _points(value: object) -> bool:
     return isinstance(value, (list, tuple)) and any(isinstance(one, weakref.ref) for one in value)
 
 
-def digest(model: Model, structures: list[str], batch: Mapping[str, Tensor]) -> str:
+def model_digest(model: Model, batch: Mapping[str, Tensor], structures: Sequence[str] | None = None) -> str:
     """Return sixteen characters that identify a model and the fields of its samples, however many samples there are.
 
     Args:
-        structures: of its layers.
         batch: a microbatch; dimension 0 counts samples.
+        structures: of the layers, where they are known already.
     """
+    structures = [structure(layer) for layer in model.layers] if structures is None else structures
     text = [f"{layer.name}: {layer.inputs} -> {layer.outputs}, {dict(layer.ties)}\n{_ADDRESS.sub('', what)}"
             for layer, what in zip(model.layers, structures, strict=True)]
     text += [f"{name}: {batch[name].dtype} {tuple(batch[name].shape[1:])}" for name in model.batch]
@@ -103,7 +104,6 @@ def _spec(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}{trained}"
 
 
-
 def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str, optimizer: str,
              device: torch.device | str, ranks_per_host: int, backend: str, threads: int | None = None,
              ranks: int | None = None, hosts: int = 1, cores: int | None = None,
@@ -123,7 +123,7 @@ def identify(model: Model, microbatch: Mapping[str, Tensor], *, model_name: str,
     if cores is None and device.type == "cpu":
         cores = max(1, len(usable_cores()) // threads)
     return Identity(
-        model=digest(model, structures, microbatch), model_name=model_name,
+        model=model_digest(model, microbatch, structures), model_name=model_name,
         layers=len(model), microbatch_size=len(microbatch[model.batch[0]]) if model.batch else 0, optimizer=optimizer,
         device=accelerator.name_of(device), threads=threads, ranks_per_host=ranks_per_host, backend=backend,
         torch=str(torch.__version__), ranks=ranks or ranks_per_host, hosts=hosts, cores=cores,

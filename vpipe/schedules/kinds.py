@@ -17,7 +17,7 @@ from fractions import Fraction
 from types import CodeType
 
 from vpipe.errors import UserError
-from vpipe.plugins import announced, registered
+from vpipe.plugins import PluginGroup
 from vpipe.schedules.costs import Number, StageCosts
 from vpipe.schedules.setting import Setting
 
@@ -411,7 +411,7 @@ class Op(metaclass=_Members):
 
 # -- the table -----------------------------------------------------------------------------------------
 
-ENTRY_POINTS = "vpipe.actions"
+PLUGINS = PluginGroup("vpipe.actions", "kind of action")
 _OWN = tuple(kind for kind in vars(Op).values() if isinstance(kind, Kind))
 _KINDS: dict[str, Kind] = {str(kind): kind for kind in _OWN}
 for _kind in _OWN:
@@ -453,7 +453,7 @@ def named(text: str) -> Kind:
         UserError: there is none, or several, or its package cannot be imported.
     """
     known = _KINDS.get(text)
-    return known if known in _OWN else registered(ENTRY_POINTS, "kind of action", text, _KINDS, own=False, names=names)
+    return known if known in _OWN else PLUGINS.named(text, _KINDS, lambda kind: "", names)
 
 
 def find(text: str) -> Kind | None:
@@ -462,7 +462,7 @@ def find(text: str) -> Kind | None:
     Raises:
         UserError: several have, or its package cannot be imported.
     """
-    return _KINDS.get(text) or (named(text) if text in announced(ENTRY_POINTS) else None)
+    return _KINDS.get(text) or (named(text) if text in PLUGINS.names else None)
 
 
 def having(trait: str) -> Kind:
@@ -477,4 +477,4 @@ def known() -> Sequence[Kind]:
 
 def names() -> list[str]:
     """Return every text of :func:`named`, without importing the packages that announce them."""
-    return [*_KINDS, *(name for name in announced(ENTRY_POINTS) if name not in _KINDS)]
+    return [*_KINDS, *(name for name in PLUGINS.names if name not in _KINDS)]

@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 
 import vpipe.schedules.generators
 from vpipe.errors import Problem, UserError, counted
-from vpipe.plugins import announced, registered
+from vpipe.plugins import PluginGroup
 from vpipe.schedules.action import Action
 from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.schedule import Schedule
@@ -119,8 +119,7 @@ class RegisteredSchedule:
             raise UserError(f"the schedule is {name!r}, which is no name",
                             hint="give the name of a schedule, such as 1f1b, or the path of a CSV file, as text")
         _import_generators()
-        own = name in _REGISTERED and _definition(_REGISTERED[name].program).startswith(_OWN)
-        return registered(ENTRY_POINTS, "schedule", name, _REGISTERED, own=own, names=cls.names)
+        return PLUGINS.named(name, _REGISTERED, lambda found: _definition(found.program), cls.names)
 
     @classmethod
     def find(cls, name: str) -> RegisteredSchedule | None:
@@ -134,7 +133,7 @@ class RegisteredSchedule:
     def names(cls) -> list[str]:
         """Return every name of :meth:`named`, without importing the packages that announce them."""
         _import_generators()
-        return sorted({*_REGISTERED, *announced(ENTRY_POINTS)})
+        return sorted({*_REGISTERED, *PLUGINS.names})
 
     @classmethod
     def imported(cls) -> list[RegisteredSchedule]:
@@ -221,7 +220,7 @@ class RegisteredSchedule:
             raise UserError(f"warmup_depth is {given}: {what}", hint=f"use {fitting}, the nearest depths that fit")
 
 
-ENTRY_POINTS = "vpipe.schedules"
+PLUGINS = PluginGroup("vpipe.schedules", "schedule")
 _OWN = "vpipe.schedules.generators."
 _REGISTERED: dict[str, RegisteredSchedule] = {}
 

@@ -17,13 +17,13 @@ from vpipe.app.config.options import section_of_options
 from vpipe.app.families import registry
 from vpipe.app.families.gpt import gpt_from_settings
 from vpipe.app.families.registry import ModelSettings, register_model
+from vpipe.app.imports import IMPORTS
 from vpipe.app.train.checkpoint_model import CheckpointModel
 from vpipe.app.train.job import Job
 from vpipe.checkpoint.directory import Checkpoints
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.model.model import Model
-from vpipe.plugins import IMPORTS
 
 
 @dataclass(frozen=True)

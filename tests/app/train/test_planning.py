@@ -18,10 +18,10 @@ from vpipe.app.train.headline import headline
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.app.train.planning import identities_of, memory_limit, plan_job, request_of
+from vpipe.app.train.profile_cache import store
 from vpipe.errors import RunError, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
-from vpipe.profiling.cache import store
 
 
 def profile_of(seconds: tuple[float, ...]) -> Profile:

@@ -26,7 +26,6 @@ from vpipe.app.weights.formats import CHECKPOINT_FORMATS, CheckpointFormat
 from vpipe.app.weights.import_weights import CONFIG, import_weights, read_model_config
 from vpipe.checkpoint import Checkpoint, CheckpointInfo, Manifest
 from vpipe.errors import UserError, counted
-from vpipe.plugins import added
 from vpipe.units import size_text
 
 SLOW_BYTES = 1 << 29
@@ -72,7 +71,7 @@ def _names_of(family: str) -> HuggingFace:
 def run_import(options: argparse.Namespace) -> None:
     """Make a checkpoint of weights alone, at step 0, from a folder of another program."""
     source, out = options.source, options.output
-    forms: list[CheckpointFormat] = [kind() for kind in added(CHECKPOINT_FORMATS)]
+    forms: list[CheckpointFormat] = [kind() for kind in CHECKPOINT_FORMATS.added()]
     others = "".join(f", or {form.described}" for form in forms)
     if not source.is_dir():
         raise UserError(f"there is no folder '{source}'" if not source.exists() else f"'{source}' is a file",

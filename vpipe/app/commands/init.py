@@ -17,10 +17,9 @@ from vpipe.app.config.config import Config
 from vpipe.app.config.validation import section_of, validated
 from vpipe.app.config.yaml_tree import parse, write
 from vpipe.app.data.registry import files_read
-from vpipe.app.families.registry import ENTRY_POINT_GROUP, Family, family_named
+from vpipe.app.families.registry import PLUGINS, Family, family_named
 from vpipe.app.train.model_section import model_settings
 from vpipe.errors import UserError, counted, nearest
-from vpipe.plugins import announced
 
 OWN_FAMILIES = ("gpt", "llama", "bert")
 SIZES: Mapping[str, Mapping[str, int]] = {"tiny": {"hidden_size": 128, "num_layers": 2, "num_heads": 2},
@@ -117,7 +116,7 @@ def _data(text: str) -> Path | None:
 @cache
 def _known() -> dict[str, Family]:
     """Return the families that say which data sets they are trained on."""
-    names = (*OWN_FAMILIES, *announced(ENTRY_POINT_GROUP))
+    names = (*OWN_FAMILIES, *PLUGINS.names)
     return {name: family for name in names if (family := family_named(name)).datasets}
 
 

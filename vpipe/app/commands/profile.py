@@ -46,7 +46,7 @@ def run_profile(options: argparse.Namespace) -> None:
     free_port(config.parallel.master_port)
     # torch is slow to import: only when the config is worth it.
     from vpipe.app.train.job import Job
-    from vpipe.profiling.cache import profile_path
+    from vpipe.app.train.profile_cache import profile_path
 
     job = Job.from_config(config)
     size = job.config.microbatch_size
@@ -71,7 +71,7 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
     """
     from vpipe.app.train.job import on_processors
     from vpipe.app.train.planning import file_of, identities_of
-    from vpipe.profiling.cache import cached
+    from vpipe.app.train.profile_cache import cached
 
     config = job.config
     check_alone("vpipe profile", os.environ)

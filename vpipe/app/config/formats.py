@@ -17,9 +17,9 @@ from typing import Any
 from vpipe.app.config.validation import Section, section_of
 from vpipe.app.config.yaml_tree import Tree
 from vpipe.errors import UserError
-from vpipe.plugins import added, announced
+from vpipe.plugins import PluginGroup
 
-CONFIG_FORMATS = "vpipe.config_formats"
+CONFIG_FORMATS = PluginGroup("vpipe.config_formats", "form of configs")
 """The group of entry points."""
 
 FLAT = "vpipe_flat"
@@ -70,7 +70,7 @@ def formats_of(tree: Tree, settings: Iterable[str], native: type[Section]) -> li
     paths = [key.split(".") for key in settings]
     for key, value in tree.value.items():
         paths += [[key, str(own)] for own in value] if isinstance(value, dict) else [[key]]
-    return [] if all(_is_native(path, native) for path in paths) else [kind() for kind in added(CONFIG_FORMATS)]
+    return [] if all(_is_native(path, native) for path in paths) else [kind() for kind in CONFIG_FORMATS.added()]
 
 
 def _is_native(path: Sequence[str], native: type[Section]) -> bool:
@@ -81,7 +81,7 @@ def _is_native(path: Sequence[str], native: type[Section]) -> bool:
 
 def unread_form(tree: Tree) -> UserError | None:
     """Return the error of a file without any section of a native config, where VPipe's form is not installed."""
-    if FLAT in announced(CONFIG_FORMATS) or not {*tree.value}.isdisjoint(MAIN_SECTIONS):
+    if FLAT in CONFIG_FORMATS.names or not {*tree.value}.isdisjoint(MAIN_SECTIONS):
         return None
     return UserError(f"the file has none of the sections {', '.join(MAIN_SECTIONS)}", where=tree.places[()].value,
                      hint="vpipe configs lists examples; the flat form of VPipe is read by vpipe/extras/legacy, which "

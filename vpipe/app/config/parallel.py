@@ -23,14 +23,17 @@ from vpipe.app.config.validation import (
 )
 from vpipe.app.config.yaml_tree import describe
 from vpipe.errors import UserError, nearest
-from vpipe.plugins import announced
+from vpipe.plugins import PluginGroup
 from vpipe.runtime import threads_refused
 from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.units import parse_size
 
 ORION = "orion"
-"""What must be added for ``use_orion_scheduler``, under this name."""
+"""What must be added for ``use_orion_scheduler``, under this name, to :data:`RANK_ENVIRONMENT`."""
+
+RANK_ENVIRONMENT = PluginGroup("vpipe.rank_environment", "source of variables")
+"""Functions from a config to the environment variables that its ranks need."""
 
 AUTO = "auto"
 """Value of keys that are planned when the run starts."""
@@ -182,6 +185,11 @@ class ParallelSection(Section):
         "forwards of each stage before its first backward; null takes (ranks of this and later stages - 1) // ranks "
         "of this stage; without a flush more of them hide transfers, at the price of memory and delay; auto takes as "
         "few more as the measured transfers need"))
+
+    @property
+    def joining(self) -> dict[str, Any]:
+        """Return the arguments of :func:`vpipe.distributed.join_world`."""
+        return {"backend": self.backend, "timeout_s": self.timeout_s, "device": self.device}
 
     @property
     def to_plan(self) -> tuple[str, ...]:
@@ -345,7 +353,7 @@ class ParallelSection(Section):
         if self.use_orion_scheduler and self.executor != "async_threaded":
             yield Mistake(("use_orion_scheduler",), f"is true, but the executor is {self.executor}, which has one "
                           "stream for all microbatches", "set executor: async_threaded, or use_orion_scheduler: false")
-        elif self.use_orion_scheduler and ORION not in announced("vpipe.rank_environment"):
+        elif self.use_orion_scheduler and ORION not in RANK_ENVIRONMENT.names:
             yield Mistake(("use_orion_scheduler",), "is true, but no package here adds Orion", "install vpipe with "
                           "vpipe/extras/orion, or leave it out")
         yield from self._warmup()

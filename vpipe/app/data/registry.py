@@ -17,10 +17,10 @@ from functools import cache
 import vpipe.app.data
 from vpipe.app.data.dataset import Dataset, DatasetSettings
 from vpipe.errors import UserError
-from vpipe.plugins import announced, is_own, registered
+from vpipe.plugins import PluginGroup
 
 Factory = Callable[[DatasetSettings], Dataset]
-ENTRY_POINTS = "vpipe.datasets"
+PLUGINS = PluginGroup("vpipe.datasets", "data set")
 _factories: dict[str, Factory] = {}
 _files: dict[str, tuple[str, ...]] = {}
 
@@ -32,7 +32,7 @@ def register_dataset(name: str, files: tuple[str, ...] = ()) -> Callable[[Factor
         files: patterns of the names of the files that it reads, by which ``vpipe init`` finds it.
     """
     def register(factory: Factory) -> Factory:
-        if not is_own(factory.__module__):
+        if not PLUGINS.is_own(factory.__module__):
             _find_own()  # so that the names of vpipe's own data sets are known to be taken
         known = _factories.setdefault(name, factory)
         if (known.__module__, known.__qualname__) != (factory.__module__, factory.__qualname__):
@@ -47,14 +47,13 @@ def register_dataset(name: str, files: tuple[str, ...] = ()) -> Callable[[Factor
 def dataset_names() -> list[str]:
     """Return every name that :func:`dataset_named` knows, sorted."""
     _find_own()
-    return sorted({*_factories, *announced(ENTRY_POINTS)})
+    return sorted({*_factories, *PLUGINS.names})
 
 
 def dataset_named(name: str) -> Factory:
     """Return the factory. Raises UserError when there is none, or not one alone, or its package cannot be imported."""
     _find_own()
-    own = name in _factories and is_own(_factories[name].__module__)
-    return registered(ENTRY_POINTS, "data set", name, _factories, own=own, names=dataset_names)
+    return PLUGINS.named(name, _factories, lambda factory: factory.__module__, dataset_names)
 
 
 def files_read(name: str) -> tuple[str, ...]:

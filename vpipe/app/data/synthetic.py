@@ -27,9 +27,9 @@ from vpipe.app.data.epoch import INPUT_IDS, Array, TokenDataset, for_language_mo
 from vpipe.app.data.registry import register_dataset
 from vpipe.app.data.tokenizers import DEFAULT_VOCAB_SIZE
 from vpipe.errors import UserError
-from vpipe.plugins import added
+from vpipe.plugins import PluginGroup
 
-SYNTHETIC = "vpipe.synthetic"
+SYNTHETIC = PluginGroup("vpipe.synthetic", "source of synthetic data")
 """The group of entry points."""
 
 
@@ -123,7 +123,7 @@ def synthetic(settings: DatasetSettings) -> Dataset:
                              "smaller dataset.batch_size or model.sequence_length")
     if settings.fields and INPUT_IDS not in settings.fields:
         settled = replace(settings, vocab_size=vocab_size, sequence_length=length, samples=samples)
-        for make in added(SYNTHETIC):
+        for make in SYNTHETIC.added():
             found: Dataset | None = make(settled)
             if found is not None:
                 return found

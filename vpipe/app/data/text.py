@@ -44,12 +44,12 @@ from vpipe.app.data.tokenizers import (
     train_wordpiece,
 )
 from vpipe.errors import UserError, counted
-from vpipe.plugins import added, package_versions
+from vpipe.plugins import PluginGroup, package_versions
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TEXTS = "vpipe.texts"
+TEXTS = PluginGroup("vpipe.texts", "source of texts")
 """The group of entry points."""
 
 _FORMAT = 2  # raised when the same parameters come to mean other samples
@@ -214,7 +214,7 @@ def _text_in(language: str) -> Corpus:
     refused = UserError(f"nothing here finds text in the language '{language}'",
                         hint="name a folder of text as dataset.path; vpipe/extras/catalogues, which is missing here, "
                              "reads what programs say")
-    for source in added(TEXTS):
+    for source in TEXTS.added():
         try:
             found: Corpus = source(language)
             return found

@@ -22,9 +22,9 @@ import vpipe.app.families
 from vpipe import Model
 from vpipe.arguments import shown
 from vpipe.errors import UserError
-from vpipe.plugins import announced, is_own, registered
+from vpipe.plugins import PluginGroup
 
-ENTRY_POINT_GROUP = "vpipe.models"
+PLUGINS = PluginGroup("vpipe.models", "model")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
         _check_options(name, options)
 
     def register(factory: Factory) -> Factory:
-        if not is_own(factory.__module__):
+        if not PLUGINS.is_own(factory.__module__):
             _import_own(name)  # so that the names of vpipe's own families are known to be taken
         holder = _families[name].factory.__module__ if name in _families else factory.__module__
         if holder != factory.__module__:  # the same module again is a reload
@@ -169,8 +169,7 @@ def family_named(name: str) -> Family:
     """Return the family. Raises UserError when there is none, or not one alone, or its package cannot be imported."""
     if name not in _families:
         _import_own(name)
-    own = name in _families and is_own(_families[name].factory.__module__)
-    return registered(ENTRY_POINT_GROUP, "model", name, _families, own=own, names=model_names)
+    return PLUGINS.named(name, _families, lambda family: family.factory.__module__, model_names)
 
 
 def _import_own(name: str) -> None:
@@ -187,4 +186,4 @@ def model_names() -> list[str]:
     """Return every family: built in, registered so far, and announced by installed packages."""
     for module in pkgutil.iter_modules(vpipe.app.families.__path__, prefix="vpipe.app.families."):
         import_module(module.name)
-    return sorted({*_families, *announced(ENTRY_POINT_GROUP)})
+    return sorted({*_families, *PLUGINS.names})

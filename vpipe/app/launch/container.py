@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vpipe.app.config.config import Config
+from vpipe.app.imports import imported_files
 from vpipe.errors import UserError
-from vpipe.plugins import imported_files
 
 PROGRAMS = ("apptainer", "singularity")
 """In the order in which they are looked for; the second is the first's old name."""

@@ -24,7 +24,8 @@ from vpipe.app.launch.network import held
 from vpipe.app.launch.rank_env import HostRanks
 from vpipe.app.signals import PARENT_PIPE, STOPS, UNSAVED, status_after
 from vpipe.app.train.run_folder import RUNNING, log_path
-from vpipe.distributed import Fault, reserve_for_starting
+from vpipe.distributed.descriptors import reserve_for_starting
+from vpipe.distributed.fault import Fault
 from vpipe.errors import RunError, VpipeError, counted
 
 GRACE_S = 2.0

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vpipe.distributed import Host
+from vpipe.distributed.network import Host
 from vpipe.errors import UserError
 
 

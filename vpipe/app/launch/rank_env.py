@@ -16,15 +16,14 @@ from typing import Any
 from vpipe import accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.config.machines import Hosts, host_of
+from vpipe.app.config.parallel import RANK_ENVIRONMENT
+from vpipe.app.imports import IMPORTS, imported_files
 from vpipe.app.launch.container import Container
 from vpipe.app.launch.network import interface_towards
-from vpipe.distributed import Host, RankEnvironment
+from vpipe.distributed import RankEnvironment
+from vpipe.distributed.network import Host
 from vpipe.errors import UserError, counted
-from vpipe.plugins import IMPORTS, added, imported_files
 from vpipe.schedules.prepare import ScheduleSpec
-
-RANK_ENVIRONMENT = "vpipe.rank_environment"
-"""The group of entry points for functions from a config to the environment variables that its ranks need."""
 
 
 def ranks_of(config: Config) -> int:
@@ -65,7 +64,7 @@ def check_gpus(config: Config, numbers: Iterable[int], started_by_others: bool =
     named = config.machines is not None and config.parallel.device != "cpu" and not started_by_others
     if not config.parallel.asks_for_gpus and not named:
         return
-    from vpipe.distributed import choose_device
+    from vpipe.distributed.device import choose_device
 
     gpus, numbers = accelerator.count(), list(numbers)
     if named and (missing := sorted({number for number in numbers if number >= gpus > 0})):
@@ -197,7 +196,7 @@ def ranks_here(config: Config, hosts: Hosts | None, ranks: int, port: int) -> Ho
 
 def variables_of_packages(config: Config) -> dict[str, str]:
     """Return the environment variables that packages set for the ranks of a config."""
-    return {name: value for variables in added(RANK_ENVIRONMENT) for name, value in variables(config).items()}
+    return {name: value for variables in RANK_ENVIRONMENT.added() for name, value in variables(config).items()}
 
 
 def interface_variables(interface: str) -> dict[str, str]:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from vpipe.app.config.config import Config, load_resolved, parse_resolved
 from vpipe.app.errors import StartError
+from vpipe.app.imports import import_files, imported_files
 from vpipe.app.launch.container import enter
 from vpipe.app.launch.failure_report import reported_error, write_report
 from vpipe.app.launch.network import interface_towards
@@ -45,9 +46,11 @@ from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.app.train.resume import ResumePoint, nothing_left
 from vpipe.app.train.run_folder import CONFIG, log_path
-from vpipe.distributed import Exchange, Host, RankEnvironment, check_interfaces, meet, name_if_none_left, watch
+from vpipe.distributed import RankEnvironment, exchange, watch
+from vpipe.distributed.descriptors import name_if_none_left
+from vpipe.distributed.init import meet
+from vpipe.distributed.network import Host, check_interfaces
 from vpipe.errors import Problem, RunError, UserError, VpipeError, counted
-from vpipe.plugins import import_files, imported_files
 
 REPORTED_S = 2.0
 """For the rank that reports a failure to end first: torchrun ends all ranks when one has ended."""
@@ -192,16 +195,14 @@ class _Startup:
 
     def __init__(self, rank: RankEnvironment, error: VpipeError | None = None) -> None:
         self._rank, self._error = rank, error
-        self._exchange: Exchange | None = None
-        if rank.ranks > 1:
-            try:
-                self._exchange = meet()
-            except VpipeError as apart:
-                raise error or apart from None  # a config that cannot be read may be why they look elsewhere
+        try:
+            self._exchange = meet() if rank.ranks > 1 else exchange()
+        except VpipeError as apart:
+            raise error or apart from None  # a config that cannot be read may be why they look elsewhere
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks on every rank."""
-        return [value] if self._exchange is None else self._exchange.all_gather(value, "waiting for all ranks")
+        return self._exchange.all_gather(value, "waiting for all ranks")
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
         """Return on every rank what rank 0 makes; raise its error on rank 0 and SystemExit on the others."""

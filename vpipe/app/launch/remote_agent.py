@@ -30,13 +30,14 @@ from threading import Thread
 from typing import Any
 
 from vpipe.app.config.config import load_config
+from vpipe.app.imports import file_digests, import_files
 from vpipe.app.launch.container import Container
 from vpipe.app.launch.local import GRACE_S, POLL_S, Interrupted, Processes, Signals
 from vpipe.app.launch.network import check_reachable, interface_towards
 from vpipe.app.launch.rank_env import HostRanks, variables_of_packages
 from vpipe.app.train.run_folder import CONFIG, failure_path
 from vpipe.errors import UserError
-from vpipe.plugins import file_digests, import_files, package_versions
+from vpipe.plugins import package_versions
 
 REACH_S = 5.0
 CHUNK_BYTES = 1 << 20

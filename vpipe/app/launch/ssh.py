@@ -20,13 +20,13 @@ from typing import Any
 
 from vpipe.app.config.config import LaunchSection
 from vpipe.app.config.machines import Hosts, host_of
+from vpipe.app.imports import file_digests, imported_files
 from vpipe.app.launch.failure_report import End
 from vpipe.app.launch.local import GRACE_S, close_all
 from vpipe.app.launch.network import listening
 from vpipe.app.launch.rank_env import HostRanks
 from vpipe.app.launch.remote_agent import ALIVE_S, SILENT_S, decoded, encoded, identity
 from vpipe.errors import Problem, RunError, UserError
-from vpipe.plugins import file_digests, imported_files
 
 CONNECT_S = 10
 HELLO_S = 20.0

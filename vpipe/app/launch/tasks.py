@@ -16,9 +16,9 @@ from vpipe.app.config.config import load_resolved
 from vpipe.app.launch.rank_env import keep_memory_for
 from vpipe.app.train.job import Job
 from vpipe.app.train.run_folder import CONFIG
-from vpipe.plugins import added
+from vpipe.plugins import PluginGroup
 
-TASKS = "vpipe.tasks"
+TASKS = PluginGroup("vpipe.tasks", "task")
 """The group of entry points."""
 
 Task = Callable[[Path, int, Sequence[str]], None]
@@ -29,7 +29,7 @@ def task_named(name: str) -> Task:
     """Return a task, of vpipe or of a package."""
     if name in _OWN:
         return _OWN[name]
-    [found] = added(TASKS, name)  # which a command of its package has started
+    [found] = TASKS.added(name)  # which a command of its package has started
     task: Task = found
     return task
 

@@ -27,21 +27,21 @@ from vpipe.app.train.optimizers import (
     OptimizerSettings,
     hidden_matrices,
 )
+from vpipe.app.train.profile_cache import load_by_digest, to_stderr
 from vpipe.app.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
 from vpipe.app.train.tensorboard import check_installed
 from vpipe.description import Description
-from vpipe.distributed import DeviceMap, choose_device, join_world
+from vpipe.distributed.device import choose_device
 from vpipe.errors import UserError
 from vpipe.model import seed_of
 from vpipe.plan import Profile
-from vpipe.plugins import added
-from vpipe.profiling.cache import load_by_digest, to_stderr
-from vpipe.profiling.fingerprint import digest, structure
+from vpipe.plugins import PluginGroup
+from vpipe.profiling.fingerprint import model_digest as digest_of
 from vpipe.runtime import prepare_schedule
 from vpipe.schedules import Advice, Schedule
 from vpipe.schedules.prepare import ScheduleSpec
 
-OBSERVERS = "vpipe.observers"
+OBSERVERS = PluginGroup("vpipe.observers", "observer")
 """The group of entry points, see :mod:`vpipe.app.train.observers`."""
 
 _STAND_IN = 8192
@@ -125,7 +125,7 @@ class Job:
         self.optimizer()
         self.evaluation_batches(())
         next(self.dataset.batches("train", self.config.dataset.batch_size, seed=0, fields=()))
-        for observer in added(OBSERVERS):
+        for observer in OBSERVERS.added():
             observer.check(self)
 
     @classmethod
@@ -389,11 +389,6 @@ def device_of(config: Config) -> torch.device:
     return device
 
 
-def join(config: Config) -> DeviceMap:
-    """Initialise the process group of a run, see :func:`~vpipe.distributed.join_world`."""
-    return join_world(config.parallel.backend, config.parallel.timeout_s, config.parallel.device)
-
-
 def check_plan(job: Job, warn: Callable[[str], None] = to_stderr) -> None:
     """Check that the plan of a job was made for it; warn where its predictions do not hold.
 
@@ -427,8 +422,7 @@ def model_name(job: Job) -> str:
 
 def model_digest(job: Job) -> str:
     """Return the digest of a job's model in the identity of a profile."""
-    return digest(job.model, [structure(layer) for layer in job.model.layers],
-                  microbatch_of(job, job.config.microbatch_size))
+    return digest_of(job.model, microbatch_of(job, job.config.microbatch_size))
 
 
 def microbatch_of(job: Job, size: int) -> Mapping[str, Tensor]:

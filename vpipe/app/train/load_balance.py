@@ -158,7 +158,7 @@ class BalanceCheck(Observer):
     def _profile(self) -> Profile | None:
         """Return the profile that the run was planned with, or one of this job and device from the cache."""
         from vpipe.app.train.planning import identities_of
-        from vpipe.profiling.cache import cached  # few runs need it
+        from vpipe.app.train.profile_cache import cached  # few runs need it
 
         size, ranks = self._job.config.microbatch_size, self._job.schedule.ranks
         try:

@@ -27,7 +27,7 @@ from vpipe.app.signals import Stopped, graceful_stop
 from vpipe.app.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.app.train.csv_rows import csv_text
 from vpipe.app.train.headline import delay_line, delay_warning, size_lines
-from vpipe.app.train.job import OBSERVERS, Job, join
+from vpipe.app.train.job import OBSERVERS, Job
 from vpipe.app.train.load_balance import BalanceCheck
 from vpipe.app.train.metrics import Efficiency, EventWriter, Metrics, PastMetrics, ProgressBar, StepSize
 from vpipe.app.train.observers import Observer, Run, SummaryPart
@@ -41,7 +41,6 @@ from vpipe.app.train.weights_and_biases import WandbWriter
 from vpipe.checkpoint import Checkpoints, Manifest
 from vpipe.distributed import exchange, join_world, watch
 from vpipe.errors import RunError, UserError, counted
-from vpipe.plugins import added, announced
 from vpipe.runtime import StageUsage, Step
 from vpipe.schedules import CsvFile
 
@@ -81,7 +80,7 @@ def train(job: Job, folder: Path, checkpoint: Path | None = None, manifest: Mani
 
 
 def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest | None) -> Stopped | None:
-    devices = join(job.config)
+    devices = join_world(**job.config.parallel.joining)
     first = devices.rank == 0
     if first:
         print(f"{size_lines(job)}\n{devices.line(job.config.parallel.shared_memory)}", flush=True)
@@ -171,7 +170,7 @@ class _TrainingRun:
                                            job.steps_done, config.training.max_minutes))
         note = self._progress.note
         run = Run(job, pipe, self._folder, self._metrics, note)
-        for kind in (*OWN_OBSERVERS, *added(OBSERVERS)):
+        for kind in (*OWN_OBSERVERS, *OBSERVERS.added()):
             observer: Observer | None = kind.of_run(run)
             if observer is not None:
                 self._observers.append(enter(observer))
@@ -183,7 +182,7 @@ class _TrainingRun:
         file = CsvFile.read(config.parallel.schedule) if CsvFile.is_path(config.parallel.schedule) else None
         if pipe.rank == 0 and file is not None and file.note is not None:
             note(file.note)
-        unseen = None if not config.training.sample_prompts or "samples" in announced(OBSERVERS) else (
+        unseen = None if not config.training.sample_prompts or "samples" in OBSERVERS.names else (
             "training.sample_prompts are not continued: vpipe/extras/generation is missing here")
         for warning in (job.advice.few_microbatches, delay_warning(job), unseen) if pipe.rank == 0 else ():
             if warning is not None:

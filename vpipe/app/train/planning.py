@@ -18,16 +18,16 @@ from vpipe.app.config.config import Config
 from vpipe.app.config.parallel import AUTO
 from vpipe.app.errors import PlanningError
 from vpipe.app.progress import message_if_slow
-from vpipe.app.train.job import Job, device_of, join, microbatch_of, model_name
+from vpipe.app.train.job import Job, device_of, microbatch_of, model_name
 from vpipe.app.train.optimizers import OptimizerSettings
+from vpipe.app.train.profile_cache import cached, store
 from vpipe.app.train.run_folder import CONFIG, PROFILE
-from vpipe.distributed import exchange
+from vpipe.distributed import exchange, join_world
 from vpipe.errors import Problem, UserError
 from vpipe.plan import PlanRequest, Profile, solve
 from vpipe.plan.profile import Identity
-from vpipe.profiling.cache import cached, store
+from vpipe.profiling import measure
 from vpipe.profiling.fingerprint import identify
-from vpipe.profiling.measure import measure
 from vpipe.profiling.rank_group import RankGroup
 from vpipe.schedules import RegisteredSchedule
 
@@ -137,7 +137,7 @@ def profile_rank(job: Job, folder: Path, words: Sequence[str]) -> None:
         words: microbatch sizes; ``again`` among them ignores the cache.
     """
     torch.set_num_threads(job.config.training.threads)
-    join(job.config)
+    join_world(**job.config.parallel.joining)
     found = profile_job(job, [int(word) for word in words if word != "again"], again="again" in words,
                         report=show_line)
     if is_first_rank():

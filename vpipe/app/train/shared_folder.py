@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vpipe.checkpoint import Checkpoints
-from vpipe.distributed import Exchange
+from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import UserError
 
 VISIBLE_S = 5.0

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from vpipe import Model
 from vpipe.app.families.registry import Family, ModelSettings
+from vpipe.plugins import PluginGroup
 
-CHECKPOINT_FORMATS = "vpipe.checkpoint_formats"
+CHECKPOINT_FORMATS = PluginGroup("vpipe.checkpoint_formats", "form of checkpoints")
 """The group of entry points."""
 
 

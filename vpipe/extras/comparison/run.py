@@ -18,10 +18,11 @@ from vpipe.app.config.config import load_config
 from vpipe.app.errors import PlanningError
 from vpipe.app.launch.tasks import job_in
 from vpipe.app.train.csv_rows import csv_text
-from vpipe.app.train.job import Job, device_of, join
+from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.loop import build_pipeline
 from vpipe.app.train.metrics import Efficiency
 from vpipe.app.train.run_folder import CONFIG
+from vpipe.distributed import join_world
 from vpipe.errors import Problem, UserError, counted
 from vpipe.extras.comparison.chart import draw
 from vpipe.extras.comparison.planning import Contender, plan_contenders
@@ -73,7 +74,7 @@ def compare(jobs: Mapping[str, Job], folder: Path, plan: Callable[[RankGroup], l
     """
     config = next(iter(jobs.values())).config
     torch.set_num_threads(config.training.threads)
-    join(config)
+    join_world(**config.parallel.joining)
     world = RankGroup(device_of(config))
     planned = plan(world)
     world.barrier("planning")  # rank 0 may have planned for longer than a message may take

@@ -51,12 +51,12 @@ from vpipe.app.data.tokenizers import (
 from vpipe.app.progress import progress
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.extras.translation.length_buckets import LengthBuckets, PairDataset, TokenPairs
-from vpipe.plugins import added, package_versions
+from vpipe.plugins import PluginGroup, package_versions
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PAIRS = "vpipe.pairs"
+PAIRS = PluginGroup("vpipe.pairs", "source of pairs")
 """The group of entry points."""
 
 SUFFIXES = (".tsv", ".tsv.gz")
@@ -330,7 +330,7 @@ def pairs(settings: DatasetSettings) -> PairDataset:
     if path is not None and is_saved(path):
         return pair_dataset(saved_translations(path, source, target), settings)
     if path is None or not (path.is_dir() and any(file.name.endswith(SUFFIXES) for file in path.rglob("*.tsv*"))):
-        for read in added(PAIRS):
+        for read in PAIRS.added():
             corpus: Corpus | None = read(path, source, target)
             if corpus is not None:
                 return pair_dataset(corpus, settings)

@@ -15,7 +15,7 @@ from vpipe.app.config.shipped import shipped_configs
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.errors import UserError
-from vpipe.plugins import announced
+from vpipe.plugins import PluginGroup
 
 TINY = ["metrics.peak_tflops=1", "model.hidden_size=16", "model.num_heads=4", "model.sequence_length=8"]
 def test_the_families_are_complete() -> None:
@@ -62,7 +62,8 @@ def write_text(folder: Path) -> None:
     (folder / "story.txt").write_text("\n\n".join(documents))
 
 
-@pytest.mark.skipif("bert_hdf5" not in announced("vpipe.datasets"), reason="the extra bert_hdf5 is not here")
+@pytest.mark.skipif("bert_hdf5" not in PluginGroup("vpipe.datasets", "data set").names,
+                    reason="the extra bert_hdf5 is not here")
 def test_text_to_shards_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_text(tmp_path / "text")
     assert main(["data", "build-bert", "--text", str(tmp_path / "text"), "--out", str(tmp_path / "data"),
@@ -78,7 +79,7 @@ def test_text_to_shards_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_without_the_extra_a_flat_file_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "announced", lambda group: [])
+    monkeypatch.setattr(formats.PluginGroup, "names", [])
     monkeypatch.setattr(formats, "added", lambda group: [])
     with pytest.raises(UserError) as refused:
         load_config(Path("bert_4vpipe_tiny"))

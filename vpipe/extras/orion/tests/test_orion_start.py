@@ -90,7 +90,7 @@ def test_the_switch() -> None:
 
 
 def test_a_config_is_refused_where_orion_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.app.config.parallel.announced", lambda group: [])
+    monkeypatch.setattr("vpipe.app.config.parallel.PluginGroup.names", [])
     with pytest.raises(UserError) as refused:
         load_config(Path("gpt_small_orion"))
     [problem] = refused.value.problems

@@ -10,7 +10,7 @@ from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Sec
 from vpipe.plan.stage_costs import stage_costs
 from vpipe.profiling.fingerprint import structure
 from vpipe.profiling.layer_runner import LayerRunner
-from vpipe.profiling.measure import survey
+from vpipe.profiling.measurement import survey
 
 WIDTH, BYTES = 8, 4
 CPU = torch.device("cpu")
