@@ -41,7 +41,7 @@ def test_each_extra_can_be_deleted(tmp_path: Path) -> None:
     copies = copies_without_one(tmp_path)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     tried = subprocess.run([sys.executable, str(ROOT / "tests" / "without_extras.py"), *map(str, copies)],
-                           capture_output=True, text=True, timeout=560,
+                           capture_output=True, text=True, timeout=110,
                            env={**environment, "OMP_NUM_THREADS": "1"})
     found = {extra: wrong for line in tried.stdout.splitlines() for extra, wrong in json.loads(line).items()}
     assert sorted(found) == EXTRAS, tried.stderr[-3000:]
