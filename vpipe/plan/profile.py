@@ -211,7 +211,7 @@ class LayerTensors:
     """The tensors around a layer, as far as the bytes of a stage depend on them; equal ones stand for each other."""
 
     before: tuple[tuple[str, int], ...]  # names of the tensors that are alive before the layer, with their bytes
-    after: frozenset[str]  # names alive behind it
+    after: frozenset[str]  # names alive after it
     saved: int  # bytes that its graph keeps besides named tensors
     saves_in: tuple[str, ...]  # tensors alive before it that its graph keeps
     saves_out: tuple[tuple[str, int], ...]  # tensors that it writes and its graph keeps, with their bytes

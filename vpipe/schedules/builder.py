@@ -95,7 +95,7 @@ class ReplicaView:
     A generator knows pipelines with one rank per position. A replica of a stage with w replicas has every w-th
     microbatch. Before its first backward it must take enough of them to keep all later ranks at work: of R ranks in its
     own and later stages these are (R-1) // w. So the generator is called for a pipeline in which that many positions
-    are behind the replica. With equally many replicas everywhere, that is its own position among the stages.
+    are after the replica. With equally many replicas everywhere, that is its own position among the stages.
 
     Source of the depths: PipeDream (SOSP 2019), section 3.2.
 
@@ -200,19 +200,19 @@ def replica_views(registered: RegisteredSchedule, placement: Placement, microbat
         raise UserError(f"{counted(most, 'replica')} of stage {stage} for "
                         f"{counted(microbatches, 'microbatch')}: some would have nothing to do",
                         hint=f"use {most} microbatches or more, or fewer replicas")
-    # The replicas of the first stage may have the fewest ranks behind them: 2-1-1 is as deep as its second stage.
-    behind = default_warmup(widths)
-    depth = max(behind) + 1
+    # The replicas of the first stage may have the fewest ranks after them: 2-1-1 is as deep as its second stage.
+    after = default_warmup(widths)
+    depth = max(after) + 1
     if warmup is not None:
         registered.check_warmup(widths, warmup)
-    ahead = behind if warmup is None else tuple(warmup)
-    every = _update_every(registered, max(ahead) + 1, microbatches, update_every, ahead == behind)
+    ahead = after if warmup is None else tuple(warmup)
+    every = _update_every(registered, max(ahead) + 1, microbatches, update_every, ahead == after)
     views: dict[int, ReplicaView] = {}
     even = len(set(widths)) == 1
     by_rank = dict(zip(own_ranks, ahead, strict=True))
     own_ahead = tuple(by_rank[rank] for rank in range(depth)) if even else ()
     for position, group in enumerate(groups):
-        own_rank = own_ranks[position] if even else depth - 1 - behind[position]
+        own_rank = own_ranks[position] if even else depth - 1 - after[position]
         stages = {} if even else {own_rank: position}
         if not even:  # a generator's pipeline has other stages only where all have equally many replicas
             own_ahead = tuple(ahead[position] if number == own_rank else depth - 1 - number for number in range(depth))
@@ -317,7 +317,7 @@ def _update_every(registered: RegisteredSchedule, depth: int, microbatches: int,
     """Return the microbatches per update, and replica; the fewest that the schedule can have when None.
 
     Args:
-        depth: the most microbatches in flight at a stage: as many as ranks behind one another by ``default``.
+        depth: the most microbatches in flight at a stage: as many as ranks in a row by ``default``.
     """
     if registered.flush:
         if update_every not in (None, 1, microbatches):
@@ -429,7 +429,7 @@ def reverse_backwards(schedule: Schedule) -> Schedule:
     forward are still in the caches, and autograd frees its memory in the reverse of the order in which it took it.
 
     Raises:
-        UserError: a rank has a forward behind a backward, or backwards in halves.
+        UserError: a rank has a forward after a backward, or backwards in halves.
     """
     programs = []
     for program in schedule.programs:

@@ -316,7 +316,7 @@ def used_versions(graph: Graph) -> None:
 
 
 def reductions(graph: Graph) -> None:
-    """Check that the replicas of a stage sum their gradients once per update, behind them and before norm and step."""
+    """Check that the replicas of a stage sum their gradients once per update, after them and before norm and step."""
     for stage, rank in graph.replicas() if graph.setting.lowered else ():
         if graph.schedule.assignment.width(stage) > 1:
             for update in range(graph.schedule.updates(stage)):
@@ -328,7 +328,7 @@ def reductions(graph: Graph) -> None:
 def norms(graph: Graph) -> None:
     """Check that every stage publishes the norm of every update once on each of its ranks, if norms are exchanged.
 
-    A norm stands behind the weight gradients of the update and before the rank's first step of it, which waits for
+    A norm stands after the weight gradients of the update and before the rank's first step of it, which waits for
     the norms of all stages.
     """
     for stage, rank in graph.replicas() if graph.setting.normed else ():
@@ -341,7 +341,7 @@ def norms(graph: Graph) -> None:
 def _once_between(graph: Graph, value: Value, stage: int, update: int, rank: int, hint: str) -> None:
     """Check that what makes a value of an update stands once on a rank, between the last gradient and what needs it.
 
-    The latter is an action of its own stage; behind a norm, of any stage.
+    The latter is an action of its own stage; after a norm, of any stage.
     """
     kind = graph.makers[value][0][0]
     action, before = Action(kind, stage, update), _users(graph, value)

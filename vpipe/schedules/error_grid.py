@@ -9,7 +9,7 @@ from vpipe.schedules.action import Action
 from vpipe.schedules.schedule import Schedule
 
 Spot = tuple[int, int]
-"""The place of an action: (rank, position in its program). The position behind the last action is the end."""
+"""The place of an action: (rank, position in its program). The position after the last action is the end."""
 
 MARK = "<-- here"
 SIDE = 8  # columns on either side of the mark: with transfers, a screen holds about this many

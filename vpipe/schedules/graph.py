@@ -84,7 +84,7 @@ class Graph:
         where: dict[Action, tuple[Spot, ...]] = {}
         version: dict[tuple[int, int], int] = {}
         last: dict[tuple[int, int, int], Action] = {}
-        spans = [schedule.assignment.per_update(stage) for stage in range(schedule.stages)]
+        per_update = [schedule.assignment.per_update(stage) for stage in range(schedule.stages)]
         for rank, program in enumerate(schedule.programs):
             registers: dict[int, VersionRegister] = defaultdict(VersionRegister)
             for position, action in enumerate(program):
@@ -93,8 +93,8 @@ class Graph:
                 if op.touches_versions:
                     if op.uses_version:
                         version[stage, index] = registers[stage].in_use
-                    elif op.completes and stage < len(spans) and spans[stage]:
-                        last[stage, index // spans[stage], rank] = action
+                    elif op.completes and stage < len(per_update) and per_update[stage]:
+                        last[stage, index // per_update[stage], rank] = action
                     registers[stage].follow(action)
         setting = Setting(schedule.assignment, schedule.ties, lambda owner, index: version.get((owner, index), 0),
                           lowered=schedule.lowered, normed=any((NORMS, 0) in kind.makes for kind in schedule.kinds))

@@ -140,7 +140,7 @@ class Kind(str):
         needs: yields the values without which it cannot start, for a setting, its stage and index, and its rank.
         makes: the values that it makes, each with the stage of the value less its own.
         memory: what it does to the memory of its rank; None for nothing.
-        ends: yields values of other indices that are not there any more behind it.
+        ends: yields values of other indices that are not there any more after it.
         seconds: the seconds of its rank that it takes; None where it takes none.
         recomputes: without a recomputation before it, it recomputes dropped activations by itself.
         transfer: the transfer of which it is an end.

@@ -13,7 +13,7 @@ from vpipe.schedules.versions import VersionRegister
 
 
 class RankLoad(NamedTuple):
-    """The contents of a rank behind the action at ``position`` of its program.
+    """The contents of a rank after the action at ``position`` of its program.
 
     Attributes:
         activations: microbatch-stages between their forward and the passing of their gradient (B or I).
@@ -26,7 +26,7 @@ class RankLoad(NamedTuple):
 
 
 class StageLoad(NamedTuple):
-    """The contents of a stage behind the action at ``position`` of its rank's program.
+    """The contents of a stage after the action at ``position`` of its rank's program.
 
     Attributes:
         versions: weight versions: those from the one in use to the latest, since a later forward may use any of
@@ -40,7 +40,7 @@ class StageLoad(NamedTuple):
 
 
 def rank_loads(program: Sequence[Action]) -> Iterator[RankLoad]:
-    """Yield what a rank holds behind each action that takes or frees memory."""
+    """Yield what a rank holds after each action that takes or frees memory."""
     activations = halves = 0
     for position, action in enumerate(program):
         more = action.op.more_held
@@ -50,7 +50,7 @@ def rank_loads(program: Sequence[Action]) -> Iterator[RankLoad]:
 
 
 def stage_loads(program: Sequence[Action], stage: int) -> Iterator[StageLoad]:
-    """Yield what ``stage`` holds behind each forward, backward, half, step and USE of its rank's program."""
+    """Yield what ``stage`` holds after each forward, backward, half, step and USE of its rank's program."""
     register = VersionRegister()
     pinned: dict[int, int] = {}  # version by microbatch in flight
     users: Counter[int] = Counter()  # microbatches in flight by version

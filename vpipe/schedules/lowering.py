@@ -6,16 +6,16 @@ runs.
 
 A receive is posted before the compute action *preceding* the one that needs it, so that the transfer happens during
 that action. Where sends could wait for each other, receives are posted earlier (:mod:`vpipe.schedules.transfer_order`).
-A send stands right behind the action that made the tensors. Stages on the same rank pass tensors without a transfer.
+A send stands right after the action that made the tensors. Stages on the same rank pass tensors without a transfer.
 
 A tied weight belongs to the first stage that uses it; other stages borrow it:
 
-* The owner sends a version right behind the step that makes it. The borrower's forward of a microbatch uses the version
+* The owner sends a version right after the step that makes it. The borrower's forward of a microbatch uses the version
   that the owner's forward used. With replicas, every borrowing rank gets it from one of the owner's ranks.
 * A rank sends the gradients of an update when its borrowing stages have all of them, to all of the owner's replicas.
   These add them to their own before the step.
 * Without a flush the owner posts their receives as soon as it has made the update before, or one before that.
-* A rank posts the receive of a version right behind the gradients that go into it. Later would deadlock without a flush
+* A rank posts the receive of a version right after the gradients that go into it. Later would deadlock without a flush
   when sends wait for their receives: the borrower comes to its next gradient before it needs the version, and the owner
   sends the version before it takes that gradient.
 
@@ -23,7 +23,7 @@ These actions also stand where owner and borrower share a rank; there the tensor
 of a rank are published before the first of them steps, since each step needs them all. An owner's step waits for the
 gradients of a borrower on the same rank.
 
-The replicas of a stage send each other the gradients of an update behind its last backward or weight half. Before the
+The replicas of a stage send each other the gradients of an update after its last backward or weight half. Before the
 step each sums its share of them (REDUCE_GRAD) and sends the sum to the others; the step waits for theirs.
 """
 
@@ -78,7 +78,7 @@ class Lowering:
         self._steps: list[Action] = []  # that wait for the rank's other stages
         self._steps_alone = not (norm or self._borrowers or self._ties
                                  or any(assignment.width(stage) > 1 for stage in self._stages))
-        self._followers: dict[Action, list[Action]] = defaultdict(list)  # what comes right behind a step
+        self._followers: dict[Action, list[Action]] = defaultdict(list)  # what comes right after a step
         self._sent_behind: dict[Kind, list[tuple[Kind, int]]] = {}  # sends, with the stage of each less the action's
 
     def program(self) -> Iterator[Action]:
@@ -96,7 +96,7 @@ class Lowering:
                           for one in delayed):
                     yield from self._with_sends(delayed.popleft())
             yield from self._before(action)
-            # Inputs of the action behind a step arrive during the compute before it, which is longer; so with an R.
+            # Inputs of the action after a step arrive during the compute before it, which is longer; so with an R.
             if action.op.long:
                 while delayed and (self._ahead == 1 or not delayed[0].op.long
                                    or sum(one.op.long for one in delayed) >= self._ahead):
@@ -135,14 +135,14 @@ class Lowering:
         return found
 
     def _receive_early(self) -> Iterator[Action]:
-        """Yield the receives of the activations for the next forward and the ones behind it, so far as none is yet."""
+        """Yield the receives of the activations for the next forward and the ones after it, so far as none is yet."""
         self._forwards_met += 1
         for forward in islice(self._forwards, self._forwards_met + self._early_receives - self._receives_met):
             self._receives_met += 1
             yield from self._receives(forward)
 
     def _with_sends(self, action: Action) -> Iterable[Action]:
-        """Return an action, when it may be executed, and what is sent behind it."""
+        """Return an action, when it may be executed, and what is sent after it."""
         op, stage, index = action
         if op.makes_version:
             if self._steps_alone:

@@ -18,7 +18,7 @@ What is verified, in this order:
 
 Why the long one then keeps them too. The actions that have begun at a moment of the simulation need no action that
 begins later; so every program is cut at such a moment into parts that need nothing of a later part. The cuts
-before and behind a window lie alike in the pattern, so a window that is put in needs of earlier parts what the first
+before and after a window lie alike in the pattern, so a window that is put in needs of earlier parts what the first
 needed, shifted, and that is there: the index sets of a window's actions, shifted by a window, continue those of the
 windows before, and the end is shifted by all of them. No rule knows more of an index than which others are equal to it
 or next to it: each action has its makers before it, the microbatches of an update are whole, versions and transfers
@@ -28,7 +28,7 @@ counts repeat; with several they grow by what the first begins, and :func:`_peak
 stream the versions that are in use belong to the state as well: see :func:`_settled`.
 
 Times are exact as well: a rank does its actions in their order, each as soon as it can, so equal states have equal
-futures. Each window adds its duration to the time of everything behind it.
+futures. Each window adds its duration to the time of everything after it.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ MOST_SHOWN = 20_000
 _MORE = 1_000
 """Actions of a short schedule that cost nothing to speak of."""
 
-Span = tuple[int, int]
-"""The first position of a part of a program, and that behind it."""
+Part = tuple[int, int]
+"""The first position of a part of a program, and that after it."""
 
 StepOf = Callable[[Action], int]
 """Returns what the index of an action grows by from one copy of a window to the next."""
@@ -71,25 +71,25 @@ StepOf = Callable[[Action], int]
 
 @dataclass(frozen=True)
 class Pattern:
-    """A program with spans that can be put in again, each behind itself.
+    """A program with parts that can be put in again, each after itself.
 
-    All actions of a kind and stage that are repeated stand in one span. Their indices grow by the same number from one
+    All actions of a kind and stage that are repeated stand in one part. Their indices grow by the same number from one
     copy to the next: by the microbatches of a window, or by the updates that these are.
 
     Attributes:
-        program: the actions, with every span once.
-        spans: what can be put in again, in order.
+        program: the actions, with every part once.
+        parts: what can be put in again, in order.
     """
 
     program: Sequence[Action]
-    spans: tuple[Span, ...]
+    parts: tuple[Part, ...]
     step_of: StepOf
 
     @cached_property
     def growth(self) -> Sequence[int]:
-        """Per action, what its index grows by when all spans are put in once: those behind their own span move on."""
+        """Per action, what its index grows by when all parts are put in once: those after their own part move on."""
         growth = [0] * len(self.program)
-        for first, beyond in self.spans:
+        for first, beyond in self.parts:
             repeated = {action[:2] for action in self.program[first:beyond]}
             for position, action in enumerate(self.program[beyond:], beyond):
                 if action[:2] in repeated:
@@ -97,10 +97,10 @@ class Pattern:
         return growth
 
     def repeated(self, copies: int) -> tuple[Action, ...]:
-        """Return the program with every span put in ``copies`` times."""
+        """Return the program with every part put in ``copies`` times."""
         base = [_moved(action, copies * more) for action, more in zip(self.program, self.growth, strict=True)]
         whole, done = [], 0
-        for first, beyond in self.spans:
+        for first, beyond in self.parts:
             whole += base[done:beyond]
             steps = [(action, self.step_of(action)) for action in self.program[first:beyond]]
             whole += [_moved(action, copy * step) for copy in range(1, copies + 1) for action, step in steps]
@@ -125,9 +125,9 @@ def _parting(program: Sequence[Action], longer: Sequence[Action], start: int = 0
                 min(len(program), len(longer) - offset))
 
 
-def _spans(program: Sequence[Action], longer: Sequence[Action], step_of: StepOf) -> tuple[Span, ...]:
-    """Return the shortest spans of ``program`` that ``longer`` has once more each, up to the first that it has not."""
-    spans: list[Span] = []
+def _parts(program: Sequence[Action], longer: Sequence[Action], step_of: StepOf) -> tuple[Part, ...]:
+    """Return the shortest parts of ``program`` that ``longer`` has once more each, up to the first that it has not."""
+    parts: list[Part] = []
     at = offset = 0
     while (at := _parting(program, longer, at, offset)) < len(longer) - offset:
         here = at + offset
@@ -135,9 +135,9 @@ def _spans(program: Sequence[Action], longer: Sequence[Action], step_of: StepOf)
                      if _follow(longer[here:here + size], longer[here - size:here], step_of)), None)
         if size is None:
             break
-        spans.append((at - size, at))
+        parts.append((at - size, at))
         offset += size
-    return tuple(spans)
+    return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,12 @@ class RepeatedWindow:
     """A part of a simulated schedule between two moments of one state.
 
     Attributes:
-        spans: per rank, what begins in it.
+        parts: per rank, what begins in it.
         end_s: the second moment.
         period_s: from the first moment to the second.
     """
 
-    spans: tuple[Span, ...]
+    parts: tuple[Part, ...]
     end_s: Number
     period_s: Number
 
@@ -164,7 +164,7 @@ class Repeating:
         short: the short schedule, compute actions and steps only.
         timeline: of the wanted size, with the first and the last :data:`MOST_SHOWN` events at most.
         left_out_s: the time at which the events that are left out of it begin, and that at which they end.
-        patterns: per rank, its short program with the spans of the windows.
+        patterns: per rank, its short program with the parts of the windows.
         step: the microbatches of a window.
         rank_peaks, stage_peaks: of the wanted size.
     """
@@ -245,9 +245,9 @@ def _repeated(simulated: Timeline, windows: Sequence[RepeatedWindow], patterns: 
     for pattern, events, own_s in zip(patterns, simulated.events, simulated.work_s, strict=True):
         places = _places(pattern.program)
         work.append(own_s + copies * sum((
-            event.end_s - event.start_s for first, beyond in pattern.spans
+            event.end_s - event.start_s for first, beyond in pattern.parts
             for event in events[bisect_left(places, first):bisect_left(places, beyond)]), start=0))
-        first, beyond = pattern.spans[-1]
+        first, beyond = pattern.parts[-1]
         growth = [*map(pattern.step_of, pattern.program[first:beyond]), *pattern.growth[beyond:]]  # of the last copy on
         last = [Event(_moved(event.action, copies * growth[place - first]), event.start_s + later, event.end_s + later)
                 for event, place in zip(events, places, strict=True)
@@ -306,7 +306,7 @@ class _Finder:
                 own, longer = self._program(rank, short), self._program(rank, short + step)
             except UserError:  # no such size
                 return False
-            pattern = Pattern(own, _spans(own, longer, step_of), step_of)
+            pattern = Pattern(own, _parts(own, longer, step_of), step_of)
             if pattern.repeated((self._microbatches - short) // step) != self._wanted(rank):
                 return False
         return True
@@ -320,7 +320,7 @@ class _Finder:
         windows = _Windows(schedule, once, timeline, step_of).find()
         if windows is None:
             return None
-        patterns = [Pattern(program, tuple(window.spans[rank] for window in windows), step_of)
+        patterns = [Pattern(program, tuple(window.parts[rank] for window in windows), step_of)
                     for rank, program in enumerate(schedule.programs)]
         if any(pattern.repeated(1) != one or pattern.repeated(2) != two
                for pattern, one, two in zip(patterns, once.programs, twice.programs, strict=True)):
@@ -346,13 +346,13 @@ class _Finder:
 
 
 def _continues(patterns: Sequence[Pattern]) -> bool:
-    """Tell whether repeated spans have every index that their copies step over, equally often, on all ranks together.
+    """Tell whether repeated parts have every index that their copies step over, equally often, on all ranks together.
 
     An action of one kind stands in one window only: else its copies in the first would reach into the second.
     """
     found: dict[tuple[tuple[Kind, int], int, int], Counter[int]] = defaultdict(Counter)
     for pattern in patterns:
-        for window, (first, beyond) in enumerate(pattern.spans):
+        for window, (first, beyond) in enumerate(pattern.parts):
             for action in pattern.program[first:beyond]:
                 step = pattern.step_of(action)
                 found[action[:2], window, step][action.index % max(1, step)] += 1
@@ -361,14 +361,14 @@ def _continues(patterns: Sequence[Pattern]) -> bool:
 
 
 def _settled(pattern: Pattern) -> bool:
-    """Tell whether what is in flight before the span of a stream began, and chose its weights, as the span does."""
-    [(first, beyond)], program = pattern.spans, pattern.program
+    """Tell whether what is in flight before the part of a stream began, and chose its weights, as the part does."""
+    [(first, beyond)], program = pattern.parts, pattern.program
     began: dict[tuple[int, int], int] = {}
     for position, action in enumerate(program[:first]):
         if action.op.per_microbatch:
             began.setdefault(action[1:], position)
     left = [began[action[1:]] for action in program[first:] if action.op.per_microbatch and action[1:] in began]
-    earliest = min([first, *left]) - (beyond - first)  # one span more has its choice of weights
+    earliest = min([first, *left]) - (beyond - first)  # one part more has its choice of weights
     return earliest >= 0 and _follow(program[earliest + beyond - first:beyond], program[earliest:first],
                                      pattern.step_of)
 
@@ -435,8 +435,8 @@ class _Windows:
             if window is None:
                 return None
             windows.append(window)
-            done = [beyond for _, beyond in window.spans]
-            offsets = [offset + beyond - first for offset, (first, beyond) in zip(offsets, window.spans, strict=True)]
+            done = [beyond for _, beyond in window.parts]
+            offsets = [offset + beyond - first for offset, (first, beyond) in zip(offsets, window.parts, strict=True)]
 
     def _before(self, parting: Sequence[int], done: Sequence[int], offsets: Sequence[int]) -> RepeatedWindow | None:
         """Return a window that ends before any rank begins what the longer schedule does otherwise."""
@@ -451,17 +451,17 @@ class _Windows:
         for event in reversed(same[-self._step:]):
             period = last.start_s - event.start_s
             before, first = self._state(end_s - period)
-            spans = tuple(zip(first, beyond, strict=True))
-            if before == state and all(map(le, done, first)) and self._repeats(spans, offsets):
-                return RepeatedWindow(spans, end_s, period)
+            parts = tuple(zip(first, beyond, strict=True))
+            if before == state and all(map(le, done, first)) and self._repeats(parts, offsets):
+                return RepeatedWindow(parts, end_s, period)
         return None
 
-    def _repeats(self, spans: Sequence[Span], offsets: Sequence[int]) -> bool:
-        """Tell whether the longer schedule has every span once more behind it."""
-        return any(first < beyond for first, beyond in spans) and all(
+    def _repeats(self, parts: Sequence[Part], offsets: Sequence[int]) -> bool:
+        """Tell whether the longer schedule has every part once more after it."""
+        return any(first < beyond for first, beyond in parts) and all(
             _follow(longer[beyond + offset:2 * beyond - first + offset], longer[first + offset:beyond + offset],
                     self._step_of)
-            for longer, (first, beyond), offset in zip(self._longer, spans, offsets, strict=True))
+            for longer, (first, beyond), offset in zip(self._longer, parts, offsets, strict=True))
 
     def _state(self, moment: Number) -> tuple[object, tuple[int, ...]]:
         """Return what is left at a moment of actions and of transfers, and before which actions the ranks stand."""

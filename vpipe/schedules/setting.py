@@ -80,7 +80,7 @@ class Setting:
     def gradient_senders(self, owner: int, update: int) -> list[int]:
         """Return the ranks that send tied gradients of an update to the owner's ranks, in the order of their sends.
 
-        A rank sends behind its last backward of the update, later stages before earlier ones.
+        A rank sends after its last backward of the update, later stages before earlier ones.
         """
         last: dict[int, tuple[int, int]] = {}
         for borrower in filter(self._exists, self.ties.get(owner, ())):

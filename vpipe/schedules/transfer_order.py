@@ -98,7 +98,7 @@ class _ReceivePlacement:
                             if one not in self.done and self._graph.position(*one) is not None)
 
     def _post_in_order(self, receive: Action, rank: int) -> None:
-        """Post a receive behind those of earlier sends; later, when one of these cannot be posted yet."""
+        """Post a receive after those of earlier sends; later, when one of these cannot be posted yet."""
         if receive not in self._places:  # the exchange of a tied weight keeps its order by itself
             self.post(receive, rank)
             return
@@ -167,7 +167,7 @@ class TransferOrder:
         return {rank: action for rank in sorted(self._asleep) if (action := self._next[rank]) is not None}
 
     def _go_on(self) -> None:
-        """Carry out one action, of the rank whose clock is behind those of the others."""
+        """Carry out one action, of the rank whose clock shows the earliest time."""
         self._now, rank = heappop(self._awake)
         action = self._next[rank]
         assert action is not None, "a rank at the end of its program is not awake"

@@ -24,7 +24,7 @@ ALIKE = 1e-4
 
 
 @dataclass
-class Trials:
+class Simulations:
     """The simulations of one request."""
 
     space: SearchSpace  # of the request
@@ -67,7 +67,7 @@ class Trials:
         return plan.predicted.fullest_rank[1] - (math.inf if limit is None else limit)
 
     def best_of(self, candidates: Sequence[Candidate]) -> tuple[Candidate, Plan] | None:
-        """Return the fastest, by simulation, of the candidates and their other partitions; of equals the leanest."""
+        """Return the fastest, by simulation, of the candidates and their other partitions; of equals the smaller."""
         best: tuple[Candidate, Plan] | None = None
         for candidate in candidates:
             for one in (candidate, *map(candidate.with_stages, candidate.others)):

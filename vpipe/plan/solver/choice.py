@@ -186,7 +186,7 @@ class Choice:
         if self.placement is not None:
             return self._demands[ranks_left]
         depth = (ranks_left - 1) // width + 1
-        own = self.per_replica(width) if self.flush else sys.maxsize  # a stream goes on behind its batch
+        own = self.per_replica(width) if self.flush else sys.maxsize  # a stream goes on after its batch
         size = Size(depth, own, 1, own if self.flush else self.every, False)
         return StageDemand(self.registered.peak_activations(0, size), self.registered.versions(0, size), 0)
 

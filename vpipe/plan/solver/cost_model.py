@@ -200,7 +200,7 @@ class CostModel:
         if self.by_memory.lower_bound() > limit:
             return None
         start = smallest_bottleneck(self.by_time, lambda: np.isfinite(limit) and (
-            (needed := self.leanest()) is None or needed.bottleneck > limit))
+            (needed := self.least_memory()) is None or needed.bottleneck > limit))
         if start is None:
             return None
         if not choice.flush:
@@ -222,7 +222,7 @@ class CostModel:
         return max(self.table.peak_bytes(each.first, each.stop, demand, frozenset())
                    for each, demand in self.demands(slices))
 
-    def leanest(self) -> FoundPartition | None:
+    def least_memory(self) -> FoundPartition | None:
         """Return the partition whose fullest rank holds least; None when there are fewer layers than stages."""
         return smallest_bottleneck(self.by_memory)
 

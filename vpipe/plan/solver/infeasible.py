@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from vpipe.description.recompute import ranges
 from vpipe.errors import UserError, counted
-from vpipe.plan.solver.candidate_trials import Trials
+from vpipe.plan.solver.candidate_trials import Simulations
 from vpipe.plan.solver.choice import Choice, equal_widths
 from vpipe.plan.solver.cost_model import CostModel
 from vpipe.plan.solver.partition_search import FoundPartition
@@ -19,7 +19,7 @@ from vpipe.schedules.assignment import stages_of_rank
 from vpipe.units import parse_size, size_text
 
 MORE = (1.0, 1.05, 1.15, 1.3, 1.6, 2.0, 3.0)
-"""Limits that are tried, as multiples of what the leanest plan holds by the cost model, until there is a plan."""
+"""Limits that are tried, as multiples of the least that the cost model finds, until there is a plan."""
 
 _KINDS = {"weights": "weights", "stashed": "older weight versions", "gradients": "gradients",
           "optimizer": "optimizer state", "activations": "activations", "working": "what a backward works with"}
@@ -31,7 +31,7 @@ Fits = Callable[[PlanRequest], bool]
 
 
 @dataclass(frozen=True)
-class _Leanest:
+class _LeastMemory:
     """The plan of a choice that holds least, or nearly."""
 
     choice: Choice
@@ -43,45 +43,45 @@ class _Leanest:
 def infeasible(space: SearchSpace, fits: Fits) -> UserError:
     """Return the error for a request that has no plan."""
     request, limit = space.request, space.request.memory_bytes
-    leanest = min(_leanest(space), key=lambda one: one.memory.peak, default=None)
-    if leanest is None or limit is None:
+    smallest = min(_least_memory(space), key=lambda one: one.memory.peak, default=None)
+    if smallest is None or limit is None:
         return _impossible(space)
-    memory, fixed = leanest.memory, request.recompute is not None
+    memory, fixed = smallest.memory, request.recompute is not None
     kind = max(_KINDS, key=lambda name: int(getattr(memory, name)))
     asked = "the plan asked for does not fit" if request.partition is not None and fixed else "no plan fits"
     if request.solver == "vpipe":
         asked = "the heuristic of the VPipe paper finds no plan that fits"
     excess = f", {size_text(memory.peak - limit, up=True)} too many" if memory.peak > limit else ""
-    what = (f"{asked} into {size_text(limit)} per rank: with {leanest.choice.schedule} and "
-            f"{counted(leanest.choice.microbatches, 'microbatch')}{'' if fixed else ', with everything recomputed'}, "
-            f"{leanest.place} holds {size_text(memory.peak, up=True)}{excess}; most of it, "
+    what = (f"{asked} into {size_text(limit)} per rank: with {smallest.choice.schedule} and "
+            f"{counted(smallest.choice.microbatches, 'microbatch')}{'' if fixed else ', with everything recomputed'}, "
+            f"{smallest.place} holds {size_text(memory.peak, up=True)}{excess}; most of it, "
             f"{size_text(getattr(memory, kind))}, is {_KINDS[kind]}")
-    return UserError(what, hint="; or ".join(_remedies(space, leanest, fits, limit)) or _OTHERS)
+    return UserError(what, hint="; or ".join(_remedies(space, smallest, fits, limit)) or _OTHERS)
 
 
-def _leanest(space: SearchSpace) -> Iterator[_Leanest]:
-    """Yield the leanest plan of all unchunked choices, and of each chunked choice where that takes no minutes."""
-    leanest: tuple[Choice, CostModel, FoundPartition] | None = None
+def _least_memory(space: SearchSpace) -> Iterator[_LeastMemory]:
+    """Yield the plan of least memory of all unchunked choices, and of each chunked one where that takes no minutes."""
+    smallest: tuple[Choice, CostModel, FoundPartition] | None = None
     choices = list(space.choices())
     for choice in (one for one in choices if not one.chunked):
         costs = space.cost_model(choice, space.request.memory_bytes)
-        if (found := costs.leanest()) is None:
+        if (found := costs.least_memory()) is None:
             continue
         if (why := choice.with_widths(found.widths).refusal) is not None:
             space.refusals[choice] = why
-        elif leanest is None or found.bottleneck < leanest[2].bottleneck:
-            leanest = choice, costs, found
-    if leanest is not None:
-        choice, costs, found = leanest
+        elif smallest is None or found.bottleneck < smallest[2].bottleneck:
+            smallest = choice, costs, found
+    if smallest is not None:
+        choice, costs, found = smallest
         stage, memory, layers = _fullest_stage(costs, found)
-        yield _Leanest(choice, f"stage {stage} ({_layers(layers)})", memory, costs)
-    chunked = [choice for choice in choices if choice.chunked] if leanest is None or _small(space.request) else []
-    for candidate in (one for choice in chunked for one in space.leanest_chunked(choice)):
-        if (plan := Trials(space).simulated(candidate, urgent=True)) is not None:
+        yield _LeastMemory(choice, f"stage {stage} ({_layers(layers)})", memory, costs)
+    chunked = [choice for choice in choices if choice.chunked] if smallest is None or _small(space.request) else []
+    for candidate in (one for choice in chunked for one in space.chunked_of_least_memory(choice)):
+        if (plan := Simulations(space).simulated(candidate, urgent=True)) is not None:
             rank, _ = plan.predicted.fullest_rank
             stages, layers_of = stages_of_rank(candidate.choice.groups, rank), ranges(candidate.partition)
             place = ", ".join(f"{stage}: {_layers(layers_of[stage])}" for stage in stages)
-            yield _Leanest(candidate.choice, f"rank {rank} (stages {place})",
+            yield _LeastMemory(candidate.choice, f"rank {rank} (stages {place})",
                            combined_memory([plan.predicted.stages[stage].memory for stage in stages]))
 
 
@@ -105,8 +105,8 @@ def _small(request: PlanRequest) -> bool:
     return request.ranks <= MOST_RANKS and request.layers <= MOST_LAYERS
 
 
-def _remedies(space: SearchSpace, leanest: _Leanest, fits: Fits, limit: int) -> Iterator[str]:
-    request, memory, choice = space.request, leanest.memory, leanest.choice
+def _remedies(space: SearchSpace, smallest: _LeastMemory, fits: Fits, limit: int) -> Iterator[str]:
+    request, memory, choice = space.request, smallest.memory, smallest.choice
     if request.solver == "vpipe" and memory.peak <= limit:
         yield "choose the exact solver"
     small = _small(request)
@@ -118,8 +118,8 @@ def _remedies(space: SearchSpace, leanest: _Leanest, fits: Fits, limit: int) -> 
             yield f"allow {enough} or more per rank (parallel.memory, or --memory of vpipe plan)"
             break
     free = all(each is None for each in (request.placement, request.stages, request.partition, request.recompute))
-    if small and leanest.costs is not None and free:
-        ranks = _enough_ranks(leanest.costs, choice, limit)
+    if small and smallest.costs is not None and free:
+        ranks = _enough_ranks(smallest.costs, choice, limit)
         if ranks is not None and fits(replace(request, ranks=ranks)):
             yield f"use {ranks} ranks"
     if memory.peak - memory.activations - memory.working <= limit < memory.peak:
@@ -140,7 +140,7 @@ def _enough_ranks(costs: CostModel, choice: Choice, limit: int) -> int | None:
         wider = replace(choice, ranks=ranks, placement=equal_widths(choice.schedule, ranks, 1))
         if wider.refusal is not None:
             return False
-        found = CostModel(costs.table, wider).leanest()
+        found = CostModel(costs.table, wider).least_memory()
         return found is not None and found.bottleneck <= limit
 
     most, enough = costs.table.layers, 2 * choice.ranks

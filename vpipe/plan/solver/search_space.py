@@ -143,7 +143,7 @@ class SearchSpace:
                          costs.seconds_per_sample(costs.cost(chosen)), costs.seconds_per_sample(best.lower_bound),
                          tuple(_stages(costs, each) for each in others[:MOST_OTHERS]))
 
-    def leanest_chunked(self, choice: Choice) -> Iterator[Candidate]:
+    def chunked_of_least_memory(self, choice: Choice) -> Iterator[Candidate]:
         """Yield partitions of a chunked choice that hold as little as possible, whatever the limit."""
         for share in (1.0, 0.0) if self.request.recompute is None else (self._shares,):
             table = self._table(choice.microbatches, None)

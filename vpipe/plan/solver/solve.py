@@ -9,7 +9,7 @@ from time import perf_counter
 
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
-from vpipe.plan.solver.candidate_trials import MOST_ACTIONS, Trials, seconds
+from vpipe.plan.solver.candidate_trials import MOST_ACTIONS, Simulations, seconds
 from vpipe.plan.solver.choice import Candidate, Choice
 from vpipe.plan.solver.infeasible import infeasible
 from vpipe.plan.solver.partition_search import TOLERANCE, evenly, slices_of
@@ -67,7 +67,7 @@ class Solution:
                 if not choice.chunked:
                     slices = slices_of(candidate.partition, candidate.widths)
                     yield space.cost_model(choice, None, share=0.0).peak_bytes(slices)
-                if (simulated := Trials(space).simulated(candidate, urgent=True)) is not None:
+                if (simulated := Simulations(space).simulated(candidate, urgent=True)) is not None:
                     yield simulated.predicted.fullest_rank[1]
             yield solve(unlimited).plan.predicted.fullest_rank[1]
 
@@ -90,7 +90,7 @@ def solve(request: PlanRequest) -> Solution:
     """
     began = perf_counter()
     space = SearchSpace(request)
-    trials = Trials(space)
+    trials = Simulations(space)
     candidates = _candidates(space)
     best = _best_of(trials, candidates)
     found = trials.best_of([*(best[:1] if best is not None else ()), *map(_of_plan, request.known)]) or best
@@ -126,7 +126,7 @@ def _candidates(space: SearchSpace) -> list[Candidate]:
     return sorted(candidates, key=lambda candidate: candidate.seconds_per_sample)
 
 
-def _best_of(trials: Trials, candidates: Sequence[Candidate]) -> tuple[Candidate, Plan] | None:
+def _best_of(trials: Simulations, candidates: Sequence[Candidate]) -> tuple[Candidate, Plan] | None:
     """Return the fastest promising candidate that fits; where none of these does, the fastest of the others.
 
     The best of every schedule is promising: the cost model may be less kind to one than a simulation.
@@ -139,7 +139,7 @@ def _best_of(trials: Trials, candidates: Sequence[Candidate]) -> tuple[Candidate
         trials.best_of(candidates)
 
 
-def _deepened(trials: Trials, candidates: Sequence[Candidate], plan: Plan) -> tuple[Plan, Plan | None]:
+def _deepened(trials: Simulations, candidates: Sequence[Candidate], plan: Plan) -> tuple[Plan, Plan | None]:
     """Return a plan with the warm-up depths that it needs, and the same with 1F1B's.
 
     Another partition may be better once transfers are hidden: that of the cost model, which counts none of them.
@@ -164,7 +164,7 @@ def _of_plan(plan: Plan) -> Candidate:
 def _fits(request: PlanRequest) -> bool:
     """Tell whether :func:`solve` finds a plan."""
     space = SearchSpace(request)
-    return _best_of(Trials(space), _candidates(space)) is not None
+    return _best_of(Simulations(space), _candidates(space)) is not None
 
 
 def _faster(others: Sequence[Compared], plan: Plan) -> tuple[Candidate, Plan] | None:
@@ -175,7 +175,8 @@ def _faster(others: Sequence[Compared], plan: Plan) -> tuple[Candidate, Plan] | 
     return (candidate, best) if candidate is not None and seconds(best) < seconds(plan) * (1 - 1e-6) else None
 
 
-def _alternatives(trials: Trials, candidates: Sequence[Candidate], chosen: Candidate, plan: Plan) -> Iterator[Compared]:
+def _alternatives(trials: Simulations, candidates: Sequence[Candidate], chosen: Candidate,
+                  plan: Plan) -> Iterator[Compared]:
     """Yield the next best choice in every respect that the request leaves free."""
     space, request = trials.space, trials.space.request
     trials.left = MOST_ACTIONS
@@ -207,7 +208,7 @@ def _alternatives(trials: Trials, candidates: Sequence[Candidate], chosen: Candi
             yield _best_with(trials, "equal parameters", equal, "does not fit")
 
 
-def _best_with(trials: Trials, what: str, candidates: Sequence[Candidate], why: str) -> Compared:
+def _best_with(trials: Simulations, what: str, candidates: Sequence[Candidate], why: str) -> Compared:
     """Return the first of some candidates that fits, if one of the first few does; ``why``: there are none."""
     for candidate in candidates[:MOST_TRIED]:
         plan = trials.simulated(candidate)
@@ -223,13 +224,13 @@ def _best_with(trials: Trials, what: str, candidates: Sequence[Candidate], why: 
     return Alternative(what, why=why), None
 
 
-def _without_recompute(trials: Trials, chosen: Candidate) -> Compared:
+def _without_recompute(trials: Simulations, chosen: Candidate) -> Compared:
     space, what = trials.space, "no recompute"
     candidate = space.solve(chosen.choice, share=0.0)
     if candidate is not None:
         found = chosen.with_stages((candidate.partition, candidate.recomputed))
         return _best_with(trials, what, [found], "does not fit")
-    needed = space.cost_model(chosen.choice, None, share=0.0).leanest()
+    needed = space.cost_model(chosen.choice, None, share=0.0).least_memory()
     why = "does not fit" if needed is None else f"needs {size_text(needed.bottleneck, up=True)} per rank"
     return Alternative(what, why=why), None
 

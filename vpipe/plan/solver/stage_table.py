@@ -76,7 +76,7 @@ class StageTable:
         self._nodes = [_Node(0, 0, -1, sets=empty_set())]
         self._children: dict[tuple[int, int], int] = {}
         self._ids = np.zeros((self.layers, self.layers + 1), np.int64)  # by first layer and number of layers
-        self._reach = np.zeros(self.layers, int)
+        self._tabulated = np.zeros(self.layers, int)
         self._seconds: dict[StageDemand, Floats] = {}  # of recomputation, by node
         self._known = np.empty((0, 7))
         sums = {"forward": "forward", "backward": "backward", "input": "input_half", "weight": "weight_half",
@@ -230,7 +230,7 @@ class StageTable:
 
     def _ids_of(self, first: Integers, stop: Integers) -> Integers:
         layers = stop - first
-        if (new := layers > self._reach[first]).any():
+        if (new := layers > self._tabulated[first]).any():
             longest = np.zeros(self.layers, int)
             np.maximum.at(longest, first[new], layers[new])
             for start in np.flatnonzero(longest).tolist():
@@ -239,7 +239,7 @@ class StageTable:
         return found
 
     def _extend(self, start: int, longest: int) -> None:
-        row, reach = self._ids[start], int(self._reach[start])
+        row, reach = self._ids[start], int(self._tabulated[start])
         parent = int(row[reach])
         for layers in range(reach + 1, longest + 1):
             key = parent, self._kinds[start + layers - 1]
@@ -248,7 +248,7 @@ class StageTable:
                 number = self._children[key] = len(self._nodes)
                 self._nodes.append(self._node(parent, start, layers))
             row[layers] = parent = number
-        self._reach[start] = longest
+        self._tabulated[start] = longest
 
     def _node(self, parent: int, start: int, layers: int) -> _Node:
         number, before = start + layers - 1, self._nodes[parent]

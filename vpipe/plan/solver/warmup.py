@@ -49,7 +49,7 @@ class _Search:
     _found: dict[tuple[int, ...], Plan | None] = field(default_factory=dict)
 
     def steps(self, number: int) -> tuple[int, ...]:
-        """Return the ``number``-th of a row of depths: so many microbatches more at stage 0, evenly fewer behind it."""
+        """Return the ``number``-th of a row of depths: so many microbatches more at stage 0, evenly fewer after it."""
         last, more = len(self.widths) - 1, [0] * len(self.widths)
         for stage in reversed(range(last)):
             wanted = -(-number * self.widths[0] * (last - stage) // last)  # microbatches in flight

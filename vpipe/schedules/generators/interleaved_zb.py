@@ -32,4 +32,4 @@ def interleaved_zb(rank: int, ranks: int, microbatches: int, chunks: int = 2) ->
     ``ScheduleInterleavedZeroBubble``.
     """
     forwards, backwards = turns(rank, ranks, microbatches, chunks)
-    yield from delayed_weights(forwards, backwards, warmup=(chunks - 1) * ranks + ranks - 1 - rank, behind=rank)
+    yield from delayed_weights(forwards, backwards, warmup=(chunks - 1) * ranks + ranks - 1 - rank, after=rank)

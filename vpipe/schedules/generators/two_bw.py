@@ -22,7 +22,7 @@ def two_bw(rank: int, ranks: int, microbatches: int, update_every: int,
 
     No bubble in the steady state; stage s of p holds the activations of p-s microbatches. With an update every k >= p
     microbatches, microbatch i (both from 0) uses version max(0, i // k - 1) in forward and in backward, on every stage:
-    one update behind the latest, so that a stage holds two versions, the one in use and the next. The version after
+    one update older than the latest, so that a stage holds two versions, the one in use and the next. The version after
     these is made when no microbatch needs the older one any more, which is why k must be p or more;
     with a ``warmup``, more than its depth of stage 0.
 

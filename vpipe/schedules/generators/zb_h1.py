@@ -9,8 +9,8 @@ from vpipe.schedules.registry import register_schedule
 
 
 def delayed_weights(forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warmup: int,
-                    behind: int) -> Iterator[Action]:
-    """Yield ``warmup`` forwards, then F and I in turn, each W ``behind`` input halves after its I; then the steps.
+                    after: int) -> Iterator[Action]:
+    """Yield ``warmup`` forwards, then F and I in turn, each W ``after`` input halves after its I; then the steps.
 
     Args:
         forwards, backwards: stage and microbatch of each, in order.
@@ -22,7 +22,7 @@ def delayed_weights(forwards: Sequence[tuple[int, int]], backwards: Sequence[tup
             continue
         yield Action(Op.INPUT, action.stage, action.microbatch)
         waiting.append(Action(Op.WEIGHT, action.stage, action.microbatch))
-        if len(waiting) > behind:
+        if len(waiting) > after:
             yield waiting.popleft()
     yield from waiting
     for stage in sorted({stage for stage, _ in forwards}):
@@ -47,4 +47,4 @@ def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.3.1.
     """
     turns = [(rank, microbatch) for microbatch in range(microbatches)]
-    yield from delayed_weights(turns, turns, warmup=ranks - 1 - rank, behind=rank)
+    yield from delayed_weights(turns, turns, warmup=ranks - 1 - rank, after=rank)

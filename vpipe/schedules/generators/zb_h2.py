@@ -27,4 +27,4 @@ def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.3.2.
     """
     turns = [(rank, microbatch) for microbatch in range(microbatches)]
-    yield from delayed_weights(turns, turns, warmup=2 * (ranks - 1 - rank), behind=2 * rank)
+    yield from delayed_weights(turns, turns, warmup=2 * (ranks - 1 - rank), after=2 * rank)

@@ -22,7 +22,7 @@ from vpipe.schedules.size import Placement
 Turn = tuple[Kind, int]
 """An operation of a stage; its microbatch is the stage's next, since every stage takes them in order."""
 
-HAIR = 1e-9
+SAME_TIME = 1e-9
 """A difference that counts as the same time, as a share of the longest action."""
 
 ROUNDING = 1e-12
@@ -65,11 +65,11 @@ class GreedyOrder:
     """An order with the longest time of a rank from its first start to its last end, on links without contention."""
 
     programs: tuple[tuple[Action, ...], ...]
-    span_s: float
+    longest_s: float
     makespan_s: float
 
 
-class Workload:
+class OrderedWork:
     """The work to order, as plain lists of ``float``.
 
     Args:
@@ -117,7 +117,7 @@ class Workload:
         return 0.0 if same else float(costs.link(self.rank_of[stage], target).transfer_s(sizes[0]))
 
     def _room(self, stages: Sequence[int], held: int = -1) -> float:
-        """Return the bytes that one microbatch needs on ``stages`` of a rank behind stage ``held``, not split."""
+        """Return the bytes that one microbatch needs on ``stages`` of a rank after stage ``held``, not split."""
         room = needed = 0.0
         for stage in stages:
             if stage >= held:
@@ -173,7 +173,7 @@ def _feeds(placement: Placement) -> tuple[dict[Turn, Turn | None], dict[Kind, li
 class GreedyRun:
     """One run of list scheduling, of ``work`` by ``rules``."""
 
-    def __init__(self, work: Workload, rules: GreedyRules) -> None:
+    def __init__(self, work: OrderedWork, rules: GreedyRules) -> None:
         self._work, self._rules = work, rules
         stages, ranks = len(work.rank_of), work.ranks
         # Known arrival times of what the next forwards and input halves wait for.
@@ -187,14 +187,14 @@ class GreedyRun:
         self._orders: list[list[Action]] = [[] for _ in range(ranks)]
         self._turns = [0] * ranks
         self._starts, self._free = [math.inf] * ranks, [0.0] * ranks
-        self._hair = HAIR * max(1e-30, *work.forward_s, *work.input_s, *work.weight_s)
+        self._same_s = SAME_TIME * max(1e-30, *work.forward_s, *work.input_s, *work.weight_s)
         self._events = [(0.0, rank) for rank in range(ranks)]  # a heap of times to look at a rank
 
     def order(self) -> GreedyOrder | None:
         """Return the order that the rules make of the work; None when it gets stuck."""
         while self._events:
             now, rank = heappop(self._events)
-            if self._free[rank] <= now + self._hair and (turn := self._choice(rank, now)) is not None:
+            if self._free[rank] <= now + self._same_s and (turn := self._choice(rank, now)) is not None:
                 self._do(rank, now, *turn)
         if any(weights < self._work.microbatches for weights in self._weights):
             return None
@@ -221,13 +221,13 @@ class GreedyRun:
                     + work.half_bytes[backward] <= work.limits[rank]):
                 return Op.INPUT, backward
             return (Op.WEIGHT, halves[0]) if halves else (Op.BACKWARD, backward)
-        if halves and soonest - now >= self._work.weight_s[halves[0]] * (1 - self._rules.patience) - self._hair:
+        if halves and soonest - now >= self._work.weight_s[halves[0]] * (1 - self._rules.patience) - self._same_s:
             return Op.WEIGHT, halves[0]
         return None
 
     def _possible(self, rank: int, now: float) -> tuple[int | None, int | None, float, bool]:
         """Return a stage for a forward, one for a backward, the next arrival, and whether only memory forbids one."""
-        work, rules, by = self._work, self._rules, now + self._hair
+        work, rules, by = self._work, self._rules, now + self._same_s
         forward = backward = None
         soonest, blocked = math.inf, False
         stages: Sequence[int] = work.stages_of[rank]

@@ -20,7 +20,7 @@ from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, Number
 from vpipe.schedules.registry import Limits, RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.search.greedy import HAIR, ROUNDING, GreedyRules, GreedyRun, Priority, Turn, Workload
+from vpipe.schedules.search.greedy import ROUNDING, SAME_TIME, GreedyRules, GreedyRun, OrderedWork, Priority, Turn
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Layout, Placement, Size
 
@@ -91,7 +91,7 @@ class _Problem:
             raise UserError(f"there are {len(each)} memory limits for {ranks} ranks",
                             hint="give one per rank, or one number for all")
         self._limits: list[Number] = [math.inf if limit is None else limit for limit in each]
-        self._workload = work = self._work(microbatches)
+        self._whole = work = self._work(microbatches)
         self._goal = work.goal()
         least = [work.least_bytes(rank) for rank in range(work.ranks)]
         short = [rank for rank, limit in enumerate(self._limits) if limit < least[rank] * (1 - ROUNDING)]
@@ -102,8 +102,8 @@ class _Problem:
                             hint="allow " + ", ".join(f"{least[rank]:g} or more on rank {rank}" for rank in short)
                             + ", use smaller microbatches, or let stages recompute")
 
-    def _work(self, microbatches: int) -> Workload:
-        return Workload(self._placement, microbatches, self._costs, [float(limit) for limit in self._limits])
+    def _work(self, microbatches: int) -> OrderedWork:
+        return OrderedWork(self._placement, microbatches, self._costs, [float(limit) for limit in self._limits])
 
     def candidates(self) -> Iterator[tuple[Score, Schedule]]:
         """Yield the orders that keep the limits, with their scores."""
@@ -120,17 +120,17 @@ class _Problem:
                 if self._is_optimal(found[0]):
                     return
         # One microbatch in flight and no backward split keep every limit that can be kept.
-        one_by_one = replace(_without_limits(self._workload), split=False,
-                             in_flight=tuple(float(len(stages)) for stages in self._workload.stages_of))
+        one_by_one = replace(_without_limits(self._whole), split=False,
+                             in_flight=tuple(float(len(stages)) for stages in self._whole.stages_of))
         if not any_fits and (last := self._ordered(one_by_one)) is not None:
             yield last
 
     def _is_optimal(self, score: Score) -> bool:
         """Return whether no order has a smaller bubble or a smaller makespan."""
-        return _reaches((float(score[0]) + max(self._workload.work_s), float(score[1])), self._goal)
+        return _reaches((float(score[0]) + max(self._whole.work_s), float(score[1])), self._goal)
 
     def _ordered(self, rules: GreedyRules) -> tuple[Score, Schedule] | None:
-        found = GreedyRun(self._workload, rules).order()
+        found = GreedyRun(self._whole, rules).order()
         return None if found is None else self._scored(self._schedule(found.programs))
 
     def _scored(self, schedule: Schedule) -> tuple[Score, Schedule] | None:
@@ -159,9 +159,9 @@ class _Problem:
         The first are the best of many, found in a trial on few microbatches. The others keep the order of forwards and
         backwards of a hand-made schedule.
         """
-        rules = list(_rules(self._workload))
-        few = max(2 * self._workload.ranks, _ACTIONS // (3 * len(self._placement) * len(rules)))
-        trial = _Trial(self._workload if few >= self._microbatches else self._work(few))
+        rules = list(_rules(self._whole))
+        few = max(2 * self._whole.ranks, _ACTIONS // (3 * len(self._placement) * len(rules)))
+        trial = _Trial(self._whole if few >= self._microbatches else self._work(few))
         trial.run(rules)
         for one in trial.best():
             trial.run([replace(one, deep=not one.deep), replace(one, patience=1.0 - one.patience),
@@ -169,7 +169,7 @@ class _Problem:
         trial.climb()
         yield from trial.best()
         for schedule in hand_made:
-            yield replace(_without_limits(self._workload), turns=tuple(map(_turns, schedule.programs)))
+            yield replace(_without_limits(self._whole), turns=tuple(map(_turns, schedule.programs)))
 
     def _schedule(self, programs: Sequence[Sequence[Action]]) -> Schedule:
         """Return these programs as the schedule ``auto``, with its peaks as bounds."""
@@ -184,18 +184,18 @@ def _turns(program: Iterable[Action]) -> tuple[Turn, ...]:
                  for action in program if action.op.uses_version or action.op.returns)
 
 
-def _without_limits(work: Workload) -> GreedyRules:
+def _without_limits(work: OrderedWork) -> GreedyRules:
     return GreedyRules((math.inf,) * work.ranks, (math.inf,) * work.ranks)
 
 
-def _rules(work: Workload) -> Iterator[GreedyRules]:
+def _rules(work: OrderedWork) -> Iterator[GreedyRules]:
     """Yield the rules to try first, each once, from the lowest limits of what a rank holds to the highest."""
     for in_flight, held in sorted(set(_allowances(work)), key=lambda one: (sum(one[1]), sum(one[0]), one)):
         for first in Priority:
             yield GreedyRules(in_flight, held, first)
 
 
-def _allowances(work: Workload) -> Iterator[tuple[tuple[float, ...], tuple[float, ...]]]:
+def _allowances(work: OrderedWork) -> Iterator[tuple[tuple[float, ...], tuple[float, ...]]]:
     """Yield limits of microbatch-stages in flight, and held in all, per rank."""
     chunks = [len(stages) for stages in work.stages_of]
     most = [count * work.microbatches for count in chunks]
@@ -212,23 +212,23 @@ def _allowances(work: Workload) -> Iterator[tuple[tuple[float, ...], tuple[float
         yield endless, level
 
 
-def _ahead(work: Workload, stage: int, share: float) -> float:
+def _ahead(work: OrderedWork, stage: int, share: float) -> float:
     """Return ``share`` of the forwards for which ``stage`` has time until its first gradient comes back."""
     away = (sum(work.forward_s[stage + 1:]) + sum(work.input_s[stage + 1:]) + sum(work.down_s[stage:])
             + sum(work.up_s[stage + 1:]))
     if share == math.inf or not work.forward_s[stage]:
         return math.inf
-    return math.ceil(share * away / work.forward_s[stage] * (1 - HAIR))
+    return math.ceil(share * away / work.forward_s[stage] * (1 - SAME_TIME))
 
 
 def _reaches(times: tuple[float, float], goal: tuple[float, float]) -> bool:
-    return times[0] <= goal[0] * (1 + HAIR) and times[1] <= goal[1] * (1 + HAIR)
+    return times[0] <= goal[0] * (1 + SAME_TIME) and times[1] <= goal[1] * (1 + SAME_TIME)
 
 
 class _Trial:
     """A trial of rules: the times of their orders. It ends as soon as no order can be better."""
 
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: OrderedWork) -> None:
         self._work, self._goal = work, work.goal()
         self._times: dict[GreedyRules, tuple[float, float]] = {}
         self._found_optimum = False
@@ -238,7 +238,7 @@ class _Trial:
             if self._found_optimum:
                 return
             found = GreedyRun(self._work, one).order()
-            self._times[one] = (math.inf, math.inf) if found is None else (found.span_s, found.makespan_s)
+            self._times[one] = (math.inf, math.inf) if found is None else (found.longest_s, found.makespan_s)
             self._found_optimum = _reaches(self._times[one], self._goal)
 
     def best(self) -> list[GreedyRules]:

@@ -53,7 +53,7 @@ class SimulationTables:
         unit: ticks per second. Times are whole numbers of ticks, which are many times faster than fractions; with a
             ``float`` among the costs a tick is a second and times stay as they are.
         firsts: per rank, the number of its first action.
-        ends: per rank, the number behind its last.
+        ends: per rank, the number after its last.
         rank_of: per action, its rank.
         ticks: per action, the ticks that it takes; None when it takes no time of its rank.
         messages: everything that is sent or published.

@@ -95,7 +95,7 @@ class EventLoop:
         self._awake = list(range(ranks))  # ranks that may be able to go on
         self._ready: set[int] = set()  # ranks that stand before an action that takes time and waits for nothing
         self._shared = costs.cores is not None
-        # What works on a host is numbered: actions, and behind these messages.
+        # What works on a host is numbered: actions, and after these messages.
         names = (0,) * ranks if costs.cores is None else costs.hosts or (0,) * ranks
         hosts = {name: Devices() if costs.cores is None else SharedCores(costs.cores) for name in names}
         self._hosts, self._host_of = list(hosts.values()), [hosts[name] for name in names]
@@ -172,7 +172,7 @@ class EventLoop:
         self._ready.clear()
 
     def _pass(self, action: int, rank: int) -> None:
-        """Open the messages that begin behind an action."""
+        """Open the messages that begin after an action."""
         for number in self._tables.opened[action]:
             message = self._tables.messages[number]
             if not self._overlap and message.ticks and message.source == rank:
