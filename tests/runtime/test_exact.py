@@ -34,7 +34,7 @@ from vpipe.testing import evaluate_oracle, flush_oracle
 @pytest.mark.parametrize("partition", [[3, 3, 2], [1, 1, 6], [5, 2, 1]])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_flush_equals_plain_pytorch(schedule: str, partition: list[int], recompute: float | list[float]) -> None:
-    equals_its_oracle(untied_model, rich_batches(4, 8), schedule=schedule, partition=partition, recompute=recompute,
+    equals_its_oracle(untied_model, rich_batches(3, 8), schedule=schedule, partition=partition, recompute=recompute,
                       **DECAY_AND_CLIP)
 
 
@@ -67,9 +67,9 @@ def test_flush_with_tied_weights_equals_plain_pytorch_summed_per_side(partition:
 @pytest.mark.parametrize("recompute", [0.0, 0.6])
 @pytest.mark.parametrize("partition", [[3, 3, 2], [2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1, 1]])
 def test_pipedream_equals_its_oracle(partition: list[int], recompute: float, update_every: int) -> None:
-    pipe, steps = equals_its_oracle(rich_model, rich_batches(4, 8), schedule="pipedream", partition=partition,
+    pipe, steps = equals_its_oracle(rich_model, rich_batches(3, 8), schedule="pipedream", partition=partition,
                                     recompute=recompute, update_every=update_every, **DECAY_AND_CLIP)
-    assert len(steps) == 16 // update_every
+    assert len(steps) == 12 // update_every
     for worker in pipe.engine.workers.values():
         for s, stage in worker.stages.items():
             assert stage.weights.most_versions <= len(partition) - s
