@@ -101,7 +101,7 @@ class CheckError(UserError):
     """A schedule breaks a rule; the text holds the grid with the actions at fault marked.
 
     Attributes:
-        marks: (rank, position in its program) of each; the position behind the last action is the end.
+        marks: (rank, position in its program) of each; the position after the last action is the end.
     """
 
     marks: tuple[tuple[int, int], ...] = ()

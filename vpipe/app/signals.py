@@ -25,7 +25,7 @@ UNSAVED = 64
 and the number: so the launcher knows."""
 
 REPORT_S = 5.0
-"""To notice that a rank is gone, to let its neighbour report first, and to report."""
+"""Time to notice that a rank is gone, to let its neighbour report first, and to report."""
 
 
 class Stopped(NamedTuple):

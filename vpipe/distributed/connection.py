@@ -20,16 +20,16 @@ from weakref import WeakSet
 from vpipe.distributed.sockets import strangers
 
 MAX_UNSENT_BYTES = 1 << 20
-"""Above which a message that may be lost is dropped: a beat more or less."""
+"""Unsent bytes above which a message that may be lost is dropped: a heartbeat more or less."""
 
 MAX_BYTES = 1 << 28
-"""Of one message: a rank that sends more is none. The entries of 90,000 tensors have 10 MB."""
+"""Largest size of a message: a rank that sends more is none. The entries of 90,000 tensors have 10 MB."""
 
 UNAUTHENTICATED_BYTES = 4096
-"""The same of a peer that has not shown yet that it knows the key."""
+"""Largest size of a message from a peer that has not shown yet that it knows the key."""
 
 RECEIVES = 4
-"""From one peer at a time: one that sends without end must not keep the others waiting."""
+"""Reads from one peer at a time: one that sends without end must not keep the others waiting."""
 
 _connections: WeakSet[Connection] = WeakSet()
 _listeners: WeakSet[socket.socket] = WeakSet()

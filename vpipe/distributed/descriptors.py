@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from vpipe.errors import RunError, UserError
 
 SPARE = 16
-"""For files that a rank opens while it trains: data, logs, checkpoints, modules that are imported late."""
+"""Descriptors for files that a rank opens while it trains: data, logs, checkpoints, modules that are imported late."""
 
 AT_START = 8
-"""Open in a rank that its launcher has started, before it joins the others."""
+"""Descriptors that a rank has when its launcher has started it, before it joins the others."""
 
 ENOUGH = 1 << 16
-"""More are not asked for, even where the hard limit is higher."""
+"""Largest limit that is asked for, even where the hard limit is higher."""
 
 
 def joining(rank: int, ranks: int) -> int:

@@ -18,8 +18,8 @@ from vpipe.errors import VpipeError, is_users, links, package, without_hidden, w
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 WAIT_S = 2.0
-"""Before a rank ends because of another rank's error: torchrun ends all ranks as soon as one has ended, and that is to
-be the one that reports the error."""
+"""Time before a rank ends because of another rank's error: torchrun ends all ranks as soon as one has ended, and that
+is to be the one that reports the error."""
 
 
 def install() -> None:

@@ -22,13 +22,13 @@ from vpipe.distributed.value_exchange import Relay
 from vpipe.errors import RunError
 
 LINGER_S = 2.0
-"""When rank 0 ends: for the other ranks to hear it and hang up. What a closed connection still had to send is lost."""
+"""Time for the other ranks to hear that rank 0 ends, and hang up: what a closed connection had to send is lost."""
 
 PROOF_S = 10.0
-"""For who connects to show that it knows the key, which ranks do at once."""
+"""Time for a process that connects to show that it knows the key, which ranks do at once."""
 
 MAX_UNAUTHENTICATED = 64
-"""Connections that have not shown it, above which the oldest is dropped: they must not use up the process's files."""
+"""Number of connections that have not shown it, above which the oldest is dropped: they must not use up files."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from vpipe.errors import UserError
 
 _ANY_PORT = 9
-"""For routes: nothing is sent there."""
+"""Port with which routes are asked for: nothing is sent there."""
 
 
 @dataclass(frozen=True)

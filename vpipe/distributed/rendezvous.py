@@ -23,7 +23,7 @@ from vpipe.distributed.watchdog import Watchdog, watch
 from vpipe.errors import RunError, UserError
 
 POLL_S = 0.02
-"""Between two tries to reach rank 0, which may not listen yet."""
+"""Time between two tries to reach rank 0, which may not listen yet."""
 
 _groups_made = count()
 
@@ -91,7 +91,7 @@ def _text(stored: bytes) -> str:
 
 
 MOST_BYTES = 4096
-"""Of a value in a store that is read."""
+"""Largest size of a value that is read from a store."""
 
 
 class Rendezvous:

@@ -13,7 +13,7 @@ from vpipe.distributed.failure_detector import RankState, WatchdogTiming
 from vpipe.distributed.fault import Fault, duration
 
 LONG = 5
-"""Ranks, above which those in the middle of a chain are counted, not named."""
+"""Length of a chain above which the ranks in its middle are counted, not named."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ def chains(states: Sequence[RankState], enough_s: float, beat_s: float) -> list[
 
 
 MOST_SHOWN = 3
-"""Times that long waits are shown, and stacks written; later ones are a line in the logs."""
+"""Number of long waits that are shown, with stacks written; later ones are a line in the logs."""
 
 MOST_CHAINS = 3
-"""Chains of a report, those of most ranks."""
+"""Largest number of chains in a report; those of most ranks come first."""
 
 log = logging.getLogger("vpipe")
 

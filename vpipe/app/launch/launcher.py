@@ -23,10 +23,10 @@ from vpipe.checkpoint import Checkpoints
 from vpipe.errors import Problem, RunError, UserError
 
 PAUSE_S = 10.0
-"""Before hosts that could not be reached are tried again."""
+"""Time before hosts that could not be reached are tried again."""
 
 STOP_S = 600.0
-"""For ranks that are asked to stop: a step, or an evaluation, that is under way, and the save."""
+"""Time for ranks that are asked to stop: for a step or an evaluation that is under way, and the save."""
 
 
 def run(config: Config, start: ResumePoint | None, restarts: int | None) -> Path | None:

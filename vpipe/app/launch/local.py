@@ -29,13 +29,13 @@ from vpipe.distributed.fault import Fault
 from vpipe.errors import RunError, VpipeError, counted
 
 GRACE_S = 2.0
-"""After a failure: for the other ranks to report what they saw, then again for them to end."""
+"""Time after a failure for the other ranks to report what they saw, then again for them to end."""
 
 LEAVE_S = 30.0
-"""For the other ranks to end, once the first has after a signal to one of them: all has been saved by then."""
+"""Time for the other ranks to end, once the first has after a signal to one of them: all has been saved by then."""
 
 STATUS_S = 10.0
-"""For the exit status of a rank that others found dead."""
+"""Time for the exit status of a rank that others found dead to come."""
 
 POLL_S = 0.05
 

@@ -53,7 +53,7 @@ from vpipe.distributed.network import Host, check_interfaces
 from vpipe.errors import Problem, RunError, UserError, VpipeError, counted
 
 REPORTED_S = 2.0
-"""For the rank that reports a failure to end first: torchrun ends all ranks when one has ended."""
+"""Time for the rank that reports a failure to end first: torchrun ends all ranks when one has ended."""
 
 T = TypeVar("T")
 

@@ -43,10 +43,10 @@ REACH_S = 5.0
 CHUNK_BYTES = 1 << 20
 
 ALIVE_S = 15
-"""Between two signs of life of a connection."""
+"""Time between two signs of life of a connection."""
 
 SILENT_S = 4 * ALIVE_S
-"""Without a message before the ranks start, after which the agent ends: sshd here does not notice a cut for hours."""
+"""Silence before the ranks start, after which the agent ends: sshd here does not notice a cut for hours."""
 
 _MARK = b"vpipe: "
 """Before each message: what a login shell prints by itself must not be taken for one."""

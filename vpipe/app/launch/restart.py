@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vpipe.app.train.job import Job
 
 SLOW_S = 2.0
-"""Reading a checkpoint for longer is shown."""
+"""Time after which it is shown that a checkpoint is being read."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _progress(what: str) -> Callable[[int, int], None]:
 # -- runs whose ranks torchrun or srun starts again ----------------------------------------------------------------
 
 FILE = "starter.json"
-"""In the run's folder."""
+"""The record of a starter, in the run's folder."""
 
 
 @dataclass(frozen=True)

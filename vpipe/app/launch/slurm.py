@@ -11,7 +11,7 @@ from signal import SIGUSR1
 from vpipe.errors import UserError, counted
 
 SAVE_S = 120
-"""From the signal to the time limit. SLURM may be a minute early."""
+"""Time from the signal to the time limit. SLURM may be a minute early."""
 
 WRITTEN_BY = "# Written by: "
 """Before the command, in the script that it wrote."""

@@ -30,10 +30,10 @@ from vpipe.errors import Problem, RunError, UserError
 
 CONNECT_S = 10
 HELLO_S = 20.0
-"""For a host to send its versions, after the connection; Python starts slowly from a cold network folder."""
+"""Time for a host to send its versions, after the connection; Python starts slowly from a cold network folder."""
 
 READY_S = 60.0
-"""For a host to check the way to the first one."""
+"""Time for a host to check the way to the first one."""
 
 NO_DIRECTORY = 96
 """Exit status of the remote shell that finds no ``launch.directory``."""
