@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from vpipe.errors import UserError
@@ -118,7 +119,7 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     import torch
 
     if device.type == "cpu":
-        return thread_time if torch.get_num_threads() == 1 else perf_counter
+        return time.thread_time if torch.get_num_threads() == 1 else perf_counter
 
     def synchronised() -> float:
         synchronize(device)
