@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vpipe.schedules.advice import Advice
     from vpipe.schedules.builder import build
     from vpipe.schedules.checker import check
-    from vpipe.schedules.costs import Costs
+    from vpipe.schedules.costs import Costs, StageCosts
     from vpipe.schedules.csv_format import CsvFile
     from vpipe.schedules.graph import Dependencies
     from vpipe.schedules.lowering import lower
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from vpipe.schedules.simulator.timeline import Timeline, simulate
 
 __all__ = ["Action", "Advice", "Costs", "CsvFile", "Dependencies", "RegisteredSchedule", "Repeating",
-           "Schedule", "Timeline", "build", "check", "kinds", "lower",
+           "Schedule", "StageCosts", "Timeline", "build", "check", "kinds", "lower",
            "register_schedule", "simulate"]
 
 # Loaded when first asked for: what reads a config must not wait for the simulator.
 _HOME = {"Action": "action", "Advice": "advice", "build": "builder",
-         "check": "checker", "Costs": "costs", "CsvFile": "csv_format", "Dependencies": "graph",
+         "check": "checker", "Costs": "costs", "StageCosts": "costs", "CsvFile": "csv_format", "Dependencies": "graph",
          "lower": "lowering", "RegisteredSchedule": "registry",
          "register_schedule": "registry", "Repeating": "repeating", "Schedule": "schedule",
          "Timeline": "simulator.timeline", "simulate": "simulator.timeline"}
