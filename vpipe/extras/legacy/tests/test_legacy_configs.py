@@ -79,11 +79,18 @@ def test_text_to_shards_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_without_the_extra_a_flat_file_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats.PluginGroup, "names", [])
-    monkeypatch.setattr(formats.PluginGroup, "added", lambda group: [])
+    monkeypatch.setattr(formats, "CONFIG_FORMATS", PluginGroup("vpipe.nothing", "form of configs"))
     with pytest.raises(UserError) as refused:
         load_config(Path("bert_4vpipe_tiny"))
     [problem] = refused.value.problems
     assert problem.what == "the file has none of the sections model, dataset, training, parallel"
     assert problem.hint == ("vpipe configs lists examples; the flat form of VPipe is read by "
                             "vpipe/extras/legacy, which is not installed here")
+
+
+def test_paths_of_a_flat_config_are_taken_from_the_current_folder(tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(Path("bert_4vpipe_tiny_hdf5"))
+    assert config.dataset.path == tmp_path / "data"
+    assert config.model.config_file == shipped_configs()["bert_4vpipe_tiny"].parent / "bert_tiny" / "bert_config.json"
