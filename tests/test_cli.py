@@ -250,6 +250,7 @@ def shard(path: Path, **without: object) -> None:
 
 
 def test_data_folders(refused: Refused, here: Path) -> None:
+    pytest.importorskip("vpipe.extras.bert_hdf5.shards")
     folder = here / "data"
 
     def error(*texts: str) -> str:

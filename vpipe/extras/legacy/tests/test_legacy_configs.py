@@ -18,6 +18,8 @@ from vpipe.errors import UserError
 from vpipe.plugins import PluginGroup
 
 TINY = ["metrics.peak_tflops=1", "model.hidden_size=16", "model.num_heads=4", "model.sequence_length=8"]
+
+
 def test_the_families_are_complete() -> None:
     names = {path.name for path in shipped_configs().values()}
     for kind in ("4gpipe", "4pipedream", "4vpipe"):
