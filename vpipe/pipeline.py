@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -237,10 +237,7 @@ class Pipeline:
                 a checkpoint.
             RunError: it could not be written; a checkpoint that was there before still is.
         """
-        self._checkpoint(folder).save({
-            "partition": list(self.partition), "placement": [list(ranks) for ranks in self.placement],
-            "schedule": self.schedule, "microbatches": self.microbatches, "update_every": self.update_every,
-            "recompute": [sorted(layers) for layers in self.recomputed], "drained": True})
+        self._checkpoint(folder).save({**self.arrangement, "drained": True})
 
     def load(self, folder: str | Path) -> Position:
         """Load a checkpoint of :meth:`save`, or the newest one of a run's folder; every rank calls it before training.
@@ -260,6 +257,13 @@ class Pipeline:
                 where the schedule takes only whole ones. Nothing has been loaded then.
         """
         return self._checkpoint(folder).load(self.model)
+
+    @property
+    def arrangement(self) -> dict[str, Any]:
+        """How the model is cut and scheduled, as a checkpoint and a timeline say it."""
+        return {"partition": list(self.partition), "placement": [list(ranks) for ranks in self.placement],
+                "schedule": self.schedule, "microbatches": self.microbatches, "update_every": self.update_every,
+                "recompute": [sorted(layers) for layers in self.recomputed]}
 
     # -- what a training loop of one's own asks -------------------------------------------------------------------
 

@@ -102,18 +102,10 @@ class Engine:
 
     def train(self, batches: Iterable[Batch], updates: int | None = None, stop: Callable[[], bool] = lambda: False,
               pauses: Pauses = lambda steps: None) -> Iterator[Step]:
-        """Train on the batches; yield the steps, in order.
+        """Train on the batches; yield the steps, in order. See :meth:`vpipe.Pipeline.train`.
 
-        After :meth:`restore` the first batch is the one that was under way, without its microbatches that are done.
-
-        Args:
-            updates: end after so many steps, in the middle of a batch if need be (not under a schedule read from a
-                file, which ends with its batch).
-            stop: called on the rank of the last stage, once per step. The result comes with the step on every rank, so
-                that all can stop after the same one.
-            pauses: must return the same on every rank. Without a flush the pipeline drains exactly there: a
-                :meth:`drain` between that step and the next makes no step, and the next microbatches use the latest
-                weights at every stage. With a flush it is empty after every batch.
+        After :meth:`restore` the first batch is the one that was under way, without its microbatches that are done. At
+        a pause a :meth:`drain` makes no step, and the next microbatches use the latest weights at every stage.
         """
         self._compare_replicas()
         self.drain()
@@ -304,11 +296,7 @@ class Engine:
         self._interpreter.finish()
 
     def record(self, limit: int = MOST_ACTIONS) -> Mapping[int, Recorder]:
-        """Record the actions of training from now on, at most ``limit`` per rank; return the recorders by rank.
-
-        Raises:
-            UserError: forwards run in threads, so that actions have no times of their own.
-        """
+        """Record the actions of training from now on; see :meth:`vpipe.Pipeline.record`."""
         if (why := self._description.execution.no_timeline) is not None:
             raise UserError(why[0], hint=why[1])
         assert self._stream is None, "microbatches in flight were not recorded"
@@ -316,11 +304,7 @@ class Engine:
         return self._interpreter.recorders
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the mean loss over the samples of all batches, forward only, with the latest weights.
-
-        The loss of a microbatch is weighted by its samples, so a batch may have any number of them; by its labels, if
-        the model says that the loss is their mean.
-        """
+        """Return the mean loss over samples, or labels if the model says so. See :meth:`vpipe.Pipeline.evaluate`."""
         self._compare_replicas()
         self.drain()
         losses: dict[int, list[float]] = {rank: [] for rank in self._placement[-1] if rank in self.workers}
@@ -397,11 +381,7 @@ class Engine:
         return [stage for worker in self.workers.values() for stage in worker.stages.values()]
 
     def state(self, corrected: bool = True) -> dict[str, Tensor]:
-        """Return parameters and buffers of the whole model, on every rank, in the order of the layers.
-
-        Args:
-            corrected: False: without what the correction of late gradients has added.
-        """
+        """Return the whole model on every rank, in the order of the layers; see :meth:`vpipe.Pipeline.state_dict`."""
         self._interpreter.check_usable()
         self._compare_replicas()
         self.drain()
@@ -416,13 +396,10 @@ class Engine:
         return state_parts(self.workers, self._placement)
 
     def checkpoint_state(self) -> dict[str, Tensor]:
-        """Return the state of this process that a resumed run needs, without copies (:mod:`vpipe.runtime.state_dict`).
-
-        Every rank calls it after the same step; without a flush the pipeline drains first.
+        """Return the state of this process that a resumed run needs; see :meth:`vpipe.Pipeline.local_state`.
 
         Raises:
             RunError: the pipeline failed before.
-            UserError: a checkpoint cannot hold the state of a layer or an optimizer.
         """
         self._interpreter.check_usable()
         self.drain()
@@ -433,16 +410,10 @@ class Engine:
         return any(part.wants(name) for part in self.parts)
 
     def restore(self, position: Position, tensors: Mapping[str, Tensor]) -> str | None:
-        """Restore the state of a saved run of any partition, widths and transport, on every rank before it trains.
+        """Restore a saved run, on every rank before it trains; see :meth:`vpipe.Pipeline.restore`.
 
         Args:
             tensors: the :meth:`checkpoint_state` of all ranks together, or the part that this process :meth:`wants`.
-
-        Returns:
-            On every rank a line about weights that look ahead by another factor than in the checkpoint, if there are.
-
-        Raises:
-            UserError: parameters or buffers are missing; or see :meth:`check_restorable`.
         """
         self.check_restorable(position)
         with self.interrupts:

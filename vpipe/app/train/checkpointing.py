@@ -197,11 +197,7 @@ class Checkpointing:
         position = pipe.position
         return CheckpointInfo(
             position.steps, position.samples, job.config.training.seed, self._data,
-            self._config, {
-                "partition": list(pipe.partition), "placement": [list(ranks) for ranks in pipe.placement],
-                "schedule": pipe.schedule, "update_every": pipe.update_every, "microbatches": pipe.microbatches,
-                "recompute": [sorted(layers) for layers in pipe.recomputed], "drained": not job.schedule.flush,
-                RUN: os.path.abspath(self._folder)},
+            self._config, {**pipe.arrangement, "drained": not job.schedule.flush, RUN: os.path.abspath(self._folder)},
             position.as_numbers(pipe.microbatches))
 
     def _drain_s(self, saved: SaveResult) -> float:
