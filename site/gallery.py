@@ -92,7 +92,7 @@ def typed(command: list[str]) -> str:
 
 def figures(data: ReportData) -> str:
     """Return a run's key figures as cells of a table."""
-    whole = sum(time.span for time in data.figures.ranks)
+    whole = sum(time.whole for time in data.figures.ranks)
     idle = [f"{sum(time.idle.get(cause, 0.0) for time in data.figures.ranks) / whole:.1%}"
             for cause in (Cause.SCHEDULE, Cause.STRAGGLER, Cause.TRANSFER)]
     versions = max(done.versions for track in data.recording.tracks for done in track.actions)
