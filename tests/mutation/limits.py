@@ -1,4 +1,4 @@
-"""What reading a file that a user hands in may take: a second of a processor, 300 MB, and only errors of ours."""
+"""Limits of reading a file that a user hands in: three seconds of a slow processor, 300 MB, and only errors of ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vpipe.errors import VpipeError
 
-MOST_S, MOST_BYTES, LONGEST = 1.0, 300 << 20, 50_000
+MOST_S, MOST_BYTES, LONGEST = 3.0, 300 << 20, 50_000
 
 
 @contextmanager
