@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vpipe.errors import UserError
-from vpipe.plan.profile import Identity, Profile
+from vpipe.plan import Profile
+from vpipe.plan.profile import Identity
 
 Say = Callable[[str], None]
 
