@@ -18,7 +18,7 @@ from hosts import Hosts, until
 HOST_OF = (0, 0, 1, 2)
 """Rank -> host."""
 
-START_S = 90.0
+START_S = 240.0
 
 
 class Run:

@@ -43,7 +43,7 @@ class Launched:
                       training__max_minutes=2.0)
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             self.process = hosts[0].popen([VPIPE, "train", path], cwd=folder, stdout=out, stderr=err)
-        until(lambda: len(list(own(hosts[0], folder).glob("*/metrics.jsonl"))) == 1, 90, "training")
+        until(lambda: len(list(own(hosts[0], folder).glob("*/metrics.jsonl"))) == 1, 240, "training")
         self.run = only_run(own(hosts[0], folder))
         until(lambda: (self.run / "metrics.jsonl").read_text().count("\n") > 3, 60, "a few updates")
 
@@ -157,7 +157,7 @@ def test_it_goes_on_without_a_host_that_stays_away(hosts: Hosts, tmp_path: Path)
     path.write_text(path.read_text() + "elastic: true\n")
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         process = hosts[0].popen([VPIPE, "train", path, "--restarts", "2"], cwd=tmp_path, stdout=out, stderr=err)
-    until(lambda: bool(list(tmp_path.glob("checkpoints/*/step-5"))), 90, "a checkpoint")
+    until(lambda: bool(list(tmp_path.glob("checkpoints/*/step-5"))), 240, "a checkpoint")
     hosts[2].close_ssh()
     os.kill(hosts[2].find(RANK="2")[0], signal.SIGKILL)
     status, said = process.wait(110), (tmp_path / "err").read_text()

@@ -63,7 +63,7 @@ def test_a_ready_script(nodes: int, cluster: Cluster, work: Path, tmp_path: Path
     """It is run as it stands in the repository (the one of two nodes below). The losses are those of one device."""
     [script] = (ROOT / "configs" / "slurm").glob(f"*_{nodes}node*.sh")
     job = submit(cluster, work, script.relative_to(ROOT))
-    state = cluster.wait(job, 90)
+    state = cluster.wait(job, 240)
     assert state == "COMPLETED", said(work, job)
     assert cluster.shown(job)["NumNodes"] == str(nodes)
     run = only_run(work / "runs")
@@ -172,7 +172,7 @@ def test_a_job_that_goes_back_into_the_queue_goes_on(cluster: Cluster, work: Pat
     until(lambda: cluster.state(job) == "PENDING", 60, "it is requeued")
     # SLURM would wait for two minutes, and takes a start in the same second for that of the job before.
     cluster.command("scontrol", "update", f"JobId={job}", "StartTime=now+2", check=True)
-    assert cluster.wait(job, 90) == "COMPLETED", said(work, job)
+    assert cluster.wait(job, 240) == "COMPLETED", said(work, job)
     run, text = only_run(work / "runs"), said(work, job)
     [saved] = re.findall(rf"stopped by SIGTERM after update (\d+): saved; go on with: vpipe train --resume {run}", text)
     assert f"attempt 2: srun starts the ranks again; going on from step {saved}\n" in text

@@ -36,7 +36,7 @@ class Attacked:
         with (folder / "out").open("wb") as out:
             self.process = hosts[0].popen(command, cwd=folder, stdout=out, stderr=out)
         until(lambda: len(list(self.runs_of(hosts[0]).glob("*/metrics.jsonl"))) == 1 or self.process.poll() is not None,
-              90, "training")
+              240, "training")
         assert self.process.poll() is None, (folder / "out").read_text()
         self.run = only_run(self.runs_of(hosts[0]))
 

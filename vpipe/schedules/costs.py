@@ -134,9 +134,13 @@ class Costs:
         Args:
             placement: the ranks of every stage.
             recomputing: stages that repeat their forward.
-            forward_s, input_s, weight_s, step_s, version_bytes: of a whole rank.
+            forward_s: of a whole rank, as all that follow.
+            input_s: of the input half of a backward.
+            weight_s: of its weight half.
             transfer_s: of any transfer between ranks.
-            activation_bytes: of a whole rank, held from F until B or I; as much again from I until W.
+            step_s: of an optimizer step.
+            activation_bytes: held from F until B or I; as much again from I until W.
+            version_bytes: of a weight version.
         """
         stages = []
         for stage, (rank, *_) in enumerate(placement):
