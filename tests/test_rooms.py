@@ -8,14 +8,16 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import fields
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 from public_names import INSIDES_IMPORTED, PAGES, faces, insides_imported, named_in, names_imported, public_names
-from tier_sizes import sizes
+from tier_sizes import lines_of_tiers
 
 from vpipe import Asynchronous, Cut, Execution, Order, Pipeline, Plan, Precision, Transfers, Update
 from vpipe.accelerator import KINDS
@@ -80,10 +82,16 @@ MAY_IMPORT: dict[str, set[str]] = {
 """The rooms of vpipe, and what each may import of it."""
 
 
-def imported(source: str) -> set[str]:
+@cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    """Everything in a file, read once for all tests."""
+    return tuple(ast.walk(ast.parse(file.read_text())))
+
+
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
     """The dotted names that a file imports, anywhere in it; ``from a import b`` counts as ``a.b``."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -104,10 +112,10 @@ def tier_of(room: str) -> str:
     return room if room.startswith("extras") or room == "testing" else LIBRARY
 
 
-def rooms_imported(source: str) -> set[str]:
+def rooms_imported(nodes: Iterable[ast.AST]) -> set[str]:
     """The rooms of vpipe that a file imports; its public face, ``from vpipe import Model``, is ``__init__``."""
     rooms = set()
-    for name in imported(source):
+    for name in imported(nodes):
         first, _, rest = name.partition(".")
         if first == "vpipe":
             path = ROOT / rest.replace(".", "/")
@@ -127,7 +135,7 @@ def test_the_files_of_a_room_import_only_what_it_may(room: str) -> None:
     assert room in MAY_IMPORT, f"say in {Path(__file__).name} what vpipe/{room} may import"
     for file in FILES:
         if room_of(file) == room:
-            found = {other for other in rooms_imported(file.read_text()) - {room}
+            found = {other for other in rooms_imported(nodes(file)) - {room}
                      if not {other, tier_of(other)} & MAY_IMPORT[room]}
             assert found == VIOLATIONS.get(file.relative_to(ROOT).as_posix(), set()), file
 
@@ -140,7 +148,7 @@ def test_schedules_and_their_pictures_need_nothing_but_the_standard_library() ->
     for file in FILES:
         if (room_of(file) in STANDARD_LIBRARY_ALONE and file not in NEED_TORCH) or \
                 file == ROOT / "app" / "commands" / "schedule.py":
-            packages = {name.split(".")[0] for name in imported(file.read_text())}
+            packages = {name.split(".")[0] for name in imported(nodes(file))}
             templates = {"jinja2"} if file == ROOT / "app" / "report" / "style.py" else set()  # of the report's page
             assert packages <= sys.stdlib_module_names | {"vpipe"} | templates, file
 
@@ -158,7 +166,7 @@ def test_no_files_import_each_other_in_a_circle(folder: Path) -> None:
     base = ROOT.parent if folder == ROOT else folder  # the files of a benchmark import each other by their names alone
     modules = {".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): file
                for file in sorted(folder.rglob("*.py"))}
-    graph = {module: {name if name in modules else name.rpartition(".")[0] for name in imported(file.read_text())}
+    graph = {module: {name if name in modules else name.rpartition(".")[0] for name in imported(nodes(file))}
              & set(modules) - {module} for module, file in modules.items()}
     list(TopologicalSorter(graph).static_order())  # raises, and names the circle
 
@@ -200,8 +208,7 @@ def test_the_kinds_of_actions_are_named_only_where_they_are_made_and_executed() 
     for file in ROOT.rglob("*.py"):
         path = file.relative_to(ROOT).as_posix()
         if not path.startswith(MAY_NAME_KINDS):
-            assert "Op" not in {node.id for node in ast.walk(ast.parse(file.read_text()))
-                                if isinstance(node, ast.Name)}, path
+            assert "Op" not in {node.id for node in nodes(file) if isinstance(node, ast.Name)}, path
 
 
 def test_only_the_assignment_knows_which_replica_takes_a_microbatch() -> None:
@@ -212,7 +219,7 @@ def test_only_the_assignment_knows_which_replica_takes_a_microbatch() -> None:
 
 def test_no_row_of_the_table_is_a_program() -> None:
     """An expression of a row has five lines at most."""
-    for node in ast.walk(ast.parse((ROOT / "schedules/kinds.py").read_text())):
+    for node in nodes(ROOT / "schedules/kinds.py"):
         if isinstance(node, ast.Lambda) or (isinstance(node, ast.FunctionDef) and [
                 argument.arg for argument in node.args.args] == ["at", "s", "i", "rank"]):
             assert node.end_lineno - node.lineno < 5 + isinstance(node, ast.FunctionDef), ast.unparse(node)
@@ -221,9 +228,10 @@ def test_no_row_of_the_table_is_a_program() -> None:
 def test_imports_are_found_wherever_they_stand() -> None:
     source = "import torch.nn as nn\nfrom vpipe import Model\nif x:\n    from vpipe.errors import UserError\n" \
              "def f():\n    from vpipe import schedules\n    import vpipe.app.data.local_corpus"
-    assert imported(source) == {"torch.nn", "vpipe.Model", "vpipe.errors.UserError", "vpipe.schedules",
-                                "vpipe.app.data.local_corpus"}
-    assert rooms_imported(source) == {"__init__", "errors", "schedules", "app.data"}
+    found = list(ast.walk(ast.parse(source)))
+    assert imported(found) == {"torch.nn", "vpipe.Model", "vpipe.errors.UserError", "vpipe.schedules",
+                               "vpipe.app.data.local_corpus"}
+    assert rooms_imported(found) == {"__init__", "errors", "schedules", "app.data"}
 
 
 MOST_PUBLIC_NAMES = 60
@@ -272,7 +280,7 @@ def test_checking_and_drawing_a_schedule_does_not_import_torch() -> None:
 
 def test_only_the_public_class_knows_its_engine() -> None:
     """What training, comparing and verifying lack in ``Pipeline``, users lack."""
-    used = {str(path.relative_to(ROOT)) for path in FILES for node in ast.walk(ast.parse(path.read_text()))
+    used = {str(path.relative_to(ROOT)) for path in FILES for node in nodes(path)
             if isinstance(node, ast.Attribute) and node.attr == "engine"}
     assert used == {"pipeline.py"}
 
@@ -286,9 +294,9 @@ BUDGETS = {"library": 28_700, "testing": 1_800, "application": 19_600, "extras":
 
 def test_a_feature_makes_room_or_raises_its_budget() -> None:
     sections = [found for info in Config.model_fields.values() if (found := section_of(info)) is not None]
-    now = {tier: size.lines for tier, size in sizes().items() if tier in BUDGETS}
-    now |= {"parameters of Pipeline": len(inspect.signature(Pipeline).parameters),
-            "config keys": len(Config.model_fields) - len(sections) + sum(len(one.model_fields) for one in sections)}
+    keys = len(Config.model_fields) - len(sections) + sum(len(one.model_fields) for one in sections)
+    now = {**lines_of_tiers(), "parameters of Pipeline": len(inspect.signature(Pipeline).parameters),
+           "config keys": keys}
     above = {what: f"{count:,} of {BUDGETS[what]:,}" for what, count in now.items() if count > BUDGETS[what]}
     assert not above, (f"{above}: delete what nobody uses, do a job once, or take what is there for the new one; where "
                        "that would harm users, raise the budget in this file, and let the commit say why")
@@ -313,7 +321,7 @@ def test_few_files_know_a_field_of_a_part() -> None:
 def test_one_file_names_kinds_of_devices() -> None:
     """All others ask it; they know that the processor is another thing, cpu."""
     for file in set(FILES) - {ROOT / "accelerator.py"}:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file):
             if isinstance(node, ast.Attribute):
                 assert not (node.attr in KINDS or node.attr in {f"is_{kind}" for kind in KINDS}) or \
                     ast.unparse(node) in ("torch.version.cuda", "torch.backends.mkldnn"), f"{file}:{node.lineno}"

@@ -87,10 +87,19 @@ def reached(root: Path) -> list[Path]:
     return [modules[name] for name in sorted(found)]
 
 
+def files_of_tiers(root: Path = ROOT) -> dict[str, list[Path]]:
+    tiers = grouped(root, tier_of)
+    return tiers | {"tests": [*sorted((root / "tests").rglob("*.py")), *tiers.get("tests", [])]}
+
+
+def lines_of_tiers() -> dict[str, int]:
+    return {tier: sum(file.read_text().count("\n") for file in files) for tier, files in files_of_tiers().items()}
+
+
 def sizes(root: Path = ROOT) -> dict[str, Size]:
     """Of every tier, of all of ``vpipe/``, and of the tests."""
-    tiers = grouped(root, tier_of)
-    tests = [*sorted((root / "tests").rglob("*.py")), *tiers.pop("tests", [])]
+    tiers = files_of_tiers(root)
+    tests = tiers.pop("tests")
     return {"library by reach": size_of(reached(root)), **{tier: size_of(files) for tier, files in tiers.items()},
             "vpipe": size_of(file for files in tiers.values() for file in files), "tests": size_of(tests)}
 
