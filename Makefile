@@ -9,6 +9,7 @@
 
 PYTHON ?= python3
 SOAK_MINUTES ?= 60
+SYSTEM_TESTS ?= system
 CMAKE ?= cmake
 BIN := .venv/bin
 ORION := kernel_intercept
@@ -39,8 +40,8 @@ pytest:
 test-system: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== installing ssh, SLURM and Chromium"
 	@tests/system/install
-	@echo "== pytest -m system"
-	@$(BIN)/pytest -m system -rs --numprocesses 3 --dist loadgroup
+	@echo "== pytest -m '$(SYSTEM_TESTS)'"
+	@$(BIN)/pytest -m '$(SYSTEM_TESTS)' -rs --numprocesses 3 --dist loadgroup
 
 site: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== building build/site (trains the gallery's six runs)"

@@ -15,6 +15,7 @@ import pytest
 HERE = Path(__file__).parent.parent / "schedules"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_all_answers() -> None:
     found = subprocess.run([sys.executable, HERE / "answers.py"], capture_output=True, text=True, timeout=580)

@@ -18,6 +18,7 @@ def limit() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "bubble", "makespan", "peaks"), [
     ("1f1b", TIMES_3, 3 * MICROBATCHES + TIMES_3, [RANKS - rank for rank in range(RANKS)]),
     ("gpipe", TIMES_3, 3 * MICROBATCHES + TIMES_3, [MICROBATCHES] * RANKS),

@@ -25,6 +25,7 @@ def _handler_of_python() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "arguments"), [
     (lambda: rich_model(tied=False), {"schedule": "1f1b", "stages": 3}),
     (norm_model, {"schedule": "gpipe", "recompute": 0.5})])

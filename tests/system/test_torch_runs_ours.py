@@ -15,6 +15,7 @@ from world import World
 from vpipe.schedules.size import default_placement
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 5), (2, 6), (3, 3), (3, 7), (5, 10)])
 def test_torch_runs_every_schedule_of_ours(ranks: int, microbatches: int, forked: None, tmp_path: Path) -> None:
     schedules = {**dict(exportable(ranks, microbatches, more_chunks=(2, 3, 4))),

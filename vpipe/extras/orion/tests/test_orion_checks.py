@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[4]
-pytestmark = [pytest.mark.system, pytest.mark.timeout(620),
+pytestmark = [pytest.mark.system, pytest.mark.long, pytest.mark.timeout(620),
               pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")]
 
 
