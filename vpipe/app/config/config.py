@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf, lcm
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from vpipe import Execution, Order, Precision
 from vpipe.app.command_line import Setting
@@ -67,10 +67,10 @@ Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
-def neighbours(size: int, divisor: int) -> tuple[int, int]:
-    """Return the nearest multiples of ``divisor`` below and above ``size``, which is no multiple."""
+def _nearest_multiples(what: str, size: int, divisor: int) -> str:
+    """Return ``the nearest sizes are 8 and 12``: the multiples of ``divisor`` around ``size``, which is none."""
     low = size // divisor * divisor
-    return low, low + divisor
+    return f"the nearest {what}s are {low} and {low + divisor}" if low else f"the nearest {what} is {divisor}"
 
 
 class ModelSection(Section):
@@ -106,9 +106,8 @@ class ModelSection(Section):
             yield Mistake(("preset",), f"is '{self.preset}', but the sizes also come from the config_file "
                                        f"'{self.config_file}'", "keep one of the two")
         if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
-            low, high = neighbours(self.hidden_size, self.num_heads)
             yield Mistake(("hidden_size",), f"is {self.hidden_size}, which {self.num_heads} heads do not divide",
-                          f"the nearest sizes are {low} and {high}" if low else f"the nearest size is {high}")
+                          _nearest_multiples("size", self.hidden_size, self.num_heads))
 
 
 class DatasetSection(Section):
@@ -216,13 +215,10 @@ class TrainingSection(Section):
         """Return the updates of the warm-up in a run of ``total`` updates."""
         return int(self.warmup_steps * total if self.warmup_steps < 1 else self.warmup_steps)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_epoch(cls, data: Any) -> Any:
-        limits = ("epochs", "max_steps", "max_minutes")
-        if isinstance(data, dict) and all(data.get(key) is None for key in limits):
-            return {**data, "epochs": 1}
-        return data
+    def resolved(self) -> Self:
+        """Return this section with one epoch, where there is no other limit."""
+        limited = any(limit is not None for limit in (self.epochs, self.max_steps, self.max_minutes))
+        return self if limited else self.model_copy(update={"epochs": 1})
 
     def mistakes(self) -> Iterator[Mistake]:
         endless = self.epochs is None and self.max_steps is None
@@ -326,65 +322,51 @@ class Config(Section):
 
     @property
     def microbatches(self) -> int:
-        """Microbatches per batch: ``training.num_microbatches``, or what null means."""
-        microbatches = self.training.num_microbatches or self._default_microbatches()
-        assert microbatches is not None, "mistakes() refuses it"
-        return microbatches
+        """Microbatches per batch."""
+        assert self.training.num_microbatches is not None, "resolved() counts them"
+        return self.training.num_microbatches
 
     @property
     def microbatch_size(self) -> int:
         """Samples per microbatch."""
         return self.dataset.batch_size // self.microbatches
 
-    def _default_microbatches(self) -> int | None:
-        """Return what ``training.num_microbatches: null`` means; None if nothing fits the batch.
+    def resolved(self) -> Self:
+        """Return this config with a number for ``training.num_microbatches: null``.
 
-        Without a flush a batch is an update, and every replica takes at least as many microbatches of it as it starts
-        before its first backward ends; so the mean delay is less than one update. Up to twice as many are taken where
-        fewer do not divide the batch. A smaller batch is cut into single samples.
+        Without a flush a batch is then an update, and every replica takes at least as many microbatches of it as it
+        starts before its first backward ends; so the mean delay is less than one update. Up to twice as many are taken
+        where fewer do not divide the batch. A smaller batch is cut into single samples.
         """
-        parallel, samples = self.parallel, self.dataset.batch_size
-        if CsvFile.is_path(parallel.schedule):
-            return CsvFile.read(parallel.schedule).schedule.microbatches
-        if not parallel.asynchronous:
-            return 1
-        fewest, unit = parallel.microbatches_of_update, parallel.microbatch_unit
-        fitting = [count for count in range(fewest, 2 * fewest + 1, unit) if samples % count == 0]
-        return fitting[0] if fitting else samples if samples < fewest and samples % unit == 0 else None
-
-    @model_validator(mode="after")
-    def _microbatches_and_updates(self) -> Config:
-        """Replace ``num_microbatches: null`` by a number; a batch is then an update of a schedule without a flush."""
         if self.training.num_microbatches is not None:
             return self
-        training = self.training.model_copy(update={"num_microbatches": self.microbatches})
-        config = self.model_copy(update={"training": training})
-        parallel = config.parallel
-        if parallel.update_every is not None or CsvFile.is_path(parallel.schedule) or not parallel.asynchronous:
-            return config
-        return config.with_parallel(update_every=config.microbatches // lcm(*parallel.widths))
+        parallel, samples = self.parallel, self.dataset.batch_size
+        microbatches, every = 1, parallel.update_every
+        if CsvFile.is_path(parallel.schedule):
+            microbatches = CsvFile.read(parallel.schedule).schedule.microbatches
+        elif parallel.asynchronous:
+            fewest, unit = parallel.microbatches_of_update, parallel.microbatch_unit
+            fitting = [count for count in range(fewest, 2 * fewest + 1, unit) if samples % count == 0]
+            if not fitting and (samples > fewest or samples % unit):
+                raise MistakesError(Mistake(
+                    ("dataset", "batch_size"),
+                    f"is {samples}, which cannot be cut evenly into {fewest} to {2 * fewest} microbatches"
+                    + (f", a multiple of {unit}" if unit > 1 else "")
+                    + f", as {parallel.schedule} has them where training.num_microbatches is not given",
+                    _nearest_multiples("batch size", samples, fewest) + "; or give training.num_microbatches"))
+            microbatches = fitting[0] if fitting else samples
+            every = every or microbatches // lcm(*parallel.widths)
+        training = self.training.model_copy(update={"num_microbatches": microbatches})
+        return self.model_copy(update={"training": training}).with_parallel(update_every=every)
 
     def mistakes(self) -> Iterator[Mistake]:
         if self.machines is not None:
             yield from machine_mistakes(self.machines)
-        samples, microbatches = self.dataset.batch_size, self.training.num_microbatches
-        microbatches = microbatches or self._default_microbatches()
-        if microbatches is None:
-            fewest, unit = self.parallel.microbatches_of_update, self.parallel.microbatch_unit
-            low, high = neighbours(samples, fewest)
-            yield Mistake(("dataset", "batch_size"),
-                          f"is {samples}, which cannot be cut evenly into {fewest} to {2 * fewest} microbatches"
-                          + (f", a multiple of {unit}" if unit > 1 else "")
-                          + f", as {self.parallel.schedule} has them where training.num_microbatches is not given",
-                          (f"the nearest batch sizes are {low} and {high}" if low else
-                           f"the nearest batch size is {high}") + "; or give training.num_microbatches")
-            return
+        samples, microbatches = self.dataset.batch_size, self.microbatches
         if samples % microbatches:
-            low, high = neighbours(samples, microbatches)
             yield Mistake(("dataset", "batch_size"),
                           f"is {samples}, which the {microbatches} microbatches of training.num_microbatches do not "
-                          "divide", f"the nearest batch sizes are {low} and {high}" if low else
-                          f"the nearest batch size is {high}")
+                          "divide", _nearest_multiples("batch size", samples, microbatches))
         every = self.parallel.update_every or 1
         if self.parallel.asynchronous and microbatches % every:
             divisors = ", ".join(str(k) for k in range(1, microbatches + 1) if microbatches % k == 0)
@@ -402,7 +384,7 @@ class Config(Section):
         if self.trace and (why := Execution(executor=self.parallel.executor).no_timeline) is not None:
             yield Mistake(("trace",), f"is true, but {why[0]}", why[1])
 
-    def with_parallel(self, parallel: ParallelSection | None = None, **changes: object) -> Config:
+    def with_parallel(self, parallel: ParallelSection | None = None, **changes: object) -> Self:
         """Return this config with another section ``parallel``, or other values of it, which are not validated."""
         return self.model_copy(update={"parallel": (parallel or self.parallel).model_copy(update=changes)})
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import lcm
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -39,26 +39,26 @@ AUTO = "auto"
 """Value of keys that are planned when the run starts."""
 
 
-def _layers_or_auto(value: Any) -> Any:
-    hint = "partition: the number of layers of each stage such as [3, 2, 2, 2], or auto"
+def _list_or_auto(value: Any, valid: Callable[[int], bool], expected: str, hint: str) -> Any:
     if value == AUTO:
         return value
     if not isinstance(value, (list, tuple)) or not value:
         raise MistakesError(Mistake((), f"must be a list of whole numbers or auto, got {describe(value)}", hint))
-    layers = check_entries(value, lambda entry: type(entry) is int and entry >= 1, "a whole number of at least 1", hint)
-    if sum(layers) > Cut.MOST_LAYERS:
+    return check_entries(value, lambda entry: type(entry) is int and valid(entry), expected, hint)
+
+
+def _layers_or_auto(value: Any) -> Any:
+    hint = "partition: the number of layers of each stage such as [3, 2, 2, 2], or auto"
+    layers = _list_or_auto(value, lambda entry: entry >= 1, "a whole number of at least 1", hint)
+    if layers != AUTO and sum(layers) > Cut.MOST_LAYERS:
         raise MistakesError(Mistake((), f"has {sum(layers):,} layers in all, more than {Cut.MOST_LAYERS:,}", hint))
     return layers
 
 
 def _depths_or_auto(value: Any) -> Any:
-    hint = "warmup_depth: the forwards of each stage before its first backward, such as [5, 3, 1, 0], or auto"
-    if value is None or value == AUTO:
-        return value
-    if not isinstance(value, (list, tuple)):
-        raise MistakesError(Mistake((), f"must be a list of whole numbers or auto, got {describe(value)}", hint))
-    return check_entries(value, lambda entry: type(entry) is int and 0 <= entry <= Schedule.MOST_MICROBATCHES,
-                         f"a whole number from 0 to {Schedule.MOST_MICROBATCHES:,}", hint)
+    return _list_or_auto(value, lambda entry: 0 <= entry <= Schedule.MOST_MICROBATCHES,
+                         f"a whole number from 0 to {Schedule.MOST_MICROBATCHES:,}", "warmup_depth: the forwards of "
+                         "each stage before its first backward, such as [5, 3, 1, 0], or auto")
 
 
 def _recompute(value: Any) -> Any:
@@ -180,7 +180,7 @@ class ParallelSection(Section):
         "none: gloo"))
     timeout_s: float = Field(60.0, gt=0, le=10**6, description=(
         "seconds that a rank waits for another before the run fails"))
-    warmup_depth: Annotated[tuple[int, ...] | Literal["auto"] | None, BeforeValidator(_depths_or_auto)] = Field(
+    warmup_depth: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_depths_or_auto)] | None = Field(
         None, description=(
         "forwards of each stage before its first backward; null takes (ranks of this and later stages - 1) // ranks "
         "of this stage; without a flush more of them hide transfers, at the price of memory and delay; auto takes as "
@@ -201,15 +201,8 @@ class ParallelSection(Section):
     @property
     def standing_in(self) -> ParallelSection:
         """Return this section with stand-ins for keys to be planned: the default schedule, no recomputation."""
-        schedule = RegisteredSchedule.DEFAULT if self.schedule == AUTO else self.schedule
-        return self.model_copy(update={"schedule": schedule,
-                                       "recompute": 0.0 if self.recompute == AUTO else self.recompute,
-                                       "warmup_depth": self.depths})
-
-    @property
-    def settled(self) -> ParallelSection:
-        """Return this section without an auto for which there is nothing to choose: the forwards ahead of one stage."""
-        return self if "warmup_depth" in self.to_plan else self.model_copy(update={"warmup_depth": self.depths})
+        stand_ins = {"schedule": RegisteredSchedule.DEFAULT, "recompute": 0.0, "warmup_depth": None}
+        return self.model_copy(update={key: value for key, value in stand_ins.items() if getattr(self, key) == AUTO})
 
     def following(self, plan: Plan, placement: tuple[tuple[int, ...], ...]) -> ParallelSection:
         """Return this section with the cut and the schedule of a plan; ``placement`` is today's."""
@@ -221,7 +214,7 @@ class ParallelSection(Section):
         if plan.groups != placement:
             changes |= {"stage_to_rank_map": {str(stage): ranks for stage, ranks in enumerate(plan.groups)},
                         "data_parallel_size": 1, "chunks": None}
-        return self.model_copy(update=changes)
+        return self.model_copy(update=changes).resolved()
 
     def cut_anew(self, stages: int, replicas: int = 1, *, ahead: bool = False) -> ParallelSection:
         """Return this section for other stages, whose layers are to be planned.
@@ -233,16 +226,15 @@ class ParallelSection(Section):
             "model_parallel_size": stages, "data_parallel_size": replicas, "partition": AUTO, "plan": None,
             "stage_to_rank_map": None, "warmup_depth": AUTO if ahead and self.depths else None})
 
-    @property
-    def warmup(self) -> tuple[int, ...] | Literal["auto"] | None:
-        """Return the forwards of each stage before its first backward, auto where they are planned."""
-        return "auto" if self.warmup_depth == AUTO else self.depths
+    def resolved(self) -> Self:
+        """Return this section without a list of forwards that are 1F1B's."""
+        says_nothing = self.depths is not None and self.depths == Schedule.default_warmup(self.widths)
+        return self.model_copy(update={"warmup_depth": None}) if says_nothing else self
 
     @property
     def depths(self) -> tuple[int, ...] | None:
         """Return the forwards of each stage before its first backward where they are listed, and not 1F1B's."""
-        depths = self.warmup_depth
-        return depths if isinstance(depths, tuple) and depths != Schedule.default_warmup(self.widths) else None
+        return None if isinstance(self.warmup_depth, str) else self.warmup_depth
 
     @property
     def asks_for_gpus(self) -> bool:
@@ -320,14 +312,12 @@ class ParallelSection(Section):
     @classmethod
     def _fill_in(cls, data: Any) -> Any:
         """Count the stages where another key gives them."""
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) or data.get("model_parallel_size") is not None:
             return data
-        if data.get("model_parallel_size") is None:
-            data = {key: value for key, value in data.items() if key != "model_parallel_size"}
-            for stages in (data.get("partition"), data.get("stage_to_rank_map")):
-                if isinstance(stages, (list, tuple, dict)) and stages:
-                    return {**data, "model_parallel_size": len(stages)}
-        return data
+        given = {key: value for key, value in data.items() if key != "model_parallel_size"}
+        counts = [len(stages) for key in ("partition", "stage_to_rank_map")
+                  if isinstance(stages := given.get(key), (list, tuple, dict)) and stages]
+        return {**given, "model_parallel_size": counts[0]} if counts else given
 
     def mistakes(self) -> Iterator[Mistake]:
         stages = self.model_parallel_size
@@ -359,7 +349,7 @@ class ParallelSection(Section):
         yield from self._warmup()
 
     def _warmup(self) -> Iterator[Mistake]:
-        depths = self.warmup
+        depths = self.warmup_depth
         if depths is None or (len(depths) != self.model_parallel_size and depths != AUTO):
             return
         shown = depths if isinstance(depths, str) else list(depths)
@@ -437,44 +427,32 @@ def rank_map_mistakes(ranks: Mapping[str, tuple[int, ...]], stages: int, schedul
                               f"{', '.join(expected)}",
                               "name each stage once, as \"0\", \"1\", ..., or correct model_parallel_size")
         return
-    places = [(stage, rank) for stage in expected for rank in ranks[stage]]
-    highest = max((rank for _, rank in places), default=0)
-    hint = f"give each stage ranks of its own: {len(places)} of them are numbered 0 to {len(places) - 1}"
+    registered = RegisteredSchedule.find(schedule)  # None of a file, or a name that is refused anyway
+    copies = registered is not None and registered.places_copies(stages)
+    one_per_rank = schedule == AUTO or (registered is not None and registered.chunks == 1 and not registered.any_chunks
+                                        and not copies)
+    used = [rank for stage in expected for rank in ranks[stage]]
+    hint = f"give each stage ranks of its own: {len(used)} of them are numbered 0 to {len(used) - 1}"
     stage_of: dict[int, str] = {}
-    twice = {(stage, rank) for stage in expected for rank, times in Counter(ranks[stage]).items() if times > 1}
     for stage in expected:
         if not ranks[stage]:
             yield Mistake((key, stage), f"puts stage {stage} on no rank", "give the stage a rank, or several")
-    for stage, rank in places:
-        other = stage_of.setdefault(rank, stage)
-        if rank < 0:
-            yield Mistake((key, stage), f"puts stage {stage} on rank {rank}", hint)
-        elif (stage, rank) in twice:
-            yield Mistake((key, stage), f"names rank {rank} twice for stage {stage}", hint)
-            return
-        elif other != stage:
-            both = f"puts stage {stage} on rank {rank}, where stage {other} is already; "
-            if _one_stage_per_rank(schedule, stages):
-                yield Mistake((key, stage), f"{both}{schedule} holds one stage on each rank",
+        for rank, times in Counter(ranks[stage]).items():
+            other = stage_of.setdefault(rank, stage)
+            if rank < 0:
+                yield Mistake((key, stage), f"puts stage {stage} on rank {rank}", hint)
+            elif times > 1:
+                yield Mistake((key, stage), f"names rank {rank} twice for stage {stage}", hint)
+                return
+            elif other != stage and one_per_rank:
+                yield Mistake((key, stage), f"puts stage {stage} on rank {rank}, where stage {other} is already; "
+                              f"{schedule} holds one stage on each rank",
                               f"{hint}, or choose a schedule with several stages per rank, such as interleaved")
-            elif ranks[other] != ranks[stage] and not _places_copies(schedule, stages):
-                yield Mistake((key, stage), f"{both}stage {other} has ranks {list(ranks[other])}, stage {stage} "
-                              f"{list(ranks[stage])}",
+            elif other != stage and ranks[other] != ranks[stage] and not copies:
+                yield Mistake((key, stage), f"puts stage {stage} on rank {rank}, where stage {other} is already; stage "
+                              f"{other} has ranks {list(ranks[other])}, stage {stage} {list(ranks[stage])}",
                               "let the two share all of their ranks, in the same order, or none")
-    missing = min({*range(len(places) + 1)} - {rank for _, rank in places})
-    if missing < highest:
-        yield Mistake((key,), f"names ranks up to {highest}, but never rank {missing}",
+    missing = min({*range(len(used) + 1)} - {*used})
+    if missing < max(used, default=0):
+        yield Mistake((key,), f"names ranks up to {max(used)}, but never rank {missing}",
                       "number the ranks from 0 without a gap")
-
-
-def _one_stage_per_rank(schedule: str, stages: int) -> bool:
-    if schedule == "auto":
-        return True
-    registered = RegisteredSchedule.find(schedule)  # None of a file, or a name that is refused anyway
-    return (registered is not None and registered.chunks == 1 and not registered.any_chunks
-            and not registered.places_copies(stages))
-
-
-def _places_copies(schedule: str, stages: int) -> bool:
-    registered = RegisteredSchedule.find(schedule)
-    return registered is not None and registered.places_copies(stages)

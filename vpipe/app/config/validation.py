@@ -98,17 +98,24 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
+    def resolved(self) -> Self:
+        """Return this section with the values that follow from its other keys; each key is valid by itself.
+
+        Raises:
+            MistakesError: there is no such value.
+        """
+        return self
+
     def mistakes(self) -> Iterator[Mistake]:
-        """Yield mistakes across the keys of this section; each key is valid by itself."""
+        """Yield mistakes across the keys of this section, which is resolved."""
         yield from ()
 
     @model_validator(mode="after")
-    def _rules(self, info: ValidationInfo) -> Self:
-        if info.context is CHECKED:
-            return self
-        if found := list(self.mistakes()):
+    def _complete(self, info: ValidationInfo) -> Self:
+        section = self.resolved()
+        if info.context is not CHECKED and (found := list(section.mistakes())):
             raise MistakesError(*found)
-        return self
+        return section
 
 
 S = TypeVar("S", bound=Section)
