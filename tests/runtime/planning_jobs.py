@@ -13,6 +13,8 @@ from vpipe.app.errors import PlanningError
 from vpipe.app.train.job import Job
 from vpipe.app.train.load_balance import BalanceCheck
 from vpipe.app.train.loop import build_pipeline
+from vpipe.app.train.metrics import Metrics, StepSize
+from vpipe.app.train.observers import Run
 from vpipe.app.train.planning import plan_job
 from vpipe.plan.profile import Profile
 
@@ -26,13 +28,13 @@ def plan_and_compare(*, config: str, profile: str, steps: int) -> dict[str, Any]
 
     lines: list[str] = []
     with patch("vpipe.app.train.planning.profile_job", profile_job), \
-            patch("vpipe.app.train.load_balance.ALLOWED", -1.0):
+            patch.multiple("vpipe.app.train.load_balance", ALLOWED=-1.0, WARM_UP=1, MEASURED=2):
         try:
             job = plan_job(Job.from_config(load_config(Path(config))), folder)
         except PlanningError as error:
             return {"error": str(error), "status": error.exit_status}
         pipe = build_pipeline(job)
-        balance = BalanceCheck(job, pipe, folder, lines.append, warm_up=1, measured=2)
+        balance = BalanceCheck(Run(job, pipe, folder, Metrics(None, StepSize(1, 1)), lines.append))
         for step in pipe.engine.train(job.training_batches(tuple(job.model.batch)), steps):
             balance.step(step.index + 1)
         balance.end()

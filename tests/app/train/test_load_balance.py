@@ -14,9 +14,12 @@ from small_run import job_of, put_in
 from torch import Tensor, nn
 
 from vpipe import Cut
+from vpipe.app.train import load_balance
 from vpipe.app.train.job import Job
 from vpipe.app.train.load_balance import BalanceCheck, RankWork, warning
 from vpipe.app.train.loop import build_pipeline
+from vpipe.app.train.metrics import Metrics, StepSize
+from vpipe.app.train.observers import Run
 from vpipe.model.layer import Layer
 from vpipe.model.model import Model
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
@@ -55,11 +58,18 @@ def sleeping_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: tuple
     return job_of(tmp_path, **{"parallel__partition": [3, 3], "training__num_microbatches": 2, **changes})
 
 
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step warms up, two are measured."""
+    monkeypatch.setattr(load_balance, "WARM_UP", 1)
+    monkeypatch.setattr(load_balance, "MEASURED", 2)
+
+
 def lines_of(job: Job, folder: Path, steps: int, emptied_after: Sequence[int] = ()) -> list[str]:
-    """What is said while a job makes so many steps in this process; one step warms up, two are measured."""
+    """What is said while a job makes so many steps in this process."""
     lines: list[str] = []
     pipe = build_pipeline(job)
-    balance = BalanceCheck(job, pipe, folder, lines.append, warm_up=1, measured=2)
+    balance = BalanceCheck(Run(job, pipe, folder, Metrics(None, StepSize(1, 1)), lines.append))
     done = 0
     for step in pipe.train(job.training_batches(tuple(job.model.batch)), updates=steps):
         balance.step(done := max(done, step.index + 1))

@@ -20,7 +20,7 @@ from vpipe.app.families.registry import HuggingFace, ModelSettings, family_named
 from vpipe.app.progress import byte_progress
 from vpipe.app.train.checkpoint_model import CheckpointModel, config_text, data_tokenizer, has_model, model_differences
 from vpipe.app.train.job import Job
-from vpipe.app.train.model_section import model_file, model_settings
+from vpipe.app.train.model_section import model_settings
 from vpipe.app.weights.export import export_huggingface, export_safetensors, export_torch, make_checkpoint
 from vpipe.app.weights.formats import CHECKPOINT_FORMATS, CheckpointFormat
 from vpipe.app.weights.import_weights import CONFIG, import_weights, read_model_config
@@ -118,7 +118,7 @@ def _check_same(job: Job, family: str, settings: ModelSettings, source: Path) ->
     if section.name != family:
         raise UserError(f"'{source}' is a model of the family {family}, the config's is {section.name}",
                         hint=f"set model.name to {family}")
-    differences = model_differences(family, model_settings(section, section.vocab_size, model_file(section)), settings)
+    differences = model_differences(family, model_settings(section), settings)
     if differences:
         raise UserError(f"the config's model is not the one in '{source}': {'; '.join(differences)}",
                         hint=f"set model.config_file to {source / CONFIG}, and model.vocab_size to "
@@ -130,8 +130,7 @@ def _from_files(form: CheckpointFormat, files: Sequence[Path], job: Job | None, 
         raise UserError(f"the files in '{source}' do not say what model they are of",
                         hint="name its config: --config CONFIG")
     section = job.config.model
-    found = form.read(files, job.model, family_named(section.name),
-                      model_settings(section, section.vocab_size, model_file(section)))
+    found = form.read(files, job.model, family_named(section.name), model_settings(section))
     print("\n".join(found.lines))
     weights = dict(found.weights)
     if found.absent:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vpipe import Order, Plan
+from vpipe import Plan
 from vpipe.app.command_line import Setting, setting_words
 from vpipe.app.config.apply_plan import TARGETS
 from vpipe.app.config.config import Config, load_config
@@ -134,10 +134,8 @@ def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | No
     parallel, name = job.config.parallel, "the config's own"
     if parallel.to_plan or CsvFile.is_path(parallel.schedule) or isinstance(parallel.recompute, str):
         return None
-    count = job.config.microbatches
-    plan = Plan(replace(job.cut, ranks=job.placement), Order.of(
-        parallel.schedule, update_every=parallel.update_every, warmup=parallel.depths), count)
-    plan = replace(plan, predictions=predict(profiles[count], plan).prediction)
+    plan = job.as_plan
+    plan = replace(plan, predictions=predict(profiles[job.config.microbatches], plan).prediction)
     peak, seconds = plan.predicted.fullest_rank[1], plan.predicted.seconds_per_sample
     if limit_bytes is not None and peak > limit_bytes:
         return Alternative(name, None, None, True, f"{1 / seconds:.3g} samples/s, but a rank would hold "
@@ -175,9 +173,5 @@ def _save(plan: Plan, options: argparse.Namespace) -> None:
     if output is None:
         print(f"to run it, write it with -o plan.json, then: {run}")
         return
-    try:
-        plan.save(output)
-    except OSError as error:
-        raise UserError(f"cannot write '{output}': {error.strerror}",
-                        hint="name a file in a folder that can be written as -o") from None
+    plan.save(output)
     print(f"plan: {output}\nrun it: {run}")

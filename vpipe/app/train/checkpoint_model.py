@@ -11,7 +11,7 @@ from vpipe.app.config.validation import validated
 from vpipe.app.config.yaml_tree import parse, write
 from vpipe.app.families.registry import Family, ModelSettings, family_named
 from vpipe.app.train.job import Job
-from vpipe.app.train.model_section import model_file, model_settings
+from vpipe.app.train.model_section import model_settings
 from vpipe.checkpoint import Manifest
 from vpipe.errors import UserError
 
@@ -53,7 +53,7 @@ class CheckpointModel:
         section = validated(ModelSection, parse(model_text(manifest, folder), "", WHERE).at(("model",)))
         if section.config_file is not None and not section.config_file.is_file() and (folder / _COPY).is_file():
             section = section.model_copy(update={"config_file": folder / _COPY})
-        return cls(section.name, model_settings(section, section.vocab_size, model_file(section)))
+        return cls(section.name, model_settings(section))
 
     @property
     def family(self) -> Family:

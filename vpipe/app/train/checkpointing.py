@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -16,7 +15,7 @@ from types import TracebackType
 
 from vpipe import Pipeline
 from vpipe.app.train.job import Job, device_of
-from vpipe.app.train.metrics import Metrics
+from vpipe.app.train.observers import Run
 from vpipe.app.train.resume import RUN
 from vpipe.app.train.run_folder import checkpoints_root
 from vpipe.app.train.shared_folder import check_shared_folder
@@ -64,8 +63,6 @@ class Checkpointing:
 
     Args:
         hosts: number of hosts of the run.
-        folder: of the run.
-        note: shows a line.
 
     Attributes:
         root: folder of the checkpoints; None when none are made.
@@ -74,18 +71,17 @@ class Checkpointing:
         UserError: checkpoints cannot be written, or not all ranks see the folder.
     """
 
-    def __init__(self, job: Job, pipe: Pipeline, hosts: int, folder: Path, metrics: Metrics,
-                 note: Callable[[str], None]) -> None:
-        self._job, self._pipe, self._folder, self._metrics, self._note = job, pipe, folder, metrics, note
+    def __init__(self, run: Run, hosts: int) -> None:
+        self._run, self._job, self._metrics = run, run.job, run.metrics
         self._reported = 0  # of the saver's results, in metrics.jsonl
-        self._saved: int | None = job.steps_done or None  # steps of the latest
+        self._saved: int | None = run.job.steps_done or None  # steps of the latest
         self._saver: Saver | None = None  # opened by the first save
         self._reserve_due = False
         self.root: Path | None = None
-        config = job.config
+        job, config = run.job, run.job.config
         if not config.saving.makes_any:
             return
-        root = Path(os.path.abspath(checkpoints_root(config, folder)))
+        root = Path(os.path.abspath(checkpoints_root(config, run.folder)))
         try:
             if hosts == 1:
                 _make_writable(root)
@@ -95,11 +91,11 @@ class Checkpointing:
         except UserError as error:
             if config.checkpoint is not None:
                 raise
-            note(f"no checkpoints are made: {error.problems[0].what} ({error.problems[0].hint})")
+            run.note(f"no checkpoints are made: {error.problems[0].what} ({error.problems[0].hint})")
             return
         self.root = root
         self._config = config.resolved_yaml()  # not in a pause
-        self._data = job.fingerprint() if pipe.rank == 0 else ""
+        self._data = job.fingerprint() if run.pipe.rank == 0 else ""
         self._reserve_due = config.saving.every_steps is not None and job.schedule.flush  # then nothing is in flight
 
     def _open_saver(self, root: Path) -> Saver:
@@ -114,7 +110,7 @@ class Checkpointing:
             return
         began = perf_counter()
         with watch.activity.during("saving a checkpoint"):
-            tensors = self._pipe.local_state()
+            tensors = self._run.pipe.local_state()
             self._open_saver(self.root).save(self._info(), tensors, began)
         self._saved = steps
         self.report()
@@ -123,8 +119,9 @@ class Checkpointing:
         """Report the results of earlier saves; called between two steps."""
         if self._reserve_due and self.root is not None and self._metrics.steps > self._job.steps_done:
             self._reserve_due = False  # now that the optimizer has its state
-            self._open_saver(self.root).reserve((tensor.nbytes for tensor in self._pipe.local_state().values()),
-                                                pinned=self._pipe.device.type != "cpu")
+            pipe = self._run.pipe
+            self._open_saver(self.root).reserve((tensor.nbytes for tensor in pipe.local_state().values()),
+                                                pinned=pipe.device.type != "cpu")
         self._report(wait_for_drains=True)
 
     def finish(self) -> None:
@@ -146,7 +143,7 @@ class Checkpointing:
             log.info("checkpoint of step %d: %s", saved.step, facts)
             self._reported += 1
         for warning in [] if self._saver is None else self._saver.warnings():
-            self._note(f"warning: {warning}")
+            self._run.note(f"warning: {warning}")
 
     @property
     def is_saved(self) -> bool:
@@ -165,7 +162,7 @@ class Checkpointing:
             newest = Checkpoints(self.root).newest()
             rest = "there is no checkpoint to resume from" if newest is None else (
                 f"then go on from step {Checkpoints.step_of(newest)} with: vpipe train --resume "
-                f"{quote(str(self._folder))}")
+                f"{quote(str(self._run.folder))}")
             raise RunError(f"the last checkpoint, of step {last.step}, could not be saved: {last.error}",
                            hint="make room, or set checkpoint.directory, or lower the learning rate where weights are "
                            f"not finite; {rest}")
@@ -180,7 +177,7 @@ class Checkpointing:
         lines = [f"{counted(len(complete), 'checkpoint')} of {complete[-1].bytes / 1e6:,.1f} MB"
                  + (f", {kept} kept" if kept < len(complete) else "")
                  + f", the last of step {complete[-1].step} in "
-                 f"{self.root if self._folder.is_absolute() else os.path.relpath(self.root)}",
+                 f"{self.root if self._run.folder.is_absolute() else os.path.relpath(self.root)}",
                  f"for each training paused {1e3 * median(s.pause_s for s in complete):.0f} ms, and it was complete "
                  f"after {median(s.seconds for s in complete):.2f} s (medians)"]
         drains = [self._drain_s(saved) for saved in complete if self._metrics.steps > saved.step]
@@ -193,12 +190,11 @@ class Checkpointing:
         return [] if self._saver is None else self._saver.results
 
     def _info(self) -> CheckpointInfo:
-        job, pipe = self._job, self._pipe
+        job, pipe = self._job, self._run.pipe
         position = pipe.position
-        return CheckpointInfo(
-            position.steps, position.samples, job.config.training.seed, self._data,
-            self._config, {**pipe.arrangement, "drained": not job.schedule.flush, RUN: os.path.abspath(self._folder)},
-            position.as_numbers(pipe.microbatches))
+        arrangement = {**pipe.arrangement, "drained": not job.schedule.flush, RUN: os.path.abspath(self._run.folder)}
+        return CheckpointInfo(position.steps, position.samples, job.config.training.seed, self._data, self._config,
+                              arrangement, position.as_numbers(pipe.microbatches))
 
     def _drain_s(self, saved: SaveResult) -> float:
         """Return by how much the steps around a save, as many before and after as there are stages, took longer."""

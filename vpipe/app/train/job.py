@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vpipe import Cut, Execution, Model, Plan, Update, accelerator
+from vpipe import Cut, Execution, Model, Order, Plan, Update, accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.config.options import all_options
 from vpipe.app.data.dataset import Comparable, Dataset, DatasetSettings, HeldOutText, Tokenized, VaryingBatches
@@ -60,7 +60,6 @@ class Job:
     model: Model  # its layers are not materialized
     cut: Cut  # with the layers of every stage
     schedule: Schedule  # lowered and proved; for a stream, the finite part that was proved
-    updates: int | None  # steps that the run makes at most; None when only a time limit ends it
     plan: Plan | None  # that the job follows
     steps_done: int = 0  # by earlier attempts of the run
     samples_done: int = 0
@@ -85,25 +84,23 @@ class Job:
         if vocab_size == -1 and type(vocab_size := overrides.get("vocab_size", -1)) is not int:
             raise UserError(f"vocab_size is {vocab_size!r}", hint="give a whole number")
         describe = model_named(config.model.name)
-        model = describe(model_settings(config.model, _STAND_IN if vocab_size == -1 else vocab_size, overrides))
+        settings = model_settings(config.model, _STAND_IN if vocab_size == -1 else vocab_size, overrides)
+        model = describe(settings)
         dataset = dataset_named(config.dataset.name)(DatasetSettings(
-            path=config.dataset.path, sequence_length=config.model.sequence_length, vocab_size=vocab_size,
-            samples=config.dataset.samples, cache_directory=config.dataset.cache_directory, seed=_data_seed(config),
-            fields=model.batch, batch_size=config.dataset.batch_size, tokenizer=config.dataset.tokenizer,
-            max_tokens=config.dataset.max_tokens, language=config.dataset.language,
-            source_language=config.dataset.source_language, target_language=config.dataset.target_language))
+            **config.dataset.model_dump(exclude={"name", "num_workers", "seed"}), fields=model.batch,
+            sequence_length=config.model.sequence_length, vocab_size=vocab_size, seed=_data_seed(config)))
         if checked:
             return cls._prepare(config, dataset, model, None, proved=True)
         if vocab_size == -1:
             vocab_size = dataset.vocab_size
-            model = describe(model_settings(config.model, vocab_size, overrides))
+            model = describe(replace(settings, vocab_size=vocab_size))
         elif dataset.vocab_size > vocab_size:
             raise UserError(f"the data set has {dataset.vocab_size} tokens, but the model only {vocab_size}",
                             hint=f"set model.vocab_size to {dataset.vocab_size} or more, or to -1")
         _check_data(model, dataset, config)
-        options = model_settings(config.model, vocab_size, overrides).options
-        config = config.model_copy(update={"model": config.model.model_copy(update={
-            "vocab_size": vocab_size, "options": None if options is None else all_options(options)})})
+        options = None if settings.options is None else all_options(settings.options)
+        config = config.model_copy(update={
+            "model": config.model.model_copy(update={"vocab_size": vocab_size, "options": options})})
         plan = None
         if config.parallel.plan is not None:
             plan = Plan.load(config.parallel.plan)
@@ -142,9 +139,7 @@ class Job:
         config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
         if "partition" not in to_plan:
             config = config.with_parallel(partition=cut.partition)
-        config = config.with_parallel(config.parallel.settled)
-        return cls(config, dataset, model, cut, schedule,
-                   _updates(config, _epochs(config, dataset), schedule), plan)
+        return cls(config, dataset, model, cut, schedule, plan)
 
     def with_plan(self, plan: Plan, *, proved: bool = False) -> Job:
         """Return this job with the partition, schedule and microbatches of a plan.
@@ -169,10 +164,7 @@ class Job:
 
     def resumed(self, steps: int, samples: int) -> Job:
         """Return this job after ``steps`` steps of ``samples`` samples in total, under whatever schedule."""
-        if not samples:
-            return self
-        return replace(self, steps_done=steps, samples_done=samples, updates=_updates(
-            self.config, self.epochs, self.schedule, steps, self.epochs.microbatches_done(samples)))
+        return replace(self, steps_done=steps, samples_done=samples)
 
     def keep_plan(self, folder: Path) -> None:
         """Write the plan that the job follows, if any, into the run folder; also its profile, if it is cached."""
@@ -187,6 +179,14 @@ class Job:
     def with_correction(self, profile: Profile) -> Profile:
         """Return a profile that says whether this job extrapolates its steps, which is not measured."""
         return replace(profile, extrapolates=self.config.training.extrapolation is not None)
+
+    @property
+    def as_plan(self) -> Plan:
+        """The plan of what it runs: a plan names ranks instead of chunks, and corrects no delay."""
+        order = self.config.order
+        return Plan(replace(self.cut, ranks=self.placement),
+                    Order.of(order.schedule, update_every=order.late.update_every, warmup=order.warmup),
+                    self.config.microbatches)
 
     @property
     def partition(self) -> tuple[int, ...]:
@@ -231,7 +231,23 @@ class Job:
     @cached_property
     def epochs(self) -> Epochs:
         """The epochs of training."""
-        return _epochs(self.config, self.dataset)
+        config = self.config
+        return Epochs(self.dataset, config.dataset.batch_size, config.microbatches, config.model.sequence_length,
+                      partial(seed_of, _data_seed(config)))
+
+    @cached_property
+    def updates(self) -> int | None:
+        """Steps at which the first limit that counts steps or epochs is reached; None if only a time limit ends it."""
+        training, schedule, per_step = self.config.training, self.schedule, self.schedule.assignment.per_step
+        limits = []
+        if training.max_steps is not None:
+            batch_steps = schedule.microbatches // per_step if not schedule.stream else 1  # a file ends with its batch
+            limits.append(-(-max(0, training.max_steps - self.steps_done) // batch_steps) * batch_steps)
+        if training.epochs is not None:
+            done = self.epochs.microbatches_done(self.samples_done) if self.samples_done else 0
+            microbatches = training.epochs * self.epochs.batches * self.config.microbatches
+            limits.append(-(-max(0, microbatches - done) // per_step))
+        return self.steps_done + min(limits) if limits else None
 
     @property
     def samples_per_update(self) -> int:
@@ -330,27 +346,7 @@ class Job:
     def evaluation_batches(self, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
         """Return the first held-out batches, the same at every evaluation."""
         held_out = self.dataset.batches("test", self.config.dataset.batch_size, seed=0, fields=fields)
-        return (batch for batch, _ in zip(held_out, range(self.config.training.evaluation_batches), strict=False))
-
-
-def _epochs(config: Config, dataset: Dataset) -> Epochs:
-    """Return the epochs of a config's training."""
-    return Epochs(dataset, config.dataset.batch_size, config.microbatches, config.model.sequence_length,
-                  partial(seed_of, _data_seed(config)))
-
-
-def _updates(config: Config, epochs: Epochs, schedule: Schedule, steps_done: int = 0,
-             microbatches_done: int = 0) -> int | None:
-    """Return the number of steps at which the first limit that counts steps or epochs is reached."""
-    training, per_step = config.training, schedule.assignment.per_step
-    limits = []
-    if training.max_steps is not None:
-        batch_steps = schedule.microbatches // per_step if not schedule.stream else 1  # a file ends with its batch
-        limits.append(-(-max(0, training.max_steps - steps_done) // batch_steps) * batch_steps)
-    if training.epochs is not None:
-        microbatches = training.epochs * epochs.batches * config.microbatches
-        limits.append(-(-max(0, microbatches - microbatches_done) // per_step))
-    return steps_done + min(limits) if limits else None
+        return islice(held_out, self.config.training.evaluation_batches)
 
 
 def _check_data(model: Model, dataset: Dataset, config: Config) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
-from vpipe import Cut, Order, Pipeline, Plan
+from vpipe import Plan
 from vpipe.app.train.job import Job
 from vpipe.app.train.observers import Observer, Run
 from vpipe.app.train.run_folder import PLAN, PROFILE
@@ -44,26 +43,18 @@ class BalanceCheck(Observer):
     """Compare the work of all ranks on rank 0. All ranks make one, and call it after the same steps.
 
     No rank waits for another: each sends its times after the measured steps, and rank 0 receives them later.
-
-    Args:
-        folder: of the run; it may hold a plan and a profile.
-        note: shows a line.
-        warm_up, measured: numbers of steps.
     """
 
-    def __init__(self, job: Job, pipe: Pipeline, folder: Path, note: Callable[[str], None],
-                 warm_up: int = WARM_UP, measured: int = MEASURED) -> None:
-        self._job, self._pipe, self._folder, self._note = job, pipe, folder, note
-        self._warm_up, self._measured = warm_up, measured
-        self._steps = self._all_steps = 0  # since the last drain, and of the attempt
-        self._done = job.steps_done
+    def __init__(self, run: Run) -> None:
+        self._run, self._job = run, run.job
+        self._steps = 0  # since the last drain
+        self._done = run.job.steps_done
         self._draining = False
         self._before: dict[int, Tensor] = {}  # times of each rank of this process, see _spent
         self._refilled: dict[int, Tensor] = {}  # the same, when an empty pipeline began to fill
         self._between: dict[int, Tensor] = {}  # the same, spent between moments at which the pipeline was empty
         self._between_steps = 0
-        self._counted_steps = measured
-        self._until_end = 2 * len(job.placement)
+        self._until_end = 2 * len(run.job.placement)
         self._gathered: Callable[[], list[dict[str, list[list[float]]]]] | None = None
         self._ended = False
 
@@ -73,7 +64,7 @@ class BalanceCheck(Observer):
         job = run.job
         long_enough = job.updates is None or job.updates - job.steps_done >= WARM_UP + MEASURED
         compares = run.pipe.device.type == "cpu" and long_enough and job.schedule.ranks > 1
-        return cls(job, run.pipe, run.folder, run.note) if compares else None
+        return cls(run) if compares else None
 
     def step(self, done: int) -> None:
         """Count the steps that have ended."""
@@ -85,16 +76,15 @@ class BalanceCheck(Observer):
         if self._ended:
             return
         self._steps += 1
-        self._all_steps += 1
         if self._gathered is not None:
             self._until_end -= 1
             if self._until_end == 0:
                 self.end()
-        elif not self._draining and self._steps == self._warm_up:
+        elif not self._draining and self._steps == WARM_UP:
             self._before = self._spent()
-        elif not self._draining and self._steps == self._warm_up + self._measured:
+        elif not self._draining and self._steps == WARM_UP + MEASURED:
             spent = self._spent()
-            self._send({rank: spent[rank] - before for rank, before in self._before.items()}, self._measured)
+            self._send({rank: spent[rank] - before for rank, before in self._before.items()}, MEASURED)
 
     def drain(self) -> None:
         """Stop counting: while a pipeline without a flush drains, its steps are unlike the others."""
@@ -114,12 +104,12 @@ class BalanceCheck(Observer):
                 self._between[rank] = self._between.get(rank, 0) + spent - self._refilled[rank]
             self._between_steps += self._steps
         self._steps = 0
-        if self._between_steps >= self._measured:
+        if self._between_steps >= MEASURED:
             self._send(self._between, self._between_steps)
 
     def resume(self) -> None:
         """Begin to count again after a drain."""
-        if not self._ended and not self._job.schedule.flush and self._all_steps >= self._warm_up:
+        if not self._ended and not self._job.schedule.flush and self._done - self._job.steps_done >= WARM_UP:
             self._refilled = self._spent()
 
     def end(self) -> None:
@@ -131,26 +121,25 @@ class BalanceCheck(Observer):
             return
         times = {int(rank): torch.tensor(spent, dtype=torch.float64)
                  for here in self._gathered() for rank, spent in here.items()}
-        if self._pipe.rank == 0:
-            line = warning(RankWork.from_times(self._job, times, self._counted_steps), self._job, self._profile,
-                           self._plan(), from_file=self._job.plan is None)
+        if self._run.pipe.rank == 0:
+            line = warning(RankWork.from_times(self._job, times), self._job, self._profile, self._plan(),
+                           from_file=self._job.plan is None)
             if line is not None:
-                self._note(line)
+                self._run.note(line)
 
     def _spent(self) -> dict[int, Tensor]:
-        return {rank: _spent(usage, len(self._job.placement)) for rank, usage in self._pipe.local_usage().items()}
+        return {rank: _spent(usage, len(self._job.placement)) for rank, usage in self._run.pipe.local_usage().items()}
 
     def _send(self, spent: dict[int, Tensor], steps: int) -> None:
         self._gathered = exchange(timeout_s=self._job.config.parallel.timeout_s).gather(
-            {str(rank): times.tolist() for rank, times in spent.items()}, "sharing how long it works")
-        self._counted_steps = steps
+            {str(rank): (times / steps).tolist() for rank, times in spent.items()}, "sharing how long it works")
 
     def _plan(self) -> Plan | None:
         """Return the plan that the run follows: its own, or the one in its folder."""
-        if self._job.plan is not None or not (self._folder / PLAN).exists():
+        if self._job.plan is not None or not (self._run.folder / PLAN).exists():
             return self._job.plan
         try:
-            return Plan.load(self._folder / PLAN)
+            return Plan.load(self._run.folder / PLAN)
         except UserError as error:  # the run needs none
             log.warning("%s", error)
             return None
@@ -162,8 +151,8 @@ class BalanceCheck(Observer):
 
         size, ranks = self._job.config.microbatch_size, self._job.schedule.ranks
         try:
-            if (self._folder / PROFILE).exists():
-                return Profile.load(self._folder / PROFILE)
+            if (self._run.folder / PROFILE).exists():
+                return Profile.load(self._run.folder / PROFILE)
             [identity] = identities_of(self._job, [size], ranks)  # as if all were on one host
             return cached(identity, self._job.config.dataset.cache_directory, log.warning)
         except UserError as error:  # the run needs none
@@ -187,11 +176,10 @@ class RankWork:
     microbatch_s: tuple[float, ...]  # seconds of each stage per microbatch: forward, backward and recompute
 
     @classmethod
-    def from_times(cls, job: Job, times: dict[int, Tensor], steps: int) -> RankWork:
-        """Compute the work from the times of all ranks in ``steps`` steps, see :func:`_spent`."""
-        microbatches = steps * job.schedule.assignment.per_step
-        return cls(tuple(float(times[rank].sum()) / steps for rank in sorted(times)),
-                   tuple(float(seconds) / microbatches for seconds in torch.stack(list(times.values())).sum(0)[0]))
+    def from_times(cls, job: Job, times: dict[int, Tensor]) -> RankWork:
+        """Compute the work from the times of all ranks per step, see :func:`_spent`."""
+        return cls(tuple(float(times[rank].sum()) for rank in sorted(times)),
+                   tuple((torch.stack(list(times.values())).sum(0)[0] / job.schedule.assignment.per_step).tolist()))
 
     @property
     def slowest(self) -> int:
@@ -247,12 +235,10 @@ def _advice(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *,
     from vpipe.app.train.planning import request_of  # few runs need it
 
     replan = any(job.recomputed) and not isinstance(parallel.recompute, float)
-    microbatches = job.config.microbatches
-    asked = request_of(job, {microbatches: profile})
+    asked = request_of(job, {job.config.microbatches: profile})
     request = replace(asked, partition=None, recompute=None if replan else asked.recompute, warmup=parallel.depths)
     memory = request.memory_bytes
-    now = Plan(Cut(job.partition, job.recomputed, job.placement), Order.of(
-        parallel.schedule, update_every=parallel.update_every, warmup=parallel.depths), microbatches)
+    now = job.as_plan
     request = request.with_measured(now, microbatch_s)
     plan, gain = better_partition(request, now)
     if plan is not None and gain >= WORTH:

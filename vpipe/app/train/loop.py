@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
@@ -174,7 +174,7 @@ class _TrainingRun:
             observer: Observer | None = kind.of_run(run)
             if observer is not None:
                 self._observers.append(enter(observer))
-        self._saving = enter(Checkpointing(job, pipe, self._hosts, self._folder, self._metrics, note))
+        self._saving = enter(Checkpointing(run, self._hosts))
         enter(graceful_stop())
         watch.note_to(self._progress.show)
         if config.parallel.executor == "async_threaded" and pipe.device.type == "cpu":
@@ -187,7 +187,7 @@ class _TrainingRun:
         for warning in (job.advice.few_microbatches, delay_warning(job), unseen) if pipe.rank == 0 else ():
             if warning is not None:
                 note(f"warning: {warning}")
-        self._divergence = DivergenceCheck(job, self._saving, note)
+        self._divergence = DivergenceCheck(run, self._saving)
 
     def _summarize(self, figures: RunFigures | None, parts: Sequence[SummaryPart]) -> None:
         """Print the summary, and write it to the log, ``metrics.jsonl`` and the CSV file."""
@@ -394,10 +394,9 @@ MOST_OVERFLOWS = 100
 class DivergenceCheck:
     """Stop a run with a loss that is not finite, or note skipped steps. All ranks check the same steps."""
 
-    def __init__(self, job: Job, saving: Checkpointing, note: Callable[[str], None]) -> None:
-        self._job, self._saving, self._note = job, saving, note
-        self._skips = job.config.training.on_nan == "skip"
-        self._scaled = job.config.training.computed.scaled
+    def __init__(self, run: Run, saving: Checkpointing) -> None:
+        self._job, self._saving, self._note = run.job, saving, run.note
+        self._skips = run.job.config.training.on_nan == "skip"
         self._in_a_row = 0
 
     def check_step(self, step: Step) -> None:
@@ -410,7 +409,7 @@ class DivergenceCheck:
             self._in_a_row = 0
             return
         what = f"loss is {step.loss}" if not isfinite(step.loss) else "the gradient is not finite"
-        overflow = self._scaled and step.skipped and isfinite(step.loss)
+        overflow = self._job.config.training.computed.scaled and step.skipped and isfinite(step.loss)
         if overflow:
             what = "a gradient is beyond fp16's range at this loss scale"
         if self._skips or overflow:

@@ -33,16 +33,18 @@ def model_file(section: ModelSection) -> Mapping[str, Any]:
     return dict(content.value)
 
 
-def model_settings(section: ModelSection, vocab_size: int, overrides: Mapping[str, Any]) -> ModelSettings:
-    """Return the settings of a ``model`` section with the size of the vocabulary.
+def model_settings(section: ModelSection, vocab_size: int | None = None,
+                   overrides: Mapping[str, Any] | None = None) -> ModelSettings:
+    """Return the settings of a ``model`` section.
 
     Args:
-        overrides: content of its ``config_file``.
+        vocab_size: the section's own when None.
+        overrides: content of its ``config_file``, which is read when None.
     """
+    overrides = model_file(section) if overrides is None else overrides
     return ModelSettings(
-        vocab_size=vocab_size, preset=section.preset, hidden_size=section.hidden_size, num_layers=section.num_layers,
-        num_heads=section.num_heads, num_kv_heads=section.num_kv_heads, sequence_length=section.sequence_length,
-        dropout=section.dropout, tie_weights=section.tie_weights, overrides=overrides, options=_options(section))
+        **section.model_dump(exclude={"name", "config_file", "options", "vocab_size"}), overrides=overrides,
+        vocab_size=section.vocab_size if vocab_size is None else vocab_size, options=_options(section))
 
 
 def _options(section: ModelSection) -> object:
@@ -69,7 +71,7 @@ def model_flops(section: ModelSection, layers: int) -> list[int] | None:
     flops = family_named(section.name).flops
     if flops is None:
         return None
-    settings = model_settings(section, section.vocab_size, model_file(section))
+    settings = model_settings(section)
     hint = "let the flops of its register_model give a number for every layer, in order, or leave them out"
     try:
         found = list(flops(settings))

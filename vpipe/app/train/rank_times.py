@@ -6,12 +6,9 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from vpipe import Pipeline
-from vpipe.app.train.job import Job
 from vpipe.app.train.metrics import LineWriter, finite
 from vpipe.app.train.observers import Observer, Run
 from vpipe.app.train.run_folder import RANK_TIMES
@@ -41,13 +38,10 @@ class RankTimes(Observer):
     """Report every ``metrics.rank_times_every`` updates. All ranks make one, and call it after the same updates.
 
     No rank waits for another: each sends its figures to rank 0, which shows them when all must have arrived.
-
-    Args:
-        note: shows lines on rank 0.
     """
 
-    def __init__(self, job: Job, pipe: Pipeline, folder: Path, note: Callable[[str], None]) -> None:
-        self._job, self._pipe, self._note = job, pipe, note
+    def __init__(self, run: Run) -> None:
+        self._run, job = run, run.job
         every = job.config.metrics.rank_times_every
         assert every is not None, "a run without reports makes no RankTimes"
         self._every = every
@@ -57,11 +51,11 @@ class RankTimes(Observer):
         self._pending: deque[_Report] = deque()
         self._reported = job.steps_done
         self._before = self._usage()
-        self._file = LineWriter(folder / RANK_TIMES, truncate=True) if pipe.rank == 0 else None
+        self._file = LineWriter(run.folder / RANK_TIMES, truncate=True) if run.pipe.rank == 0 else None
 
     @classmethod
     def of_run(cls, run: Run) -> Self | None:
-        return None if run.job.config.metrics.rank_times_every is None else cls(run.job, run.pipe, run.folder, run.note)
+        return None if run.job.config.metrics.rank_times_every is None else cls(run)
 
     def step(self, done: int) -> None:
         """Report if due after ``done`` updates, those of earlier attempts included."""
@@ -81,7 +75,7 @@ class RankTimes(Observer):
             self._file.close()
 
     def _usage(self) -> Mapping[int, Mapping[int, StageUsage]]:
-        return self._pipe.local_usage()
+        return self._run.pipe.local_usage()
 
     def _report(self, done: int) -> None:
         usage, steps = self._usage(), done - self._reported
@@ -89,7 +83,7 @@ class RankTimes(Observer):
         for rank, stages in usage.items():
             spent = StageUsage.of_rank([own.since(self._before[rank][stage]) for stage, own in stages.items()])
             here[str(rank)] = [getattr(spent, name) / steps for name in FIGURES]
-            heads, (texts,) = _columns([here[str(rank)]])
+            heads, (texts,) = figure_texts([here[str(rank)]])
             cells = ", ".join(map(" ".join, zip(heads, texts, strict=True)))
             log.info("rank %d, %s: %s", rank, self._title(self._reported + 1, done), cells)
         gathered = self._exchange.gather(here, "sharing where its time went")
@@ -104,19 +98,19 @@ class RankTimes(Observer):
             "first_step": report.first - 1, "last_step": report.last - 1,
             "ranks": [{"rank": rank, **dict(zip(FIGURES, (finite(float(f"{value:.6g}")) for value in values),
                                                 strict=True))} for rank, values in found.items()]}))
-        heads, cells = _columns(list(found.values()))
-        rows = [[str(rank), " ".join(map(str, self._job.schedule.stages_of(rank))), *texts]
+        heads, cells = figure_texts(list(found.values()))
+        rows = [[str(rank), " ".join(map(str, self._run.job.schedule.stages_of(rank))), *texts]
                 for rank, texts in zip(found, cells, strict=True)]
-        self._note("\n".join([f"{self._title(report.first, report.last)}:",
-                              *fitted(("rank", "stage", *heads), rows, terminal_columns(), names=2)]))
+        self._run.note("\n".join([f"{self._title(report.first, report.last)}:",
+                                  *fitted(("rank", "stage", *heads), rows, terminal_columns(), names=2)]))
 
     def _title(self, first: int, last: int) -> str:
-        name = self._job.step_name
+        name = self._run.job.step_name
         return f"{name}s {first} to {last}, in milliseconds per {name}"
 
 
-def _columns(rows: Sequence[Sequence[float]]) -> tuple[list[str], list[list[str]]]:
-    """Return the heads, and the texts of each row's figures; packages' kinds have a column where they took time."""
+def figure_texts(rows: Sequence[Sequence[float]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads, and the texts of each row's :data:`FIGURES`; packages' kinds have a column if they took any."""
     shown = [at for at, head in enumerate(_HEADS) if head != "other" or any(row[at] for row in rows)]
     return [_HEADS[at] for at in shown], [[size_text(row[at]) if _HEADS[at] == "sent" else ms_text(row[at])
                                            for at in shown] for row in rows]

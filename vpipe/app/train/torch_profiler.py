@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -14,10 +13,9 @@ from typing import Self
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.profiler import profile, record_function
 
-from vpipe import Pipeline, accelerator
+from vpipe import accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.progress import message_if_slow
-from vpipe.app.train.job import Job
 from vpipe.app.train.observers import Observer, Run
 from vpipe.distributed import watch
 from vpipe.errors import UserError
@@ -32,12 +30,6 @@ class TorchProfiler(Observer):
     Without a flush, ranks are at different microbatches, but each records the work of one step. With a schedule from a
     file, all steps of a batch end at once, so the batch is recorded.
 
-    Args:
-        job: its profiled step is not done yet.
-        folder: of the run.
-        note: shows a line.
-        exclude_time: leaves the time since the last step out of the training's.
-
     Attributes:
         made: whether the step was recorded in this attempt.
 
@@ -45,10 +37,9 @@ class TorchProfiler(Observer):
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, job: Job, pipe: Pipeline, folder: Path, note: Callable[[str], None],
-                 exclude_time: Callable[[], None]) -> None:
-        training, self._exclude_time = job.config.training, exclude_time
-        self._pipe, self._note, self._step_name, self._exit = pipe, note, job.step_name, training.exit_after_profile
+    def __init__(self, run: Run) -> None:
+        self._run, job, pipe, training = run, run.job, run.pipe, run.job.config.training
+        self._exit = training.exit_after_profile
         assert training.profile_iteration is not None, "a run without a profiled step makes no TorchProfiler"
         self._step, self.made = training.profile_iteration, False
         # All steps of a schedule from a file are done before the first of them is reported.
@@ -56,7 +47,7 @@ class TorchProfiler(Observer):
         self._gpu = pipe.device.type != "cpu"
         self._begins = (self._step - 1) // at_once * at_once
         self._recording: tuple[profile, ExitStack] | None = None
-        self._root = folder / f"profiler_{profile_name(job.config, pipe.schedule)}"
+        self._root = run.folder / f"profiler_{profile_name(job.config, pipe.schedule)}"
         self._file = self._root / f"rank{pipe.rank}" / f"rank{pipe.rank}.{self._step}.pt.trace.json"
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +63,7 @@ class TorchProfiler(Observer):
         profiled = run.job.config.training.profile_iteration
         if profiled is None or profiled <= run.job.steps_done:
             return None
-        return cls(run.job, run.pipe, run.folder, run.note, run.metrics.exclude_time)
+        return cls(run)
 
     def before_step(self, done: int) -> None:
         """Begin to record if the next step is due."""
@@ -80,8 +71,8 @@ class TorchProfiler(Observer):
             return
         recorder, stack = self._recorder(), ExitStack()
         if self._gpu:
-            accelerator.synchronize(self._pipe.device)  # work of earlier steps does not belong to this one
-        stack.enter_context(self._pipe.labelled())
+            accelerator.synchronize(self._run.pipe.device)  # work of earlier steps does not belong to this one
+        stack.enter_context(self._run.pipe.labelled())
         stack.enter_context(recorder)
         stack.enter_context(record_function(f"ProfilerStep#{self._step}"))
         self._recording = recorder, stack
@@ -91,11 +82,13 @@ class TorchProfiler(Observer):
         if self._recording is None or done < self._step:
             return
         self.made = True
-        with watch.activity.during("writing a profile"), message_if_slow("writing the profile", self._pipe.rank == 0):
+        with watch.activity.during("writing a profile"), message_if_slow(
+                "writing the profile", self._run.pipe.rank == 0):
             self._export(self._end())
-        self._note(f"{self._step_name} {self._step} is profiled: TensorBoard and Perfetto open {self._root}, a folder "
-                   "per rank" + ("; the run ends here (training.exit_after_profile)" if self._exit else ""))
-        self._exclude_time()
+        self._run.note(f"{self._run.job.step_name} {self._step} is profiled: TensorBoard and Perfetto open "
+                       f"{self._root}, a folder per rank"
+                       + ("; the run ends here (training.exit_after_profile)" if self._exit else ""))
+        self._run.metrics.exclude_time()
 
     @property
     def ends_run(self) -> bool:
@@ -104,7 +97,7 @@ class TorchProfiler(Observer):
 
     def _recorder(self) -> profile:
         """Return the base of torch.profiler.profile, which itself takes seconds to import torch's compiler."""
-        return profile(use_kineto=True, use_device=self._pipe.device.type if self._gpu else None,
+        return profile(use_kineto=True, use_device=self._run.pipe.device.type if self._gpu else None,
                        experimental_config=_ExperimentalConfig(profile_all_threads=True))  # executors may have several
 
     def _end(self) -> profile:
@@ -120,7 +113,7 @@ class TorchProfiler(Observer):
             recorder.export_chrome_trace(str(partial))  # type: ignore[no-untyped-call]
             partial.replace(self._file)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError
-            self._note(f"warning: the profile '{self._file}' could not be written: {error}; training continues")
+            self._run.note(f"warning: the profile '{self._file}' could not be written: {error}; training continues")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
@@ -131,7 +124,7 @@ class TorchProfiler(Observer):
                 self._file.parent.rmdir()
                 self._file.parents[1].rmdir()
             if error is None:
-                self._note(f"no profile was made: the run ended before {self._step_name} {self._step} did")
+                self._run.note(f"no profile was made: the run ended before {self._run.job.step_name} {self._step} did")
 
 
 def profile_name(config: Config, schedule: str) -> str:
