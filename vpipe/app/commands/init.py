@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from textwrap import wrap
@@ -28,14 +27,6 @@ SIZES: Mapping[str, Mapping[str, int]] = {"tiny": {"hidden_size": 128, "num_laye
 
 SCHEDULES = {"synchronous": "1f1b", "asynchronous": "pipedream"}
 _COLUMNS = 100
-
-
-@dataclass(frozen=True)
-class _Length:
-    """How long to train: minutes or steps, one of the two."""
-
-    minutes: float | None = None
-    steps: int | None = None
 
 
 def run_init(options: argparse.Namespace) -> None:
@@ -163,10 +154,11 @@ def _count(option: str) -> Callable[[str], int]:
     return read
 
 
-def _length(text: str) -> _Length:
+def _length(text: str) -> dict[str, float]:
+    """Return the key of the section ``training`` that says how long to train."""
     number, _, unit = text.partition(" ")
     if unit in ("step", "steps"):
-        return _Length(steps=_count("--steps")(number))
+        return {"max_steps": _count("--steps")(number)}
     try:
         minutes = float(number)
     except ValueError:
@@ -174,18 +166,17 @@ def _length(text: str) -> _Length:
     if unit not in ("", "minute", "minutes") or not 0 < minutes < float("inf"):
         raise UserError(f"'{text}' is no length of a training", hint="give minutes, such as 10, or steps, such as "
                         "500 steps")
-    return _Length(minutes=minutes)
+    return {"max_minutes": minutes}
 
 
 def _sections(name: str, size: str, data: Path | None, batch_size: int, schedule: str, stages: int,
-              length: _Length) -> dict[str, dict[str, Any]]:
+              length: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """Return the keys of the config, by section."""
     presets, late = _known()[name].presets, schedule == "asynchronous"
     training: dict[str, Any] = {"learning_rate": 0.001}
-    if length.steps is not None:
-        training |= {"lr_policy": "cosine", "warmup_steps": 0.05, "max_steps": length.steps}
-    else:
-        training["max_minutes"] = length.minutes
+    if "max_steps" in length:
+        training |= {"lr_policy": "cosine", "warmup_steps": 0.05}
+    training |= length
     if late:
         # 70 to 160 seconds at 0.001, 0.003, 0.006 ended further below the unigram entropy each time, see LOG.md
         training |= {"learning_rate": 0.006 if size in ("tiny", "mini") else 0.001,

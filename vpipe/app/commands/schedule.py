@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -221,22 +221,23 @@ def _sizes(options: argparse.Namespace, *, listed: bool = True, why: str = "") -
 
 def _widths(text: str | None) -> tuple[int, ...]:
     """Parse ``--widths 2,1``, or 2-1 as the docs write it; empty when left out."""
-    parts = [] if text is None else re.split(r",|(?<=\d)-", text)
-    for part in parts:
-        if re.fullmatch(r"\s*0*[1-9]\d{0,5}\s*", part, re.ASCII) is None:
-            raise UserError(f"--widths has '{part}', which is no number of replicas", hint="write --widths 2,1 or "
-                            "--widths 2: a whole number for each of the --stages, or one for all")
-    return tuple(map(int, parts))
+    return () if text is None else _numbers(
+        re.split(r",|(?<=\d)-", text), r"0*[1-9]\d{0,5}", "--widths", "replicas",
+        "write --widths 2,1 or --widths 2: a whole number for each of the --stages, or one for all")
 
 
 def _depths(text: str | None) -> tuple[int, ...] | None:
     """Parse ``--warmup-depth 5,3,1,0``."""
-    parts = None if text is None else text.split(",")
-    for part in parts or ():
-        if re.fullmatch(r"\s*\d{1,5}\s*", part, re.ASCII) is None:
-            raise UserError(f"--warmup-depth has '{part}', which is no number of forwards",
-                            hint="write --warmup-depth 5,3,1,0: a whole number for each of the --stages")
-    return None if parts is None else tuple(map(int, parts))
+    return None if text is None else _numbers(
+        text.split(","), r"\d{1,5}", "--warmup-depth", "forwards",
+        "write --warmup-depth 5,3,1,0: a whole number for each of the --stages")
+
+
+def _numbers(parts: Sequence[str], form: str, option: str, what: str, hint: str) -> tuple[int, ...]:
+    for part in parts:
+        if re.fullmatch(rf"\s*{form}\s*", part, re.ASCII) is None:
+            raise UserError(f"{option} has '{part}', which is no number of {what}", hint=hint)
+    return tuple(map(int, parts))
 
 
 def _built(registered: RegisteredSchedule, widths: tuple[int, ...], microbatches: int, chunks: int | None,

@@ -105,14 +105,12 @@ class EventWriter(Protocol):
 
     Attributes:
         name: of that program, for messages.
-        error: why no more lines are passed on; None while they are.
     """
 
     name: str
-    error: str | None
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """Pass on a line."""
+        """Pass on a line. After an error there are no more lines: a run outlives its charts."""
 
     def close(self, failed: bool = False) -> None:
         """End, after the last line; ``failed``: an error ends the run."""
@@ -141,6 +139,7 @@ class Metrics:
         self._path, self._file = path, None if path is None else LineWriter(path, truncate=past is None)
         self._events = list(events)
         self._warned_file, self._warned = False, set[str]()
+        self._event_errors: dict[str, str] = {}  # by program, why no more lines are passed on
         self.size = size
         self.past = past or PastMetrics()
         self._started = self._last = perf_counter()
@@ -243,8 +242,8 @@ class Metrics:
             self._warned_file = error is not None
             found.append(f"cannot write '{self._path}': {error}; training continues, and the lines wait until there is "
                          "room" if error is not None else f"'{self._path}' is whole again")
-        once = {events.name: f"cannot write {events.name} events: {events.error}; training continues without them"
-                for events in self._events if events.error is not None}
+        once = {name: f"cannot write {name} events: {error}; training continues without them"
+                for name, error in self._event_errors.items()}
         efficiency = self.size.efficiency
         if efficiency is not None and len(self.update_s) >= RECENT and (
                 warning := efficiency.warning(efficiency.utilization(self.recent_tokens_per_s))) is not None:
@@ -272,7 +271,12 @@ class Metrics:
         if self._file is not None:
             self._file.write(json.dumps(line))
         for events in self._events:
-            events.line(line)
+            if events.name not in self._event_errors:
+                try:
+                    events.line(line)
+                except Exception as failed:  # of many classes, some of them the package's
+                    reason = failed.strerror if isinstance(failed, OSError) else str(failed)
+                    self._event_errors[events.name] = reason or type(failed).__name__
 
     def __enter__(self) -> Metrics:
         return self

@@ -13,13 +13,11 @@ from vpipe.app.metric_formulas import averaged_losses, bubble, counted_updates, 
 from vpipe.app.train.job import Job, on_processors
 from vpipe.app.train.metrics import Metrics, finite
 from vpipe.app.train.peak_flops import PeakFlops
-from vpipe.app.visualize.table import compact, filled, fitted, milliseconds, ms_text, terminal_columns
+from vpipe.app.train.rank_times import FIGURES, figure_texts
+from vpipe.app.visualize.table import compact, filled, fitted, milliseconds, terminal_columns
 from vpipe.errors import counted
 from vpipe.runtime import StageUsage
 from vpipe.units import size_text
-
-_COLUMNS = ("stage", "rank", "layers", "forward", "backward", "step", "comm", "idle", "other", "sent", "versions",
-            "staleness", "mean delay", "in flight", "memory")
 
 
 def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Sequence[str] = ()) -> str:
@@ -112,17 +110,15 @@ def _figures(job: Job, figures: RunFigures) -> list[str]:
 def _stages(job: Job, figures: RunFigures) -> list[str]:
     partition, steps, width = job.partition, figures.usage_steps, terminal_columns()
     late = job.advice.delays is not None
-    others = any(usage.others_s for usage in figures.stages)  # actions of kinds that a package has added
-    columns = [name for name in _COLUMNS if (late or name != "mean delay") and (others or name != "other")]
+    heads, spent = figure_texts([[getattr(usage, name) / steps for name in FIGURES] for usage in figures.stages])
+    columns = ["stage", "rank", "layers", *heads, "versions", "staleness", *(["mean delay"] if late else []),
+               "in flight", "memory"]
     ends = list(accumulate(partition))
     homes = [(stage, rank) for stage, ranks in enumerate(job.placement) for rank in ranks]
     rows = []
-    for (stage, rank), usage in zip(homes, figures.stages, strict=True):
-        times = (usage.forward_s, usage.backward_s, usage.step_s, usage.communication_s, usage.idle_s,
-                 *([usage.others_s] if others else []))
+    for (stage, rank), usage, texts in zip(homes, figures.stages, spent, strict=True):
         first, end = ends[stage] - partition[stage], ends[stage]
-        rows.append([str(stage), str(rank), f"{first}-{end - 1}" if first < end - 1 else str(first),
-                     *(ms_text(seconds / steps) for seconds in times), size_text(usage.bytes_sent / steps),
+        rows.append([str(stage), str(rank), f"{first}-{end - 1}" if first < end - 1 else str(first), *texts,
                      str(usage.versions), str(usage.staleness),
                      *([f"{job.advice.mean_delays[stage]:.3g}"] if late else []), str(usage.peak_activations),
                      size_text(usage.peak_memory_bytes)])

@@ -30,14 +30,14 @@ def check_installed(package: str, setting: str, remedy: str) -> None:
 class TensorBoardWriter:
     """Write events, each at once: TensorBoard's own writer thread would compete with training.
 
-    After an event that could not be written no more are written, since no reader reads past a torn event.
+    After an event that could not be written no more may be written, since no reader reads past a torn event.
 
     Args:
         run: the run folder.
         first: first step of this attempt; TensorBoard drops earlier events of this step and later ones.
 
-    Attributes:
-        error: why no more events are written; None while they are.
+    Raises:
+        UserError: the events cannot be written there.
     """
 
     name = "TensorBoard"
@@ -48,17 +48,16 @@ class TensorBoardWriter:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
-        self.error: str | None = None
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         try:
             (run / FOLDER).mkdir(exist_ok=True)
             self._records = RecordWriter((run / FOLDER / name).open("wb"))
+            self._write(file_version="brain.Event:2")
+            if first:
+                self._write(step=first, session_log=SessionLog(status=SessionLog.START))
         except OSError as error:
             raise UserError(f"cannot write events into '{run / FOLDER}': {error.strerror}",
                             hint="make it writable, or set metrics.tensorboard to false") from None
-        self._write(file_version="brain.Event:2")
-        if first:
-            self._write(step=first, session_log=SessionLog(status=SessionLog.START))
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Write the numbers of a line of ``metrics.jsonl``; those of a checkpoint or the summary go under that name."""
@@ -71,13 +70,8 @@ class TensorBoardWriter:
             self._records.close()
 
     def _write(self, **content: Any) -> None:
-        if self.error is not None:
-            return
-        try:
-            self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
-            self._records.flush()
-        except OSError as error:
-            self.error = error.strerror or str(error)
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
+        self._records.flush()
 
 
 def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -19,16 +19,13 @@ class WandbWriter:
     """Log lines to a run of Weights & Biases; its own files are in ``wandb/`` of the run folder.
 
     Its x axis is ``step``: the package's own counter would refuse a line about an earlier step, such as that of a
-    checkpoint whose writing has ended. After an error no more lines are logged.
+    checkpoint whose writing has ended.
 
     Args:
         run: the run folder.
         mode: ``offline`` writes files, which ``wandb sync`` uploads; ``online`` uploads, unless WANDB_MODE says
             otherwise.
         config: of the run, one value per key.
-
-    Attributes:
-        error: why no more lines are logged; None while they are.
 
     Raises:
         UserError: the package cannot begin a run.
@@ -38,7 +35,6 @@ class WandbWriter:
 
     def __init__(self, run: Path, mode: str, config: Mapping[str, Any]) -> None:
         wandb = import_module("wandb")
-        self.error: str | None = None
         known = run / RUN_ID
         try:
             before = known.read_text().strip() if known.exists() else None
@@ -52,11 +48,7 @@ class WandbWriter:
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Log the numbers of a line of ``metrics.jsonl``; those of a checkpoint or the summary go under that name."""
-        if self.error is None:
-            try:
-                self._run.log({"step": int(line["step"]), **dict(scalars(line))})
-            except Exception as error:  # a run outlives its charts
-                self.error = str(error) or type(error).__name__
+        self._run.log({"step": int(line["step"]), **dict(scalars(line))})
 
     def close(self, failed: bool = False) -> None:
         """End the run there, as a failed one or not; online this waits until all is uploaded."""
