@@ -232,6 +232,11 @@ class ParallelSection(Section):
         return self.model_copy(update={"warmup_depth": None}) if says_nothing else self
 
     @property
+    def warmup(self) -> tuple[int, ...] | Literal["auto"] | None:
+        """Return the forwards of each stage before its first backward, auto where they are planned."""
+        return self.warmup_depth if "warmup_depth" in self.to_plan else self.depths
+
+    @property
     def depths(self) -> tuple[int, ...] | None:
         """Return the forwards of each stage before its first backward where they are listed, and not 1F1B's."""
         return None if isinstance(self.warmup_depth, str) else self.warmup_depth

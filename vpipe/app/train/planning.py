@@ -107,7 +107,7 @@ def request_of(job: Job, profiles: Mapping[int, Profile]) -> PlanRequest:
         {microbatches: parallel.update_every}, job.placement,
         None if "partition" in parallel.to_plan else job.partition,
         None if isinstance(parallel.recompute, str) else parallel.recompute,
-        warmup=parallel.warmup_depth if "warmup_depth" in parallel.to_plan else parallel.depths)
+        warmup=parallel.warmup)
 
 
 def _plan_summary(job: Job, plan: Plan, search_s: float) -> str:
