@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import sys
+from contextlib import ExitStack
 
 import pytest
 
@@ -32,6 +33,14 @@ def test_a_held_port_is_given_to_nobody_but_the_store() -> None:
         with listening(port):
             check_reachable("127.0.0.1", port, 5)
     with pytest.raises(UserError, match=f"cannot reach 127.0.0.1 port {port}, where the ranks meet: Connection ref"):
+        check_reachable("127.0.0.1", port, 5)
+
+
+def test_strangers_keep_nobody_from_a_port_that_is_tried() -> None:
+    port = free_port(None)
+    with listening(port), ExitStack() as held_open:
+        for _ in range(150):  # more than wait for a listener at once
+            held_open.enter_context(socket.create_connection(("127.0.0.1", port), 5))
         check_reachable("127.0.0.1", port, 5)
 
 

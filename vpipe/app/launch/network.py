@@ -6,7 +6,8 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
 
 from vpipe.distributed.network import Host
 from vpipe.errors import UserError
@@ -30,10 +31,27 @@ def held(port: int) -> Iterator[None]:
 
 @contextmanager
 def listening(port: int) -> Iterator[None]:
-    """Let other hosts try whether they reach ``port``."""
+    """Let other hosts try whether they reach ``port``.
+
+    Who connects is let go at once: a queue of connections that strangers hold would let no other host in.
+    """
+    over = Event()
+
+    def let_go(listener: socket.socket) -> None:
+        while not over.is_set():
+            with suppress(OSError):  # of no connection until now, or of one that is gone
+                listener.accept()[0].close()
+
     with _bound(port) as bound:
+        bound.settimeout(0.1)
         bound.listen(64)
-        yield
+        thread = Thread(target=let_go, args=(bound,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 def _bound(port: int) -> socket.socket:
