@@ -2,7 +2,8 @@
 
 It shares no code with vpipe, and is told nothing but addresses and the user whose sockets it is to try: Linux shows
 every user the sockets of the others. On another host it is told ports. Usage: stranger.py REPORT USER[:PORT...]
-SECONDS ADDRESS... [forge]; with the last word it writes into what listens at the end, as if these were stores of torch.
+SECONDS ADDRESS... [forge]: it goes on for so long, and until its standard input ends. With the last word it writes into
+what listens at the end, as if these were stores of torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import socket
 import sys
 import time
@@ -98,7 +100,7 @@ def main(report: TextIO, user: str, seconds: float, addresses: list[str], forgin
     held: list[socket.socket] = []
     reached: dict[str, str] = {}
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end or not select.select([0], [], [], 0)[0]:
         try_all(user, addresses, held, reached)
         time.sleep(0.02)
     # At the end, when the run is at work: what can still be reached, and written?

@@ -46,12 +46,14 @@ class Attacked:
     def attack(self, host: Host, whom: str, seconds: float, addresses: list[str]
                ) -> tuple[Path, subprocess.Popen[bytes]]:
         report = self.folder / f"{host.name}.json"
-        return report, host.popen([*STRANGER, report, whom, seconds, *addresses], stderr=subprocess.DEVNULL)
+        return report, host.popen([*STRANGER, report, whom, seconds, *addresses], stdin=subprocess.PIPE,
+                                  stderr=subprocess.DEVNULL)
 
     def found(self) -> list[dict[str, Any]]:
         """What the strangers reached."""
         for _, stranger in self.strangers:
-            assert stranger.wait(90) == 0, "it reports"
+            stranger.communicate(timeout=90)  # ends its input: from now on the run is at work
+            assert stranger.returncode == 0, "it reports"
         return [json.loads(report.read_text()) for report, _ in self.strangers]
 
     @property
