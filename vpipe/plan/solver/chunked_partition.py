@@ -67,8 +67,7 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
                 for ranks in placement for rank in ranks[:1]):
             continue
         samples = choice.microbatches * table.profile.identity.microbatch_size
-        return Candidate(choice, tuple(each.stop - each.first for each in found.slices), recomputed,
-                         _estimate_s(table, choice, found) / samples)
+        return Candidate(choice, found.partition, recomputed, _estimate_s(table, choice, found) / samples)
     return None
 
 

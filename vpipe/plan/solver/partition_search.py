@@ -55,6 +55,11 @@ class FoundPartition(NamedTuple):
         """Replicas per stage."""
         return tuple(each.width for each in self.slices)
 
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers per stage."""
+        return tuple(each.stop - each.first for each in self.slices)
+
 
 class BestPartition(NamedTuple):
     """The best partition."""
@@ -298,4 +303,4 @@ def evenly(weights: Sequence[float], parts: int) -> tuple[int, ...]:
 
     found = smallest_bottleneck(unreplicated_problem(parts, running, evaluate))
     assert found is not None, "there are as many items as parts"
-    return tuple(part.stop - part.first for part in found.slices)
+    return found.partition

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import counted
@@ -143,6 +145,22 @@ class SearchSpace:
                          costs.seconds_per_sample(costs.cost(chosen)), costs.seconds_per_sample(best.lower_bound),
                          tuple(_stages(costs, each) for each in others[:MOST_OTHERS]))
 
+    def of_least_memory(self, choice: Choice) -> tuple[float, Candidate] | None:
+        """Return the bytes of the fullest rank of an unchunked choice where these are fewest, and how; None if none."""
+        costs = self.cost_model(choice, self.request.memory_bytes)
+        if (found := costs.least_memory()) is None:
+            return None
+        placed = choice.with_widths(found.widths)
+        if (why := placed.refusal) is not None:
+            self.refusals[choice] = why
+            return None
+        sets = []
+        for (first, stop, _), demand in costs.demands(found.slices):
+            required, layers = costs.table.required(first, stop, demand), frozenset(range(first, stop))
+            sets.append(min([required] if required is not None else [frozenset[int](), layers], key=partial(
+                costs.table.peak_bytes, first, stop, demand)))
+        return found.bottleneck, Candidate(placed, found.partition, tuple(sets), math.inf)
+
     def chunked_of_least_memory(self, choice: Choice) -> Iterator[Candidate]:
         """Yield partitions of a chunked choice that hold as little as possible, whatever the limit."""
         for share in (1.0, 0.0) if self.request.recompute is None else (self._shares,):
@@ -171,7 +189,7 @@ class SearchSpace:
 def _stages(costs: CostModel, found: FoundPartition) -> Stages:
     sets = _recompute_sets(costs, found.slices)
     assert sets is not None, "the search found that it fits"
-    return tuple(each.stop - each.first for each in found.slices), sets
+    return found.partition, sets
 
 
 def _recompute_sets(costs: CostModel, slices: Sequence[StageSlice]) -> tuple[frozenset[int], ...] | None:
