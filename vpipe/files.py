@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from vpipe.errors import UserError
 from vpipe.units import size_text
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
 
 
 def read_bounded(path: str | os.PathLike[str], most_bytes: int, what: str) -> bytes:
@@ -120,3 +128,35 @@ def text_of(value: Any) -> str:
     if type(value) is not str:
         raise ValueError(f"{value!r} is no text")
     return value
+
+
+def read_record(kind: type[Record], content: Mapping[str, Any], **readers: Callable[[Any], Any]) -> Record:
+    """Make a dataclass from JSON values; a field without a reader is read by its type.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: a value is missing, unknown or of the wrong kind.
+    """
+    values = dict(content)
+    for name, hint in _hints(kind).items():
+        if name in values:
+            values[name] = readers[name](values[name]) if name in readers else _read(hint, values[name])
+    return kind(**values)
+
+
+_hints = cache(get_type_hints)
+_READERS: dict[Any, Callable[[Any], Any]] = {int: count_of, float: number_of, str: text_of, bool: bool,
+                                             Any: lambda value: value}
+
+
+def _read(hint: Any, value: Any) -> Any:
+    """Return a value of JSON as a number, a text, a tuple, a mapping from numbers or texts, or a dataclass."""
+    inner = get_args(hint)
+    if hint in _READERS:
+        return _READERS[hint](value)
+    if NoneType in inner:
+        return None if value is None else _read(inner[0], value)
+    if get_origin(hint) is tuple:
+        return tuple(_read(inner[0], each) for each in value)
+    if get_origin(hint) is Mapping:
+        return {inner[0](key): _read(inner[1], each) for key, each in value.items()}
+    return read_record(hint, value)

@@ -7,14 +7,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vpipe.errors import UserError
-from vpipe.files import count_of, parse_json, read_bounded, text_of
+from vpipe.files import count_of, parse_json, read_bounded, read_record, text_of
 from vpipe.plugins import package_versions
 
 if TYPE_CHECKING:
@@ -333,39 +333,21 @@ _ARRANGEMENT = {"partition": list, "placement": list, "recompute": list, "optimi
 def _manifest(content: Mapping[str, Any]) -> Manifest:
     if content["format"] != FORMAT:
         raise ValueError(f"its format is {content['format']!r}")
-    files = {_plain_name(name): FileEntry(count_of(entry["bytes"]), text_of(entry["sha256"]))
-             for name, entry in content["files"].items()}
-    tensors = {name: _tensor_entry(entry) for name, entry in content["tensors"].items()}
-    for name, entry in tensors.items():
-        if entry.file not in files:
+    manifest = read_record(Manifest, {each.name: content[each.name] for each in fields(Manifest)})
+    for name in manifest.files:
+        if not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
+            raise ValueError(f"{name!r} is no name of a file of the folder")
+    for name, entry in manifest.tensors.items():
+        if entry.file not in manifest.files:
             raise ValueError(f"tensor '{name}' is in file '{entry.file}', which the manifest does not list")
-    for key in ("arrangement", "numbers", "versions"):
-        if not isinstance(content[key], dict):
-            raise TypeError(f"{key} is {content[key]!r}")
-    for key, value in content["arrangement"].items():
+        if entry.dtype not in ITEM_BYTES:
+            raise ValueError(f"unknown kind of numbers '{entry.dtype}'")
+        count_of(entry.bytes)
+    for key, value in manifest.arrangement.items():
         kind = _ARRANGEMENT.get(key)
         if kind is not None and not isinstance(value, (kind, type(None))):
             raise TypeError(f"{key} of the arrangement is {value!r}")
-    for name in (*(content["arrangement"].get("optimizers") or ()),
-                 *(content["arrangement"].get("optimizer_of") or {}).values()):
+    for name in (*(manifest.arrangement.get("optimizers") or ()),
+                 *(manifest.arrangement.get("optimizer_of") or {}).values()):
         text_of(name)
-    return Manifest(step=count_of(content["step"]), samples=count_of(content["samples"]),
-                    seed=count_of(content["seed"]), data=text_of(content["data"]), config=text_of(content["config"]),
-                    made=text_of(content["made"]), arrangement=content["arrangement"], numbers=content["numbers"],
-                    versions={name: text_of(value) for name, value in content["versions"].items()},
-                    tensors=tensors, files=files)
-
-
-def _tensor_entry(content: Mapping[str, Any]) -> TensorEntry:
-    if text_of(content["dtype"]) not in ITEM_BYTES:
-        raise ValueError(f"unknown kind of numbers '{content['dtype']}'")
-    entry = TensorEntry(tuple(map(count_of, content["shape"])), content["dtype"], _plain_name(content["file"]))
-    count_of(entry.bytes)
-    return entry
-
-
-def _plain_name(name: Any) -> str:
-    """Return a file's name that leads nowhere else."""
-    if type(name) is not str or not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
-        raise ValueError(f"{name!r} is no name of a file of the folder")
-    return name
+    return manifest

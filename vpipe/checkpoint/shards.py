@@ -19,6 +19,7 @@ from torch import Tensor
 from vpipe import accelerator
 from vpipe.checkpoint.manifest import ITEM_BYTES, FileEntry, TensorEntry, TensorKind
 from vpipe.errors import UserError
+from vpipe.files import read_record
 
 FILE_BYTES = 2 << 30
 """Size after which a file gets no further tensor, so that a resume with other ranks need not read all of a rank's."""
@@ -93,10 +94,7 @@ class WriteResult:
     @classmethod
     def from_json(cls, text: str) -> WriteResult:
         """Return the result that :meth:`as_json` wrote."""
-        content = json.loads(text)
-        return cls({name: TensorEntry(tuple(entry["shape"]), entry["dtype"], entry["file"])
-                    for name, entry in content["tensors"].items()},
-                   {name: FileEntry(**entry) for name, entry in content["files"].items()}, content["error"])
+        return read_record(cls, json.loads(text))
 
 
 def write_shards(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> WriteResult:

@@ -16,8 +16,7 @@ from vpipe.description.cut import Cut, Placement
 from vpipe.description.order import Order
 from vpipe.description.recompute import MOST_LAYERS, layers_outside, ranges
 from vpipe.errors import Problem, UserError, counted, nearest
-from vpipe.files import number_of, read_json
-from vpipe.plan.profile import parse_record
+from vpipe.files import number_of, read_json, read_record
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.assignment import passes
 from vpipe.schedules.size import MOST_MICROBATCHES
@@ -105,7 +104,7 @@ class Prediction:
             KeyError, TypeError, ValueError, AttributeError: it is something else.
         """
         times = dict.fromkeys((each.name for each in fields(StagePrediction) if each.name.endswith("_s")), _finite)
-        found = parse_record(cls, content, bubble=_finite, stages=lambda stages: tuple(parse_record(
+        found = read_record(cls, content, bubble=_finite, stages=lambda stages: tuple(read_record(
             StagePrediction, stage, **times) for stage in stages))
         if not found.samples_per_step:
             raise ValueError("a step has 0 samples")

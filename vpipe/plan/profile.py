@@ -8,20 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 from vpipe.errors import UserError
-from vpipe.files import count_of, number_of, read_json, text_of
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Record = TypeVar("Record", bound="DataclassInstance")
+from vpipe.files import count_of, read_json, read_record
 
 FORMAT = 1
 
@@ -314,44 +308,13 @@ class ActivationMemory:
 _MAKE = "vpipe profile CONFIG measures one"
 
 
-def parse_record(kind: type[Record], content: Mapping[str, Any], **readers: Callable[[Any], Any]) -> Record:
-    """Make a dataclass from JSON values; a field without a reader is read by its type.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: a value is missing, unknown or of the wrong kind.
-    """
-    values = dict(content)
-    for name, hint in _hints(kind).items():
-        if name in values:
-            values[name] = readers[name](values[name]) if name in readers else _read(hint, values[name])
-    return kind(**values)
-
-
-_hints = cache(get_type_hints)
-_READERS: dict[type, Callable[[Any], Any]] = {int: count_of, float: number_of, str: text_of, bool: bool}
-
-
-def _read(hint: Any, value: Any) -> Any:
-    """Return a value of JSON as a number, a text, a tuple, a mapping from numbers or texts, or a dataclass."""
-    inner = get_args(hint)
-    if hint in _READERS:
-        return _READERS[hint](value)
-    if NoneType in inner:
-        return None if value is None else _read(inner[0], value)
-    if get_origin(hint) is tuple:
-        return tuple(_read(inner[0], each) for each in value)
-    if get_origin(hint) is Mapping:
-        return {inner[0](key): _read(inner[1], each) for key, each in value.items()}
-    return parse_record(hint, value)
-
-
 def _profile(content: Mapping[str, Any]) -> Profile:
     _check_complete(Profile, content)
     for values in content["layers"]:
         _check_complete(LayerProfile, values)
-    profile = parse_record(
+    profile = read_record(
         Profile, {key: value for key, value in content.items() if key != "format"}, links=lambda links: {
-            (count_of(source), count_of(target)): parse_record(LinkProfile, link) for source, target, link in links})
+            (count_of(source), count_of(target)): read_record(LinkProfile, link) for source, target, link in links})
     identity, known = profile.identity, set(profile.fields)
     for key in ("microbatch_size", "threads", "ranks_per_host", "hosts"):
         if getattr(identity, key) < 1:

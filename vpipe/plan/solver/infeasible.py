@@ -94,9 +94,9 @@ def _remedies(request: PlanRequest, plan: Plan, memory: StageMemory, limit: int,
         enough_ranks = bisect_left(more, True, key=lambda ranks: fits(replace(alike, ranks=ranks)))
         if enough_ranks < len(more):
             yield f"use {more[enough_ranks]} ranks"
-    if memory.peak - memory.activations - memory.working <= limit < memory.peak:
-        if (samples := profile.identity.microbatch_size) > 1:
-            yield f"use microbatches of fewer than {counted(samples, 'sample')}: activations are what is too large"
+    samples = profile.identity.microbatch_size
+    if samples > 1 and memory.peak - memory.activations - memory.working <= limit < memory.peak:
+        yield f"use microbatches of fewer than {counted(samples, 'sample')}: activations are what is too large"
     for field, remedy in _FREE.items() if _small(request) else ():
         left_free: dict[str, Any] = {field: None}
         if getattr(request, field) is not None and fits(replace(request, **left_free)):
