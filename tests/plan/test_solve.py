@@ -132,7 +132,7 @@ def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: 
                    copy_bytes_per_s=1e7)
     free = SearchSpace(PlanRequest({6: made}, 3, None, (schedule,)))
     choice = Choice(schedule, 6, None, 3, equal_widths(schedule, 3, 1))
-    least = free.cost_model(choice, None).least_memory()
+    least = free.cost_model(choice).least_memory()
     assert least is not None
     limit = int(least.bottleneck * (1 + room))
     candidate = SearchSpace(PlanRequest({6: made}, 3, limit, (schedule,))).solve(choice)
@@ -158,7 +158,7 @@ def test_the_best_widths_are_the_best_of_all(schedule: str, seed: int, room: flo
     made = any_profile(seed, 4, latency_s=0.001, bytes_per_s=1e7)
     space = SearchSpace(PlanRequest({12: made}, 4, None, (schedule,)))
     choice = Choice(schedule, 12, None, 4, None)
-    least = space.cost_model(choice, None).least_memory()
+    least = space.cost_model(choice).least_memory()
     assert least is not None
     limit = int(least.bottleneck * (1 + room))
     candidate = SearchSpace(PlanRequest({12: made}, 4, limit, (schedule,))).solve(choice)
@@ -252,7 +252,7 @@ def seconds(solution: object) -> float:
 def test_the_heuristic_of_the_paper_is_never_better(seed: int, schedule: str) -> None:
     made = any_profile(seed, 10)
     choice = Choice(schedule, 6, None, 3, equal_widths(schedule, 3, 1))
-    least = SearchSpace(PlanRequest({6: made}, 3)).cost_model(choice, None).least_memory()
+    least = SearchSpace(PlanRequest({6: made}, 3)).cost_model(choice).least_memory()
     assert least is not None
     space = SearchSpace(PlanRequest({6: made}, 3, int(1.5 * least.bottleneck), (schedule,)))
     exact, moved = space.solve(choice), space.solve_by_heuristic(choice)

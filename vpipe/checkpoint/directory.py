@@ -46,7 +46,26 @@ class Checkpoints:
         Raises:
             UserError: there is none.
         """
-        return _find_or_refuse(path, resume_hint or resume_command)
+        try:
+            found = _find(path)
+        except OSError as error:
+            raise UserError(f"cannot search for a checkpoint in '{path}': {error.strerror}",
+                            hint="let this user read the folder and its files") from None
+        if found is not None:
+            return found
+        if path.is_dir() and _PARTIAL.fullmatch(os.path.basename(os.path.abspath(path))):
+            rest = Checkpoints(Path(os.path.abspath(path)).parent).newest()
+            raise UserError(f"'{path}' is no checkpoint: its writing, or its removal, was cut short",
+                            hint="there is no other beside it: start the run again" if rest is None else
+                            f"the newest beside it: {(resume_hint or resume_command)(rest)}")
+        if not path.is_dir():
+            what = "is a file" if path.exists() else "does not exist"
+            raise UserError(f"cannot resume from '{path}': it {what}",
+                            hint="give the folder of a run, or one of its checkpoints: RUN/checkpoints/step-N")
+        raise UserError(f"there is no checkpoint in '{path}': neither {MANIFEST}, nor step-N or "
+                        f"{Checkpoints.FOLDER}/step-N with one",
+                        hint="give the folder of a run that saved a checkpoint; a step-N.tmp is one whose writing was "
+                             "cut short")
 
     @staticmethod
     def is_one(path: Path) -> bool:
@@ -168,29 +187,6 @@ def recover(final: Path) -> None:
 def resume_command(folder: Path) -> str:
     """Return the command line that resumes from a checkpoint."""
     return f"vpipe train --resume {shlex.quote(str(folder))}"
-
-
-def _find_or_refuse(path: Path, resume_hint: Callable[[Path], str]) -> Path:
-    try:
-        found = _find(path)
-    except OSError as error:
-        raise UserError(f"cannot search for a checkpoint in '{path}': {error.strerror}",
-                        hint="let this user read the folder and its files") from None
-    if found is not None:
-        return found
-    if path.is_dir() and _PARTIAL.fullmatch(os.path.basename(os.path.abspath(path))):
-        rest = Checkpoints(Path(os.path.abspath(path)).parent).newest()
-        raise UserError(f"'{path}' is no checkpoint: its writing, or its removal, was cut short",
-                        hint="there is no other beside it: start the run again" if rest is None else
-                        f"the newest beside it: {resume_hint(rest)}")
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise UserError(f"cannot resume from '{path}': it {what}",
-                        hint="give the folder of a run, or one of its checkpoints: RUN/checkpoints/step-N")
-    raise UserError(f"there is no checkpoint in '{path}': neither {MANIFEST}, nor step-N or "
-                    f"{Checkpoints.FOLDER}/step-N with one",
-                    hint="give the folder of a run that saved a checkpoint; a step-N.tmp is one whose writing was cut "
-                         "short")
 
 
 def _find(path: Path) -> Path | None:

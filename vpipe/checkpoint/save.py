@@ -207,13 +207,8 @@ class Saver:
         taken, self._warnings = self._warnings, []
         return taken
 
-    def close(self) -> None:
-        """Wait for the last save."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def leave(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for the last save on a rank that fails: the others still write."""
+    def close(self, seconds: float | None = None) -> None:
+        """Wait for the last save; on a rank that fails up to ``seconds``: the others still write."""
         if self._thread is not None:
             self._thread.join(seconds)
 

@@ -125,35 +125,30 @@ def check_module(name: str, module: nn.Module) -> None:
 @contextmanager
 def without_values() -> Iterator[None]:
     """Build modules with shapes and dtypes but no values: on the meta device, without memory."""
-    with torch.device("meta"), _UnfilledNormal():
+    # To draw normal values for a tensor without values, torch would import a compiler, for seconds.
+    with torch.device("meta"), _Undrawn((Tensor.normal_, nn.init.normal_), lambda tensor: tensor.is_meta):
         yield
-
-
-class _UnfilledNormal(TorchFunctionMode):
-    """Leave a tensor without values as it is: torch would import a compiler to draw normal ones for it, for seconds."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (Tensor.normal_, nn.init.normal_):
-            tensor = args[0] if args else (kwargs or {})["tensor"]
-            if tensor.is_meta:
-                return tensor
-        return function(*args, **(kwargs or {}))
 
 
 @contextmanager
 def without_random_values() -> Iterator[None]:
     """Build modules whose parameters are not drawn, which saves time where all of them are loaded afterwards."""
-    with _UndrawnParameters():
+    drawing = (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
+    with _Undrawn(drawing, lambda tensor: isinstance(tensor, nn.Parameter)):
         yield
 
 
-class _UndrawnParameters(TorchFunctionMode):
-    """Leave parameters that would be drawn as they are."""
+class _Undrawn(TorchFunctionMode):
+    """Leave some of the tensors as they are for which functions would draw values."""
+
+    def __init__(self, drawing: Sequence[Callable[..., Any]], leaves: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self._drawing, self._leaves = drawing, leaves
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+        if function in self._drawing:
             tensor = args[0] if args else (kwargs or {})["tensor"]
-            if isinstance(tensor, nn.Parameter):
+            if self._leaves(tensor):
                 return tensor
         return function(*args, **(kwargs or {}))
 

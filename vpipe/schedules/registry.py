@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import ClassVar, Protocol
 
@@ -55,11 +55,11 @@ class Search(Protocol):
 
 @dataclass(frozen=True)
 class RegisteredSchedule:
-    """A registered schedule.
+    """A registered schedule; made by the decorator of its generator, :data:`register_schedule`.
 
     Attributes:
-        name: its name in a config.
         program: the generator of one rank's actions.
+        name: its name in a config.
         flush: the pipeline is empty at every optimizer step (bsp), or not (asp).
         layout: places the stages: :class:`~vpipe.schedules.size.Layout` or any other function. Stages may have several
             ranks, and ranks may be among those of several stages; the generator then yields of every stage on its rank
@@ -84,21 +84,38 @@ class RegisteredSchedule:
     DEFAULT: ClassVar[str] = "1f1b"  # where nobody names one
     DEFAULT_ASYNCHRONOUS: ClassVar[str] = "pipedream"
 
+    program: Program = field(init=False)
     name: str
-    program: Program
+    _: KW_ONLY
     flush: bool
-    layout: PlacementRule
-    chunks: int
-    any_chunks: bool
-    peak_activations: Bound
-    versions: Bound
-    update_every: Callable[[int], int]
-    requires: Constraint
-    search: Search | None
-    planned: bool
-    reversible: bool
-    version_of: Callable[..., int] | None
-    any_warmup: bool
+    layout: PlacementRule = Layout.LOOP
+    chunks: int = 1
+    any_chunks: bool = False
+    peak_activations: Bound = lambda rank, size: size.microbatches * size.chunks
+    versions: Bound = lambda rank, size: 1
+    update_every: Callable[[int], int] = lambda ranks: 1
+    requires: Constraint = lambda size: None
+    search: Search | None = None
+    planned: bool = True
+    reversible: bool = False
+    version_of: Callable[..., int] | None = None
+    any_warmup: bool = False
+
+    def __call__(self, program: Program) -> Program:
+        """Register a generator with these properties.
+
+        Raises:
+            UserError: another schedule has that name. The same definition, executed again, replaces itself.
+        """
+        if not _definition(program).startswith(_OWN):
+            _import_generators()  # so that the names of vpipe's own schedules are known to be taken
+        known = _REGISTERED.get(self.name)
+        if known is not None and _definition(known.program) != _definition(program):
+            raise UserError(f"there is already a schedule called '{self.name}': {_definition(known.program)}",
+                            hint="choose another name")
+        object.__setattr__(self, "program", program)
+        _REGISTERED[self.name] = self
+        return program
 
     @property
     def version_rule(self) -> VersionRule | None:
@@ -225,31 +242,8 @@ _OWN = "vpipe.schedules.generators."
 _REGISTERED: dict[str, RegisteredSchedule] = {}
 
 
-def register_schedule(name: str, *, flush: bool, layout: PlacementRule = Layout.LOOP, chunks: int = 1,
-                      any_chunks: bool = False,
-                      peak_activations: Bound = lambda rank, size: size.microbatches * size.chunks,
-                      versions: Bound = lambda rank, size: 1, update_every: Callable[[int], int] = lambda ranks: 1,
-                      requires: Constraint = lambda size: None, search: Search | None = None, planned: bool = True,
-                      reversible: bool = False, version_of: Callable[..., int] | None = None,
-                      any_warmup: bool = False) -> Callable[[Program], Program]:
-    """Register the decorated generator as ``name``; see :class:`RegisteredSchedule` for the arguments.
-
-    Raises:
-        UserError: another schedule has that name. The same definition, executed again, replaces itself.
-    """
-
-    def register(program: Program) -> Program:
-        if not _definition(program).startswith(_OWN):
-            _import_generators()  # so that the names of vpipe's own schedules are known to be taken
-        if name in _REGISTERED and _definition(_REGISTERED[name].program) != _definition(program):
-            raise UserError(f"there is already a schedule called '{name}': {_definition(_REGISTERED[name].program)}",
-                            hint="choose another name")
-        _REGISTERED[name] = RegisteredSchedule(
-            name, program, flush, layout, chunks, any_chunks, peak_activations, versions, update_every, requires,
-            search, planned, reversible, version_of, any_warmup)
-        return program
-
-    return register
+register_schedule = RegisteredSchedule
+"""Register the decorated generator as ``name``; see :class:`RegisteredSchedule` for the arguments."""
 
 
 def _definition(program: Program) -> str:

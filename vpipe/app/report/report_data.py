@@ -20,7 +20,7 @@ from vpipe.app.report.run_metrics import History, Totals, read_history
 from vpipe.errors import CheckError, UserError, counted
 from vpipe.plan import Profile, predict
 from vpipe.plan.plan import Prediction
-from vpipe.schedules import Action, Costs, Schedule, Timeline, kinds, simulate
+from vpipe.schedules import Action, Costs, Schedule, StageCosts, Timeline, kinds, simulate
 from vpipe.schedules.action_record import RecordedAction
 
 _LONGEST = 24  # steps that are simulated
@@ -82,18 +82,18 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
 def _median_costs(recording: Recording, producers: Producers, early: set[int]) -> Costs:
     usual = medians(recording)
 
-    def stage(number: int) -> dict[str, float]:
+    def stage(number: int) -> StageCosts:
         def of(trait: str) -> float:
             return usual.get((number, kinds.having(trait)), 0.0)
 
         whole, split = of("whole_backward"), (number, kinds.having("first_half")) in usual
         halves = (of("first_half"), of("second_half")) if split else (whole, 0.0)
-        return {"forward_s": of("uses_version"), "input_s": halves[0], "weight_s": halves[1],
-                "recompute_s": of("recomputation") if number in early else 0.0, "step_s": of("makes_version")}
+        return StageCosts(of("uses_version"), *halves, of("recomputation") if number in early else 0.0,
+                          of("makes_version"))
 
     waits = [piece.end_s - piece.start_s for track in recording.tracks
              for piece in time_slices(recording, track, producers) if piece.cause is Cause.TRANSFER]
-    costs = Costs.of_stages(map(stage, range(len(recording.placement))), {
+    costs = Costs(tuple(map(stage, range(len(recording.placement)))), seconds={
         (kind, number): seconds for (number, kind), seconds in usual.items() if not kind.is_own})
     return costs.with_transfers(median(waits) if waits else 0.0)
 

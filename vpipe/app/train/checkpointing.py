@@ -215,7 +215,7 @@ class Checkpointing:
             self._saver.close()
         elif isinstance(error, Exception) and getattr(error, "peer", None) is None:
             with watch.activity.during("waiting for the last checkpoint"):
-                self._saver.leave(min(LAST_SAVE_S, self._job.config.parallel.timeout_s / 2))
+                self._saver.close(min(LAST_SAVE_S, self._job.config.parallel.timeout_s / 2))
 
 
 def _make_writable(root: Path) -> None:

@@ -8,7 +8,7 @@ end in the same state, the one that takes more seconds and more bytes is dropped
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,13 +25,7 @@ class RecomputeSets:
     """Sets of layers that end in one state, the fastest first."""
 
     figures: Floats  # per set: bytes kept, bytes once recomputed, seconds of recomputation
-    # per set its layers as bits, the first layer of the stage lowest; None where nobody asks
-    chosen: Sequence[int] | None
-
-    def with_layer(self, kept: int, full: int, seconds: float, bit: int) -> RecomputeSets:
-        """Return every set with one more layer."""
-        return RecomputeSets(self.figures + np.array([kept, full, seconds]),
-                             None if self.chosen is None else [bits | bit for bits in self.chosen])
+    chosen: Sequence[int]  # per set its layers as bits, the first layer of the stage lowest
 
 
 def merged(several: Sequence[RecomputeSets]) -> RecomputeSets:
@@ -47,43 +41,32 @@ def merged(several: Sequence[RecomputeSets]) -> RecomputeSets:
     order = order[np.concatenate([[True], ~beaten])]
     if len(order) > MOST_SETS:
         order = order[np.linspace(0, len(order) - 1, MOST_SETS).round().astype(int)]
-    chosen = None
-    if several[0].chosen is not None:
-        every = [bits for sets in several for bits in sets.chosen or ()]
-        chosen = [every[number] for number in order]
-    return RecomputeSets(figures[order], chosen)
+    every = [bits for sets in several for bits in sets.chosen]
+    return RecomputeSets(figures[order], [every[number] for number in order])
 
 
 SetsByState = Mapping[PrefixState, RecomputeSets]
 """All sets over some layers, by the state in which they end."""
 
 
-def empty_set(trace: bool = False) -> SetsByState:
-    """Return the one set before the first layer; ``trace``: with the layers of every set that is built from it."""
-    return {START: RecomputeSets(np.zeros((1, 3)), [0] if trace else None)}
+EMPTY_SET: SetsByState = {START: RecomputeSets(np.zeros((1, 3)), [0])}
+"""The one set before the first layer."""
 
 
-def extended(sets: SetsByState, layer: LayerTensors, number: int = 0) -> SetsByState:
+def extended(sets: SetsByState, layer: LayerTensors, number: int) -> SetsByState:
     """Return the sets with one more layer, the ``number``-th of the stage."""
     parts: dict[PrefixState, list[RecomputeSets]] = {}
     for state, of_state in sets.items():
         for recompute in (False, True):
             following, kept, full = add_layer(state, layer, recompute)
             seconds, bit = (layer.recompute_s, 1 << number) if recompute else (0.0, 0)
-            parts.setdefault(following, []).append(of_state.with_layer(kept, full, seconds, bit))
+            parts.setdefault(following, []).append(RecomputeSets(
+                of_state.figures + np.array([kept, full, seconds]), [bits | bit for bits in of_state.chosen]))
     return {state: merged(several) for state, several in parts.items()}
 
 
-def traced_sets(layers: Iterable[LayerTensors]) -> SetsByState:
-    """Return the sets of a stage's layers, with the layers of each."""
-    sets = empty_set(trace=True)
-    for number, layer in enumerate(layers):
-        sets = extended(sets, layer, number)
-    return sets
-
-
 def fastest_set(sets: SetsByState, in_flight: int, room: float) -> tuple[float, int]:
-    """Return the least seconds of a set that fits, infinite where none does, and its layers as bits where traced.
+    """Return the least seconds of a set that fits, infinite where none does, and its layers as bits.
 
     Args:
         in_flight: microbatches: all but one hold their kept bytes, one all of its bytes.
@@ -97,5 +80,5 @@ def fastest_set(sets: SetsByState, in_flight: int, room: float) -> tuple[float, 
             place = int(fitting.argmax())
             figures = float(seconds[place]), float(kept[place]), float(full[place])
             if figures < best:
-                best, chosen = figures, 0 if of_state.chosen is None else of_state.chosen[place]
+                best, chosen = figures, of_state.chosen[place]
     return best[0], chosen

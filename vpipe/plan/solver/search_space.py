@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import counted
@@ -35,7 +36,7 @@ class SearchSpace:
     considered: int = 0  # how many choices were solved
     _shares: Sequence[float] | float | None = None  # of a stage's layers that the request says are recomputed
     _required: frozenset[int] | None = None  # layers that the request says are recomputed, and no others
-    _tables: dict[tuple[int, int | None, bool], StageTable] = field(default_factory=dict)
+    _tables: dict[int, StageTable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         recompute, partition = self.request.recompute, self.request.partition
@@ -108,27 +109,26 @@ class SearchSpace:
             request.recompute is None or isinstance(request.recompute, (int, float)))
         return free and 2 < request.ranks <= MOST_RANKS and request.layers <= MOST_LAYERS
 
-    def _table(self, microbatches: int, limit_bytes: int | None, free: bool = False) -> StageTable:
-        """Return the table of a profile; ``free``: whatever the request says about recomputation."""
-        key = microbatches, limit_bytes, free
-        if key not in self._tables:
-            required = None if free else self._required
-            self._tables[key] = StageTable(self.request.profiles[microbatches], limit_bytes, required)
-        return self._tables[key]
+    def having(self, **fields: Any) -> SearchSpace:
+        """Return the space of the request with other values in some fields."""
+        return SearchSpace(replace(self.request, **fields))
 
-    def cost_model(self, choice: Choice, limit_bytes: int | None, share: float | None = None) -> CostModel:
-        """Return the cost model of a choice; ``share``: of layers to recompute, instead of what the request says."""
-        return CostModel(self._table(choice.microbatches, limit_bytes, share is not None), choice,
-                         self._shares if share is None else share, self.request.partition)
+    def _table(self, microbatches: int) -> StageTable:
+        if microbatches not in self._tables:
+            self._tables[microbatches] = StageTable(self.request.profiles[microbatches], self.request.memory_bytes,
+                                                    self._required)
+        return self._tables[microbatches]
 
-    def solve(self, choice: Choice, share: float | None = None) -> Candidate | None:
+    def cost_model(self, choice: Choice) -> CostModel:
+        """Return the cost model of a choice."""
+        return CostModel(self._table(choice.microbatches), choice, self._shares, self.request.partition)
+
+    def solve(self, choice: Choice) -> Candidate | None:
         """Return the best partition of a choice, with what it recomputes; None when nothing fits."""
         self.considered += 1
-        limit = self.request.memory_bytes
         if choice.chunked:
-            return chunked_candidate(self._table(choice.microbatches, limit, share is not None), choice,
-                                     self._shares if share is None else share, self.request.partition)
-        costs = self.cost_model(choice, limit, share)
+            return chunked_candidate(self._table(choice.microbatches), choice, self._shares, self.request.partition)
+        costs = self.cost_model(choice)
         best = costs.best()
         if best is None:
             return None
@@ -147,7 +147,7 @@ class SearchSpace:
 
     def of_least_memory(self, choice: Choice) -> tuple[float, Candidate] | None:
         """Return the bytes of the fullest rank of an unchunked choice where these are fewest, and how; None if none."""
-        costs = self.cost_model(choice, self.request.memory_bytes)
+        costs = self.cost_model(choice)
         if (found := costs.least_memory()) is None:
             return None
         placed = choice.with_widths(found.widths)
@@ -163,9 +163,8 @@ class SearchSpace:
 
     def chunked_of_least_memory(self, choice: Choice) -> Iterator[Candidate]:
         """Yield partitions of a chunked choice that hold as little as possible, whatever the limit."""
-        for share in (1.0, 0.0) if self.request.recompute is None else (self._shares,):
-            table = self._table(choice.microbatches, None)
-            if (candidate := chunked_candidate(table, choice, share, self.request.partition)) is not None:
+        for recompute in (1.0, 0.0) if self.request.recompute is None else (self.request.recompute,):
+            if (candidate := self.having(memory_bytes=None, recompute=recompute).solve(choice)) is not None:
                 yield candidate
 
     def solve_by_heuristic(self, choice: Choice) -> Candidate | None:
@@ -173,7 +172,7 @@ class SearchSpace:
         if not choice.plain:
             return None
         self.considered += 1
-        costs = self.cost_model(choice, self.request.memory_bytes)
+        costs = self.cost_model(choice)
         if (found := balanced(costs, choice.ranks)) is None:
             return None
         partition, sets, seconds = found
@@ -181,8 +180,7 @@ class SearchSpace:
 
     def stages_of(self, choice: Choice, partition: Sequence[int]) -> Stages | None:
         """Return a partition with what it recomputes under a choice; None where it does not fit."""
-        sets = _recompute_sets(self.cost_model(choice, self.request.memory_bytes),
-                               slices_of(partition, list(map(len, choice.groups))))
+        sets = _recompute_sets(self.cost_model(choice), slices_of(partition, list(map(len, choice.groups))))
         return None if sets is None else (tuple(partition), sets)
 
 

@@ -56,20 +56,17 @@ class Solution:
         request, plan = self.request, self.plan
         if not any(plan.recomputed) or request.recompute is not None:
             return None
-        unlimited = replace(request, memory_bytes=None)
-        space = SearchSpace(unlimited)
-        choice = _of_plan(plan).choice
+        space, choice = SearchSpace(replace(request, memory_bytes=None, recompute=0.0)), _of_plan(plan).choice
 
         def needed() -> Iterator[int]:
             """First what the plan's own schedule and replicas need, then what the fastest of all needs."""
-            candidate = space.solve(choice, share=0.0)
-            if candidate is not None:
+            if (candidate := space.solve(choice)) is not None:
                 if not choice.chunked:
                     slices = slices_of(candidate.partition, candidate.widths)
-                    yield space.cost_model(choice, None, share=0.0).peak_bytes(slices)
+                    yield space.cost_model(choice).peak_bytes(slices)
                 if (simulated := Simulations(space).simulated(candidate, urgent=True)) is not None:
                     yield simulated.predicted.fullest_rank[1]
-            yield solve(unlimited).plan.predicted.fullest_rank[1]
+            yield solve(replace(request, memory_bytes=None)).plan.predicted.fullest_rank[1]
 
         for least in needed():
             limit = parse_size(size_text(least, up=True), "the limit")
@@ -225,12 +222,11 @@ def _best_with(trials: Simulations, what: str, candidates: Sequence[Candidate], 
 
 
 def _without_recompute(trials: Simulations, chosen: Candidate) -> Compared:
-    space, what = trials.space, "no recompute"
-    candidate = space.solve(chosen.choice, share=0.0)
-    if candidate is not None:
+    space, what = trials.space.having(recompute=0.0), "no recompute"
+    if (candidate := space.solve(chosen.choice)) is not None:
         found = chosen.with_stages((candidate.partition, candidate.recomputed))
         return _best_with(trials, what, [found], "does not fit")
-    needed = space.cost_model(chosen.choice, None, share=0.0).least_memory()
+    needed = space.cost_model(chosen.choice).least_memory()
     why = "does not fit" if needed is None else f"needs {size_text(needed.bottleneck, up=True)} per rank"
     return Alternative(what, why=why), None
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from vpipe.plan.profile import START, PrefixState, Profile, add_layer
 from vpipe.plan.solver.partition_search import Floats, Integers, running_sum
-from vpipe.plan.solver.recompute_sets import SetsByState, empty_set, extended, fastest_set, traced_sets
+from vpipe.plan.solver.recompute_sets import EMPTY_SET, SetsByState, extended, fastest_set
 from vpipe.plan.stage_costs import step_working
 
 
@@ -49,7 +49,6 @@ class _Node:
     dropping: tuple[PrefixState, int, int] = (START, 0, 0)  # everything: bytes kept, bytes once recomputed
     figures: tuple[int, ...] = (0,) * 7
     sets: SetsByState | None = None
-    traced: SetsByState | None = None
 
 
 class StageTable:
@@ -73,7 +72,7 @@ class StageTable:
         self._tensors = profile.activations.tensors
         kinds: dict[object, int] = {}
         self._kinds = [kinds.setdefault(self._kind(number), len(kinds)) for number in range(self.layers)]
-        self._nodes = [_Node(0, 0, -1, sets=empty_set())]
+        self._nodes = [_Node(0, 0, -1, sets=EMPTY_SET)]
         self._children: dict[tuple[int, int], int] = {}
         self._ids = np.zeros((self.layers, self.layers + 1), np.int64)  # by first layer and number of layers
         self._tabulated = np.zeros(self.layers, int)
@@ -153,10 +152,8 @@ class StageTable:
             return required if self._fits(node, self._required_of(node, demand), demand) else None
         if self._fits(node, frozenset(), demand):
             return frozenset()
-        if node.traced is None:
-            node.traced = traced_sets(self._tensors[first:stop])
         room = self._limit(demand) - _fixed(node.figures[:5], demand)
-        seconds, bits = fastest_set(node.traced, demand.in_flight, room)
+        seconds, bits = fastest_set(self._sets_of(node), demand.in_flight, room)
         return None if seconds == math.inf else frozenset(
             first + number for number in range(stop - first) if bits >> number & 1)
 
@@ -200,7 +197,8 @@ class StageTable:
         least = np.where((1 + others) * keeping <= room, 0.0,
                          np.where(others * dropping + keeping > room, np.inf, np.nan))
         for place in np.flatnonzero(np.isnan(least)).tolist():
-            least[place], _ = fastest_set(self._sets_of(int(numbers[place])), demand.in_flight, float(room[place]))
+            sets = self._sets_of(self._nodes[numbers[place]])
+            least[place], _ = fastest_set(sets, demand.in_flight, float(room[place]))
         return least
 
     def _required_s(self, node: _Node, demand: StageDemand) -> float:
@@ -216,13 +214,13 @@ class StageTable:
             self._known = np.concatenate([self._known, np.array([node.figures for node in self._nodes[done:]], float)])
         return self._known
 
-    def _sets_of(self, number: int) -> SetsByState:
+    def _sets_of(self, node: _Node) -> SetsByState:
         chain = []
-        while (sets := self._nodes[number].sets) is None:
-            chain.append(self._nodes[number])
-            number = chain[-1].parent
+        while (sets := node.sets) is None:
+            chain.append(node)
+            node = self._nodes[node.parent]
         for node in reversed(chain):
-            sets = node.sets = extended(sets, self._tensors[node.first + node.layers - 1])
+            sets = node.sets = extended(sets, self._tensors[node.first + node.layers - 1], node.layers - 1)
         return sets
 
     def _node_of(self, first: int, stop: int) -> _Node:
