@@ -52,7 +52,7 @@ def test_a_partition_that_long_transfers_made_uneven_is_even_again() -> None:
 
 def test_as_few_as_are_nearly_as_fast_as_any() -> None:
     chosen = planned(1e-3).plan
-    tried = [chosen.with_warmup((3 + a, 2 + b, 1 + c, 0))
+    tried = [replace(chosen, order=replace(chosen.order.late, warmup_depth=(3 + a, 2 + b, 1 + c, 0)))
              for a, b, c in product(range(5), range(4), range(3)) if a >= b >= c]
     best = min(predict(profile(1e-3), plan).prediction.step_s for plan in tried)
     assert chosen.predicted.step_s <= 1.01 * best

@@ -149,7 +149,7 @@ def dense_notes(schedule: str, recompute: Any) -> dict[int, list[RecordedAction]
 
 
 def held(notes: Sequence[RecordedAction], *texts: str) -> list[int]:
-    by_text = {f"{note.stage}{note.op}{note.number}": note.held_bytes for note in notes}
+    by_text = {f"{note.stage}{note.op.value}{note.number}": note.held_bytes for note in notes}
     return [by_text[text] // TENSOR if by_text[text] % TENSOR == 0 else -1 for text in texts]
 
 

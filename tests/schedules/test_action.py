@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.errors import UserError
-from vpipe.schedules import kinds
 from vpipe.schedules.action import (
     Action,
     Op,
@@ -19,8 +18,7 @@ from vpipe.schedules.action import (
     weight_half,
 )
 
-KINDS = kinds.known()
-ACTIONS = st.builds(Action, st.sampled_from(KINDS), st.integers(0, 9999), st.integers(0, 10**9))
+ACTIONS = st.builds(Action, st.sampled_from(list(Op)), st.integers(0, 9999), st.integers(0, 10**9))
 
 
 @given(ACTIONS)
@@ -52,10 +50,9 @@ def test_a_kind_that_is_not_installed() -> None:
 
 
 def test_every_operation_is_of_one_kind() -> None:
-    sends, receives, computes = (
-        {op for op in KINDS if getattr(op, trait)} for trait in ("sends", "receives", "computes"))
+    sends, receives, computes = ({op for op in Op if getattr(op, trait)} for trait in ("sends", "receives", "computes"))
     assert not sends & receives
     assert not computes & (sends | receives)
-    copies = {op for op in KINDS if op.host_bytes is not None}
-    assert set(KINDS) == sends | receives | computes | copies | {Op.STEP, Op.USE, Op.NORM, Op.REDUCE}
-    assert {op for op in KINDS if op.per_microbatch} >= computes >= {op for op in KINDS if op.returns or op.completes}
+    copies = {op for op in Op if op.host_bytes is not None}
+    assert set(Op) == sends | receives | computes | copies | {Op.STEP, Op.USE, Op.NORM, Op.REDUCE}
+    assert {op for op in Op if op.per_microbatch} >= computes >= {op for op in Op if op.returns or op.completes}

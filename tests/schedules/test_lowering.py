@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, Op, forward
 from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.builder import build, replica_views, stream_program
@@ -138,7 +137,7 @@ def test_a_transfer_has_a_computation_to_hide_behind(schedule: Schedule) -> None
 def test_lowering_adds_and_moves_nothing_else(schedule: Schedule) -> None:
     every = None if schedule.flush else schedule.update_every
     bare = build(schedule.name, schedule.placement, schedule.microbatches, every)
-    added = {Op.NORM, *(op for op in kinds.known() if op.transfer is not None)}
+    added = {Op.NORM, *(op for op in Op if op.transfer is not None)}
     assert bare.programs == schedule.with_programs(
         [[action for action in program if action.op not in added] for program in schedule.programs]).programs
 

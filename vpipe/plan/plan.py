@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
 from types import NoneType
@@ -185,10 +185,6 @@ class Plan:
     def warmup(self) -> tuple[int, ...] | None:
         """Of a schedule without a flush, forwards per stage before its first backward; those of 1F1B when None."""
         return self.order.warmup
-
-    def with_warmup(self, warmup: Sequence[int]) -> Plan:
-        """Return the plan with other forwards per stage before its first backward, and without predictions."""
-        return replace(self, order=replace(self.order.late, warmup_depth=warmup), predictions=None)
 
     @property
     def groups(self) -> Placement:

@@ -50,7 +50,7 @@ def test_the_delay_of_gradients_without_a_flush() -> None:
     plan = replace(planned(), order=Asynchronous("pipedream", update_every=4))
     assert sentence("delay of gradients in updates, by stage", explained(plan)).endswith(
         ": mean 0.75 0.5 0.25 0, greatest 1 1 1 0")
-    deep = replace(plan.with_warmup((6, 3, 1, 0)), predictions=plan.predictions)
+    deep = replace(plan, order=replace(plan.order.late, warmup_depth=(6, 3, 1, 0)))
     deeper = sentence("delay of gradients in updates, by stage", explained(deep))
     assert ": mean 1.5 0.75 0.25 0, greatest 2 1 1 0; less with training.num_microbatches 8 and " in deeper
     assert sentence("warning", explained(replace(plan, order=Asynchronous("pipedream", update_every=1)))).startswith(

@@ -39,10 +39,10 @@ class Simulations:
             if self.left < self._cost(candidate) and not urgent:
                 return None
             self.left -= self._cost(candidate)
-            plan = candidate.plan(profile)
             try:
+                plan = candidate.plan(profile)
                 self._results[key] = replace(plan, predictions=predict(profile, plan).prediction)
-            except UserError as error:  # of a registered schedule that cannot run at this size
+            except UserError as error:  # of a schedule that cannot run at this size, or with these depths
                 self._results[key] = error.problems[0].what.split("\n")[0]
         result = self._results[key]
         return result if isinstance(result, Plan) else None
@@ -56,7 +56,7 @@ class Simulations:
         """Return the cost of a simulation in actions."""
         return candidate.actions + OVERHEAD + PER_LAYER * self.space.request.layers
 
-    def _fitting(self, candidate: Candidate, urgent: bool = False) -> Plan | None:
+    def fitting(self, candidate: Candidate, urgent: bool = False) -> Plan | None:
         """Return the simulated plan; None also when it holds more than is allowed."""
         plan = self.simulated(candidate, urgent)
         return plan if plan is not None and self.excess(plan) <= 0 else None
@@ -71,7 +71,7 @@ class Simulations:
         best: tuple[Candidate, Plan] | None = None
         for candidate in candidates:
             for one in (candidate, *map(candidate.with_stages, candidate.others)):
-                plan = self._fitting(one, urgent=best is None)
+                plan = self.fitting(one, urgent=best is None)
                 if plan is not None and (best is None or _preferred(plan, best[1])):
                     best = one, plan
         return best
@@ -88,7 +88,7 @@ class Simulations:
                 if (stages := self.space.stages_of(candidate.choice, partition)) is None:
                     continue
                 one = candidate.with_stages(stages)
-                if (other := self._fitting(one)) is not None and seconds(other) < seconds(plan) * (1 - 1e-6):
+                if (other := self.fitting(one)) is not None and seconds(other) < seconds(plan) * (1 - 1e-6):
                     candidate, plan, found = one, other, True
                     break
         return plan

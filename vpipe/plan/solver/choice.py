@@ -5,13 +5,13 @@ The solver needs no list of schedules: :func:`traits_of` measures a registered s
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
-from math import lcm
 from typing import Literal
 
 from vpipe.description.cut import Cut
@@ -229,6 +229,14 @@ class Candidate:
     bound: float | None = None  # no plan of this choice takes less, by the cost model; None where that is unknown
     others: Sequence[Stages] = ()  # further stages that a simulation may find better
 
+    @classmethod
+    def of(cls, plan: Plan) -> Candidate:
+        """Return the candidate that a plan is made of."""
+        assert plan.schedule is not None
+        assert plan.microbatches is not None
+        choice = Choice(plan.schedule, plan.microbatches, plan.update_every, plan.ranks, plan.groups, plan.warmup)
+        return cls(choice, plan.partition, plan.recomputed, math.inf)
+
     def plan(self, profile: Profile) -> Plan:
         """Return the plan without predictions."""
         choice = self.choice
@@ -252,8 +260,9 @@ class Candidate:
         microbatches = 2 * choice.microbatches
         if not choice.flush:  # the pipeline fills, runs steadily and drains
             every = choice.update_every or choice.registered.update_every(choice.ranks)
-            per_step = every * lcm(*self.widths)
-            microbatches = (4 + 3 * (choice.ranks + max(self.widths)) // per_step) * per_step
+            per_step = every * math.lcm(*self.widths)
+            deepest = max([choice.ranks, *(max(self.widths) * depth for depth in choice.depths or ())])
+            microbatches = (4 + 3 * (deepest + max(self.widths)) // per_step) * per_step
             updates = microbatches // every
         return (6 * microbatches * len(self.widths)
                 + 2 * updates * sum(width * width for width in self.widths if width > 1))

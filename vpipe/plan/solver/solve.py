@@ -10,7 +10,7 @@ from time import perf_counter
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.solver.candidate_trials import MOST_ACTIONS, Simulations, seconds
-from vpipe.plan.solver.choice import Candidate, Choice
+from vpipe.plan.solver.choice import Candidate
 from vpipe.plan.solver.infeasible import infeasible
 from vpipe.plan.solver.partition_search import TOLERANCE, evenly, slices_of
 from vpipe.plan.solver.recompute_sets import MOST_SETS
@@ -56,7 +56,7 @@ class Solution:
         request, plan = self.request, self.plan
         if not any(plan.recomputed) or request.recompute is not None:
             return None
-        space, choice = SearchSpace(replace(request, memory_bytes=None, recompute=0.0)), _of_plan(plan).choice
+        space, choice = SearchSpace(replace(request, memory_bytes=None, recompute=0.0)), Candidate.of(plan).choice
 
         def needed() -> Iterator[int]:
             """First what the plan's own schedule and replicas need, then what the fastest of all needs."""
@@ -90,7 +90,7 @@ def solve(request: PlanRequest) -> Solution:
     trials = Simulations(space)
     candidates = _candidates(space)
     best = _best_of(trials, candidates)
-    found = trials.best_of([*(best[:1] if best is not None else ()), *map(_of_plan, request.known)]) or best
+    found = trials.best_of([*(best[:1] if best is not None else ()), *map(Candidate.of, request.known)]) or best
     if found is None:
         raise infeasible(space, _fits)
     while found is not None:  # an alternative may turn out to be faster, since the cost model is coarse
@@ -141,21 +141,13 @@ def _deepened(trials: Simulations, candidates: Sequence[Candidate], plan: Plan) 
 
     Another partition may be better once transfers are hidden: that of the cost model, which counts none of them.
     """
-    request = trials.space.request
-    chosen, shallow = deepened(request, plan)
+    chosen, shallow = deepened(trials, plan)
     first = trials.simulated(candidates[0], urgent=True) if candidates else None
     if first is not None and first.partition != plan.partition and trials.excess(first) <= 0:
-        other, other_shallow = deepened(request, first)
+        other, other_shallow = deepened(trials, first)
         if other_shallow is not None and seconds(other) < seconds(chosen):
             return other, other_shallow
     return chosen, shallow
-
-
-def _of_plan(plan: Plan) -> Candidate:
-    assert plan.schedule is not None
-    assert plan.microbatches is not None
-    choice = Choice(plan.schedule, plan.microbatches, plan.update_every, plan.ranks, plan.groups, plan.warmup)
-    return Candidate(choice, plan.partition, plan.recomputed, math.inf)
 
 
 def _fits(request: PlanRequest) -> bool:

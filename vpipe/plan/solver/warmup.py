@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
-from vpipe.plan.prediction import predict
-from vpipe.plan.solver.request import PlanRequest
-from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.plan.solver.candidate_trials import Simulations, seconds
+from vpipe.plan.solver.choice import Candidate
 from vpipe.schedules.size import default_warmup
 
 TOLERANCE = 0.01
@@ -21,32 +19,31 @@ MOST_ACTIONS = 100_000
 """Actions that are simulated for a plan, about: a few seconds. Up to 12 stages that is enough for every step."""
 
 
-def deepened(request: PlanRequest, plan: Plan) -> tuple[Plan, Plan | None]:
+def deepened(trials: Simulations, plan: Plan) -> tuple[Plan, Plan | None]:
     """Return a plan with the warm-up depths that it needs, and the same with 1F1B's; None where it has no choice.
 
     The depths d(s) = own(s) + e(s) are the smallest that are found with which a sample takes at most 1 % longer than
     with the best, and that fit: into the memory, and, where updates limit the depth (2bw), into the plan's updates.
     """
-    assert plan.schedule is not None
-    if len(plan.partition) == 1 or not RegisteredSchedule.named(plan.schedule).any_warmup:
+    search = _Search(trials, Candidate.of(plan))
+    if len(plan.partition) == 1 or not search.candidate.choice.registered.any_warmup:
         return plan, None
-    search = _Search(request, plan, [len(ranks) for ranks in plan.groups])
-    plain = search.tried(search.steps(0))
-    if plain is None:  # only the plan's own depths are known to fit
-        return plan, None
-    chosen = search.fewest()
-    return chosen, plain
+    trials.left = MOST_ACTIONS
+    plain = search.tried(search.steps(0), urgent=True)
+    return (plan, None) if plain is None else (search.fewest(), plain)  # only the plan's own depths are known to fit
 
 
 @dataclass
 class _Search:
     """The depths of one plan; ``more`` are those of every stage beyond 1F1B's."""
 
-    request: PlanRequest
-    plan: Plan
-    widths: list[int]
-    left: int = MOST_ACTIONS  # actions that may still be simulated
-    _found: dict[tuple[int, ...], Plan | None] = field(default_factory=dict)
+    trials: Simulations
+    candidate: Candidate
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Replicas per stage."""
+        return self.candidate.widths
 
     def steps(self, number: int) -> tuple[int, ...]:
         """Return the ``number``-th of a row of depths: so many microbatches more at stage 0, evenly fewer after it."""
@@ -57,38 +54,24 @@ class _Search:
             more[stage] = -(-wanted // self.widths[stage])
         return tuple(more)
 
-    def tried(self, more: tuple[int, ...]) -> Plan | None:
+    def tried(self, more: tuple[int, ...], urgent: bool = False) -> Plan | None:
         """Return the plan with these depths, simulated; None where it does not fit or nothing more may be tried."""
-        if more not in self._found:
-            depths = tuple(low + extra for low, extra in zip(default_warmup(self.widths), more, strict=True))
-            cost = 6 * len(depths) * (3 * (max(depths) + 1) * max(self.widths) + 30)
-            if self.left < cost and self._found:
-                return None
-            self.left -= cost
-            self._found[more] = self._simulated(depths)
-        return self._found[more]
-
-    def _simulated(self, depths: tuple[int, ...]) -> Plan | None:
-        plan = self.plan.with_warmup(depths)
-        profile = self.request.profiles[self.plan.microbatches or 0]
-        try:
-            plan = replace(plan, predictions=predict(profile, plan).prediction)
-        except UserError:  # more forwards ahead than an update has microbatches
-            return None
-        limit = self.request.memory_bytes
-        return plan if limit is None or plan.predicted.fullest_rank[1] <= limit else None
+        least = default_warmup(self.widths)
+        depths = tuple(low + extra for low, extra in zip(least, more, strict=True))
+        choice = replace(self.candidate.choice, warmup=depths)
+        return self.trials.fitting(replace(self.candidate, choice=choice), urgent)
 
     def fewest(self) -> Plan:
         """Return the plan with the fewest forwards ahead whose time is near the best."""
         numbers = list(self._row())
         plans = {number: plan for number in numbers if (plan := self.tried(self.steps(number))) is not None}
-        enough = (1 + TOLERANCE) * min(map(_seconds, plans.values()))
-        high = min(number for number, plan in plans.items() if _seconds(plan) <= enough)
+        enough = (1 + TOLERANCE) * min(map(seconds, plans.values()))
+        high = min(number for number, plan in plans.items() if seconds(plan) <= enough)
         low = max((number for number in plans if number < high), default=high)
         while high - low > 1:  # low is too slow, high is not
             middle = (low + high) // 2
             plan = self.tried(self.steps(middle))
-            low, high = (low, middle) if plan is not None and _seconds(plan) <= enough else (middle, high)
+            low, high = (low, middle) if plan is not None and seconds(plan) <= enough else (middle, high)
         return self._thinned(self.steps(high), enough)
 
     def _row(self) -> list[int]:
@@ -97,7 +80,7 @@ class _Search:
         while (plan := self.tried(self.steps(numbers[-1] + apart))) is not None:
             before = self.tried(self.steps(numbers[-1]))
             numbers.append(numbers[-1] + apart)
-            if before is not None and _seconds(plan) > (1 - GAINED) * _seconds(before):
+            if before is not None and seconds(plan) > (1 - GAINED) * seconds(before):
                 return numbers
         low, high = numbers[-1], numbers[-1] + apart  # high does not fit
         while high - low > 1:
@@ -114,12 +97,8 @@ class _Search:
             fewer = (*more[:stage], more[stage] - 1, *more[stage + 1:])
             fits = fewer[stage] * self.widths[stage] >= fewer[stage + 1] * self.widths[stage + 1]
             plan = self.tried(fewer) if more[stage] and fits else None
-            if plan is not None and _seconds(plan) <= enough:
+            if plan is not None and seconds(plan) <= enough:
                 found, more, stage = plan, fewer, max(0, stage - 1)
             else:
                 stage += 1
         return found
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.predicted.seconds_per_sample
