@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from typing import ClassVar, Protocol
 
@@ -58,7 +58,6 @@ class RegisteredSchedule:
     """A registered schedule; made by the decorator of its generator, :data:`register_schedule`.
 
     Attributes:
-        program: the generator of one rank's actions.
         name: its name in a config.
         flush: the pipeline is empty at every optimizer step (bsp), or not (asp).
         layout: places the stages: :class:`~vpipe.schedules.size.Layout` or any other function. Stages may have several
@@ -79,12 +78,12 @@ class RegisteredSchedule:
             it is None. Only with ``any_warmup`` it takes the last argument of :data:`VersionRule`.
         any_warmup: its generator and its ``version_of`` take ``warmup`` as well, so that a rank may do more forwards
             before its first backward than 1F1B's.
+        program: the generator of one rank's actions: the decorated one.
     """
 
     DEFAULT: ClassVar[str] = "1f1b"  # where nobody names one
     DEFAULT_ASYNCHRONOUS: ClassVar[str] = "pipedream"
 
-    program: Program = field(init=False)
     name: str
     _: KW_ONLY
     flush: bool
@@ -100,6 +99,7 @@ class RegisteredSchedule:
     reversible: bool = False
     version_of: Callable[..., int] | None = None
     any_warmup: bool = False
+    program: Program = lambda rank, ranks, microbatches: iter(())
 
     def __call__(self, program: Program) -> Program:
         """Register a generator with these properties.
@@ -113,8 +113,7 @@ class RegisteredSchedule:
         if known is not None and _definition(known.program) != _definition(program):
             raise UserError(f"there is already a schedule called '{self.name}': {_definition(known.program)}",
                             hint="choose another name")
-        object.__setattr__(self, "program", program)
-        _REGISTERED[self.name] = self
+        _REGISTERED[self.name] = replace(self, program=program)
         return program
 
     @property
