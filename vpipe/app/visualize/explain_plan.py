@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from vpipe import Plan
-from vpipe.app.visualize.table import Column, columns, compact, filled, listed, ms_text
+from vpipe.app.visualize.table import Column, columns, compact, filled, listed, milliseconds, ms_text
 from vpipe.errors import counted
 from vpipe.plan import Profile
 from vpipe.plan.solver.request import Alternative
@@ -71,7 +71,7 @@ class PlanExplanation:
                 + (f"{depths_text(plan)} forwards before the first backward, " if plan.warmup else "")
                 + f"{counted(self._microbatches, 'microbatch')} of {counted(identity.microbatch_size, 'sample')} per "
                 f"{self._step_name}",
-                f"predicted: {_time(found.step_s)} per {self._step_name}, "
+                f"predicted: {milliseconds(found.step_s)} per {self._step_name}, "
                 f"{compact(1 / found.seconds_per_sample)} samples/s, bubble {100 * found.bubble:.0f} %"]
 
     @property
@@ -98,7 +98,7 @@ class PlanExplanation:
             where = f"{ranks} ({_numbered('stage', together)})"
         if busy <= (1 + EVEN) * average:
             return (f"bottleneck: none, the ranks are even, busy {100 * average:.0f} % of the time; most {where}")
-        return (f"bottleneck: {where}, busy {_time(busy * found.step_s)} of {_time(found.step_s)}, "
+        return (f"bottleneck: {where}, busy {milliseconds(busy * found.step_s)} of {milliseconds(found.step_s)}, "
                 f"{100 * (busy / average - 1):.0f} % more than the average rank")
 
     def _shared_cores(self) -> str | None:
@@ -171,10 +171,6 @@ def _layer_range(plan: Plan, number: int) -> str:
 
 def _numbered(word: str, numbers: Sequence[int]) -> str:
     return f"{word}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 9.9995 else f"{compact(1e3 * seconds)} ms"
 
 
 def times_table(plan: Plan, width: int) -> list[str]:
