@@ -39,7 +39,7 @@ class StandIn(ModuleType):
 
     def log(self, line: dict[str, float]) -> None:
         if self.error:
-            raise RuntimeError(self.error)
+            raise ConnectionError(self.error)  # an OSError with a text of its own
         self.lines.append(line)
 
     def finish(self, exit_code: int) -> None:

@@ -95,9 +95,7 @@ def section_of_options(kind: type[Any]) -> type[Section]:
                             hint="give it another name")
     keys: dict[str, Any] = {one.name: (_annotation(kind, one, hints[one.name]), _key(kind, one)) for one in own}
     section: type[Section] = create_model(kind.__name__, __base__=Section, **keys)
-    defaults = {one.name: one.default_factory() if one.default is MISSING and one.default_factory is not MISSING
-                else one.default for one in own}
-    _, problems = checked(section, Tree(defaults, {(): Place("", "", "")}))
+    _, problems = checked(section, Tree({}, {(): Place("", "", "")}))
     if problems:
         raise UserError(f"a default of {kind.__qualname__} would be refused: {problems[0].what}",
                         hint="give it a default of its type, within its bounds")
@@ -109,11 +107,10 @@ def _key(kind: type[Any], one: Field[Any]) -> Any:
         if word not in ("help", *_BOUNDS):
             raise UserError(f"{kind.__qualname__}.{one.name} has the metadata {word!r}",
                             hint=nearest(str(word), ["help", *_BOUNDS]))
-    about: dict[str, Any] = {bound: one.metadata[bound] for bound in _BOUNDS if bound in one.metadata}
+    about: dict[str, Any] = {bound: limit for bound, limit in one.metadata.items() if bound != "help"}
+    about |= {"default": one.default} if one.default_factory is MISSING else {"default_factory": one.default_factory}
     about["description"] = one.metadata.get("help", f"an option of {kind.__name__}")
-    if one.default_factory is not MISSING:
-        return Key(default_factory=one.default_factory, **about)
-    return Key(one.default, **about)
+    return Key(validate_default=True, **about)
 
 
 def _annotation(kind: type[Any], one: Field[Any], annotation: Any) -> Any:

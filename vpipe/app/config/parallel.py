@@ -351,28 +351,6 @@ class ParallelSection(Section):
         elif self.use_orion_scheduler and ORION not in RANK_ENVIRONMENT.names:
             yield Mistake(("use_orion_scheduler",), "is true, but no package here adds Orion", "install vpipe with "
                           "vpipe/extras/orion, or leave it out")
-        yield from self._warmup()
-
-    def _warmup(self) -> Iterator[Mistake]:
-        depths = self.warmup_depth
-        if depths is None or (len(depths) != self.model_parallel_size and depths != AUTO):
-            return
-        shown = depths if isinstance(depths, str) else list(depths)
-        is_file = CsvFile.is_path(self.schedule)
-        registered = None if is_file or self.schedule == AUTO else RegisteredSchedule.find(self.schedule)
-        if is_file:
-            yield Mistake(("warmup_depth",), f"is {shown}, but the schedule is a file, '{self.schedule}', which says "
-                          "the order of its actions", "leave it out, or name a schedule")
-        elif self.schedule == AUTO:
-            yield Mistake(("warmup_depth",), f"is {shown}, but the schedule is auto, which takes one with a flush",
-                          "leave it out, or choose a schedule without a flush, such as "
-                          + RegisteredSchedule.DEFAULT_ASYNCHRONOUS)
-        elif registered is not None:
-            try:
-                registered.check_warmup(self.widths, depths)
-            except UserError as error:
-                [problem] = error.problems
-                yield Mistake(("warmup_depth",), problem.what.removeprefix("warmup_depth "), problem.hint)
 
     def _recomputed(self) -> Iterator[Mistake]:
         named = {stage: entry for stage, entry in enumerate(self.recompute) if isinstance(entry, tuple)} if isinstance(
@@ -397,6 +375,7 @@ class ParallelSection(Section):
                           "leave it out, or set compress: int8")
 
     def _schedule(self) -> Iterator[Mistake]:
+        """Yield what does not go with the schedule: a file, auto, or a name."""
         if self.schedule == AUTO and self.chunks is not None:
             yield Mistake(("chunks",), f"is {self.chunks}, but the schedule is auto",
                           "leave it out, or name a schedule")
@@ -417,6 +396,23 @@ class ParallelSection(Section):
         if (self.update_every or 1) > 1 and flush:
             yield Mistake(("update_every",), f"is {self.update_every}, but the schedule {self.schedule} updates once "
                           "per batch", "leave it out; training.num_microbatches says how many microbatches a batch has")
+        depths = self.warmup_depth
+        if depths is None or (len(depths) != self.model_parallel_size and depths != AUTO):
+            return
+        shown = depths if isinstance(depths, str) else list(depths)
+        if CsvFile.is_path(self.schedule):
+            yield Mistake(("warmup_depth",), f"is {shown}, but the schedule is a file, '{self.schedule}', which says "
+                          "the order of its actions", "leave it out, or name a schedule")
+        elif self.schedule == AUTO:
+            yield Mistake(("warmup_depth",), f"is {shown}, but the schedule is auto, which takes one with a flush",
+                          "leave it out, or choose a schedule without a flush, such as "
+                          + RegisteredSchedule.DEFAULT_ASYNCHRONOUS)
+        else:
+            try:
+                RegisteredSchedule.named(self.schedule).check_warmup(self.widths, depths)
+            except UserError as error:
+                [problem] = error.problems
+                yield Mistake(("warmup_depth",), problem.what.removeprefix("warmup_depth "), problem.hint)
 
 
 def _count(entries: tuple[object, ...]) -> str:

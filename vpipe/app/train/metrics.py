@@ -275,8 +275,8 @@ class Metrics:
                 try:
                     events.line(line)
                 except Exception as failed:  # of many classes, some of them the package's
-                    reason = failed.strerror if isinstance(failed, OSError) else str(failed)
-                    self._event_errors[events.name] = reason or type(failed).__name__
+                    self._event_errors[events.name] = (
+                        getattr(failed, "strerror", None) or str(failed) or type(failed).__name__)
 
     def __enter__(self) -> Metrics:
         return self
