@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vpipe.errors import CheckError
-from vpipe.schedules import Action, Costs, StageCosts, build, check, lower, register_schedule, simulate
+from vpipe.schedules import Action, Costs, build, check, lower, register_schedule, simulate
 
 RANKS, MICROBATCHES = 4, 8
 
@@ -48,7 +48,7 @@ except CheckError as error:
     print(str(error).splitlines()[0])
 
 # %% Where transfers take half the time of a forward, more forwards ahead hide them, and cost memory.
-costs = Costs((StageCosts(forward_s=2, input_s=2, weight_s=2, activation_bytes=1),) * RANKS).with_transfers(1)
+costs = Costs.of_ranks(schedule.placement, forward_s=2, input_s=2, weight_s=2, transfer_s=1)
 for name in ("1f1b", "eager"):
     timeline = simulate(lower(build(name, RANKS, MICROBATCHES)), costs)
     print(f"{name:>5}: {timeline.makespan_s} seconds, each rank idle for {timeline.bubble_s}, {timeline.peak_bytes[0]} "

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vpipe.app.train.job import Job, device_of, microbatch_of
+from vpipe.app.train.planning import settings_of
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
+from vpipe.profiling import RankGroup
 
 MIB = 2**20
 
@@ -30,3 +33,9 @@ def made_profile(layers: int = 9, microbatch_size: int = 4, ranks: int = 4, *, f
                         optimizer="adamw", device="none", threads=1, ranks_per_host=ranks, backend="gloo", torch="2")
     return Profile(identity, tuple(made), {"input": int(share * MIB)}, LinkProfile(1e-4, 1e9), cores=cores,
                    device_bytes=ranks * 2**30)
+
+
+def identities_of(job: Job, sizes: Sequence[int], ranks: int, hosts: int = 1) -> list[Identity]:
+    """The identities of profiles of a job on so many ranks of each host, by microbatch size."""
+    return RankGroup.supposed(device_of(job.config), ranks, hosts).identify(
+        job.model, [microbatch_of(job, size) for size in sizes], **settings_of(job))

@@ -306,7 +306,7 @@ def test_a_gpu_where_there_is_none(refused: Refused, flat: Path, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert refused("train", "c.yaml", "--set", "parallel.device=cuda") == [
-        (f"device is cuda, but this process sees no GPU (torch {torch.__version__} is built without CUDA)",
+        (f"device is cuda, but this process sees no GPU (torch {torch.__version__} is built for processors alone)",
          "leave device out, or set it to cpu")]
     assert refused("train", "c.yaml", "--set", "parallel.device=cpu", "--set", "distributed_backend=nccl") == [
         ("parallel.device is cpu, but nccl carries tensors of GPUs only (--set parallel.device)",

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from made_profile import identities_of
 from small_run import losses
 
 from vpipe import Pipeline, Update
@@ -22,7 +23,6 @@ from vpipe.app.config.config import load_config
 from vpipe.app.families import registry as models
 from vpipe.app.imports import IMPORTS, import_files
 from vpipe.app.train.job import Job
-from vpipe.app.train.planning import identities_of
 from vpipe.app.train.profile_cache import store
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile

@@ -18,8 +18,8 @@ from vpipe.app.cli import main
 from vpipe.app.data import registry as data_sets
 from vpipe.app.families import registry as models
 from vpipe.errors import UserError
-from vpipe.plugins import package_versions
-from vpipe.profiling.fingerprint import identify
+from vpipe.plugins import PluginGroup
+from vpipe.profiling import RankGroup
 from vpipe.schedules import registry as schedules
 
 KINDS: dict[str, tuple[str, Callable[[str], Any], Callable[[], list[str]], str]] = {
@@ -129,9 +129,9 @@ def test_schedules_of_packages_are_drawn_and_compared(install: Install, capsys: 
 
 def test_versions_are_those_of_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder on the path, such as vpipe's own on a machine where nothing can be installed, has none."""
-    assert package_versions(["torch", "no_such_package"]) == {"torch": version("torch")}
+    assert PluginGroup.versions_of(["torch", "no_such_package"]) == {"torch": version("torch")}
     monkeypatch.setattr(plugins, "version", Mock(side_effect=PackageNotFoundError))
     model = Model.sequential(nn.Sequential(nn.Linear(2, 2)), loss=nn.MSELoss())
     microbatch = {"input": torch.zeros(1, 2), "target": torch.zeros(1, 2)}
-    assert identify(model, microbatch, model_name="own", optimizer="sgd", device="cpu", ranks_per_host=1,
-                    backend="none").vpipe == ""
+    [identity] = RankGroup("cpu").identify(model, [microbatch], model_name="own", optimizer="sgd")
+    assert identity.vpipe == ""

@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from vpipe.lazy import lazy
 from vpipe.moved import MovedModules
 
 if TYPE_CHECKING:
@@ -24,21 +25,19 @@ __all__ = ["Asynchronous", "Cut", "Execution", "Layer", "Model", "Order", "Pipel
            "Update"]
 
 # Loaded when first asked for: what only reads schedules must not wait for torch.
-_HOME = {"Layer": "vpipe.model.layer", "Model": "vpipe.model.model",
-         "Pipeline": "vpipe.pipeline", "Plan": "vpipe.plan.plan", "Cut": "vpipe.description.cut",
-         "Order": "vpipe.description.order", "Asynchronous": "vpipe.description.order",
-         "Update": "vpipe.description.update", "Precision": "vpipe.description.precision",
-         "Transfers": "vpipe.description.transfers", "Execution": "vpipe.description.execution"}
+_load = lazy(__name__, {
+    "Layer": "model.layer", "Model": "model.model", "Pipeline": "pipeline", "Plan": "plan.plan",
+    "Cut": "description.cut", "Order": "description.order", "Asynchronous": "description.order",
+    "Update": "description.update", "Precision": "description.precision", "Transfers": "description.transfers",
+    "Execution": "description.execution"})
 
 sys.meta_path.append(MovedModules())
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'vpipe' has no attribute '{name}'")
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("importlib."):
         frame = frame.f_back
-    if not frame.f_globals.get("__name__", "").startswith("vpipe."):  # the application prints its errors itself
-        import_module("vpipe.distributed.excepthook").install()
-    return getattr(import_module(_HOME[name]), name)
+    if name in __all__ and not frame.f_globals.get("__name__", "").startswith("vpipe."):
+        import_module("vpipe.distributed.excepthook").install()  # the application prints its errors itself
+    return _load(name)

@@ -12,11 +12,12 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from vpipe.errors import UserError
+from vpipe.errors import UserError, counted
 
 if TYPE_CHECKING:  # a config is read without torch
     import torch
@@ -35,6 +36,13 @@ DIRECT = frozenset(COLLECTIVES.values())
 
 FUSED = frozenset({"cpu", USUAL, "xpu"})
 """Kinds for which torch's optimizers have fused kernels."""
+
+VISIBILITY = {USUAL: "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES",
+              "hpu": "HABANA_VISIBLE_DEVICES"}
+"""The variable of the environment that says which devices of a kind a process sees."""
+
+LISTED_BY = {USUAL: "nvidia-smi", "xpu": "xpu-smi", "npu": "npu-smi", "hpu": "hl-smi"}
+"""The program that lists the devices of a kind."""
 
 _TRITON = frozenset({USUAL, "xpu"})
 
@@ -75,7 +83,12 @@ def module_of(device: torch.device | str) -> Any:
     """Return torch's module for the kind of a device, such as ``torch.cuda``."""
     import torch
 
-    return getattr(torch, device if isinstance(device, str) else device.type)
+    return torch.get_device_module(device)
+
+
+def visibility() -> str:
+    """Return the variable that says which devices a process sees, or words for it."""
+    return VISIBILITY.get(kind(), "the environment")
 
 
 def count() -> int:
@@ -105,8 +118,8 @@ def make_current(device: torch.device) -> None:
         module_of(device).set_device(device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"{device} cannot be used: {str(error).splitlines()[0]}",
-                        hint="nvidia-smi shows the GPUs, their driver and who uses them; device cpu computes on the "
-                        "processor") from error
+                        hint=f"{LISTED_BY.get(device.type, 'its driver')} shows the GPUs, their driver and who uses "
+                        "them; device cpu computes on the processor") from error
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -134,6 +147,100 @@ def synchronize(device: torch.device) -> None:
         import torch
 
         torch.accelerator.synchronize(device)
+
+
+# -- which device a rank has ------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Visible:
+    """The GPUs that this process sees, and its number on its host.
+
+    Attributes:
+        gpus: how many.
+        local_rank: number of this process on its host; of the rank if that is unknown.
+        current: the GPU that the program chose, by ``torch.accelerator.set_device_index`` or as the ``device_id`` of
+            its process group; None where it did not. GPU 0, the current one of every process, counts as not chosen.
+        is_rank: whether ``local_rank`` is the number of the rank.
+    """
+
+    gpus: int
+    local_rank: int = 0
+    current: int | None = None
+    is_rank: bool = False
+
+    @classmethod
+    def here(cls, local_rank: int, *, is_rank: bool = False) -> Visible:
+        """Return what this process sees; starts no context on devices."""
+        return cls(count(), local_rank, (current_index() or None) if is_started() else None, is_rank)
+
+
+def choose(wanted: torch.device | str | None, backend: str | None, there: Visible) -> torch.device:
+    """Return the device of this rank, a GPU always with its index.
+
+    None takes a GPU where there is one, else the processor. A GPU without an index is the one that the program chose,
+    else that of the local rank; where ranks outnumber GPUs, they share them in turn.
+
+    Args:
+        wanted: ``cpu``, ``cuda``, ``cuda:1`` or None.
+        backend: that the user named, if any; under nccl no GPU is shared.
+        there: what the rank sees.
+
+    Raises:
+        UserError: there is no such device, or nccl is to carry what a processor computes.
+    """
+    import torch
+
+    device = _parsed(wanted)
+    direct = backend in DIRECT
+    if direct and (device is None or device.type != "cpu") and not there.gpus:
+        raise UserError(f"backend {backend}, but this machine has no GPU" + _why_none(), hint="use backend: gloo")
+    if device is None and not there.gpus:
+        return torch.device("cpu")
+    if device is not None and device.type == "cpu":
+        if direct:
+            raise UserError(f"device is cpu, but {backend} carries tensors of GPUs only",
+                            hint="use backend: gloo, or leave device out")
+        return torch.device("cpu")
+    if not there.gpus:
+        raise UserError(f"device is {wanted}, but this process sees no GPU{_why_none()}",
+                        hint="leave device out, or set it to cpu")
+    index = there.current if device is None or device.index is None else device.index
+    if index is None:
+        if direct and there.local_rank >= there.gpus > 1 and not there.is_rank:
+            raise UserError(f"backend {backend} needs a GPU per rank: GPU {there.local_rank} is wanted, but this "
+                            f"host has {counted(there.gpus, 'GPU')}, counted from 0",
+                            hint="use backend: gloo, under which ranks may share a GPU, or start fewer ranks here")
+        index = there.local_rank % there.gpus
+    if index >= there.gpus:
+        names = f"{kind()}:0" if there.gpus == 1 else f"{kind()}:0 to {kind()}:{there.gpus - 1}"
+        raise UserError(f"device is {wanted}, but this process sees {counted(there.gpus, 'GPU')}, {names}",
+                        hint=f"write one of these, or {kind()}, which takes the GPU of this rank; {visibility()} "
+                        "decides which a process sees")
+    return torch.device(kind(), index)
+
+
+def _parsed(wanted: torch.device | str | None) -> torch.device | None:
+    import torch
+
+    hint = f"write cpu, {kind()} (the GPU of this rank) or a GPU by its number, such as {kind()}:1; or leave it out"
+    if wanted is None:
+        return None
+    if not isinstance(wanted, (str, torch.device)):
+        raise UserError(f"device is {wanted!r}, which names no device", hint=hint)
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise UserError(f"device is '{wanted}', which names no device", hint=hint) from None
+    if device.type not in ("cpu", kind()):
+        raise UserError(f"device is {wanted}: this torch computes on cpu and {kind()} only", hint=hint)
+    return device
+
+
+def _why_none() -> str:
+    import torch
+
+    return f" (torch {torch.__version__} is built for processors alone)" if (
+        torch.accelerator.current_accelerator() is None) else ""
 
 
 # -- what a device is -----------------------------------------------------------------------------------------------
@@ -224,6 +331,13 @@ def peak_bytes(device: torch.device) -> int:
 def reset_peak(device: torch.device) -> None:
     """Begin to count the peak anew."""
     module_of(device).reset_peak_memory_stats(device)
+
+
+def pinned_bytes(count: int) -> torch.Tensor:
+    """Return memory of the host that devices copy from and to by themselves."""
+    import torch
+
+    return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ ends the command with exit status 1. Neither shows a traceback.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from types import FrameType, TracebackType
 
-__all__ = ["Problem", "RunError", "UserError", "VpipeError", "counted", "nearest"]
+__all__ = ["CheckError", "PerformanceWarning", "Problem", "RunError", "UserError", "VpipeError", "counted",
+           "nearest"]
 
 MOST_SHOWN = 20
 """Largest number of problems that one error shows."""
@@ -122,6 +124,23 @@ class RunError(VpipeError):
         self.rank, self.stage, self.microbatch, self.action, self.peer = rank, stage, microbatch, action, peer
         super().__init__(what)
 
+    @classmethod
+    def for_want_of_descriptors(cls, error: Exception, rank: int | None = None) -> RunError | None:
+        """Return an error that no file descriptor was left, if that is why another was raised; else, or if that one
+        says so itself, None.
+
+        Args:
+            rank: where the error was raised; None in a process that is none.
+        """
+        hint = hint_if_no_descriptor(error)
+        if hint is None or (isinstance(error, RunError) and error.hint == hint):
+            return None
+        who = "this process" if rank is None else f"rank {rank}"
+        named = cls(f"{who} has no file descriptor left, of {_most_descriptors()}: "
+                    f"{str(error).partition(chr(10))[0]}", hint=hint, rank=rank)
+        named.__cause__ = error
+        return named
+
     @property
     def located(self) -> str:
         """Return the reason and the place: ``out of luck (rank 2, stage 3, microbatch 5, action 3F5)``."""
@@ -136,6 +155,28 @@ class RunError(VpipeError):
 
 class PerformanceWarning(UserWarning):
     """A request that is valid but slow, or learns slowly: the text has the reason, with numbers, and a better way."""
+
+
+def hint_if_no_descriptor(error: BaseException) -> str | None:
+    """Return the remedy for an error because no file descriptor was left; None for any other error."""
+    seen = set[int]()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        number = one.errno if isinstance(one, OSError) else None
+        if number == errno.ENFILE or "Too many open files in system" in str(one):
+            return "the whole machine has none left: end other programs, or raise fs.file-max"
+        if number == errno.EMFILE or "Too many open files" in str(one):
+            return f"raise the limit before it starts: ulimit -n {2 * _most_descriptors()}"
+        one = one.__cause__ or one.__context__
+    return None
+
+
+def _most_descriptors() -> int:
+    """Return how many file descriptors this process may have."""
+    import resource  # here, for Python in a browser lacks it
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def shortened(text: str) -> str:

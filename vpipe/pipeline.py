@@ -37,7 +37,7 @@ from vpipe.runtime.executors.async_threaded import KernelScheduler, ThreadedWork
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint
-from vpipe.runtime.preparation import prepare_schedule
+from vpipe.runtime.pipeline_schedule import prepare_schedule
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.advice import Advice

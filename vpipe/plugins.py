@@ -43,6 +43,17 @@ class PluginGroup:
         """Return whether a module is vpipe's, and none of an extra, which is as any package."""
         return module.startswith("vpipe.") and not module.startswith("vpipe.extras.")
 
+    @staticmethod
+    def versions_of(packages: Iterable[str]) -> dict[str, str]:
+        """Return the versions of those packages that are installed; vpipe is not where its folder is on the path."""
+        versions = {}
+        for name in packages:
+            try:
+                versions[name] = version(name)
+            except PackageNotFoundError:
+                continue
+        return versions
+
     @property
     def names(self) -> list[str]:
         """Return the names that are announced, sorted."""
@@ -125,14 +136,3 @@ def _found(group: str, path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...
         if not any((_package(other), other.value) == (_package(entry), entry.value) for other in others):
             found[entry.name] = tuple(sorted((*others, entry), key=lambda each: (_package(each), each.value)))
     return found
-
-
-def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed; vpipe is not where its folder is on the path."""
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.directory import Checkpoints
-from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
+from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.save import Saver
 from vpipe.distributed import exchange
 
@@ -56,7 +56,7 @@ class Ours:
 
     def save(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         self._began = time.perf_counter()
-        self._saver.save(CheckpointInfo(step, step, 0), tensors)
+        self._saver.save(Manifest(step, step, 0), tensors)
 
     def ended(self) -> float:
         self._saver.wait()

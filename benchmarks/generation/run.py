@@ -23,7 +23,7 @@ from vpipe.extras.generation.pipelined_decoding import GenerationRank, in_flight
 from vpipe.extras.generation.stage_decoder import DecoderModel, Pass, StageDecoder, decode
 from vpipe.model.model import Model
 from vpipe.model.split import balanced
-from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.process_group import DistributedTransport
 
 WINDOW, PROMPT = 1024, 32
 REAL = {"n_layer": 8, "n_embd": 512, "n_head": 8}

@@ -18,8 +18,7 @@ from models import published_jobs
 from vpipe import Cut, Execution, Order, Pipeline, Plan
 from vpipe.app.train.job import Job, microbatch_of
 from vpipe.plan.prediction import predict
-from vpipe.profiling import measure
-from vpipe.profiling.fingerprint import identify
+from vpipe.profiling import RankGroup, measure
 
 BUDGET_S, BATCHES, WITHIN = 8.0, 6, 0.2
 
@@ -28,10 +27,10 @@ def compare(part: Part, name: str, job: Job) -> None:
     """Measure a profile, then predict and train the model with nothing, half and all of it recomputed."""
     training, factory = job.config.training, job.optimizer()
     microbatch = microbatch_of(job, job.config.microbatch_size)
-    identity = identify(job.model, microbatch, model_name=name, optimizer=training.optimizer, device=part.device,
-                        ranks_per_host=1, backend="none", precision=training.precision)
+    identities = RankGroup(part.device).identify(job.model, [microbatch], model_name=name,
+                                                 optimizer=training.optimizer, precision=training.precision)
     started = perf_counter()
-    profile, = measure(job.model, [microbatch], factory.from_named, identities=[identity], device=part.device,
+    profile, = measure(job.model, [microbatch], factory.from_named, identities=identities, device=part.device,
                        budget_s=BUDGET_S)
     part.add(f"{name}: profile", f"{len(profile.layers)} layers in {perf_counter() - started:.0f} s")
     batch = next(job.training_batches(job.model.batch))

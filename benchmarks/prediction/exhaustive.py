@@ -28,8 +28,7 @@ from vpipe import Cut, Execution, Layer, Model, Order, Pipeline, Plan
 from vpipe.plan.prediction import predict
 from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.solve import solve
-from vpipe.profiling import measure
-from vpipe.profiling.fingerprint import identify
+from vpipe.profiling import RankGroup, measure
 
 WIDTH, SAMPLES, MICROBATCHES = 256, 128, 8
 FACTORS = (4, 1, 12, 2, 1, 8, 3)
@@ -81,9 +80,8 @@ def work(rounds: int, batches: int, out: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank, ranks, model, parent = dist.get_rank(), dist.get_world_size(), uneven(), os.getppid()
     microbatch = batch(SAMPLES)
-    identity = identify(model, microbatch, model_name="uneven", optimizer="adamw", device="cpu", ranks_per_host=ranks,
-                        backend="gloo")
-    profile, = measure(model, [microbatch], lambda named: adamw(list(named.values())), identities=[identity])
+    identities = RankGroup("cpu").identify(model, [microbatch], model_name="uneven", optimizer="adamw")
+    profile, = measure(model, [microbatch], lambda named: adamw(list(named.values())), identities=identities)
     planned = solve(PlanRequest(profiles={MICROBATCHES: profile}, ranks=ranks, schedules=("1f1b",), recompute=0.0,
                                 placement=tuple((r,) for r in range(ranks)))).plan
     every = partitions(len(model), ranks)

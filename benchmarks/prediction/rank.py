@@ -22,8 +22,7 @@ from vpipe.model.model import Model
 from vpipe.model.split import balanced
 from vpipe.plan.prediction import SimulatedPlan, predict
 from vpipe.plan.profile import Profile
-from vpipe.profiling import measure
-from vpipe.profiling.fingerprint import identify
+from vpipe.profiling import RankGroup, measure
 from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action
@@ -71,9 +70,8 @@ def work(case: str, rounds: int, batches: int, only: str, out: Path) -> None:
 def measured(model: Model, case: Case, name: str, ranks: int) -> Profile:
     """The profile, as ``vpipe profile`` measures it; the same on every rank."""
     microbatch = case.microbatch()
-    identity = identify(model, microbatch, model_name=name, optimizer="adamw", device="cpu", ranks_per_host=ranks,
-                        backend="gloo")
-    profile, = measure(model, [microbatch], lambda named: adamw(list(named.values())), identities=[identity])
+    identities = RankGroup("cpu").identify(model, [microbatch], model_name=name, optimizer="adamw")
+    profile, = measure(model, [microbatch], lambda named: adamw(list(named.values())), identities=identities)
     return profile
 
 

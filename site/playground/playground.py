@@ -67,7 +67,7 @@ def compare(settings: Mapping[str, str], name: str) -> Mapping[str, Any]:
     period = one.period_s / one.schedule.assignment.per_step
     return {"name": name, "flush": one.schedule.flush,
             "order": [float(one.timeline.bubble_s), float(one.peak), name],
-            "cells": [one.chunks, number(one.timeline.bubble_s), share_text(one),
+            "cells": [one.stages_per_rank, number(one.timeline.bubble_s), share_text(one),
                       number(one.timeline.makespan_s), number(period), number(one.peak),
                       str(max(stage.versions for stage in one.proved.stage_peaks)),
                       str(max(stage.staleness for stage in one.proved.stage_peaks))]}

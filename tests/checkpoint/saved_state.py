@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vpipe.checkpoint.manifest import ITEM_BYTES, CheckpointInfo
+from vpipe.checkpoint.manifest import ITEM_BYTES, Manifest
 
 
-def about(step: int) -> CheckpointInfo:
-    return CheckpointInfo(step, 32 * step, seed=7, config="model:\n  name: bert\n")
+def about(step: int) -> Manifest:
+    return Manifest(step, 32 * step, seed=7, config="model:\n  name: bert\n")
 
 
 def tensors(fill: float = 1.0) -> dict[str, Tensor]:

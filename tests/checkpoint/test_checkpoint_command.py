@@ -24,7 +24,7 @@ from vpipe.app.data.dataset import Tokenized
 from vpipe.app.train.job import Job
 from vpipe.app.train.run_folder import RUNNING
 from vpipe.checkpoint import Checkpoint
-from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
+from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.save import save_checkpoint
 from vpipe.testing import InitialState, TrainingRecipe, flush_oracle
 
@@ -69,7 +69,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, job: Job) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     (folder / "checkpoints" / "step-11.tmp").mkdir(parents=True)
     for step in (2, 10):
-        save_checkpoint(folder / "checkpoints" / f"step-{step}", CheckpointInfo(
+        save_checkpoint(folder / "checkpoints" / f"step-{step}", Manifest(
             step, 8 * step, seed=0, data=job.fingerprint(), config=job.config.resolved_yaml(),
             made=f"2026-11-{step:02}T10:00:00+01:00", versions={"vpipe": "0.1", "torch": "2"},
             arrangement={"schedule": "1f1b", "partition": [3, 2], "microbatches": 4}), tensors)
@@ -257,7 +257,7 @@ def test_the_tokenizer_goes_along_if_the_data_are_the_same(vpipe: Vpipe, tmp_pat
     assert job.dataset.tokenizer_path is not None
     tensors = {f"model.{name}": tensor for name, tensor in weights_of(job).items()}
     for data, said in ((job.fingerprint(), ""), ("0123", "the data set is no longer what it was trained on")):
-        info = CheckpointInfo(3, 24, seed=0, data=data, config=job.config.resolved_yaml())
+        info = Manifest(3, 24, seed=0, data=data, config=job.config.resolved_yaml())
         save_checkpoint(tmp_path / "one", info, tensors)
         status, out, _ = vpipe("export", "one", "--format", "huggingface", "-o", f"hf{data}")
         assert status == 0
@@ -275,7 +275,7 @@ def test_a_text_ends_elsewhere_as_it_did_in_training(vpipe: Vpipe, tmp_path: Pat
                  model__vocab_size=-1, dataset__name="text", dataset__path=str(tmp_path / "text"),
                  dataset__cache_directory=str(tmp_path / "cache"))
     tensors = {f"model.{name}": tensor for name, tensor in weights_of(job).items()}
-    info = CheckpointInfo(3, 24, seed=0, data=job.fingerprint(), config=job.config.resolved_yaml())
+    info = Manifest(3, 24, seed=0, data=job.fingerprint(), config=job.config.resolved_yaml())
     save_checkpoint(tmp_path / "one", info, tensors)
     assert vpipe("export", "one", "--format", "huggingface", "-o", "hf")[0] == 0
     said = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())

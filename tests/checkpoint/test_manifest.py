@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from vpipe.checkpoint.manifest import (
     FORMAT,
     ITEM_BYTES,
     MANIFEST,
-    CheckpointInfo,
     FileEntry,
     Manifest,
     TensorEntry,
@@ -22,14 +22,14 @@ from vpipe.checkpoint.manifest import (
 )
 from vpipe.errors import UserError
 
-ABOUT = CheckpointInfo(40, 1280, 7, data="f00d", config="model:\n  name: bert\n", arrangement={"partition": [2, 3]},
-              numbers={"scale": 0.1})
+ABOUT = Manifest(40, 1280, 7, data="f00d", config="model:\n  name: bert\n", arrangement={"partition": [2, 3]},
+                 numbers={"scale": 0.1})
 
 
 def manifest() -> Manifest:
-    return Manifest.build(ABOUT, {"model.a.weight": TensorEntry((4, 3), "float32", "rank0.safetensors"),
-                               "optim.a.weight.step#int": TensorEntry((), "int64", "rank0.safetensors")},
-                       {"rank0.safetensors": FileEntry(200, "ab" * 32)})
+    return replace(ABOUT, tensors={"model.a.weight": TensorEntry((4, 3), "float32", "rank0.safetensors"),
+                                   "optim.a.weight.step#int": TensorEntry((), "int64", "rank0.safetensors")},
+                   files={"rank0.safetensors": FileEntry(200, "ab" * 32)})
 
 
 def test_it_reads_what_it_wrote(tmp_path: Path) -> None:

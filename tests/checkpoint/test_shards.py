@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_a_file_that_is_no_safetensors_is_refused_though_its_sum_is_right(tmp_pa
     path.write_bytes(b"nonsense")
     facts = {path.name: FileEntry.of(path)}
     with pytest.raises(UserError, match=r"cannot read the checkpoint '.*mine': "):
-        Checkpoint(tmp_path / "mine", Manifest.build(about(1), manifest.tensors, facts)).tensors(["model.a.row"])
+        Checkpoint(tmp_path / "mine", replace(about(1), tensors=manifest.tensors, files=facts)).tensors(["model.a.row"])
 
 
 @pytest.mark.parametrize("odd", [torch.zeros(2, dtype=torch.complex128), torch.eye(2).to_sparse()],
@@ -100,7 +101,7 @@ def test_values_that_files_cannot_hold_are_refused_by_name(tmp_path: Path, odd: 
 def test_a_manifest_that_says_another_shape_is_refused(tmp_path: Path, stored: TensorEntry, says: str) -> None:
     save_checkpoint(tmp_path / "mine", about(1), tensors())
     manifest = Manifest.load(tmp_path / "mine")
-    other = Manifest.build(manifest, {**manifest.tensors, "model.a.row": stored}, manifest.files)
+    other = replace(manifest, tensors={**manifest.tensors, "model.a.row": stored})
     with pytest.raises(UserError, match=f"rank0.safetensors holds 'model.a.row' {says}"):
         Checkpoint(tmp_path / "mine", other).tensors(["model.a.row"])
 

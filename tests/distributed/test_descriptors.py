@@ -9,13 +9,9 @@ import resource
 
 import pytest
 
-from vpipe.distributed.descriptors import (
-    hint_if_none_left,
-    name_if_none_left,
-    reserve_for_joining,
-    reserve_for_starting,
-)
-from vpipe.errors import RunError, UserError
+from vpipe.distributed import RankEnvironment
+from vpipe.distributed.descriptors import reserve_for_joining
+from vpipe.errors import RunError, UserError, hint_if_no_descriptor
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +35,9 @@ def test_too_low_a_hard_limit_is_refused_with_the_number_needed() -> None:
         "error: rank 0 of 8 needs about 63 file descriptors, but a process here may have 40\n"
         "hint: raise the limit before it starts: ulimit -n 63; above the hard limit (ulimit -Hn) only root may")
     with pytest.raises(UserError, match="each of 4 ranks, and what starts them, needs about 61 file descriptors"):
-        reserve_for_starting(range(4), 4)
+        RankEnvironment.reserve_descriptors(range(4), 4)
     with pytest.raises(UserError, match="needs about 226 file"):  # what starts 200 of them has a pipe to each
-        reserve_for_starting(range(1, 201), 1)
+        RankEnvironment.reserve_descriptors(range(1, 201), 1)
 
 
 @pytest.mark.parametrize(("before", "after"), [
@@ -59,11 +55,12 @@ def test_an_error_for_want_of_a_descriptor_is_named() -> None:
     cause = OSError(errno.EMFILE, "Too many open files")
     error = RunError("rank 0 could not reach rank 0", hint="a firewall is in the way", rank=0)
     error.__cause__ = cause
-    assert str(name_if_none_left(cause, 3)) == (
+    assert str(RunError.for_want_of_descriptors(cause, 3)) == (
         "error: rank 3 has no file descriptor left, of 40: [Errno 24] Too many open files (rank 3)\n"
         "hint: raise the limit before it starts: ulimit -n 80")
-    assert "rank 0 has no file descriptor left, of 40: error: rank 0 could not" in str(name_if_none_left(error, 0))
-    assert "ulimit -n 80" in (hint_if_none_left(RuntimeError("gloo: accept: Too many open files")) or "")
-    assert "fs.file-max" in (hint_if_none_left(OSError(errno.ENFILE, "Too many open files in system")) or "")
-    assert name_if_none_left(other := OSError(errno.ENOENT, "none"), 0) is other
-    assert hint_if_none_left(other) is None
+    assert "rank 0 has no file descriptor left, of 40: error: rank 0 could not" in str(
+        RunError.for_want_of_descriptors(error, 0))
+    assert "ulimit -n 80" in (hint_if_no_descriptor(RuntimeError("gloo: accept: Too many open files")) or "")
+    assert "fs.file-max" in (hint_if_no_descriptor(OSError(errno.ENFILE, "Too many open files in system")) or "")
+    assert RunError.for_want_of_descriptors(other := OSError(errno.ENOENT, "none"), 0) is None
+    assert hint_if_no_descriptor(other) is None

@@ -8,14 +8,8 @@ import pytest
 import torch
 
 from vpipe import accelerator
-from vpipe.distributed.device import (
-    DeviceMap,
-    RankDevice,
-    Visible,
-    check_backend,
-    choose_backend,
-    choose_device,
-)
+from vpipe.accelerator import Visible, choose
+from vpipe.distributed.device import DeviceMap, RankDevice, check_backend, choose_backend, visible_here
 from vpipe.errors import UserError
 
 CPU = RankDevice("a", "cpu")
@@ -35,7 +29,7 @@ def gpu(index: int, uuid: str, host: str = "a", *, nccl: bool = True) -> RankDev
 @pytest.mark.parametrize("backend", [None, "gloo"])
 def test_a_rank_has_a_definite_device(wanted: torch.device | str | None, there: Visible, where: str,
                                       backend: str | None) -> None:
-    assert choose_device(wanted, backend, there) == torch.device(where)
+    assert choose(wanted, backend, there) == torch.device(where)
 
 
 @pytest.mark.parametrize(("wanted", "backend", "there", "what", "hint"), [
@@ -56,15 +50,15 @@ def test_a_rank_has_a_definite_device(wanted: torch.device | str | None, there: 
      "start fewer ranks here")])
 def test_devices_that_are_not_there(wanted: object, backend: str | None, there: Visible, what: str, hint: str) -> None:
     with pytest.raises(UserError) as caught:
-        choose_device(wanted, backend, there)  # type: ignore[arg-type]
+        choose(wanted, backend, there)  # type: ignore[arg-type]
     [problem] = caught.value.problems
     assert what in problem.what, problem.what
     assert hint in problem.hint
 
 
 def test_under_nccl_the_only_gpu_that_a_rank_is_shown_is_its_own() -> None:
-    assert choose_device(None, "nccl", Visible(1, 3)) == torch.device("cuda:0")
-    assert choose_device(None, "nccl", Visible(8, 9, is_rank=True)) == torch.device("cuda:1"), "of the second host"
+    assert choose(None, "nccl", Visible(1, 3)) == torch.device("cuda:0")
+    assert choose(None, "nccl", Visible(8, 9, is_rank=True)) == torch.device("cuda:1"), "of the second host"
 
 
 def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,20 +76,20 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_environment_says_the_number_of_a_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for other in ("LOCAL_RANK", "SLURM_LOCALID", "RANK"):
         monkeypatch.delenv(other, raising=False)
-    assert Visible.here() == Visible(0, 0, is_rank=True)
+    assert visible_here() == Visible(0, 0, is_rank=True)
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv(name, "5")
-    assert Visible.here() == Visible(0, 5, is_rank=name == "RANK")
+    assert visible_here() == Visible(0, 5, is_rank=name == "RANK")
     monkeypatch.setenv(name, "x")
     with pytest.raises(UserError, match=f"set {name} to 'x'"):
-        Visible.here()
+        visible_here()
 
 
 @pytest.mark.parametrize(("current", "chosen"), [(0, None), (2, 2)])
 def test_the_program_may_have_chosen_a_gpu(current: int, chosen: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    assert Visible.here().current == chosen
+    assert visible_here().current == chosen
 
 
 SHARED = [gpu(0, "x"), gpu(1, "y"), gpu(0, "x")]

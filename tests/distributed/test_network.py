@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from vpipe.app.launch.network import check_reachable, free_port, held, interface_towards, listening
-from vpipe.distributed.network import Host, check_interfaces
+from vpipe.distributed import Host
 from vpipe.errors import UserError
 
 
@@ -62,10 +62,10 @@ def test_the_interface_of_a_route() -> None:
 
 def test_interfaces_that_are_not_there() -> None:
     names = [name for _, name in socket.if_nameindex()]
-    check_interfaces(",".join(names))
+    Host.check_interfaces(",".join(names))
     with pytest.raises(UserError, match=re.escape(f"no network interface 'eth77' on this host, only {names[0]}")
                        + r".*\nhint: set parallel\.interface"):
-        check_interfaces(f"{names[0]},eth77")
+        Host.check_interfaces(f"{names[0]},eth77")
 
 
 def test_a_system_that_does_not_tell_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -27,7 +28,7 @@ from vpipe.app.config.config import load_config
 from vpipe.app.data.bert_samples import SHAPES, STORAGE, shape_of
 from vpipe.app.data.code_search_net import jsonl_files, read_functions
 from vpipe.checkpoint import Checkpoint
-from vpipe.checkpoint.manifest import MANIFEST, CheckpointInfo, Manifest, _checksum
+from vpipe.checkpoint.manifest import MANIFEST, Manifest, _checksum
 from vpipe.checkpoint.shards import write_shards
 from vpipe.description.cut import Cut
 from vpipe.description.order import Order
@@ -164,10 +165,10 @@ def test_schedules(tmp_path: Path) -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     tensors = {"model.a.weight": torch.ones(4, 3), "model.b.bias": torch.zeros(2), "optim.a.step#int": torch.tensor(7)}
-    about = CheckpointInfo(40, 1280, 7, data="f00d", config=as_yaml(NATIVE), numbers={"microbatches": 8}, arrangement={
+    about = Manifest(40, 1280, 7, data="f00d", config=as_yaml(NATIVE), numbers={"microbatches": 8}, arrangement={
         "partition": [2, 3], "schedule": "1f1b", "optimizers": ["AdamW"], "microbatches": 4})
     result = write_shards(folder, 0, tensors)
-    Manifest.build(about, result.tensors, result.files).save(folder)
+    replace(about, tensors=result.tensors, files=result.files).save(folder)
     return folder
 
 

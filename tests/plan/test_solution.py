@@ -9,13 +9,13 @@ from typing import Literal
 import pytest
 from profiles import KIB, any_profile, transformer
 
+from vpipe.app.sizes import parse_size
 from vpipe.errors import UserError
 from vpipe.plan.solver.choice import equal_widths
 from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.solve import Solution, solve
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.units import parse_size
 
 
 def seconds(solution: Solution) -> float:

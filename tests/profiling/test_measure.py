@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from vpipe import Layer, Model
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import RunError
+from vpipe.model.structure import structure
 from vpipe.plan.profile import Profile
 from vpipe.profiling.device import shared_bytes
-from vpipe.profiling.fingerprint import structure
 from vpipe.profiling.layer_runner import LayerRunner
 from vpipe.profiling.layer_timer import LayerTimer, summary
 from vpipe.profiling.links import _rounds

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_profile import made_profile
+from made_profile import identities_of, made_profile
 from small_run import job_of, write_config
 from torch import Tensor, nn
 
@@ -18,14 +18,15 @@ from vpipe.app.cli import main
 from vpipe.app.commands.profile import described, profiles_of
 from vpipe.app.train import planning
 from vpipe.app.train.job import check_plan, microbatch_of
-from vpipe.app.train.planning import identities_of, profile_job
-from vpipe.app.train.profile_cache import cached, load_by_digest, profile_path, store
+from vpipe.app.train.planning import profile_job
+from vpipe.app.train.profile_cache import cached, profile_path, store
 from vpipe.errors import UserError
 from vpipe.model.layer import Layer
 from vpipe.model.model import Model
+from vpipe.model.structure import structure
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import LinkProfile, Profile, Seconds
-from vpipe.profiling.fingerprint import code_digest, structure
+from vpipe.profiling.fingerprint import code_digest
 
 MADE = replace(made_profile(3, cores=2), links={(0, 1): LinkProfile(1e-4, 2e9, 0.05), (1, 0): LinkProfile(2e-4, 1e9)},
                layers=tuple(replace(layer, tied={0: 8} if number == 2 else {}, frozen_bytes=number)
@@ -87,21 +88,20 @@ def test_files_that_are_no_profile_are_refused(tmp_path: Path, content: str) -> 
 
 def test_the_cache_gives_back_what_it_was_given(tmp_path: Path) -> None:
     said: list[str] = []
-    assert cached(MADE.identity, tmp_path, said.append) is None
+    assert cached(MADE.identity.kept_as, tmp_path, said.append) is None
     path = store(MADE, tmp_path)
-    assert path == profile_path(MADE.identity, tmp_path)
-    assert cached(MADE.identity, tmp_path, said.append) == MADE == load_by_digest(MADE.identity.digest, tmp_path)
-    assert cached(replace(MADE.identity, microbatch_size=8), tmp_path, said.append) is None
+    assert path == profile_path(MADE.identity.digest, tmp_path)
+    assert cached(MADE.identity.kept_as, tmp_path, said.append) == MADE
+    assert cached(replace(MADE.identity, microbatch_size=8).kept_as, tmp_path, said.append) is None
     assert not said
     path.write_text(path.read_text()[:100])
-    assert cached(MADE.identity, tmp_path, said.append) is None
-    assert load_by_digest(MADE.identity.digest, tmp_path) is None
+    assert cached(MADE.identity.kept_as, tmp_path, said.append) is None
     replace(MADE, identity=replace(MADE.identity, device="H100")).save(path)
-    assert cached(MADE.identity, tmp_path, said.append) is None
+    assert cached(MADE.identity.kept_as, tmp_path, said.append) is None
     assert [line.partition(" (")[0] for line in said] == [
         "measured again: the profile is not JSON: Expecting ',' delimiter",
         "measured again: the file holds the profile of something else"]
-    assert load_by_digest("../../etc", tmp_path) is None
+    assert cached("../../etc", tmp_path) is None
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_job_is_measured_once_and_shown(tmp_path: Path, monkeypatch: pytest.Mo
     out = capsys.readouterr().out
     assert "bert tiny: 5 layers, 4 distinct; microbatches of 2 samples, adamw" in out
     assert "block0.mlp x 2" in out
-    assert f"kept in {profile_path(found[2].identity, tmp_path / 'cache')}" in out
+    assert f"kept in {profile_path(found[2].identity.digest, tmp_path / 'cache')}" in out
 
 
 def test_more_samples_than_a_batch_repeat(tmp_path: Path) -> None:
@@ -205,9 +205,9 @@ def test_a_model_whose_content_cannot_be_read_is_not_kept(tmp_path: Path) -> Non
     unknown = replace(MADE, identity=replace(MADE.identity, code=None))
     with pytest.raises(UserError, match="is not kept"):
         store(unknown, tmp_path)
-    profile_path(unknown.identity, tmp_path).parent.mkdir()
-    unknown.save(profile_path(unknown.identity, tmp_path))
-    assert cached(unknown.identity, tmp_path) is None
+    profile_path(unknown.identity.digest, tmp_path).parent.mkdir()
+    unknown.save(profile_path(unknown.identity.digest, tmp_path))
+    assert cached(unknown.identity.kept_as, tmp_path) is None
 
 
 @pytest.mark.parametrize("key", ["cores", "device_bytes", "links", "checked"])

@@ -11,7 +11,7 @@ from jobs import pipeline
 from models import rich_batches, rich_model
 from torch.distributed.distributed_c10d import _get_default_store
 
-from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.process_group import DistributedTransport
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 from vpipe.schedules.action import Action
 

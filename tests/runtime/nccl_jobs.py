@@ -18,7 +18,7 @@ from vpipe.profiling.rank_group import RankGroup
 from vpipe.runtime import engine
 from vpipe.runtime.interpreter import RankPrograms
 from vpipe.runtime.p2p import P2PTransfers
-from vpipe.runtime.transport import distributed
+from vpipe.runtime.transport import process_group
 from vpipe.testing import nccl_rules
 
 
@@ -34,7 +34,7 @@ def communicators(*, model: str, **arguments: Any) -> list[tuple[str, int]]:
     with nccl_rules(eager=False, buffered=False) as rules:
         pipe = jobs.pipeline(jobs.MODELS[model](), **arguments)
         list(pipe.train(rich_batches(2, 8)))
-        names = list(dict.fromkeys(distributed.GROUP_OF_KIND.values()))
+        names = list(dict.fromkeys(process_group.GROUP_OF_KIND.values()))
         assert rules.communicators is not None
         return sorted((names[number - 1], peer) for number, peer in rules.communicators)
 
@@ -43,7 +43,7 @@ def without(*, remedy: str, schedule: str, timeout_s: float) -> None:
     """Train under the rules without one of the things that keep ranks from waiting for each other."""
     remedies: dict[str, Callable[[], None]] = {
         "order": lambda: setattr(engine, "RankPrograms", _Unordered),
-        "host messages over gloo": lambda: distributed.GROUP_OF_KIND.update(L="parameters", N="parameters"),
+        "host messages over gloo": lambda: process_group.GROUP_OF_KIND.update(L="parameters", N="parameters"),
         "shapes at their place": lambda: setattr(P2PTransfers, "post_activations", _post_as_over_gloo)}
     with nccl_rules(eager=False, buffered=False, limit_s=timeout_s):
         remedies[remedy]()
@@ -73,10 +73,10 @@ def one_after_another() -> list[Any]:
         made = []
         first = jobs.pipeline(jobs.MODELS["rich"](), schedule="1f1b", stages=4, microbatches=2)
         list(first.train(rich_batches(1, 4)))
-        made.append(len(distributed._tensor_groups[dist.group.WORLD].groups))
+        made.append(len(process_group._tensor_groups[dist.group.WORLD].groups))
         second = jobs.pipeline(jobs.MODELS["rich"](), schedule="pipedream", stages=4, microbatches=2)
         next(second.train(rich_batches(8, 4)))
-        made.append(len(distributed._tensor_groups))
+        made.append(len(process_group._tensor_groups))
         try:
             jobs.pipeline(jobs.MODELS["rich"](), schedule="1f1b", stages=4, microbatches=2)
         except UserError as error:
@@ -90,19 +90,19 @@ def with_dtypes_that_nccl_lacks() -> list[str]:
     """The dtypes in which tensors of a model were handed to the backend."""
     seen: set[str] = set()
     with nccl_rules(eager=False, buffered=False):
-        as_sent = distributed.as_sent
+        as_sent = process_group.as_sent
 
         def watched(tensor: Tensor) -> Tensor:
             sent = as_sent(tensor)
             seen.add(f"{tensor.dtype} as {sent.dtype}")
             return sent
 
-        distributed.as_sent = watched
+        process_group.as_sent = watched
         try:
             pipe = jobs.pipeline(int16_model(), schedule="1f1b", stages=4, microbatches=2)
             losses = [step.loss for step in pipe.train([{"ids": torch.arange(8).reshape(4, 2)}] * 2)]
         finally:
-            distributed.as_sent = as_sent
+            process_group.as_sent = as_sent
     return [str(losses), *sorted(seen)]
 
 

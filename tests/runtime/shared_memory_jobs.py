@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.engine import Engine
-from vpipe.runtime.transport import connect_host, distributed, link
-from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport import connect_host, link, process_group
+from vpipe.runtime.transport.process_group import DistributedTransport
 
 
 def transport_of(engine: Engine) -> DistributedTransport:
@@ -39,14 +39,14 @@ def open_files() -> int:
 @contextmanager
 def new_links() -> Iterator[pytest.MonkeyPatch]:
     """Links of this job alone, and changes that end with it."""
-    there = dict(distributed._host_links)
-    distributed._host_links.clear()
+    there = dict(process_group._host_links)
+    process_group._host_links.clear()
     with pytest.MonkeyPatch.context() as patch:
         yield patch
-    for links in distributed._host_links.values():
+    for links in process_group._host_links.values():
         links.close()  # the watchdog's thread may refer to them until its next beat
-    distributed._host_links.clear()
-    distributed._host_links.update(there)
+    process_group._host_links.clear()
+    process_group._host_links.update(there)
 
 
 def train(*, inline_bytes: int = 0, memories: int | None = None, hosts: list[str] | None = None,

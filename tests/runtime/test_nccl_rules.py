@@ -22,8 +22,8 @@ from world import World
 from vpipe.app.config.config import load_config
 from vpipe.app.train.job import Job
 from vpipe.app.train.resume import ResumePoint, prepare_run
-from vpipe.runtime.transport import distributed
-from vpipe.runtime.transport.distributed import DistributedTransport, PeerTransfer
+from vpipe.runtime.transport import process_group
+from vpipe.runtime.transport.process_group import DistributedTransport, PeerTransfer
 from vpipe.runtime.transport.transport import TransferKey, TransferKind
 from vpipe.schedules.registry import RegisteredSchedule
 
@@ -154,10 +154,10 @@ def test_the_backend_is_that_of_the_device_that_carries_a_tensor(monkeypatch: py
                                                                  cpu: str | None, cuda: str | None) -> None:
     """What the user's group says of itself: made without a backend it is called undefined, its devices are known."""
     monkeypatch.setattr(dist, "get_backend_config", lambda: config)
-    assert distributed.backend_of(torch.device("cpu")) == cpu
-    assert distributed.backend_of(torch.device("cuda", 1)) == cuda
-    assert distributed.is_ordered(torch.device("cuda", 1)) == (cuda == "nccl")
-    assert not distributed.is_ordered(torch.device("cpu"))
+    assert process_group.backend_of(torch.device("cpu")) == cpu
+    assert process_group.backend_of(torch.device("cuda", 1)) == cuda
+    assert process_group.is_ordered(torch.device("cuda", 1)) == (cuda == "nccl")
+    assert not process_group.is_ordered(torch.device("cpu"))
 
 
 class Work:
@@ -174,7 +174,7 @@ def test_the_host_does_not_wait_for_what_a_stream_waits_for() -> None:
     """Given a timeout, nccl's wait would look for the end on the host."""
     transport = object.__new__(DistributedTransport)
     transport._device, transport._timeout = torch.device("cuda", 0), timedelta(seconds=7)
-    transport._groups = distributed.TensorGroups({})
+    transport._groups = process_group.TensorGroups({})
     on_stream, on_host = Work(), Work()
     transport._wait([on_stream], on_host=False)
     transport._wait([on_host], on_host=True)

@@ -11,8 +11,7 @@ from vpipe import Asynchronous, Cut, Order, Pipeline
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import predict
-from vpipe.profiling.fingerprint import identify
-from vpipe.profiling.measurement import measure
+from vpipe.profiling import RankGroup, measure
 from vpipe.schedules.action_record import RecordedAction
 
 
@@ -25,9 +24,9 @@ def test_a_pipeline_holds_what_was_predicted(precision: str, name: str) -> None:
     optimizer = OptimizerSettings(name, 1e-3, matrices=hidden_matrices(model))
     batches = rich_batches(2, 32)
     microbatch = {name: field[:4] for name, field in batches[0].items()}
-    identity = identify(model, microbatch, model_name="rich", optimizer="adamw", device="cpu", ranks_per_host=1,
-                        backend="gloo", precision=precision)
-    made, = measure(model, [microbatch], optimizer.from_named, identities=[identity], budget_s=0.0)
+    identities = RankGroup("cpu").identify(model, [microbatch], model_name="rich", optimizer="adamw",
+                                           precision=precision)
+    made, = measure(model, [microbatch], optimizer.from_named, identities=identities, budget_s=0.0)
     cut = (2, 2, len(model) - 4)
     plans = [("1f1b", ((), (), ())), ("1f1b", ((1,), (2, 3), ())), ("zb_h1", ((), (3,), ())),
              ("pipedream", ((0, 1), (), (4,))), ("2bw", ((), (2,), ()))]
@@ -61,9 +60,9 @@ def test_a_rank_holds_what_was_predicted_of_its_copies(schedule: str, dropped: t
     optimizer = OptimizerSettings("adamw", 1e-3, matrices=hidden_matrices(model))
     batches = rich_batches(2, 32)
     microbatch = {name: field[:4] for name, field in batches[0].items()}
-    identity = identify(model, microbatch, model_name="rich", optimizer="adamw", device="cpu", ranks_per_host=1,
-                        backend="gloo", precision="fp32")
-    made, = measure(model, [microbatch], optimizer.from_named, identities=[identity], budget_s=0.0)
+    identities = RankGroup("cpu").identify(model, [microbatch], model_name="rich", optimizer="adamw",
+                                           precision="fp32")
+    made, = measure(model, [microbatch], optimizer.from_named, identities=identities, budget_s=0.0)
     plan = Plan(Cut((2, 2, 2, len(model) - 6), dropped), Order(schedule), microbatches=8)
     stages = predict(made, plan).prediction.stages
     pipe = Pipeline(model, optimizer, plan.cut, schedule, 8)

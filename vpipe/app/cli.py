@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from vpipe import accelerator
 from vpipe.app.command_line import COMMANDS, Parser, add_command, add_config, add_import, add_overrides
 from vpipe.app.progress import LOADING_TORCH, accept_any_text, message_if_slow
-from vpipe.distributed.descriptors import name_if_none_left
 from vpipe.errors import RunError, VpipeError
 from vpipe.plugins import PluginGroup
 
@@ -69,7 +68,7 @@ def _print_unexpected(error: Exception) -> int:
         where = f"the traceback is in {file.name}"
     except OSError:
         where = "no file could be written for the traceback either"
-    if (named := name_if_none_left(error)) is not error:
+    if (named := RunError.for_want_of_descriptors(error)) is not None:
         print(f"{named}; {where}", file=sys.stderr)
     elif isinstance(error, OSError):
         print(f"error: {error}\nhint: check that the path exists, may be used and has room; {where}", file=sys.stderr)
@@ -84,9 +83,9 @@ class _Version(argparse.Action):
     """Print the version, which is looked up only when asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from vpipe.plugins import package_versions
+        from vpipe.plugins import PluginGroup
 
-        print(f"vpipe {package_versions(['vpipe']).get('vpipe', 'not installed: its folder is on the path')}")
+        print(f"vpipe {PluginGroup.versions_of(['vpipe']).get('vpipe', 'not installed: its folder is on the path')}")
         parser.exit()
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import exp
 from statistics import quantiles
 
-from vpipe.plan.plan import Prediction
+from vpipe import Plan
 
 __all__ = ["WARM_UP", "Utilization", "averaged_losses", "bubble", "counted_updates", "p95", "perplexity", "share_text"]
 
-bubble = Prediction.bubble_of
+bubble = Plan.bubble_of
 
 WARM_UP = 2
 """First updates of an attempt that figures leave out, if as many again and one more follow: a process allocates memory

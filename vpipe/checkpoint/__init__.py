@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from vpipe.checkpoint.checkpoint import Checkpoint
 from vpipe.checkpoint.directory import Checkpoints
-from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, TensorEntry
+from vpipe.checkpoint.manifest import Manifest
+from vpipe.lazy import lazy
 
 if TYPE_CHECKING:
-    from vpipe.checkpoint.save import Saver, SaveResult, save_weights
+    from vpipe.checkpoint.save import Saver
 
-__all__ = ["Checkpoint", "CheckpointInfo", "Checkpoints", "Manifest", "SaveResult", "Saver", "TensorEntry",
-           "save_weights"]
+__all__ = ["Checkpoint", "Checkpoints", "Manifest", "Saver"]
 
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:  # loaded when first asked for: checkpoints are listed without torch
-        raise AttributeError(f"module 'vpipe.checkpoint' has no attribute '{name}'")
-    return getattr(import_module("vpipe.checkpoint.save"), name)
+# Loaded when first asked for: checkpoints are listed without torch.
+__getattr__ = lazy(__name__, {"Saver": "save"})

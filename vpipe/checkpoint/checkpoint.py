@@ -6,19 +6,30 @@ The names that a stage asks for: :mod:`vpipe.runtime.state_dict`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.checkpoint.directory import previous, resume_command
-from vpipe.checkpoint.manifest import WEIGHTS, FileEntry, Manifest, factor_of, last_change_of, sha256_of
+from vpipe.checkpoint.manifest import (
+    WEIGHTS,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    TensorKind,
+    factor_of,
+    last_change_of,
+    sha256_of,
+)
 from vpipe.errors import UserError, counted
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from vpipe.model.model import Model
 
 Progress = Callable[[int, int], None]
 """A function that is called with how many bytes of how many were read."""
@@ -50,6 +61,38 @@ class Checkpoint:
                 raise
             raise UserError(problem.what, where=problem.where,
                             hint=f"{problem.hint}; here {_older_intact_hint(folder, None, resume_command)}") from None
+
+    @classmethod
+    def of_weights(cls, folder: Path, about: Manifest, model: Model, weights: Mapping[str, Tensor],
+                   more: Sequence[Path] = ()) -> Checkpoint:
+        """Write a checkpoint of weights alone, from which a run can begin, into a folder, which is made.
+
+        They are cast to the dtypes of training.
+
+        Args:
+            about: the manifest, without the tensors and files.
+            weights: ``<layer>.<parameter>``, tied ones once.
+            more: files of the folder that the manifest lists, too.
+
+        Raises:
+            UserError: they are not the model's.
+            OSError: they cannot be written.
+        """
+        from vpipe.checkpoint.shards import write_shards  # here, for checkpoints are listed without torch
+
+        kinds = {name: tensor.dtype for name, tensor in model.outline().items()}
+        tensors = {WEIGHTS + name: tensor.to(kinds.get(name, tensor.dtype)) for name, tensor in weights.items()}
+        entries = {name: TensorEntry(*TensorKind.of(tensor), "") for name, tensor in tensors.items()}
+        try:
+            replace(about, tensors=entries).check_compatible(model)
+        except UserError as error:
+            raise UserError(error.problems[0].what.replace("the checkpoint of step 0 is", "the weights are"),
+                            hint="give the config of the model that the weights are of") from None
+        result = write_shards(folder, 0, tensors)
+        manifest = replace(about, tensors=result.tensors,
+                           files={**result.files, **{path.name: FileEntry.of(path) for path in more}})
+        manifest.save(folder)
+        return cls(folder, manifest)
 
     def damage(self, progress: Progress | None = None, only: Iterable[str] | None = None) -> list[str]:
         """Return what is wrong with the files; every byte is read. ``only``: names of those to check; None for all."""

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from vpipe.checkpoint.manifest import MANIFEST
+from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import UserError
 
 LATEST = "latest"
 """A file with the name of the newest checkpoint, for scripts and people."""
+
+VISIBLE_S = 5.0
+"""For a file of rank 0 to be seen by the others: a network's file system may take a moment."""
+
+_POLL_S = 0.02
 
 _NAME = re.compile(r"step-(\d+)(\.old)?", re.ASCII)
 _PARTIAL = re.compile(r"step-\d+\.tmp", re.ASCII)
@@ -35,6 +43,41 @@ class Checkpoints:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+
+    def check_shared(self, exchange: Exchange, host: str) -> None:
+        """Refuse on all ranks a folder that rank 0 cannot write to, or in which a rank does not see what it wrote.
+
+        All ranks call it, with rank 0's absolute path and, for the message, their host.
+
+        Raises:
+            UserError: of what is wrong on any rank.
+        """
+        root, rank = self.root, exchange.rank
+        probe = root / f"{self.PROBE}{secrets.token_hex(8)}"
+
+        def judge(blind: list[str]) -> str:
+            ranks = ", ".join(filter(None, blind))
+            return (f"the folder for checkpoints '{root}' of rank 0 ({host}) is not the one seen by {ranks}" if ranks
+                    else "")
+
+        problem = ""
+        try:
+            if rank == 0:
+                try:
+                    root.mkdir(parents=True, exist_ok=True)
+                    probe.write_text("for a moment\n")
+                except OSError as error:
+                    problem = f"rank 0 ({host}) cannot write checkpoints to '{root}': {error.strerror}"
+            name, problem = exchange.from_rank([probe.name, problem])
+            if not problem:
+                problem = exchange.agree("" if _appears(root / name) else f"rank {rank} ({host})", judge)
+        finally:
+            if rank == 0:
+                with suppress(OSError):
+                    probe.unlink()
+        if problem:
+            raise UserError(problem, hint="checkpoints need a folder that all hosts see, such as one on a network's "
+                            "file system: set checkpoint.directory")
 
     @staticmethod
     def find(path: Path, resume_hint: Callable[[Path], str] | None = None) -> Path:
@@ -135,6 +178,15 @@ class Checkpoints:
 
     def _with_manifest(self) -> list[Path]:
         return [path for path in self.all() if (path / MANIFEST).is_file()]
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + VISIBLE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
 def write_text(path: Path, text: str) -> None:

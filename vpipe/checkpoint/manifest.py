@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vpipe.errors import UserError
 from vpipe.files import count_of, parse_json, read_bounded, read_record, text_of
-from vpipe.plugins import package_versions
+from vpipe.plugins import PluginGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,33 +102,6 @@ def _now() -> str:
 
 
 @dataclass(frozen=True)
-class CheckpointInfo:
-    """The run and the step that a checkpoint is of.
-
-    Attributes:
-        step: number of training steps done; the next has this index.
-        samples: number of samples that they have taken.
-        seed: of the run.
-        data: fingerprint of the data set.
-        config: the resolved YAML; empty where there is none.
-        arrangement: how the model was cut and scheduled, JSON values. A resumed run may have another.
-        numbers: JSON values of parts that keep more than tensors.
-        made: when, ISO 8601.
-        versions: of vpipe and torch.
-    """
-
-    step: int
-    samples: int
-    seed: int
-    data: str = ""
-    config: str = ""
-    arrangement: Mapping[str, Any] = field(default_factory=dict)
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    made: str = field(default_factory=_now)
-    versions: Mapping[str, str] = field(default_factory=partial(package_versions, ("vpipe", "torch")))
-
-
-@dataclass(frozen=True)
 class Position:
     """The position in training at which a checkpoint was made, and a run resumes.
 
@@ -189,17 +162,34 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Manifest(CheckpointInfo):
-    """All of ``checkpoint.json``: ``tensors`` by global name, ``files`` of the same folder by name."""
+class Manifest:
+    """All of ``checkpoint.json``. Whoever saves gives one without tensors and files; the saver adds these.
 
+    Attributes:
+        step: number of training steps done; the next has this index.
+        samples: number of samples that they have taken.
+        seed: of the run.
+        data: fingerprint of the data set.
+        config: the resolved YAML; empty where there is none.
+        arrangement: how the model was cut and scheduled, JSON values. A resumed run may have another.
+        numbers: JSON values of parts that keep more than tensors.
+        made: when, ISO 8601.
+        versions: of vpipe and torch.
+        tensors: by global name.
+        files: of the same folder, by name.
+    """
+
+    step: int
+    samples: int
+    seed: int
+    data: str = ""
+    config: str = ""
+    arrangement: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    made: str = field(default_factory=_now)
+    versions: Mapping[str, str] = field(default_factory=partial(PluginGroup.versions_of, ("vpipe", "torch")))
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)
-
-    @classmethod
-    def build(cls, info: CheckpointInfo, tensors: Mapping[str, TensorEntry],
-              files: Mapping[str, FileEntry]) -> Manifest:
-        """Return the manifest of these tensors and files."""
-        return cls(**{**vars(info), "tensors": tensors, "files": files})
 
     @property
     def bytes(self) -> int:

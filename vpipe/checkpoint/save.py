@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from vpipe.checkpoint.directory import Checkpoints, recover, replace_folder
-from vpipe.checkpoint.manifest import MANIFEST, WEIGHTS, CheckpointInfo, FileEntry, Manifest, TensorEntry, TensorKind
+from vpipe.checkpoint.manifest import MANIFEST, Manifest
 from vpipe.checkpoint.shards import HostBuffer, WriteResult, check_dtypes, write_shards
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import RunError, UserError
-from vpipe.model.model import Model
 
 _SHARD = re.compile(r"rank\d+(\.\d+)?\.safetensors", re.ASCII)
 
 
-def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Tensor],
+def save_checkpoint(folder: Path, about: Manifest, tensors: Mapping[str, Tensor],
                     exchange: Exchange | None = None,
                     undisturbed: AbstractContextManager[object] | None = None) -> None:
     """Write a checkpoint at exactly ``folder``, all at once or not at all; one that is there is replaced.
@@ -35,7 +34,7 @@ def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Te
     written, nor ``<folder>.old``, which is the name of the replaced one for a moment.
 
     Args:
-        info: the same on all ranks; rank 0's is written.
+        about: the same on all ranks; rank 0's is written, with the tensors and files.
         tensors: of this rank, on any device; their names are unique among all ranks.
         exchange: with the other ranks; None in one process.
         undisturbed: entered while the new checkpoint takes the old one's place.
@@ -66,7 +65,7 @@ def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Te
         errors = write_errors(results)
         if not errors:
             try:
-                write_manifest(info, results, partial)
+                write_manifest(about, results, partial)
                 with undisturbed or nullcontext():
                     replace_folder(partial, folder)
             except Exception as error:
@@ -88,35 +87,6 @@ def save_checkpoint(folder: Path, info: CheckpointInfo, tensors: Mapping[str, Te
             partial.rmdir()
         raise RunError(f"could not save a checkpoint to '{folder}': {failed}",
                        hint="what was there before is still there; make room, or give another folder")
-
-
-def save_weights(folder: Path, info: CheckpointInfo, model: Model, weights: Mapping[str, Tensor],
-                 more: Sequence[Path] = ()) -> Manifest:
-    """Write a checkpoint of weights alone, from which a run can begin, into a folder, which is made.
-
-    They are cast to the dtypes of training.
-
-    Args:
-        weights: ``<layer>.<parameter>``, tied ones once.
-        more: files of the folder that the manifest lists, too.
-
-    Raises:
-        UserError: they are not the model's.
-        OSError: they cannot be written.
-    """
-    kinds = {name: tensor.dtype for name, tensor in model.outline().items()}
-    tensors = {WEIGHTS + name: tensor.to(kinds.get(name, tensor.dtype)) for name, tensor in weights.items()}
-    entries = {name: TensorEntry(*TensorKind.of(tensor), "") for name, tensor in tensors.items()}
-    try:
-        Manifest.build(info, entries, {}).check_compatible(model)
-    except UserError as error:
-        raise UserError(error.problems[0].what.replace("the checkpoint of step 0 is", "the weights are"),
-                        hint="give the config of the model that the weights are of") from None
-    result = write_shards(folder, 0, tensors)
-    manifest = Manifest.build(info, result.tensors, {**result.files, **{path.name: FileEntry.of(path)
-                                                                       for path in more}})
-    manifest.save(folder)
-    return manifest
 
 
 @dataclass(frozen=True)
@@ -173,11 +143,11 @@ class Saver:
         self.wait()
         self._start(allocate, list(sizes))
 
-    def save(self, info: CheckpointInfo, tensors: Mapping[str, Tensor], began: float | None = None) -> None:
+    def save(self, about: Manifest, tensors: Mapping[str, Tensor], began: float | None = None) -> None:
         """Copy the tensors and return; a thread writes them. All ranks call it after the same step.
 
         Args:
-            info: the same on all ranks; rank 0's is written.
+            about: the same on all ranks; rank 0's is written, with the tensors and files.
             tensors: of this rank; their names are unique among all ranks.
             began: when training paused, by ``perf_counter``; None for now.
 
@@ -192,7 +162,7 @@ class Saver:
             copies: Mapping[str, Tensor] | Exception = self._buffer.copy(tensors)
         except (OSError, MemoryError, RuntimeError) as error:
             copies = error  # too little memory on the host: given up as if the disk were full
-        self._start(self._save, info, copies, began, perf_counter() - began)
+        self._start(self._save, about, copies, began, perf_counter() - began)
 
     def wait(self) -> None:
         """Wait until the last save is complete or given up. Raises RunError when a rank is gone, so none can agree."""
@@ -217,19 +187,19 @@ class Saver:
         self._thread = Thread(target=work, args=arguments, name="vpipe-saver", daemon=True)
         self._thread.start()
 
-    def _save(self, info: CheckpointInfo, copies: Mapping[str, Tensor] | Exception, began: float,
+    def _save(self, about: Manifest, copies: Mapping[str, Tensor] | Exception, began: float,
               pause_s: float) -> None:
         try:
             verdict = json.loads(self._exchange.agree(
-                self._write(info.step, copies).as_json(),
-                lambda votes: self._decide(info, list(map(WriteResult.from_json, votes))), "saving a checkpoint"))
+                self._write(about.step, copies).as_json(),
+                lambda votes: self._decide(about, list(map(WriteResult.from_json, votes))), "saving a checkpoint"))
         except RunError as error:
-            error.what += f"; step {info.step} could not be saved"
+            error.what += f"; step {about.step} could not be saved"
             self._failure = error
             verdict = {"error": "a rank is gone", "bytes": 0}
         except Exception as error:
             verdict = {"error": self._error(error), "bytes": 0}
-        self.results.append(SaveResult(info.step, pause_s, perf_counter() - began, verdict["bytes"], verdict["error"]))
+        self.results.append(SaveResult(about.step, pause_s, perf_counter() - began, verdict["bytes"], verdict["error"]))
 
     def _write(self, step: int, copies: Mapping[str, Tensor] | Exception) -> WriteResult:
         if isinstance(copies, Exception):
@@ -241,12 +211,12 @@ class Saver:
         except Exception as error:
             return WriteResult(error=self._error(error))
 
-    def _decide(self, info: CheckpointInfo, results: Sequence[WriteResult]) -> str:
+    def _decide(self, about: Manifest, results: Sequence[WriteResult]) -> str:
         """Put the checkpoint in its place on rank 0, or give it up; return the verdict, whatever the disk does."""
-        step, size, errors = info.step, 0, write_errors(results)
+        step, size, errors = about.step, 0, write_errors(results)
         if not errors:
             try:
-                size = write_manifest(info, results, self._folder.partial(step)).bytes
+                size = write_manifest(about, results, self._folder.partial(step)).bytes
                 self._first()
                 self._folder.commit(step)
             except Exception as error:
@@ -279,7 +249,7 @@ class Saver:
         return error_text(error)
 
 
-def write_manifest(info: CheckpointInfo, results: Sequence[WriteResult], folder: Path) -> Manifest:
+def write_manifest(about: Manifest, results: Sequence[WriteResult], folder: Path) -> Manifest:
     """Write the manifest of all ranks' files, and remove others. Raises OSError, also when rank 0 misses a file."""
     tensors = {name: entry for result in results for name, entry in result.tensors.items()}
     files = {name: entry for result in results for name, entry in result.files.items()}
@@ -291,7 +261,7 @@ def write_manifest(info: CheckpointInfo, results: Sequence[WriteResult], folder:
     for path in folder.iterdir():
         if path.name not in files:  # of a save that was cut short
             path.unlink()
-    manifest = Manifest.build(info, tensors, files)
+    manifest = replace(about, tensors=tensors, files=files)
     manifest.save(folder)
     return manifest
 

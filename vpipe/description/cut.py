@@ -12,7 +12,8 @@ from vpipe.description.recompute import MOST_LAYERS, Recompute, ranges, recomput
 from vpipe.errors import UserError
 
 Placement = tuple[tuple[int, ...], ...]
-"""The ranks of every stage: ``((0,), (1,))`` is stage 0 on rank 0 and stage 1 on rank 1."""
+"""The ranks of every stage: ``((0,), (1,))`` is stage 0 on rank 0 and stage 1 on rank 1. Several of one stage hold
+copies of it, of which microbatch m takes number m modulo their count."""
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from vpipe.distributed.descriptors import AT_START, SPARE, joining, open_files, reserve
 from vpipe.errors import UserError
 
 FIRST_PORT, PORTS = 10_000, 20_000
@@ -104,12 +105,33 @@ class RankEnvironment:
                    address or environment.get("MASTER_ADDR") or slurm_address(environment), port,
                    f"{job}.{step}", starter_id(environment, f"{job}.{step}"), _restarts(environment, "srun"))
 
+    @staticmethod
+    def local_rank() -> int | None:
+        """Return the number of this process among those of its host; None if the environment lacks it."""
+        for name, starter in (("LOCAL_RANK", "the environment"), ("SLURM_LOCALID", "srun")):
+            if name in os.environ and (starter != "srun" or "SLURM_STEP_ID" in os.environ):
+                return read_number(os.environ, name, starter)
+        return None
+
     @property
     def variables(self) -> dict[str, str]:
         """The environment of this process, with torchrun's names and vpipe's own."""
         return {"RANK": str(self.rank), "WORLD_SIZE": str(self.ranks), "LOCAL_RANK": str(self.device),
                 "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port),
                 self.RUN: self.run, self.STARTER: self.starter, self.AGENT: self.agent}
+
+    @staticmethod
+    def reserve_descriptors(here: Collection[int], ranks: int) -> None:
+        """Raise this process's limit of file descriptors, which the ranks that it starts ``here`` inherit.
+
+        Args:
+            ranks: on all hosts.
+
+        Raises:
+            UserError: the hard limit is too low.
+        """
+        each = AT_START + max(joining(rank, ranks) for rank in here)
+        reserve(max(open_files() + len(here), each) + SPARE, f"each of {ranks} ranks, and what starts them, needs")
 
     def check(self, ranks: int) -> None:
         """Refuse another number of processes than the schedule has ranks."""
@@ -119,14 +141,6 @@ class RankEnvironment:
         raise UserError(f"{self.starter} started {self.ranks} process{'es' * (self.ranks > 1)}, but the schedule has "
                         f"{ranks} rank{'s' * (ranks > 1)}",
                         hint=remedy.get(self.starter, f"start {ranks}") + ", or change parallel.model_parallel_size")
-
-
-def local_rank() -> int | None:
-    """Return the number of this process among those of its host; None if the environment lacks it."""
-    for name, starter in (("LOCAL_RANK", "the environment"), ("SLURM_LOCALID", "srun")):
-        if name in os.environ and (starter != "srun" or "SLURM_STEP_ID" in os.environ):
-            return read_number(os.environ, name, starter)
-    return None
 
 
 def _check_store(environment: Mapping[str, str]) -> None:

@@ -17,10 +17,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from vpipe import accelerator
 from vpipe.distributed.descriptors import named_if_none_left, reserve_for_joining
-from vpipe.distributed.device import DeviceMap, RankDevice, check_backend, choose_backend, choose_device
+from vpipe.distributed.device import DeviceMap, RankDevice, check_backend, choose_backend, visible_here
 from vpipe.distributed.environment import RankEnvironment, read_number, read_text
 from vpipe.distributed.failure_detector import WatchdogTiming
-from vpipe.distributed.network import check_interfaces
+from vpipe.distributed.network import Host
 from vpipe.distributed.rendezvous import (
     Rendezvous,
     agent_has_store,
@@ -66,7 +66,7 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
 
     Args:
         backend: ``nccl`` or ``gloo``; None takes nccl where each rank has a GPU of its own.
-        device: of this rank, see :func:`~vpipe.distributed.device.choose_device`; it becomes the current one.
+        device: of this rank, see :func:`vpipe.accelerator.choose`; it becomes the current one.
 
     Raises:
         RunError: a rank did not join in time, or failed meanwhile; it is named.
@@ -77,26 +77,13 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
     if not dist.is_initialized() and "RANK" not in os.environ and \
             (environment := RankEnvironment.parse(os.environ)) is not None:
         os.environ.update(environment.variables)  # a step of srun: from here on as torchrun's
-    own = choose_device(device, backend)
+    own = accelerator.choose(device, backend, visible_here())
     accelerator.make_current(own)
     if dist.is_initialized():
         return _join_group(own, backend, timeout_s)
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or _number("WORLD_SIZE") == 1:
+    if _is_alone():
         return DeviceMap(0, (_here(own),), backend or ("gloo" if own.type == "cpu" else accelerator.collectives()))
     return _make_group(own, backend, timeout_s)
-
-
-def meet() -> Exchange:
-    """Meet the other ranks that the environment names, before any of them joins by :func:`join_world`.
-
-    While they prepare what they train, for however long, they watch one another and exchange values by what this
-    returns.
-
-    Raises:
-        RunError: rank 0 is not there, or that of another run.
-        UserError: the environment is incomplete.
-    """
-    return _meet(STARTING).exchange
 
 
 @named_if_none_left()
@@ -126,18 +113,35 @@ def _meet(timing: WatchdogTiming) -> Rendezvous:
 
 
 def exchange(channel: str = "", timeout_s: float | None = None) -> Exchange:
-    """Return the exchange with the other ranks of this process's job; alone where there is no process group.
+    """Return the exchange with the other ranks of this process's job.
+
+    Ranks that the environment names and that have not joined yet (:func:`join_world`) meet first: while they prepare
+    what they train, for however long, they watch one another. A process without others exchanges with itself.
 
     Arguments as of :class:`~vpipe.distributed.value_exchange.Exchange`.
+
+    Raises:
+        RunError: rank 0 is not there, or that of another run.
+        UserError: the environment is incomplete.
     """
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    return Exchange(None if alone else watch.watchdog, channel, timeout_s)
+    if dist.is_initialized():
+        watchdog = None if dist.get_world_size() == 1 else watch.watchdog
+    elif _is_alone():
+        watchdog = None
+    else:
+        watchdog = (_met or _meet(STARTING)).watchdog
+    return Exchange(watchdog, channel, timeout_s)
+
+
+def _is_alone() -> bool:
+    """Return whether the environment names no other ranks."""
+    return "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or _number("WORLD_SIZE") == 1
 
 
 def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> DeviceMap:
     global _joined, _met
     if os.environ.get("GLOO_SOCKET_IFNAME"):
-        check_interfaces(os.environ["GLOO_SOCKET_IFNAME"])
+        Host.check_interfaces(os.environ["GLOO_SOCKET_IFNAME"])
     timing = WatchdogTiming.from_timeout(timeout_s)
     rendezvous = _met or _meet(timing)
     devices = _exchange_devices(rendezvous, own)

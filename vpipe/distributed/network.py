@@ -71,12 +71,16 @@ class Host:
                             hint="set parallel.master_address to this host's address in their common network")
         return source
 
+    @staticmethod
+    def check_interfaces(names: str) -> None:
+        """Refuse network interfaces, separated by commas as for gloo, that this host does not have.
 
-def check_interfaces(names: str) -> None:
-    """Refuse interfaces, separated by commas as for gloo, that this host does not have."""
-    there = [name for _, name in socket.if_nameindex()]
-    for name in names.split(","):
-        if name not in there:
-            raise UserError(f"there is no network interface '{name}' on this host, only {', '.join(there)}",
-                            hint="set parallel.interface, or GLOO_SOCKET_IFNAME where that is set, to the one between "
-                            "the hosts, or leave it out to have it found")
+        Raises:
+            UserError: it lacks one.
+        """
+        there = [name for _, name in socket.if_nameindex()]
+        for name in names.split(","):
+            if name not in there:
+                raise UserError(f"there is no network interface '{name}' on this host, only {', '.join(there)}",
+                                hint="set parallel.interface, or GLOO_SOCKET_IFNAME where that is set, to the one "
+                                "between the hosts, or leave it out to have it found")

@@ -7,6 +7,7 @@ name again (``h`` in, ``h`` out), and a name stays readable until then, so a ten
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -41,6 +42,7 @@ from vpipe.model.sequential import (
     shared_parameters,
 )
 from vpipe.model.split import StageSpec, balanced, crossing, divide, owner_of
+from vpipe.model.structure import ADDRESS, structure
 
 
 class Model:
@@ -149,6 +151,19 @@ class Model:
         """
         return {f"{layer.name}.{name}": tensor for number, layer in enumerate(self.layers)
                 for name, tensor in layer.outline(number).state_dict().items() if name not in layer.ties}
+
+    def digest(self, batch: Mapping[str, Tensor], structures: Sequence[str] | None = None) -> str:
+        """Return sixteen characters that identify the model and the fields of its samples, whatever their number.
+
+        Args:
+            batch: a microbatch; dimension 0 counts samples.
+            structures: of the layers (:func:`~vpipe.model.structure.structure`), where they are known already.
+        """
+        structures = [structure(layer) for layer in self.layers] if structures is None else structures
+        text = [f"{layer.name}: {layer.inputs} -> {layer.outputs}, {dict(layer.ties)}\n{ADDRESS.sub('', what)}"
+                for layer, what in zip(self.layers, structures, strict=True)]
+        text += [f"{name}: {batch[name].dtype} {tuple(batch[name].shape[1:])}" for name in self.batch]
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def index(self, name: str) -> int:
         """Return the position of the layer called ``name``. Raises UserError when there is none."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from vpipe.lazy import lazy
 
 if TYPE_CHECKING:
     from vpipe.plan.prediction import predict
@@ -14,12 +15,5 @@ if TYPE_CHECKING:
 __all__ = ["PlanRequest", "Profile", "predict", "solve"]
 
 # Loaded when first asked for: to read a plan, nobody needs the solver and numpy. Plan itself is vpipe.Plan.
-_HOME = {"PlanRequest": "solver.request",
-         "Profile": "profile", "predict": "prediction",
-         "solve": "solver.solve"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'vpipe.plan' has no attribute '{name}'")
-    return getattr(import_module(f"vpipe.plan.{_HOME[name]}"), name)
+__getattr__ = lazy(__name__, {
+    "PlanRequest": "solver.request", "Profile": "profile", "predict": "prediction", "solve": "solver.solve"})

@@ -51,7 +51,7 @@ class Prediction:
     # every stage.
     step_s: float
     samples_per_step: int  # in it
-    bubble: float  # see bubble_of
+    bubble: float  # see Plan.bubble_of
     stages: tuple[StagePrediction, ...]  # in order
 
     @property
@@ -67,17 +67,6 @@ class Prediction:
             return stage.idle_s, -stage.microbatch_s
 
         return min(range(len(self.stages)), key=idle_and_work)
-
-    @staticmethod
-    def bubble_of(ranks: Iterable[tuple[float, float]]) -> float:
-        """Return the share of the ranks' time in which they wait for others, the mean over ranks; NaN where a time is.
-
-        Args:
-            ranks: of each rank the seconds in which it waited for others (the order of the schedule, unequal stages and
-                transfers alike) and those in which it worked: computed, updated, handed over.
-        """
-        shares = [waited / (waited + worked) if waited else 0.0 for waited, worked in ranks]
-        return sum(shares) / len(shares)
 
     def held_by(self, stages: Sequence[int]) -> StageMemory:
         """Return what a rank with these stages holds when each is at its peak; it works on one of them at a time."""
@@ -224,6 +213,17 @@ class Plan:
                                     f"vpipe plan CONFIG --ranks {ranks} makes a plan for as many", where))
         if problems:
             raise UserError.all_of(problems)
+
+    @staticmethod
+    def bubble_of(ranks: Iterable[tuple[float, float]]) -> float:
+        """Return the share of the ranks' time in which they wait for others, the mean over ranks; NaN where a time is.
+
+        Args:
+            ranks: of each rank the seconds in which it waited for others (the order of the schedule, unequal stages and
+                transfers alike) and those in which it worked: computed, updated, handed over.
+        """
+        shares = [waited / (waited + worked) if waited else 0.0 for waited, worked in ranks]
+        return sum(shares) / len(shares)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

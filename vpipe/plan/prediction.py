@@ -105,7 +105,7 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
             float(cost.recompute_s), float(cost.step_s), sending[stage],
             max(idle[rank] for rank in ranks), max(memories, key=lambda memory: memory.peak)))
     return Prediction(step_s, schedule.assignment.per_step * profile.identity.microbatch_size,
-                      Prediction.bubble_of(zip(idle, steps.working_s, strict=True)), tuple(stages))
+                      Plan.bubble_of(zip(idle, steps.working_s, strict=True)), tuple(stages))
 
 
 def _sending_s(timeline: Timeline) -> list[float]:

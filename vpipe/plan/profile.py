@@ -106,14 +106,15 @@ class Identity:
         return self.precision == "bf16_pure"
 
     @property
-    def is_cacheable(self) -> bool:
-        """The layers' source and settings can be read, so that a later process knows an equal model."""
-        return self.code is not None
-
-    @property
     def digest(self) -> str:
         """Twelve characters that identify all fields."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def kept_as(self) -> str | None:
+        """The digest; None where the layers' source and settings cannot be read, so that no later process knows an
+        equal model."""
+        return None if self.code is None else self.digest
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from vpipe.lazy import lazy
 
 if TYPE_CHECKING:
     from vpipe.profiling.measurement import measure
+    from vpipe.profiling.rank_group import RankGroup
 
-__all__ = ["measure"]
+__all__ = ["RankGroup", "measure"]
 
-
-def __getattr__(name: str) -> object:
-    if name != "measure":
-        raise AttributeError(f"module 'vpipe.profiling' has no attribute '{name}'")
-    return import_module("vpipe.profiling.measurement").measure  # measuring needs the runtime
+# Loaded when first asked for: measuring needs the runtime.
+__getattr__ = lazy(__name__, {"RankGroup": "rank_group", "measure": "measurement"})

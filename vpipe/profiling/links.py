@@ -14,7 +14,7 @@ from vpipe.plan.profile import LinkProfile
 from vpipe.profiling.device import copied_bytes_per_s
 from vpipe.profiling.layer_timer import summary
 from vpipe.profiling.rank_group import RankGroup
-from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.process_group import DistributedTransport
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 
 SIZES = (1 << 10, 1 << 17, 1 << 20, 1 << 22)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -16,9 +16,10 @@ from vpipe import accelerator
 from vpipe.description.precision import FP32, Precision
 from vpipe.errors import RunError, VpipeError, counted
 from vpipe.model.model import Model
+from vpipe.model.structure import structure
 from vpipe.plan.profile import Identity, LayerProfile, Profile, Seconds
 from vpipe.profiling.device import added_bytes_per_s, copied_bytes_per_s, matrix_flops_per_s, shared_bytes
-from vpipe.profiling.fingerprint import structure, tied_owners
+from vpipe.profiling.fingerprint import tied_owners
 from vpipe.profiling.layer_runner import (
     LayerCounts,
     LayerInputs,
@@ -118,7 +119,7 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
 
     Args:
         make_optimizer: named parameters -> their optimizer, or None.
-        identities: of the profiles, in the order of the microbatches; all in one precision.
+        identities: of the profiles, in the order of the microbatches; all in one precision. Those of rank 0 count.
         seed: of initialisation and dropout.
         timeout_s: of a transfer.
         budget_s: for the times at one size.
@@ -155,7 +156,8 @@ class _Measurement:
                  identities: Sequence[Identity]) -> Iterator[Profile]:
         started = perf_counter()
         overhead, shared = self._measured_once()
-        for microbatch, identity in zip(microbatches, identities, strict=True):
+        of_first = self._group.all_gather([asdict(identity) for identity in identities])[0]
+        for microbatch, identity in zip(microbatches, [Identity(**fields) for fields in of_first], strict=True):
             self._tell(f"counting what {len(self._model)} layers keep of "
                        f"{counted(identity.microbatch_size, 'sample')}")
             seen = survey(self._model, self._structures, microbatch, self._runner, self._device, self._make_optimizer,

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vpipe import accelerator
 from vpipe.distributed.init import exchange
-from vpipe.profiling.device import usable_cores
+from vpipe.distributed.value_exchange import Exchange
+from vpipe.model.model import Model
+from vpipe.model.structure import structure
+from vpipe.plan.profile import Identity
+from vpipe.plugins import PluginGroup
+from vpipe.profiling.device import shared_bytes, usable_cores
+from vpipe.profiling.fingerprint import code_digest
 
 PATIENCE_S = 3600.0
 """Time that ranks wait for others that measure; one that is gone is noticed at once all the same."""
@@ -24,11 +33,48 @@ class RankGroup:
         hosts: the name of each rank's host.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
         self._exchange = exchange(timeout_s=PATIENCE_S)
         self.rank, self.ranks = self._exchange.rank, self._exchange.ranks
         self.hosts: list[str] = self.all_gather(socket.gethostname())
+
+    @staticmethod
+    def supposed(device: torch.device, ranks: int, hosts: int = 1) -> RankGroup:
+        """Return the group of so many ranks on each of so many hosts like this one, without asking any."""
+        return _SupposedGroup(device, ranks, hosts)
+
+    def identify(self, model: Model, microbatches: Sequence[Mapping[str, Tensor]], *, model_name: str, optimizer: str,
+                 backend: str | None = None, shared_memory: bool = True, threads: int | None = None,
+                 precision: str = "fp32") -> list[Identity]:
+        """Return the identities of the profiles that these ranks would measure here and now. All must call it.
+
+        The layers are inspected once.
+
+        Args:
+            microbatches: one for each profile; they differ in the number of samples.
+            model_name: family and size, for people.
+            optimizer: its name, and its settings that cost time or memory.
+            backend: that the user named, if any.
+            shared_memory: whether the run's ranks of one host may use it.
+            threads: per rank; those of this process when left out.
+        """
+        device, cores, threads = self._device, self.cores(), threads or torch.get_num_threads()
+        if backend is None:
+            backend = accelerator.collectives() if device.type != "cpu" and cores is None else "gloo"
+        if device.type == "cpu":
+            backend += " and shared memory" * shared_memory
+            cores = cores or max(1, len(usable_cores()) // threads)
+        structures = [structure(layer) for layer in model.layers]
+        first = Identity(
+            model=model.digest(microbatches[0], structures), model_name=model_name, layers=len(model),
+            microbatch_size=0, optimizer=optimizer, device=accelerator.name_of(device), threads=threads,
+            ranks_per_host=self.ranks_per_host, backend=backend, torch=str(torch.__version__), ranks=self.ranks,
+            hosts=len(set(self.hosts)), cores=cores, device_bytes=shared_bytes(device, cores),
+            vpipe=PluginGroup.versions_of(["vpipe"]).get("vpipe", ""), code=code_digest(model, structures),
+            precision=precision)
+        return [replace(first, microbatch_size=len(microbatch[model.batch[0]]) if model.batch else 0)
+                for microbatch in microbatches]
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks (anything that JSON holds) on every rank. All must call it, and wait."""
@@ -67,3 +113,14 @@ class RankGroup:
             return 0, 1
         place = self.hosts[:self.rank].count(self.hosts[self.rank])
         return place // at_once, -(-self.ranks_per_host // at_once)
+
+
+class _SupposedGroup(RankGroup):
+    """Ranks of which none is there."""
+
+    def __init__(self, device: torch.device, ranks: int, hosts: int) -> None:
+        self._device, self._exchange, self.rank, self.ranks = device, Exchange(), 0, ranks * hosts
+        self.hosts = [f"host {number // ranks}" for number in range(self.ranks)]
+
+    def cores(self) -> None:
+        """Return None: each has a GPU, or computes on the cores of a host like this one."""

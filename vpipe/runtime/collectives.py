@@ -22,7 +22,7 @@ from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_usage import StageUsage
-from vpipe.runtime.transport.distributed import PeerTransfer, control_group
+from vpipe.runtime.transport.process_group import PeerTransfer, control_group
 from vpipe.runtime.transport.transport import as_bytes, from_bytes
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement

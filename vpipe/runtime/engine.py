@@ -40,7 +40,7 @@ from vpipe.runtime.state_dict import LastChanges, StatePart, state_parts
 from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import Compression
-from vpipe.runtime.transport.distributed import DistributedTransport, is_ordered, tensor_groups
+from vpipe.runtime.transport.process_group import DistributedTransport, is_ordered, tensor_groups
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
 from vpipe.runtime.worker import Worker, check_runnable
 from vpipe.schedules.assignment import Assignment, describe_rank

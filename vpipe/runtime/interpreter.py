@@ -11,7 +11,7 @@ from vpipe.runtime.action_recorder import Recorder
 from vpipe.runtime.interrupts import Interrupts
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.step_results import Step, StepResults
-from vpipe.runtime.worker import IsSplit, VersionOf, Worker
+from vpipe.runtime.worker import IsSplit, Worker
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.builder import build_evaluation, replica_views, stream_program
@@ -19,7 +19,7 @@ from vpipe.schedules.graph import Flow, Graph
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.setting import Setting
+from vpipe.schedules.setting import Setting, TiedVersionOf
 from vpipe.schedules.transfer_order import TransferOrder, in_one_order
 from vpipe.schedules.versions import StreamVersions
 
@@ -28,7 +28,7 @@ class RankProgram(NamedTuple):
     """A rank's lowered actions, the versions of borrowed weights they use, and which backwards are split."""
 
     actions: Iterator[Action]
-    version_of: VersionOf
+    tied_version_of: TiedVersionOf
     is_split: IsSplit
 
 
@@ -123,7 +123,7 @@ class Interpreter:
         self._stepped = False
         programs = {rank: program_of(rank) for rank in self._workers}
         for rank, worker in self._workers.items():
-            worker.begin(segment, programs[rank].version_of, programs[rank].is_split)
+            worker.begin(segment, programs[rank].tied_version_of, programs[rank].is_split)
         assignment, here = segment.assignment, sum(len(worker.stages) for worker in self._workers.values())
         made: Counter[int] = Counter()  # stages that have made all their updates of a step
         done = 0
@@ -196,9 +196,9 @@ class Interpreter:
 
     def _flow(self, programs: Mapping[int, RankProgram], segment: Segment) -> Flow:
         """Return what tells whether an action can be executed, where all ranks are in this process."""
-        version_of = next(iter(programs.values())).version_of
+        tied_version_of = next(iter(programs.values())).tied_version_of
         normed = any(worker.optimizer_steps.global_norms for worker in self._workers.values())
-        return Flow(Setting(segment.assignment, self._ties, version_of, normed=normed))
+        return Flow(Setting(segment.assignment, self._ties, tied_version_of, normed=normed))
 
     def _can_give_up(self, segment: Segment) -> bool:
         """Return whether a segment can be begun again as if it had not been: else it is better ended."""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from vpipe.distributed.descriptors import hint_if_none_left
-from vpipe.errors import RunError
+from vpipe.errors import RunError, hint_if_no_descriptor
 from vpipe.model.layer import Layer
 from vpipe.runtime.activations import Span
 from vpipe.runtime.transport.transport import TensorSpec
@@ -28,7 +27,7 @@ def hint_of(error: Exception, otherwise: str = "fix what raised it") -> str:
     """Return the remedy for an error that is not vpipe's own."""
     if isinstance(error, torch.OutOfMemoryError):
         return "smaller microbatches, more recompute, or fewer layers in this stage take less memory"
-    if (raised := hint_if_none_left(error)) is not None:
+    if (raised := hint_if_no_descriptor(error)) is not None:
         return raised
     if type(error).__module__.startswith("torch._dynamo"):
         return ("choose another backend as compile, such as aot_eager, or do not compile; a layer that is compiled "

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from vpipe import accelerator
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.activations import SavingHooks, only_ours, saving_hooks, storage_of, unpack_unchanged
 from vpipe.runtime.stage import NOTHING, Stage
@@ -71,8 +72,8 @@ class SavedTensors(SavingHooks):
             storage = storage_of(tensor)
             if storage not in copies:
                 flat = torch.empty(0, dtype=torch.uint8, device=holder.device).set_(tensor.untyped_storage())
-                pinned = flat.device.type != "cpu"
-                copies[storage] = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=pinned).copy_(flat)
+                host = torch.empty_like(flat) if flat.device.type == "cpu" else accelerator.pinned_bytes(len(flat))
+                copies[storage] = host.copy_(flat)
             holder.on_host, holder.tensor = copies[storage], None
 
 

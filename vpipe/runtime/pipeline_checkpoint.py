@@ -9,7 +9,7 @@ from typing import Any
 
 from vpipe.checkpoint.checkpoint import Checkpoint
 from vpipe.checkpoint.directory import Checkpoints
-from vpipe.checkpoint.manifest import CheckpointInfo, Manifest, Position
+from vpipe.checkpoint.manifest import Manifest, Position
 from vpipe.checkpoint.save import save_checkpoint
 from vpipe.checkpoint.shards import check_dtypes
 from vpipe.distributed.watchdog import watch
@@ -36,10 +36,10 @@ class PipelineCheckpoint:
             tensors = self._engine.checkpoint_state()
             check_dtypes(tensors)
         position = self._engine.position
-        info = CheckpointInfo(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
-                              arrangement={**arrangement, **self._optimizers()})
+        about = Manifest(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
+                         arrangement={**arrangement, **self._optimizers()})
         with watch.activity.during("saving a checkpoint"):
-            save_checkpoint(self._folder, info, tensors, self._engine.collectives.exchange, self._engine.interrupts)
+            save_checkpoint(self._folder, about, tensors, self._engine.collectives.exchange, self._engine.interrupts)
 
     def load(self, model: Model) -> Position:
         """Load the checkpoint, or the newest of a run's folder; return its position. See :meth:`vpipe.Pipeline.load`.

@@ -31,10 +31,8 @@ from vpipe.runtime.transport.compression import CompressedTransport, Compression
 from vpipe.runtime.transport.transport import Transport
 from vpipe.schedules import kinds
 from vpipe.schedules.action import Action, Kind, Op
+from vpipe.schedules.setting import TiedVersionOf
 from vpipe.schedules.size import Placement
-
-VersionOf = Callable[[int, int], int]
-"""(owning stage, microbatch) -> version of its tied weights, both counted within the segment."""
 
 IsSplit = Callable[[int, int], bool]
 """(stage, microbatch) -> whether its backward comes in two halves."""
@@ -92,7 +90,7 @@ class Worker:
         self.peak_activations = dict.fromkeys(stages, 0)
         self._staleness = dict.fromkeys(stages, 0)
         self.segment: Segment
-        self._version_of: VersionOf
+        self._tied_version_of: TiedVersionOf
         self.is_split: IsSplit
         self.operations: dict[Kind, Callable[[int, int], None]] = {
             kind: self._operation(kind) for kind in kinds.known()}
@@ -106,9 +104,9 @@ class Worker:
 
     # -- what the interpreter calls --------------------------------------------------------------------
 
-    def begin(self, segment: Segment, version_of: VersionOf, is_split: IsSplit) -> None:
+    def begin(self, segment: Segment, tied_version_of: TiedVersionOf, is_split: IsSplit) -> None:
         """Begin a segment."""
-        self.segment, self._version_of, self.is_split = segment, version_of, is_split
+        self.segment, self._tied_version_of, self.is_split = segment, tied_version_of, is_split
         if segment.training:
             for stage in self.stages.values():
                 stage.check_frozen()
@@ -236,7 +234,7 @@ class Worker:
             self.comparison.compare(stage_index, microbatch)
         update, within = divmod(number, segment.assignment.update_every)
         if segment.training:
-            pins = stage.pin({owner: self.tied.install(owner, self._version_of(owner, microbatch))
+            pins = stage.pin({owner: self.tied.install(owner, self._tied_version_of(owner, microbatch))
                               for owner in stage.borrowed})
             return ForwardInputs(self._p2p.receive_activations(stage_index, microbatch), fields, signature,
                                  (update, within), pins)

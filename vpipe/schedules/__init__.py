@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from vpipe.lazy import lazy
 
 if TYPE_CHECKING:
     from vpipe.schedules import kinds
     from vpipe.schedules.action import Action
+    from vpipe.schedules.action_record import RecordedAction
     from vpipe.schedules.advice import Advice
     from vpipe.schedules.builder import build
     from vpipe.schedules.checker import check
-    from vpipe.schedules.costs import Costs, StageCosts
+    from vpipe.schedules.costs import Costs
     from vpipe.schedules.csv_format import CsvFile
     from vpipe.schedules.graph import Dependencies
     from vpipe.schedules.lowering import lower
@@ -20,19 +22,13 @@ if TYPE_CHECKING:
     from vpipe.schedules.schedule import Schedule
     from vpipe.schedules.simulator.timeline import Timeline, simulate
 
-__all__ = ["Action", "Advice", "Costs", "CsvFile", "Dependencies", "RegisteredSchedule", "Repeating",
-           "Schedule", "StageCosts", "Timeline", "build", "check", "kinds", "lower",
+__all__ = ["Action", "Advice", "Costs", "CsvFile", "Dependencies", "RecordedAction", "RegisteredSchedule",
+           "Repeating", "Schedule", "Timeline", "build", "check", "kinds", "lower",
            "register_schedule", "simulate"]
 
 # Loaded when first asked for: what reads a config must not wait for the simulator.
-_HOME = {"Action": "action", "Advice": "advice", "build": "builder",
-         "check": "checker", "Costs": "costs", "StageCosts": "costs", "CsvFile": "csv_format", "Dependencies": "graph",
-         "lower": "lowering", "RegisteredSchedule": "registry",
-         "register_schedule": "registry", "Repeating": "repeating", "Schedule": "schedule",
-         "Timeline": "simulator.timeline", "simulate": "simulator.timeline"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'vpipe.schedules' has no attribute '{name}'")
-    return getattr(import_module(f"vpipe.schedules.{_HOME[name]}"), name)
+__getattr__ = lazy(__name__, {
+    "Action": "action", "RecordedAction": "action_record", "Advice": "advice", "build": "builder", "check": "checker",
+    "Costs": "costs", "CsvFile": "csv_format", "Dependencies": "graph", "lower": "lowering",
+    "RegisteredSchedule": "registry", "register_schedule": "registry", "Repeating": "repeating",
+    "Schedule": "schedule", "Timeline": "simulator.timeline", "simulate": "simulator.timeline"})

@@ -30,8 +30,8 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
     """Build, lower and check the schedule ``name``, before any process is started.
 
     A stream (a schedule without a flush) is proved by a finite part of it. After the warm-up its programs repeat: the
-    actions of the next :attr:`~vpipe.schedules.schedule.Assignment.per_step` microbatches are those of the ones before
-    with microbatches, updates and versions shifted, and the rules see only differences between these. An action
+    actions of the next :attr:`~vpipe.schedules.assignment.Assignment.per_step` microbatches are those of the ones
+    before with microbatches, updates and versions shifted, and the rules see only differences between these. An action
     depends on no action further away than the microbatches in flight (at most one per rank more than its warm-up)
     and the versions in use (made at most that many microbatches, or one update, before the latest). So what holds in
     one repetition holds in all. Four times as many microbatches contain the warm-up, several repetitions and the
@@ -210,7 +210,7 @@ def last_versions(graph: Graph) -> None:
     """Check that every borrower of tied weights ends with the version that their owner ends with."""
     carrier = TIED_VERSION.carrier
     assert carrier is not None, "tied weights are sent"
-    for owner, borrowing in graph.setting.borrowing.items() if graph.setting.lowered else ():
+    for owner, borrowing in graph.setting.borrowing.items() if graph.setting.is_lowered else ():
         updates = graph.schedule.updates(owner)
         last = Action(carrier.other_end, owner, updates)
         for rank in borrowing if updates else ():
@@ -317,7 +317,7 @@ def used_versions(graph: Graph) -> None:
 
 def reductions(graph: Graph) -> None:
     """Check that the replicas of a stage sum their gradients once per update, after them and before norm and step."""
-    for stage, rank in graph.replicas() if graph.setting.lowered else ():
+    for stage, rank in graph.replicas() if graph.setting.is_lowered else ():
         if graph.schedule.assignment.width(stage) > 1:
             for update in range(graph.schedule.updates(stage)):
                 _once_between(graph, SUM, stage, update, rank,
@@ -398,7 +398,7 @@ def no_deadlock_buffered(graph: Graph) -> None:
 
 def no_deadlock_rendezvous(graph: Graph) -> None:
     """Check that every rank reaches its end when a send waits until its receive is posted."""
-    if graph.setting.lowered:
+    if graph.setting.is_lowered:
         _reaches_end(graph, rendezvous=True, kind="wait for their receive (rendezvous)")
 
 
@@ -417,7 +417,7 @@ def no_deadlock_in_one_order(graph: Graph) -> None:
 
     nccl asks for that: see :class:`vpipe.schedules.transfer_order.TransferOrder`.
     """
-    stuck = in_one_order(graph)[1] if graph.setting.lowered else {}
+    stuck = in_one_order(graph)[1] if graph.setting.is_lowered else {}
     if stuck:
         waiting = "; ".join(f"rank {rank} stands before {action}" for rank, action in stuck.items())
         cursors = [graph.position(stuck[rank], rank) or 0 if rank in stuck else len(program)

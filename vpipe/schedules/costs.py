@@ -7,7 +7,7 @@ Every number may be an ``int``, a ``Fraction`` or a ``float``. The simulator cou
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -151,6 +151,12 @@ class Costs:
                                      weight_half_bytes=held, version_bytes=version,
                                      recompute_s=forward if stage in recomputing else 0))
         return cls(tuple(stages)).with_transfers(transfer_s)
+
+    @classmethod
+    def of_stages(cls, stages: Iterable[Mapping[str, Number]],
+                  seconds: Mapping[tuple[str, int], Number] | None = None) -> Costs:
+        """Return the costs of stages, each by the names of :class:`StageCosts`; ``seconds``: of packages' kinds."""
+        return cls(tuple(StageCosts(**stage) for stage in stages), seconds=seconds or {})
 
     def with_transfers(self, seconds: Number) -> Costs:
         """Return the same with transfers that take so long, whatever their size, where no link is given."""

@@ -97,7 +97,8 @@ class Graph:
                         last[stage, index // per_update[stage], rank] = action
                     registers[stage].follow(action)
         setting = Setting(schedule.assignment, schedule.ties, lambda owner, index: version.get((owner, index), 0),
-                          lowered=schedule.lowered, normed=any((NORMS, 0) in kind.makes for kind in schedule.kinds))
+                          is_lowered=schedule.is_lowered,
+                          normed=any((NORMS, 0) in kind.makes for kind in schedule.kinds))
         return cls(schedule, setting, where, last, version, _makers(schedule.kinds))
 
     # -- the programs ----------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ class Graph:
                 if home == rank and not value.handed_over:
                     if (maker := self.maker(value, stage, index, rank, at)) is not None:
                         yield maker
-                elif setting.lowered and value.carrier is not None:
+                elif setting.is_lowered and value.carrier is not None:
                     send = carried(value.carrier, stage, index)
                     receives.append(receive_of(send))
                     handed_over += [send] * (home == rank)
@@ -198,9 +199,9 @@ class Graph:
                 if home == rank and not value.handed_over:
                     continue
                 needed: Iterable[Needed] = [(value, stage, index)]
-                if value.carrier is not None and (setting.lowered or value not in self.makers):
+                if value.carrier is not None and (setting.is_lowered or value not in self.makers):
                     send = carried(value.carrier, stage, index)
-                    if setting.lowered:
+                    if setting.is_lowered:
                         found.append((send, home))
                         continue
                     needed = send.op.needs(setting, send.stage, index, home)
@@ -351,7 +352,7 @@ class Dependencies:
         self.assignment = Assignment(placement, update_every, flush, lambda number: number >= 0)
         there = {value for kind in present for value, _ in kind.makes}
         # A simulated sum is a transfer, no action.
-        self._setting = Setting(self.assignment, lowered=SUM in there, normed=NORMS in there)
+        self._setting = Setting(self.assignment, is_lowered=SUM in there, normed=NORMS in there)
 
     def made(self, action: Action) -> list[Hashable]:
         """Return the values that an action made; a send of an update or a version, what it sent."""

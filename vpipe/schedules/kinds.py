@@ -267,8 +267,8 @@ def _texts(field: object) -> Iterator[str]:
 # -- expressions that several rows share ---------------------------------------------------------------
 
 def _forward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
-    tied = [(TIED_VERSION, owner, version) for owner in at.owners.get(s, ()) if (version := at.version_of(owner, i))] \
-        if at.ties else ()
+    tied = [(TIED_VERSION, owner, version) for owner in at.owners.get(s, ())
+            if (version := at.tied_version_of(owner, i))] if at.ties else ()
     return (OUTPUT, s - 1, i), *tied
 
 
@@ -283,7 +283,7 @@ def _forward_bytes(cost: StageCosts) -> Number:
 
 def _sums(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     """What a norm or a step adds up: gradients of borrowers and replicas."""
-    return (TIED_GRADIENT, s, i), (SUM if at.lowered else PART, s, i)
+    return (TIED_GRADIENT, s, i), (SUM if at.is_lowered else PART, s, i)
 
 
 def _gradients_of(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:

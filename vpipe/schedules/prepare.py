@@ -50,13 +50,6 @@ class ScheduleSpec:
     norm: bool = False
     last_first: bool = False
 
-    @classmethod
-    def has_flush(cls, schedule: str) -> bool:
-        """Tell whether the pipeline is empty at every optimizer step of a schedule, given by name or as a file."""
-        if CsvFile.is_path(schedule):
-            return CsvFile.read(schedule).schedule.flush
-        return RegisteredSchedule.named(schedule).flush
-
     @property
     def schedule(self) -> str:
         """Its name, or the path of a file."""

@@ -168,6 +168,19 @@ class RegisteredSchedule:
         """Return the names of the imported schedules whose backwards may run in any order."""
         return tuple(one.name for one in cls.imported() if one.reversible)
 
+    @classmethod
+    def threads_refused(cls, schedule: str) -> tuple[str, str] | None:
+        """Return why the executor ``async_threaded`` cannot run a schedule, and what to do instead.
+
+        None when it can: if the backwards may be reversed (:func:`vpipe.schedules.builder.reverse_backwards`).
+        """
+        found = cls.find(schedule)
+        if found is not None and found.reversible:
+            return None
+        possible = " or ".join(cls.with_reversible_backwards())
+        return (f"async_threaded, which runs the schedule {possible} alone, but the schedule is {schedule}",
+                f"use the schedule {possible}, or the executor overlapped, which runs any")
+
     def placement(self, ranks: int, chunks: int | None = None) -> Placement:
         """Return the ranks of every stage, with so many stages per rank, or as many as it has by default.
 

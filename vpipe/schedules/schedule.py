@@ -81,7 +81,7 @@ class Schedule:
         return {action.op for program in self.programs for action in program}
 
     @property
-    def lowered(self) -> bool:
+    def is_lowered(self) -> bool:
         """Tell whether there are transfers or sums; without any, actions wait directly for each other."""
         return any(kind.transfer is not None or kind.summed for kind in self.kinds)
 

@@ -9,8 +9,9 @@ from functools import cached_property
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.size import Placement
 
-VersionOf = Callable[[int, int], int]
-"""(owning stage, microbatch) -> version of its weights that the owner's forward uses."""
+TiedVersionOf = Callable[[int, int], int]
+"""(owning stage, microbatch) -> version of its weights that the owner's forward uses; in a run, both counted within the
+segment."""
 
 
 def borrowing_ranks(placement: Placement, owner: int, borrowers: Iterable[int], rank: int) -> list[int]:
@@ -32,15 +33,15 @@ class Setting:
     Attributes:
         assignment: of microbatches to ranks and updates.
         ties: the stages that borrow a stage's tied weights, by owning stage.
-        version_of: the version of tied weights that a microbatch uses.
-        lowered: there are transfers or sums. Without any, actions wait directly for the actions that make their inputs.
+        tied_version_of: the version of tied weights that a microbatch uses.
+        is_lowered: there are transfers or sums. Without any, actions wait directly for those that make their inputs.
         normed: gradient norms are exchanged before the steps.
     """
 
     assignment: Assignment
     ties: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    version_of: VersionOf = lambda owner, microbatch: 0
-    lowered: bool = True
+    tied_version_of: TiedVersionOf = lambda owner, microbatch: 0
+    is_lowered: bool = True
     normed: bool = False
 
     @property

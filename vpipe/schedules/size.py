@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
 
+from vpipe.description.cut import Placement as Placement
 from vpipe.errors import UserError, counted
 
 MOST_STAGES, MOST_RANKS, MOST_MICROBATCHES = 1024, 16_384, 65_536
@@ -14,10 +15,6 @@ MOST_STAGES, MOST_RANKS, MOST_MICROBATCHES = 1024, 16_384, 65_536
 MOST_ACTIONS = 250_000
 """Forwards and backwards of a schedule whose actions are listed: to prove it takes half a minute and 300 MB. Without a
 list there may be more, where they repeat: see :mod:`vpipe.schedules.repeating`."""
-
-Placement = tuple[tuple[int, ...], ...]
-"""The ranks of every stage: ``((0,), (1,))`` is stage 0 on rank 0 and stage 1 on rank 1. Several of one stage hold
-copies of it, of which microbatch m takes number m modulo their count."""
 
 PlacementRule = Callable[[int, int], Placement]
 """``rule(ranks, chunks)``: the ranks of each of the ``ranks * chunks`` stages of a pipeline. :class:`Layout` and

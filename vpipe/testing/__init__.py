@@ -6,8 +6,9 @@ are for hypothesis, which vpipe does not install.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from vpipe.lazy import lazy
 
 if TYPE_CHECKING:
     from vpipe.testing.compression import CutCompression
@@ -34,7 +35,7 @@ __all__ = ["CutCompression", "Difference", "InitialState", "Reference", "Referen
            "placements", "plans", "record", "record_ranks", "references", "schedules", "ties", "version_rule"]
 
 # Loaded when first asked for: strategies of schedules need no torch, and oracles no hypothesis.
-_MODULES = {
+_FILES = {
     "compression": ("CutCompression",),
     "differences": ("Difference", "Reference", "assert_equals_oracle", "compare", "microbatches_of_step", "record",
                     "record_ranks", "references"),
@@ -45,10 +46,4 @@ _MODULES = {
     "strategies": ("orders", "partitions", "placements", "plans", "schedules", "ties"),
     "trajectory": ("ReplicaMismatch", "Trajectory"),
 }
-
-
-def __getattr__(name: str) -> object:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"vpipe.testing.{module}"), name)
-    raise AttributeError(f"module 'vpipe.testing' has no attribute '{name}'")
+__getattr__ = lazy(__name__, {name: file for file, names in _FILES.items() for name in names})

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.runtime.transport import distributed
+from vpipe.runtime.transport import process_group
 
 NAME = "nccl_rules"
 _HELLO, _CLEAR, _DATA = range(3)
@@ -167,12 +167,12 @@ def nccl_rules(*, eager: bool, buffered: bool, limit_s: float = 30.0) -> Iterato
     for group in _device.groups:
         group.met.clear()
     rules.eager, rules.buffered, rules.limit_s, rules.communicators = eager, buffered, limit_s, set()
-    backend_of = distributed.backend_of
-    distributed.backend_of = lambda device: NAME
+    backend_of = process_group.backend_of
+    process_group.backend_of = lambda device: NAME
     try:
         yield rules
     finally:
-        distributed.backend_of = backend_of
+        process_group.backend_of = backend_of
         for work, _ in _device.unsent:
             work.wait(rules.limit)
         _device.unsent.clear()

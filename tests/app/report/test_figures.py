@@ -164,7 +164,7 @@ def test_replicas_that_are_simulated_wait_for_known_causes(tmp_path: Path, name:
 def test_without_a_profile_the_runs_own_medians_stand_there_and_it_is_said(tmp_path: Path) -> None:
     evidence = load_report_data(make_run(tmp_path / "run", updates=4), {})
     assert evidence.expected is not None
-    assert evidence.expected.prediction is None
+    assert evidence.expected.plan is None
     assert "there is no profile.json" in evidence.expected.basis
 
 
@@ -173,7 +173,7 @@ def test_a_profile_of_another_model_does_not_serve_and_it_is_said(tmp_path: Path
     made_profile(7).save(folder / "profile.json")
     evidence = load_report_data(folder, {})
     assert evidence.expected is not None
-    assert evidence.expected.prediction is None
+    assert evidence.expected.plan is None
     assert evidence.notes == ("The plan cannot be simulated: the plan is for 12 layers, but the profile is of a model "
                               "of 7.",)
 
@@ -194,9 +194,9 @@ def test_a_profile_gives_the_plan(tmp_path: Path) -> None:
     made_profile(12).save(folder / "profile.json")
     evidence = load_report_data(folder, {})
     assert evidence.expected is not None
-    assert evidence.expected.prediction is not None
-    assert evidence.expected.figures.step_s == pytest.approx(evidence.expected.prediction.step_s)
-    assert evidence.expected.figures.bubble == pytest.approx(evidence.expected.prediction.bubble, abs=0.01)
+    assert evidence.expected.plan is not None
+    assert evidence.expected.figures.step_s == pytest.approx(evidence.expected.plan.predicted.step_s)
+    assert evidence.expected.figures.bubble == pytest.approx(evidence.expected.plan.predicted.bubble, abs=0.01)
 
 
 def totals(folder: Path) -> Totals:

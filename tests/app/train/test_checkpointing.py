@@ -151,7 +151,7 @@ def test_a_folder_that_not_all_hosts_see(tmp_path: Path, monkeypatch: pytest.Mon
     def refused(*_: Any) -> None:
         raise UserError("rank 1 (b) does not see it", hint="set checkpoint.directory")
 
-    monkeypatch.setattr("vpipe.app.train.checkpointing.check_shared_folder", refused)
+    monkeypatch.setattr("vpipe.checkpoint.Checkpoints.check_shared", refused)
     monkeypatch.setattr(DeviceMap, "hosts", 2)
     with pytest.raises(UserError, match="rank 1"):
         begin(tmp_path / "a", checkpoint__at_end=True)

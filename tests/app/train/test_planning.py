@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_profile import identities_of
 from small_run import check_updates, job_of, losses, oracle
 
 from vpipe import Cut
@@ -17,7 +18,7 @@ from vpipe.app.launch.rank_env import ranks_of
 from vpipe.app.train.headline import headline
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
-from vpipe.app.train.planning import identities_of, memory_limit, plan_job, request_of
+from vpipe.app.train.planning import memory_limit, plan_job, request_of
 from vpipe.app.train.profile_cache import store
 from vpipe.errors import RunError, UserError
 from vpipe.plan.plan import Plan
@@ -151,7 +152,7 @@ def test_settings_that_change_costs_change_the_digest(tmp_path: Path, changes: d
     assert identities_of(plain, [2], 2)[0].digest != identities_of(changed, [2], 2)[0].digest
     again = job_of(tmp_path, training__optimizer="sgd")
     assert identities_of(plain, [2], 2)[0].digest == identities_of(again, [2], 2)[0].digest
-    assert identities_of(plain, [2], 2, 4, 2)[0].digest != identities_of(plain, [2], 2, 4, 1)[0].digest
+    assert identities_of(plain, [2], 2, hosts=2)[0].digest != identities_of(plain, [2], 4)[0].digest
 
 
 def test_the_memory_of_a_rank(tmp_path: Path) -> None:

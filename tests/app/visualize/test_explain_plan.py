@@ -9,11 +9,10 @@ import pytest
 from made_profile import MIB, made_profile
 
 from vpipe import Asynchronous, Cut, Order
-from vpipe.app.visualize.explain_plan import PlanExplanation, alternatives_table, memory_table
+from vpipe.app.visualize.explain_plan import OtherPlan, PlanExplanation, alternatives_table, memory_table
 from vpipe.app.visualize.table import Column, columns, filled
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import TensorBytes
-from vpipe.plan.solver.request import Alternative
 from vpipe.plan.stage_costs import StageMemory
 
 
@@ -72,10 +71,10 @@ def test_tensors_that_cross_the_cuts() -> None:
 
 
 def other(what: str, plan: Plan | None, seconds: float | None = None, simulated: bool = True,
-          why: str = "") -> Alternative:
+          why: str = "") -> OtherPlan:
     if plan is not None and plan.predictions is not None:
         seconds = plan.predictions.seconds_per_sample
-    return Alternative(what, plan, seconds, simulated, why)
+    return OtherPlan(what, plan, seconds, simulated, why)
 
 
 def test_all_of_it_on_80_columns() -> None:

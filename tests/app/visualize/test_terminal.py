@@ -174,7 +174,7 @@ def test_stages_of_a_rank_and_operations_have_colours_of_their_own() -> None:
 def test_an_uneven_file(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("0F0,2F0,2B0,0B0\n1F0,1B0\n")
     summary = Summary.of(CsvFile.read(tmp_path / "a.csv").schedule, RankCosts())
-    assert summary.chunks == "1-2"
+    assert summary.stages_per_rank == "1-2"
     assert (summary.timeline.makespan_s, summary.timeline.bubble_s) == (6, 3)
     text = draw_text(summary, 80, colour=False)
     assert picture(text) == ["rank 0  F0 ......f0 b0----............B0---S", "rank 1  ...F0    .........B0---------S"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.transport.distributed import HEADER_BYTES, MOST_TENSORS, _header, _tag
+from vpipe.runtime.transport.process_group import HEADER_BYTES, MOST_TENSORS, _header, _tag
 from vpipe.runtime.transport.transport import (
     InProcessTransport,
     Mailbox,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from vpipe.app.progress import LOADING_TORCH, byte_progress, message_if_slow
-from vpipe.app.train.run_folder import CONFIG, check_not_running
+from vpipe.app.train.run_folder import CONFIG, check_not_running, checkpoints_root
 from vpipe.app.visualize.table import PIPE_COLUMNS, Column, columns, terminal_columns
-from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest, TensorEntry
+from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.errors import RunError, UserError, counted
 from vpipe.units import size_text
 
@@ -64,7 +64,7 @@ def run_show(options: argparse.Namespace) -> None:
           + (f" with {versions}" if versions else ""))
     print(f"by {_arrangement_text(manifest.arrangement)}\n")
     kinds = _grouped(manifest.tensors, lambda name: KINDS.get(name.split(".")[0], name.split(".")[0]))
-    _print_sizes("what", {**kinds, "in all": manifest.tensors})
+    _print_sizes("what", manifest, {**kinds, "in all": list(manifest.tensors)})
     print(flush=True)
     _print_layers(manifest, folder)
     print()
@@ -122,10 +122,9 @@ def checkpoints_in(path: Path) -> list[Path]:
 def _configured_root(run: Path) -> Iterator[Path]:
     """Yield the folder that a run's config names for its checkpoints."""
     if (run / CONFIG).is_file():
-        from vpipe.app.train.resume import run_config
-        from vpipe.app.train.run_folder import checkpoints_root
+        from vpipe.app.config.config import load_config  # few runs have them elsewhere
 
-        yield checkpoints_root(run_config(run), run)
+        yield checkpoints_root(load_config(run / CONFIG, resolved=True), run)
 
 
 def _print_layers(manifest: Manifest, folder: Path) -> None:
@@ -136,11 +135,12 @@ def _print_layers(manifest: Manifest, folder: Path) -> None:
         below = name.partition(".")[2]
         return next((layer for layer in layers if below.startswith(layer + ".")), below.split(".")[0])
 
-    weights, state = (_grouped({name: stored for name, stored in manifest.tensors.items() if name.startswith(kind)},
-                               layer_of) for kind in ("model.", "optim."))
+    weights, state = (_grouped((name for name in manifest.tensors if name.startswith(kind)), layer_of)
+                      for kind in ("model.", "optim."))
     order = [layer for layer in layers if layer in weights] or sorted(weights, key=_natural_key)
-    optimizer = [size_text(sum(stored.bytes for stored in state.get(layer, {}).values())) for layer in order]
-    _print_sizes("layer", {layer: weights[layer] for layer in order}, [Column("optimizer", optimizer)] if order else [])
+    optimizer = [_size_text(manifest, state.get(layer, ())) for layer in order]
+    _print_sizes("layer", manifest, {layer: weights[layer] for layer in order},
+                 [Column("optimizer", optimizer)] if order else [])
 
 
 def _natural_key(name: str) -> list[str | int]:
@@ -161,21 +161,27 @@ def _layer_names(manifest: Manifest, folder: Path) -> list[str]:
         return []
 
 
-def _grouped(tensors: Mapping[str, TensorEntry], key: Callable[[str], str]) -> dict[str, dict[str, TensorEntry]]:
-    """Return tensors by what ``key`` makes of their names, in order of the first."""
-    groups: dict[str, dict[str, TensorEntry]] = {}
-    for name, stored in tensors.items():
-        groups.setdefault(key(name), {})[name] = stored
+def _grouped(names: Iterable[str], key: Callable[[str], str]) -> dict[str, list[str]]:
+    """Return names of tensors by what ``key`` makes of them, in order of the first."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(key(name), []).append(name)
     return groups
 
 
-def _print_sizes(head: str, groups: Mapping[str, Mapping[str, TensorEntry]], more: Iterable[Column] = ()) -> None:
-    """Print a row per group of tensors."""
+def _size_text(manifest: Manifest, names: Iterable[str]) -> str:
+    """Return the size of these tensors together."""
+    return size_text(sum(manifest.tensors[name].bytes for name in names))
+
+
+def _print_sizes(head: str, manifest: Manifest, groups: Mapping[str, Sequence[str]],
+                 more: Iterable[Column] = ()) -> None:
+    """Print a row per group of tensors, by their names."""
     _print_table(Column(head, list(groups), left=True),
                  Column("tensors", [f"{len(own):,}" for own in groups.values()]),
-                 Column("numbers", [f"{sum(prod(stored.shape) for stored in own.values()):,}"
+                 Column("numbers", [f"{sum(prod(manifest.tensors[name].shape) for name in own):,}"
                                     for own in groups.values()]),
-                 Column("size", [size_text(sum(stored.bytes for stored in own.values())) for own in groups.values()]),
+                 Column("size", [_size_text(manifest, own) for own in groups.values()]),
                  *more)
 
 

@@ -24,7 +24,7 @@ from vpipe.app.train.model_section import model_settings
 from vpipe.app.weights.export import export_huggingface, export_safetensors, export_torch, make_checkpoint
 from vpipe.app.weights.formats import CHECKPOINT_FORMATS, CheckpointFormat
 from vpipe.app.weights.import_weights import CONFIG, import_weights, read_model_config
-from vpipe.checkpoint import Checkpoint, CheckpointInfo, Manifest
+from vpipe.checkpoint import Checkpoint, Manifest
 from vpipe.errors import UserError, counted
 from vpipe.units import size_text
 
@@ -154,9 +154,9 @@ def _initial_weights(model: Model, names: Sequence[str], seed: int) -> dict[str,
 def _make(out: Path, job: Job | None, config: str, origin: str, model: Model, weights: Mapping[str, Tensor],
           model_config: Path | None = None) -> None:
     """Make the checkpoint, and print what is in it."""
-    info = CheckpointInfo(step=0, samples=0, seed=0 if job is None else job.config.training.seed, config=config,
-                          arrangement={"imported": True, "from": origin})
-    made = make_checkpoint(out, info, model, weights, model_config)
+    about = Manifest(step=0, samples=0, seed=0 if job is None else job.config.training.seed, config=config,
+                     arrangement={"imported": True, "from": origin})
+    made = make_checkpoint(out, about, model, weights, model_config)
     size = sum(stored.bytes for stored in made.tensors.values())
     print(f"{out}: {counted(len(made.tensors), 'tensor', commas=True)} of {counted(len(model), 'layer')}, "
           f"{size_text(size)}")

@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from textwrap import wrap
@@ -51,9 +51,8 @@ def run_init(options: argparse.Namespace) -> None:
     if options.path is not None and options.data is not None:
         raise UserError(f"the data is given twice: '{options.path}' and --data {options.data}", hint="leave one out")
     output = answer(options.output, "Write the config to", "train.yaml", read_output)
-    data = answer(options.path if options.data is None else options.data, "Your data: a .txt file, or a folder of "
-                  ".txt, .jsonl or .hdf5 files; for translation a .tsv file of pairs; none takes what is on this "
-                  "machine", "none", _data)
+    data = answer(options.path if options.data is None else options.data, "Your data: a file, or a folder with files, "
+                  f"called {_patterns(_known())}; none takes what is on this machine", "none", _data)
     name = answer(options.family, f"Model family ({', '.join(_known())})", _families(data)[0], _family_for(data))
     presets = _known()[name].presets
     sizes = {**(SIZES if "tiny" not in presets else {}), **presets}
@@ -99,8 +98,8 @@ def _data(text: str) -> Path | None:
         raise UserError(f"there is no file or folder '{path}'", hint="name the text to train on; -o names the config "
                         "to write")
     if not _families(path):
-        raise UserError(f"no data set reads '{path}'", hint="give a .txt file, a .tsv file of pairs, or a folder with "
-                        ".txt, .jsonl, .hdf5 or .tsv files, or one that save_to_disk of the package datasets wrote")
+        raise UserError(f"no data set reads '{path}'", hint="give a file, or a folder with files, called "
+                        + _patterns(_known()))
     return path
 
 
@@ -109,6 +108,12 @@ def _known() -> dict[str, Family]:
     """Return the families that say which data sets they are trained on."""
     names = (*OWN_FAMILIES, *PLUGINS.names)
     return {name: family for name in names if (family := family_named(name)).datasets}
+
+
+def _patterns(families: Iterable[str]) -> str:
+    """Return the names of the files on which these families are trained."""
+    return ", ".join(dict.fromkeys(pattern for family in families for name in _known()[family].datasets
+                                   for pattern in files_read(name)))
 
 
 def _dataset(family: str, path: Path | None) -> str | None:
@@ -129,8 +134,7 @@ def _family_for(path: Path | None) -> Callable[[str], str]:
         family = _one_of(_known(), "family")(text)
         if _dataset(family, path) is None:
             raise UserError(f"the family {family} cannot be trained on '{path}'",
-                            hint=f"give --family {' or '.join(_families(path))}, or data with " + ", ".join(
-                                pattern for name in _known()[family].datasets for pattern in files_read(name)))
+                            hint=f"give --family {' or '.join(_families(path))}, or data with {_patterns([family])}")
         return family
 
     return read

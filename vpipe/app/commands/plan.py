@@ -15,15 +15,14 @@ from vpipe.app.config.apply_plan import TARGETS
 from vpipe.app.config.config import Config, load_config
 from vpipe.app.launch.rank_env import check_alone, ranks_of
 from vpipe.app.progress import message_if_slow
+from vpipe.app.sizes import parse_size
 from vpipe.app.train.csv_rows import check_output
-from vpipe.app.visualize.explain_plan import PlanExplanation, depths_text
+from vpipe.app.visualize.explain_plan import OtherPlan, PlanExplanation, depths_text
 from vpipe.app.visualize.table import PIPE_COLUMNS, terminal_columns
 from vpipe.errors import UserError, counted
 from vpipe.plan import PlanRequest, Profile, predict, solve
-from vpipe.plan.solver.request import Alternative
-from vpipe.plan.solver.solve import Solution
 from vpipe.schedules import CsvFile, RegisteredSchedule
-from vpipe.units import parse_size, size_text
+from vpipe.units import size_text
 
 if TYPE_CHECKING:
     from vpipe.app.train.job import Job
@@ -70,9 +69,9 @@ def run_plan(options: argparse.Namespace) -> None:
                           updates_every(job.config, by_count), stages=options.stages, known=known,
                           warmup="auto" if job.config.parallel.asynchronous else None, solver=options.solver)
     with message_if_slow(f"searching: {len(job.model)} layers on {ranks} ranks"):
-        solution = solve(request)
-    print(explanation(solution, request, limit_from, own).text(terminal_columns(PIPE_COLUMNS)))
-    _save(solution.plan, options)
+        found = explanation(request, limit_from, own)
+    print(found.text(terminal_columns(PIPE_COLUMNS)))
+    _save(found.plan, options)
 
 
 def _check_stages(stages: int, ranks: int, layers: int) -> None:
@@ -129,7 +128,7 @@ def limit_of(memory_bytes: int | None, config: Config, profile: Profile) -> tupl
         "its device" if profile.cores is None else "its part of the host's memory")
 
 
-def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | None) -> Alternative | None:
+def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | None) -> OtherPlan | None:
     """Return the config's own plan, where it leaves nothing open."""
     parallel, name = job.config.parallel, "the config's own"
     if parallel.to_plan or CsvFile.is_path(parallel.schedule) or isinstance(parallel.recompute, str):
@@ -138,29 +137,25 @@ def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | No
     plan = replace(plan, predictions=predict(profiles[job.config.microbatches], plan).prediction)
     peak, seconds = plan.predicted.fullest_rank[1], plan.predicted.seconds_per_sample
     if limit_bytes is not None and peak > limit_bytes:
-        return Alternative(name, None, None, True, f"{1 / seconds:.3g} samples/s, but a rank would hold "
-                           f"{size_text(peak, up=True)}")
-    return _simulated(name, plan)
+        return OtherPlan(name, why=f"{1 / seconds:.3g} samples/s, but a rank would hold {size_text(peak, up=True)}")
+    return OtherPlan.simulated_one(name, plan)
 
 
-def explanation(solution: Solution, request: PlanRequest, limit_from: str, own: Alternative | None) -> PlanExplanation:
-    """Return what is said of a solution; ``own`` is the config's own plan, None where it leaves something open."""
+def explanation(request: PlanRequest, limit_from: str, own: OtherPlan | None) -> PlanExplanation:
+    """Solve a request and explain the plan; ``own`` is the config's own, None where that leaves something open."""
+    solution = solve(request)
     kind = "exact for this schedule, m and replicas" if solution.exact else (
         "the VPipe paper's" if request.solver == "vpipe" else "not exact")
     solver = (f"{kind}; {counted(solution.considered, 'choice')} of schedule, microbatches and replicas in "
               f"{solution.seconds:.1f} s" + (f" ({solution.note})" if solution.note else ""))
     count = solution.plan.microbatches
     assert count is not None, "a solver chooses it"
-    others = [*([own] if own is not None else []), *solution.alternatives]
+    others = [*([own] if own is not None else []), *(OtherPlan(**vars(one)) for one in solution.alternatives)]
     if (shallow := solution.shallow) is not None and shallow.warmup != solution.plan.warmup:
-        others.append(_simulated(f"warm-up {depths_text(shallow)}, as 1F1B", shallow))
+        others.append(OtherPlan.simulated_one(f"warm-up {depths_text(shallow)}, as 1F1B", shallow))
     if (free := solution.without_recompute()) is not None:
-        others.append(_simulated(f"no recompute, from {size_text(free[0], up=True)}", free[1]))
+        others.append(OtherPlan.simulated_one(f"no recompute, from {size_text(free[0], up=True)}", free[1]))
     return PlanExplanation(solution.plan, request.profiles[count], request.memory_bytes, limit_from, solver, others)
-
-
-def _simulated(what: str, plan: Plan) -> Alternative:
-    return Alternative(what, plan, plan.predicted.seconds_per_sample, True)
 
 
 def _save(plan: Plan, options: argparse.Namespace) -> None:

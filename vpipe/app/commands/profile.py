@@ -52,7 +52,7 @@ def run_profile(options: argparse.Namespace) -> None:
     size = job.config.microbatch_size
     profile = profiles_of(job, [size], again=options.again)[size]
     print(described(profile))
-    kept = profile_path(profile.identity, config.dataset.cache_directory)
+    kept = profile_path(profile.identity.digest, config.dataset.cache_directory)
     if kept.exists():
         print(f"kept in {kept}")
     if options.output is not None:
@@ -69,9 +69,12 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
     Raises:
         VpipeError: the ranks would be on several hosts, or one failed.
     """
-    from vpipe.app.train.job import on_processors
-    from vpipe.app.train.planning import file_of, identities_of
+    import torch  # slow, as what follows: only when the config is worth it
+
+    from vpipe.app.train.job import microbatch_of, on_processors
+    from vpipe.app.train.planning import file_of, settings_of
     from vpipe.app.train.profile_cache import cached
+    from vpipe.profiling import RankGroup
 
     config = job.config
     check_alone("vpipe profile", os.environ)
@@ -82,8 +85,10 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
     ranks = job.schedule.ranks
     found: dict[int, Profile] = {}
     if on_processors(config) and not again:  # of a GPU only its ranks know the name
-        for size, identity in zip(sizes, identities_of(job, sizes, ranks), strict=True):
-            if (profile := cached(identity, config.dataset.cache_directory)) is not None:
+        identities = RankGroup.supposed(torch.device("cpu"), ranks).identify(
+            job.model, [microbatch_of(job, size) for size in sizes], **settings_of(job))
+        for size, identity in zip(sizes, identities, strict=True):
+            if (profile := cached(identity.kept_as, config.dataset.cache_directory)) is not None:
                 found[size] = job.with_correction(profile)
     missing = [size for size in sizes if size not in found]
     if not missing:

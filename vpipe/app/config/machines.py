@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vpipe.app.config.validation import Mistake
-from vpipe.distributed.network import Host
+from vpipe.distributed import Host
 
 LOCAL = ("localhost", "127.0.0.1")
 _MACHINE = re.compile(r"((?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.-]*):(\d{1,4})", re.ASCII)

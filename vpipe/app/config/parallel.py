@@ -22,12 +22,10 @@ from vpipe.app.config.validation import (
     is_share,
 )
 from vpipe.app.config.yaml_tree import describe
+from vpipe.app.sizes import parse_size
 from vpipe.errors import UserError, nearest
 from vpipe.plugins import PluginGroup
-from vpipe.runtime import threads_refused
 from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule
-from vpipe.schedules.prepare import ScheduleSpec
-from vpipe.units import parse_size
 
 ORION = "orion"
 """What must be added for ``use_orion_scheduler``, under this name, to :data:`RANK_ENVIRONMENT`."""
@@ -77,6 +75,13 @@ def _recompute(value: Any) -> Any:
     if wrong:
         raise MistakesError(*wrong)
     return tuple(tuple(entry) if isinstance(entry, (list, tuple)) else float(entry) for entry in value)
+
+
+def _has_flush(schedule: str) -> bool:
+    """Tell whether the pipeline is empty at every optimizer step of a schedule, given by name or as a file."""
+    if CsvFile.is_path(schedule):
+        return CsvFile.read(schedule).schedule.flush
+    return RegisteredSchedule.named(schedule).flush
 
 
 def _size(value: Any) -> Any:
@@ -258,7 +263,7 @@ class ParallelSection(Section):
     @property
     def asynchronous(self) -> bool:
         """Return whether the schedule has no flush."""
-        return not ScheduleSpec.has_flush(self.schedule)
+        return not _has_flush(self.schedule)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -343,7 +348,7 @@ class ParallelSection(Section):
                               f"stages {', '.join(str(len(own)) for own in self.stage_to_rank_map.values())} ranks",
                               "leave it out: the map says it")
         yield from self._schedule()
-        if self.executor == "async_threaded" and (refused := threads_refused(self.schedule)):
+        if self.executor == "async_threaded" and (refused := RegisteredSchedule.threads_refused(self.schedule)):
             yield Mistake(("executor",), f"is {refused[0]}", refused[1])
         if self.use_orion_scheduler and self.executor != "async_threaded":
             yield Mistake(("use_orion_scheduler",), f"is true, but the executor is {self.executor}, which has one "
@@ -387,7 +392,7 @@ class ParallelSection(Section):
                           nearest(self.schedule, RegisteredSchedule.names(), open_list=True))
             return
         try:
-            flush = ScheduleSpec.has_flush(self.schedule)
+            flush = _has_flush(self.schedule)
         except UserError as error:  # of a file
             [problem] = error.problems
             place = f" ({problem.where})" if problem.where else ""

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
+from vpipe import files
 from vpipe.errors import Problem, UserError
-from vpipe.files import read_bounded
 
 MOST_BYTES = 1 << 19
 """Limit of a config, or of a JSON file that it names: a second of reading."""
@@ -196,7 +196,7 @@ def write(values: dict[str, Any]) -> str:
 
 def _read(path: Path, language: str, most_bytes: int, most_values: int) -> Tree:
     try:
-        text = read_bounded(path, most_bytes, "a config, or a JSON file that it names,").decode("utf-8-sig")
+        text = files.read_bounded(path, most_bytes, "a config, or a JSON file that it names,").decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"there is no file '{path}'", hint="check the path; it is taken from the current folder",
                         where=str(path)) from None

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vpipe import files
 from vpipe.app.data.tokenizers import LARGEST_VOCAB_SIZE
 from vpipe.errors import UserError
-from vpipe.files import count_of, read_json
 
 MANIFEST = "manifest.json"
 _MOST_BYTES = 16 << 20
@@ -38,7 +38,7 @@ def write_manifest(folder: Path, **facts: Any) -> None:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of ``folder``, or None when there is none that can be read."""
     try:
-        manifest = read_json(folder / MANIFEST, _MOST_BYTES, "a manifest", "the next run prepares the data again")
+        manifest = files.read_json(folder / MANIFEST, _MOST_BYTES, "a manifest", "the next run prepares the data again")
     except UserError:
         return None
     return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else None
@@ -49,10 +49,11 @@ def damage(folder: Path, manifest: dict[str, Any]) -> str | None:
     if manifest.get("sha256") != _digest({key: value for key, value in manifest.items() if key != "sha256"}):
         return f"{MANIFEST} was changed, or is another version's (its SHA-256 differs)"
     try:
-        files = {name: (count_of(fact["bytes"]), str(fact["sha256"])) for name, fact in manifest["files"].items()}
+        listed = {name: (files.count_of(fact["bytes"]), str(fact["sha256"]))
+                  for name, fact in manifest["files"].items()}
     except (KeyError, TypeError, ValueError) as error:
         return f"{MANIFEST} does not describe its files ({type(error).__name__}: {error})"
-    for name, (size, digest) in files.items():
+    for name, (size, digest) in listed.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
@@ -95,7 +96,7 @@ class CachedFolder(NamedTuple):
         try:
             for key in keys:
                 found = found[key]
-            return count_of(found)
+            return files.count_of(found)
         except (KeyError, TypeError, ValueError) as error:
             raise self.damaged(f"{'.'.join(keys)}: {type(error).__name__}: {error}") from None
 

@@ -35,7 +35,7 @@ from vpipe.app.data.tokenizers import (
 )
 from vpipe.app.progress import progress
 from vpipe.errors import UserError, counted
-from vpipe.plugins import package_versions
+from vpipe.plugins import PluginGroup
 
 Part = Literal["train", "valid", "test"]
 PARTS: Mapping[str, Part] = {"train": "train", "training": "train", "test": "test", "testing": "test",
@@ -178,7 +178,7 @@ def prepare_tokens(corpus: Corpus, vocab_size: int = -1, tokenizer: Path | None 
     ``vocab_size``: of the tokenizer to train on the training documents; -1 = 8192, or that of ``tokenizer``, a file.
     """
     facts = {"corpus": dict(corpus.facts), "vocab_size": vocab_size, "format": _FORMAT,
-             "python": platform.python_version(), "tokenizers": package_versions(["tokenizers"]),
+             "python": platform.python_version(), "tokenizers": PluginGroup.versions_of(["tokenizers"]),
              "tokenizer": file_state(tokenizer) if tokenizer is not None and tokenizer.is_file() else tokenizer}
     return TokenCache(*cached_folder("tokens", facts, partial(_build, corpus, vocab_size, tokenizer), cache_directory))
 
@@ -211,4 +211,4 @@ def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) ->
         counts |= {f"{split}_documents": documents, f"{split}_tokens": tokens, f"{split}_bytes": size_bytes}
     return {"corpus": corpus.name, "tokenizer": None if given is None else str(given), "vocab_size": size,
             "dtype": dtype.name, "end_of_text": end, "counts": counts, "languages": divided.languages,
-            "packages": package_versions(["tokenizers"])}
+            "packages": PluginGroup.versions_of(["tokenizers"])}

@@ -26,7 +26,7 @@ from vpipe.app.data.cache import CachedFolder, cached_folder
 from vpipe.app.data.plain_text import split_sentences
 from vpipe.app.progress import progress
 from vpipe.errors import UserError
-from vpipe.plugins import package_versions
+from vpipe.plugins import PluginGroup
 
 Sentences = list[str]
 STANDARD_LIBRARY = "stdlib"
@@ -105,7 +105,7 @@ def machine_functions(cache_directory: Path | None = None, packages: Sequence[st
     It holds ``train.jsonl`` and ``test.jsonl``, which has the functions of a twentieth of the modules. Raises
     :class:`UserError` where no function is found.
     """
-    facts = {"packages": packages, "versions": package_versions(packages), "python": platform.python_version(),
+    facts = {"packages": packages, "versions": PluginGroup.versions_of(packages), "python": platform.python_version(),
              "format": _FORMAT}
     return cached_folder("functions", facts, partial(_build_functions, packages), cache_directory)
 
@@ -131,7 +131,7 @@ def _build_functions(packages: Sequence[str], folder: Path) -> dict[str, Any]:
             for module, functions in chosen.items():
                 if (module in held_out) == (split == "test"):
                     file.writelines(function.as_json(split) for function in functions)
-    return {"packages": package_versions(packages), "counts": counts}
+    return {"packages": PluginGroup.versions_of(packages), "counts": counts}
 
 
 def _functions(packages: Sequence[str]) -> Iterator[Function]:

@@ -44,7 +44,7 @@ from vpipe.app.data.tokenizers import (
     train_wordpiece,
 )
 from vpipe.errors import UserError, counted
-from vpipe.plugins import PluginGroup, package_versions
+from vpipe.plugins import PluginGroup
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -91,7 +91,7 @@ class BertCorpus:
     def facts(self, wanted: BertTextSettings, *packages: str) -> dict[str, Any]:
         """Return the entries of the manifest."""
         return {"parameters": json.loads(json.dumps(asdict(wanted), default=str)),
-                "packages": package_versions([*wanted.packages, "tokenizers", *packages]),
+                "packages": PluginGroup.versions_of([*wanted.packages, "tokenizers", *packages]),
                 "vocab_size": self.vocab_size, "sequence_length": wanted.sequence_length,
                 "max_predictions": wanted.predictions, "counts": self.counts}
 
@@ -156,9 +156,10 @@ def prepare_text(wanted: BertTextSettings, cache_directory: Path | None = None) 
     """Find the samples in the cache or build them now, without torch. Raises UserError for text that cannot work."""
     # Files are known by name, size and time of change, not by content.
     facts: dict[str, Any] = {**asdict(wanted), "format": _FORMAT, "python": platform.python_version(),
-                             "max_predictions": wanted.predictions, "tokenizers": package_versions(["tokenizers"])}
+                             "max_predictions": wanted.predictions,
+                             "tokenizers": PluginGroup.versions_of(["tokenizers"])}
     if wanted.text is None:
-        facts["versions"] = package_versions(wanted.packages)
+        facts["versions"] = PluginGroup.versions_of(wanted.packages)
     else:
         facts["text"] = file_states(text_files(wanted.text), wanted.text)
     if wanted.tokenizer is not None and wanted.tokenizer.is_file():
@@ -205,7 +206,7 @@ def text_corpus(folder: Path | None, language: str | None = None) -> Corpus:
     def prose() -> list[Document]:
         return [Document(" ".join(sentences)) for sentences in machine_prose()]
 
-    versions = {"python": platform.python_version(), **package_versions(PROSE_PACKAGES)}
+    versions = {"python": platform.python_version(), **PluginGroup.versions_of(PROSE_PACKAGES)}
     return Corpus("the prose of this machine", {"prose": versions}, prose)
 
 

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vpipe import files
 from vpipe.app.progress import message_if_slow, progress
 from vpipe.errors import UserError
-from vpipe.files import read_bounded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,7 +30,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_buffer(read_bounded(path, _MOST_BYTES, "a tokenizer"))
+        tokenizer = Tokenizer.from_buffer(files.read_bounded(path, _MOST_BYTES, "a tokenizer"))
     except UserError:
         raise
     except BaseException as error:  # the package raises bare Exception for every mistake, or panics

@@ -20,7 +20,6 @@ from typing import Any
 
 import vpipe.app.families
 from vpipe import Model
-from vpipe.arguments import shown
 from vpipe.errors import UserError
 from vpipe.plugins import PluginGroup
 
@@ -156,7 +155,9 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
 
 def _check_options(name: str, options: object) -> None:
     if not isinstance(options, type) or not is_dataclass(options) or not options.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise UserError(f"the options of the model '{name}' are {shown(options)}, which is no frozen dataclass",
+        found = f"the class {options.__name__}" if isinstance(options, type) else (
+            f"an object of class {type(options).__name__}")
+        raise UserError(f"the options of the model '{name}' are {found}, which is no frozen dataclass",
                         hint="write @dataclass(frozen=True) above a class with the options and their defaults, and "
                         "give the class")
     for one in fields(options):

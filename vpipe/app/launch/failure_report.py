@@ -15,8 +15,7 @@ from typing import Any
 
 from vpipe.app.errors import LastingError, StartError
 from vpipe.app.train.run_folder import failure_path, log_path
-from vpipe.distributed import watch
-from vpipe.distributed.fault import Fault
+from vpipe.distributed import Fault, watch
 from vpipe.errors import Problem, RunError, UserError, VpipeError
 
 

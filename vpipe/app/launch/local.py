@@ -24,8 +24,7 @@ from vpipe.app.launch.network import held
 from vpipe.app.launch.rank_env import HostRanks
 from vpipe.app.signals import PARENT_PIPE, STOPS, UNSAVED, status_after
 from vpipe.app.train.run_folder import RUNNING, log_path
-from vpipe.distributed.descriptors import reserve_for_starting
-from vpipe.distributed.fault import Fault
+from vpipe.distributed import Fault, RankEnvironment
 from vpipe.errors import RunError, VpipeError, counted
 
 GRACE_S = 2.0
@@ -96,7 +95,7 @@ class Processes:
 
     def start(self) -> None:
         """Start them all; they inherit the limit of file descriptors."""
-        reserve_for_starting(self._ranks.devices, self._ranks.world)
+        RankEnvironment.reserve_descriptors(self._ranks.devices, self._ranks.world)
         for rank in self._ranks.devices:
             reader, self._pipes[rank] = os.pipe()
             try:

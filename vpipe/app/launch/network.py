@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
-from vpipe.distributed.network import Host
+from vpipe.distributed import Host
 from vpipe.errors import UserError
 
 

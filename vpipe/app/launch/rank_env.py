@@ -13,23 +13,23 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from vpipe import accelerator
+from vpipe import Execution, accelerator
 from vpipe.app.config.config import Config
 from vpipe.app.config.machines import Hosts, host_of
 from vpipe.app.config.parallel import RANK_ENVIRONMENT
 from vpipe.app.imports import IMPORTS, imported_files
 from vpipe.app.launch.container import Container
 from vpipe.app.launch.network import interface_towards
-from vpipe.distributed import RankEnvironment
-from vpipe.distributed.network import Host
+from vpipe.distributed import Host, RankEnvironment
 from vpipe.errors import UserError, counted
-from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.runtime import prepare_schedule
 
 
 def ranks_of(config: Config) -> int:
     """Return the number of ranks of the schedule. Raises UserError if there is no such schedule."""
     cut = replace(config.parallel.standing_in.cut, recompute=0.0)  # it changes no rank
-    return ScheduleSpec(config.order, cut, config.microbatches).prepare(proved=True).ranks
+    return prepare_schedule(None, cut, config.order, config.microbatches, Execution(), needs_norms=False,
+                            proved=True).ranks
 
 
 def hosts_of(config: Config) -> Hosts | None:
@@ -64,8 +64,6 @@ def check_gpus(config: Config, numbers: Iterable[int], started_by_others: bool =
     named = config.machines is not None and config.parallel.device != "cpu" and not started_by_others
     if not config.parallel.asks_for_gpus and not named:
         return
-    from vpipe.distributed.device import choose_device
-
     gpus, numbers = accelerator.count(), list(numbers)
     if named and (missing := sorted({number for number in numbers if number >= gpus > 0})):
         raise UserError(f"machines names GPU {missing[0]}, but this host has {counted(gpus, 'GPU')}, counted from 0",
@@ -73,8 +71,8 @@ def check_gpus(config: Config, numbers: Iterable[int], started_by_others: bool =
                         "nccl; device: cpu computes on the processor")
     if not config.parallel.asks_for_gpus:
         return
-    chosen = [choose_device(config.parallel.device, config.parallel.backend, number).index
-              for number in numbers]
+    wanted, backend = config.parallel.device, config.parallel.backend
+    chosen = [accelerator.choose(wanted, backend, accelerator.Visible(gpus, number)).index for number in numbers]
     if config.parallel.backend in accelerator.DIRECT and len(set(chosen)) < len(chosen):
         what = f": {counted(len(chosen), 'rank')}, {counted(gpus, 'GPU')}" if gpus < len(chosen) else \
             f", but two ranks of a host are given the same: {chosen}"

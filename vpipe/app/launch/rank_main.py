@@ -46,10 +46,7 @@ from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.app.train.resume import ResumePoint, nothing_left
 from vpipe.app.train.run_folder import CONFIG, log_path
-from vpipe.distributed import RankEnvironment, exchange, watch
-from vpipe.distributed.descriptors import name_if_none_left
-from vpipe.distributed.init import meet
-from vpipe.distributed.network import Host, check_interfaces
+from vpipe.distributed import Host, RankEnvironment, exchange, watch
 from vpipe.errors import Problem, RunError, UserError, VpipeError, counted
 
 REPORTED_S = 2.0
@@ -196,7 +193,7 @@ class _Startup:
     def __init__(self, rank: RankEnvironment, error: VpipeError | None = None) -> None:
         self._rank, self._error = rank, error
         try:
-            self._exchange = meet() if rank.ranks > 1 else exchange()
+            self._exchange = exchange()
         except VpipeError as apart:
             raise error or apart from None  # a config that cannot be read may be why they look elsewhere
 
@@ -230,7 +227,7 @@ class _Startup:
             config = job if isinstance(job, Config) else job.config
             check_gpus(config, [self._rank.device], started_by_others=not launched)
             if interfaces := config.parallel.interface or os.environ.get("GLOO_SOCKET_IFNAME"):
-                check_interfaces(interfaces)
+                Host.check_interfaces(interfaces)
             own = Job.from_config(job, checked=True) if isinstance(job, Config) else job
             # On one host all ranks read the same files.
             return own, own.fingerprint() if several_hosts or (launched and RankEnvironment.HOST in os.environ) else ""
@@ -367,7 +364,7 @@ def _run_logged(work: Callable[[], T], folder: Path, rank: int) -> tuple[T | Non
         result = work()
     except Exception as raised:
         log.exception("rank %d failed", rank)
-        failure = error = name_if_none_left(raised, rank)
+        failure = error = RunError.for_want_of_descriptors(raised, rank) or raised
         if not isinstance(failure, VpipeError):
             what = ", ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
             failure = RunError(what, rank=rank, hint="fix what raised it")

@@ -37,7 +37,7 @@ from vpipe.app.launch.network import check_reachable, interface_towards
 from vpipe.app.launch.rank_env import HostRanks, variables_of_packages
 from vpipe.app.train.run_folder import CONFIG, failure_path
 from vpipe.errors import UserError
-from vpipe.plugins import package_versions
+from vpipe.plugins import PluginGroup
 
 REACH_S = 20.0
 """Time for a connection to the first host. Each packet that is lost on the way, or on a host that strangers connect to
@@ -77,7 +77,7 @@ def identity() -> dict[str, str]:
     package = Path(__file__).parents[2]
     for file in sorted(package.rglob("*.py")):
         content.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
-    versions = {"vpipe": "none", "torch": "none", **package_versions(("vpipe", "torch"))}
+    versions = {"vpipe": "none", "torch": "none", **PluginGroup.versions_of(("vpipe", "torch"))}
     return {"vpipe": f"{versions['vpipe']} (files {content.hexdigest()[:8]})",
             "torch": versions["torch"].partition("+")[0]}
 

@@ -24,7 +24,7 @@ def idle_bars(data: ReportData, unit: str) -> str:
     """Return a pair of bars per rank, planned above run, and their numbers as a table; HTML."""
     pairs = [("run", data.figures, 20)]
     if data.expected is not None:
-        pairs.insert(0, ("medians" if data.expected.prediction is None else "planned", data.expected.figures, 10))
+        pairs.insert(0, ("medians" if data.expected.plan is None else "planned", data.expected.figures, 10))
     times = [(name, height, max(1, figures.window.steps), figures.ranks[time.rank])
              for time in data.figures.ranks for name, figures, height in pairs]
     longest = max(time.whole / steps for _, _, steps, time in times)
@@ -78,7 +78,7 @@ def stage_table(data: ReportData, unit: str) -> str:
         for time in heads:
             seconds, below = getattr(stage, time), ""
             # A replay at the run's own medians says nothing new of those of a microbatch and of the optimizer step.
-            if expected is not None and (expected.prediction is not None or heads[time][1] == f"per {unit}"):
+            if expected is not None and (expected.plan is not None or heads[time][1] == f"per {unit}"):
                 below = _beside(getattr(expected.figures.stages[number], time), seconds)
             times.append((milliseconds(seconds), below))
         rows.append((f"{end - recording.partition[number]}–{end - 1}", len(recording.recomputed[number]),
@@ -97,10 +97,11 @@ def _memory(data: ReportData, stage: int) -> tuple[str, str]:
     """Return the bytes that a stage's rank kept, and below those of its prediction."""
     measured = data.figures.stages[stage].kept_bytes
     text = "–" if measured is None else size_text(measured)
-    if data.expected is None or data.expected.prediction is None:
+    if data.expected is None or data.expected.plan is None:
         return text, ""
     # Of the rank, as it was measured: all of its stages, without what a backward needs for a while.
     rank = data.recording.placement[stage][0]
-    planned = sum(one.memory.peak - one.memory.working for one in data.expected.prediction.stages if rank in one.ranks)
+    planned = sum(one.memory.peak - one.memory.working for one in data.expected.plan.predicted.stages
+                  if rank in one.ranks)
     apart = f" ({(measured / planned - 1) * 100:+.0f} %)" if measured is not None and planned else ""
     return text, f"{size_text(planned)}{apart}"

@@ -17,8 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 from vpipe.app.report.recording import Recording, Track
-from vpipe.schedules import Dependencies, kinds
-from vpipe.schedules.action_record import RecordedAction
+from vpipe.schedules import Dependencies, RecordedAction, kinds
 
 
 class Cause(StrEnum):

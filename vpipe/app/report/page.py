@@ -13,9 +13,10 @@ from vpipe.app.report.line_chart import Line, chart, is_drawable, thinned
 from vpipe.app.report.report_data import ReportData
 from vpipe.app.report.style import operation_fills, render
 from vpipe.app.report.timeline import Lane, stages_per_rank, timeline_figure
+from vpipe.app.sizes import parse_size
 from vpipe.app.visualize.table import compact, milliseconds
 from vpipe.errors import counted
-from vpipe.units import parse_size, size_text
+from vpipe.units import size_text
 
 _DRAWN, _FEWEST, _MOST = 800, 32, 48  # actions of all ranks together and of a rank, in each timeline
 _MOST_CURVES = 16
@@ -52,7 +53,7 @@ class _Page:
                 ran = typical_window(self._run, most, steps)
         self.lanes = [Lane("As run", self._run, data.producers, ran)]
         if expected is not None:
-            self.lanes.insert(0, Lane("As planned" if expected.prediction is not None else "At medians",
+            self.lanes.insert(0, Lane("As planned" if expected.plan is not None else "At medians",
                                       expected.recording, expected.producers,
                                       typical_window(expected.recording, most, ran.steps)))
 
@@ -63,15 +64,15 @@ class _Page:
                "" if totals.tokens_per_s is None else f"{totals.tokens_per_s:,.0f} tokens/s")
         against = ""
         if expected is not None:
-            planned_s = expected.figures.step_s if expected.prediction is None else expected.prediction.step_s
-            word = "at medians" if expected.prediction is None else "predicted"
+            planned_s = expected.figures.step_s if expected.plan is None else expected.plan.predicted.step_s
+            word = "at medians" if expected.plan is None else "predicted"
             apart = f" ({(totals.step_s / planned_s - 1) * 100:+.1f} %)" if planned_s else ""
             against = f"{word} {milliseconds(planned_s)}{apart}"
         yield f"median {unit}", milliseconds(totals.step_s), against
         planned = ""
         if expected is not None:
-            planned = (f"at medians {share_text(expected.figures.bubble)}" if expected.prediction is None else
-                       f"planned {share_text(expected.prediction.bubble)}")
+            planned = (f"at medians {share_text(expected.figures.bubble)}" if expected.plan is None else
+                       f"planned {share_text(expected.plan.predicted.bubble)}")
         yield "bubble", share_text(totals.bubble), planned
         yield ("MFU", share_text(totals.mfu), "metrics.jsonl has none" if totals.mfu is None else
                f"HFU {share_text(totals.hfu)}" + ("" if totals.peak is None else f", of {totals.peak}"))

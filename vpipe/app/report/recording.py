@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import UserError, counted
-from vpipe.schedules import Dependencies, kinds
-from vpipe.schedules.action_record import RecordedAction
+from vpipe.schedules import Dependencies, RecordedAction, kinds
 
 _RECORD_AGAIN = "record the run again with 'trace: true' in its config, or copy the file whole"
 

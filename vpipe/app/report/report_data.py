@@ -19,9 +19,7 @@ from vpipe.app.report.recording import Recording, Track, read_recording
 from vpipe.app.report.run_metrics import History, Totals, read_history
 from vpipe.errors import CheckError, UserError, counted
 from vpipe.plan import Profile, predict
-from vpipe.plan.plan import Prediction
-from vpipe.schedules import Action, Costs, Schedule, StageCosts, Timeline, kinds, simulate
-from vpipe.schedules.action_record import RecordedAction
+from vpipe.schedules import Action, Costs, RecordedAction, Schedule, Timeline, kinds, simulate
 
 _LONGEST = 24  # steps that are simulated
 _IN_A_ROW, _FEWEST, _ACTIONS = 8, 4, 60_000  # simulated batches of a schedule with a flush; so many actions are quick
@@ -82,18 +80,18 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
 def _median_costs(recording: Recording, producers: Producers, early: set[int]) -> Costs:
     usual = medians(recording)
 
-    def stage(number: int) -> StageCosts:
+    def stage(number: int) -> dict[str, float]:
         def of(trait: str) -> float:
             return usual.get((number, kinds.having(trait)), 0.0)
 
         whole, split = of("whole_backward"), (number, kinds.having("first_half")) in usual
         halves = (of("first_half"), of("second_half")) if split else (whole, 0.0)
-        return StageCosts(of("uses_version"), *halves, of("recomputation") if number in early else 0.0,
-                          of("makes_version"))
+        return {"forward_s": of("uses_version"), "input_s": halves[0], "weight_s": halves[1],
+                "recompute_s": of("recomputation") if number in early else 0.0, "step_s": of("makes_version")}
 
     waits = [piece.end_s - piece.start_s for track in recording.tracks
              for piece in time_slices(recording, track, producers) if piece.cause is Cause.TRANSFER]
-    costs = Costs(tuple(map(stage, range(len(recording.placement)))), seconds={
+    costs = Costs.of_stages(map(stage, range(len(recording.placement))), {
         (kind, number): seconds for (number, kind), seconds in usual.items() if not kind.is_own})
     return costs.with_transfers(median(waits) if waits else 0.0)
 
@@ -104,15 +102,15 @@ class ExpectedRun:
 
     Attributes:
         recording, producers, figures: of the simulated run.
-        prediction: of the plan; None where the simulation uses the run's own durations.
-        memory: per rank the planned curve (second, bytes); empty without a prediction.
+        plan: with the prediction of it; None where the simulation uses the run's own durations.
+        memory: per rank the planned curve (second, bytes); empty without a plan.
         basis: a sentence on what was simulated.
     """
 
     recording: Recording
     producers: Producers
     figures: Figures
-    prediction: Prediction | None
+    plan: Plan | None
     memory: Sequence[Points]
     basis: str
 
@@ -213,21 +211,21 @@ def _of_profile(recording: Recording, profile: Profile, plan: Plan | None) -> Ex
         plan = Plan(Cut(recording.partition, recording.recomputed, recording.placement), Order(recording.schedule))
     predicted = predict(profile, plan, schedule=recording.schedule, microbatches=recording.microbatches,
                         update_every=None if recording.flush else recording.update_every)
-    return _made(recording, predicted.timeline, predicted.prediction, basis)
+    return _made(recording, predicted.timeline, replace(plan, predictions=predicted.prediction), basis)
 
 
-def _made(recording: Recording, timeline: Timeline, prediction: Prediction | None, basis: str) -> ExpectedRun:
+def _made(recording: Recording, timeline: Timeline, plan: Plan | None, basis: str) -> ExpectedRun:
     schedule = timeline.schedule
     if schedule.flush and schedule.microbatches == schedule.update_every:
         timeline = repeat_batches(timeline, max(_FEWEST, min(_IN_A_ROW, _ACTIONS // sum(map(len, schedule.programs)))))
     simulated = as_recording(timeline, recording)
     producers = Producers.from_recording(simulated, simulated=True)
     memory: list[Points] = []
-    if prediction is not None:
+    if plan is not None:
         static = Counter[int]()
-        for stage in prediction.stages:
+        for stage in plan.predicted.stages:
             for rank in stage.ranks:
                 static[rank] += stage.memory.gradients + stage.memory.optimizer
         for rank, curve in enumerate(timeline.memory):  # of equal seconds the last
             memory.append(sorted({float(second): float(held) + static[rank] for second, held in curve}.items()))
-    return ExpectedRun(simulated, producers, Figures.from_recording(simulated, producers), prediction, memory, basis)
+    return ExpectedRun(simulated, producers, Figures.from_recording(simulated, producers), plan, memory, basis)

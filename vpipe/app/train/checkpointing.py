@@ -18,8 +18,7 @@ from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.observers import Run
 from vpipe.app.train.resume import RUN
 from vpipe.app.train.run_folder import checkpoints_root
-from vpipe.app.train.shared_folder import check_shared_folder
-from vpipe.checkpoint import Checkpoint, CheckpointInfo, Checkpoints, Manifest, Saver, SaveResult
+from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest, Saver
 from vpipe.distributed import RankEnvironment, exchange, watch
 from vpipe.errors import RunError, UserError, counted
 
@@ -87,7 +86,8 @@ class Checkpointing:
                 _make_writable(root)
             else:
                 root = Path(exchange().from_rank(str(root)))
-                check_shared_folder(root, exchange(), os.environ.get(RankEnvironment.HOST) or socket.gethostname())
+                Checkpoints(root).check_shared(
+                    exchange(), os.environ.get(RankEnvironment.HOST) or socket.gethostname())
         except UserError as error:
             if config.checkpoint is not None:
                 raise
@@ -111,7 +111,7 @@ class Checkpointing:
         began = perf_counter()
         with watch.activity.during("saving a checkpoint"):
             tensors = self._run.pipe.local_state()
-            self._open_saver(self.root).save(self._info(), tensors, began)
+            self._open_saver(self.root).save(self._about(), tensors, began)
         self._saved = steps
         self.report()
 
@@ -132,13 +132,13 @@ class Checkpointing:
             self._report(wait_for_drains=False)
 
     def _report(self, wait_for_drains: bool) -> None:
-        for saved in self._results[self._reported:]:
+        for saved in [] if self._saver is None else self._saver.results[self._reported:]:
             drained = self._job.schedule.flush or self._metrics.steps >= saved.step + len(self._job.placement)
             if wait_for_drains and not drained:
                 break
             facts: dict[str, float | str] = {"error": saved.error} if saved.error else {
                 "pause_s": round(saved.pause_s, 4), "save_s": round(saved.seconds, 4), "bytes": saved.bytes,
-                "drain_s": round(self._drain_s(saved), 4)}
+                "drain_s": round(self._drain_s(saved.step, saved.pause_s), 4)}
             self._metrics.checkpoint(saved.step - 1, f"step-{saved.step}", **facts)
             log.info("checkpoint of step %d: %s", saved.step, facts)
             self._reported += 1
@@ -148,7 +148,7 @@ class Checkpointing:
     @property
     def is_saved(self) -> bool:
         """Return whether the state after the last step is in a checkpoint; valid after :meth:`finish`."""
-        return self._saved == self._metrics.steps and not (self._results and self._results[-1].error)
+        return self._saved == self._metrics.steps and self._lost is None
 
     def check_end(self) -> None:
         """Refuse to end well where the result of the run is lost.
@@ -156,20 +156,19 @@ class Checkpointing:
         Raises:
             RunError: the last checkpoint was given up.
         """
-        last = self._results[-1] if self._results else None
-        if last is not None and last.error and last.step == self._metrics.steps:
+        if self._lost is not None and self._saved == self._metrics.steps:
             assert self.root is not None, "a save was tried there"
             newest = Checkpoints(self.root).newest()
             rest = "there is no checkpoint to resume from" if newest is None else (
                 f"then go on from step {Checkpoints.step_of(newest)} with: vpipe train --resume "
                 f"{quote(str(self._run.folder))}")
-            raise RunError(f"the last checkpoint, of step {last.step}, could not be saved: {last.error}",
+            raise RunError(f"the last checkpoint, of step {self._saved}, could not be saved: {self._lost}",
                            hint="make room, or set checkpoint.directory, or lower the learning rate where weights are "
                            f"not finite; {rest}")
 
     def summary(self) -> list[str]:
         """Return the number, size, place and cost of the saves, in lines."""
-        complete = [saved for saved in self._results if not saved.error]
+        complete = [] if self._saver is None else [saved for saved in self._saver.results if not saved.error]
         if not complete:
             return []
         assert self.root is not None, "the saves are there"
@@ -180,29 +179,30 @@ class Checkpointing:
                  f"{self.root if self._run.folder.is_absolute() else os.path.relpath(self.root)}",
                  f"for each training paused {1e3 * median(s.pause_s for s in complete):.0f} ms, and it was complete "
                  f"after {median(s.seconds for s in complete):.2f} s (medians)"]
-        drains = [self._drain_s(saved) for saved in complete if self._metrics.steps > saved.step]
+        drains = [self._drain_s(saved.step, saved.pause_s) for saved in complete if self._metrics.steps > saved.step]
         if drains and not self._job.schedule.flush:
             lines.append(f"running empty and filling again cost {median(drains):.2f} s for each (median)")
         return lines
 
     @property
-    def _results(self) -> list[SaveResult]:
-        return [] if self._saver is None else self._saver.results
+    def _lost(self) -> str | None:
+        """The reason why the last save was given up; None where it was not, and before the first."""
+        return self._saver.results[-1].error if self._saver is not None and self._saver.results else None
 
-    def _info(self) -> CheckpointInfo:
+    def _about(self) -> Manifest:
         job, pipe = self._job, self._run.pipe
         position = pipe.position
         arrangement = {**pipe.arrangement, "drained": not job.schedule.flush, RUN: os.path.abspath(self._run.folder)}
-        return CheckpointInfo(position.steps, position.samples, job.config.training.seed, self._data, self._config,
-                              arrangement, position.as_numbers(pipe.microbatches))
+        return Manifest(position.steps, position.samples, job.config.training.seed, self._data, self._config,
+                        arrangement, position.as_numbers(pipe.microbatches))
 
-    def _drain_s(self, saved: SaveResult) -> float:
+    def _drain_s(self, step: int, pause_s: float) -> float:
         """Return by how much the steps around a save, as many before and after as there are stages, took longer."""
-        if self._job.schedule.flush or self._metrics.steps <= saved.step:
+        if self._job.schedule.flush or self._metrics.steps <= step:
             return 0.0
-        at, steps = saved.step - self._job.steps_done, len(self._job.placement)
+        at, steps = step - self._job.steps_done, len(self._job.placement)
         around = self._metrics.update_s[max(0, at - steps):at + steps]
-        return max(0.0, sum(around) - saved.pause_s - len(around) * median(self._metrics.update_s))
+        return max(0.0, sum(around) - pause_s - len(around) * median(self._metrics.update_s))
 
     def __enter__(self) -> Checkpointing:
         return self

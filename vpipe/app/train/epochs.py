@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.app.data.dataset import Dataset, VaryingBatches
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Return the seed of the order of an epoch: the same everywhere, unrelated for neighbouring values."""
+    packed = struct.pack("<2q", seed, epoch)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from vpipe.app.config.options import all_options
 from vpipe.app.data.dataset import Comparable, Dataset, DatasetSettings, HeldOutText, Tokenized, VaryingBatches
 from vpipe.app.data.registry import dataset_named
 from vpipe.app.families.registry import family_named, model_named
-from vpipe.app.train.epochs import Epochs
+from vpipe.app.train.epochs import Epochs, epoch_seed
 from vpipe.app.train.model_section import model_file, model_flops, model_settings
 from vpipe.app.train.optimizers import (
     MATRIX_OPTIMIZERS,
@@ -27,19 +27,16 @@ from vpipe.app.train.optimizers import (
     OptimizerSettings,
     hidden_matrices,
 )
-from vpipe.app.train.profile_cache import load_by_digest, to_stderr
+from vpipe.app.train.profile_cache import cached, to_stderr
 from vpipe.app.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
 from vpipe.app.train.tensorboard import check_installed
 from vpipe.description import Description
-from vpipe.distributed.device import choose_device
+from vpipe.distributed import RankEnvironment
 from vpipe.errors import UserError
-from vpipe.model import seed_of
 from vpipe.plan import Profile
 from vpipe.plugins import PluginGroup
-from vpipe.profiling.fingerprint import model_digest as digest_of
 from vpipe.runtime import prepare_schedule
 from vpipe.schedules import Advice, Schedule
-from vpipe.schedules.prepare import ScheduleSpec
 
 OBSERVERS = PluginGroup("vpipe.observers", "observer")
 """The group of entry points, see :mod:`vpipe.app.train.observers`."""
@@ -155,8 +152,7 @@ class Job:
             raise UserError(f"the plan cuts a batch into {microbatches} microbatches, which do not divide its "
                             f"{self.config.dataset.batch_size} samples",
                             hint="change dataset.batch_size, or plan again")
-        flush = ScheduleSpec.has_flush(followed.schedule)
-        late = {"delay_correction": "none", "delay_correction_strength": 1.0} if flush else {}
+        late = {} if followed.asynchronous else {"delay_correction": "none", "delay_correction_strength": 1.0}
         config = self.config.with_parallel(followed).model_copy(update={
             "training": training.model_copy(update={"num_microbatches": microbatches, **late})})
         return self._prepare(config, self.dataset, self.model, plan, proved=proved).resumed(
@@ -172,7 +168,7 @@ class Job:
             return
         self.plan.save(folder / PLAN)
         if self.plan.profile is not None:
-            profile = load_by_digest(self.plan.profile, self.config.dataset.cache_directory)
+            profile = cached(self.plan.profile, self.config.dataset.cache_directory, lambda line: None)
             if profile is not None and profile.identity.model == model_digest(self):
                 self.with_correction(profile).save(folder / PROFILE)
 
@@ -233,7 +229,7 @@ class Job:
         """The epochs of training."""
         config = self.config
         return Epochs(self.dataset, config.dataset.batch_size, config.microbatches, config.model.sequence_length,
-                      partial(seed_of, _data_seed(config)))
+                      partial(epoch_seed, _data_seed(config)))
 
     @cached_property
     def updates(self) -> int | None:
@@ -380,7 +376,8 @@ def device_of(config: Config) -> torch.device:
     Raises:
         UserError: the device does not exist.
     """
-    device = choose_device(config.parallel.device, config.parallel.backend)
+    device = accelerator.choose(config.parallel.device, config.parallel.backend,
+                                accelerator.Visible.here(RankEnvironment.local_rank() or 0))
     accelerator.make_current(device)
     return device
 
@@ -418,7 +415,7 @@ def model_name(job: Job) -> str:
 
 def model_digest(job: Job) -> str:
     """Return the digest of a job's model in the identity of a profile."""
-    return digest_of(job.model, microbatch_of(job, job.config.microbatch_size))
+    return job.model.digest(microbatch_of(job, job.config.microbatch_size))
 
 
 def microbatch_of(job: Job, size: int) -> Mapping[str, Tensor]:

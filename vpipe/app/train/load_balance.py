@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from vpipe import Plan
-from vpipe.app.train.job import Job
+from vpipe.app.train.job import Job, microbatch_of
 from vpipe.app.train.observers import Observer, Run
 from vpipe.app.train.run_folder import PLAN, PROFILE
 from vpipe.distributed import exchange
 from vpipe.errors import UserError
 from vpipe.plan import Profile
+from vpipe.profiling import RankGroup
 from vpipe.runtime import StageUsage
 from vpipe.schedules import CsvFile
 from vpipe.units import size_text
@@ -146,15 +147,16 @@ class BalanceCheck(Observer):
 
     def _profile(self) -> Profile | None:
         """Return the profile that the run was planned with, or one of this job and device from the cache."""
-        from vpipe.app.train.planning import identities_of
+        from vpipe.app.train.planning import settings_of
         from vpipe.app.train.profile_cache import cached  # few runs need it
 
         size, ranks = self._job.config.microbatch_size, self._job.schedule.ranks
         try:
             if (self._run.folder / PROFILE).exists():
                 return Profile.load(self._run.folder / PROFILE)
-            [identity] = identities_of(self._job, [size], ranks)  # as if all were on one host
-            return cached(identity, self._job.config.dataset.cache_directory, log.warning)
+            [identity] = RankGroup.supposed(self._run.pipe.device, ranks).identify(  # as if all were on one host
+                self._job.model, [microbatch_of(self._job, size)], **settings_of(self._job))
+            return cached(identity.kept_as, self._job.config.dataset.cache_directory, log.warning)
         except UserError as error:  # the run needs none
             log.warning("%s", error)
             return None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe import accelerator
-from vpipe.profiling.rank_group import RankGroup
+from vpipe.profiling import RankGroup
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vpipe import Plan, accelerator
+from vpipe import Plan
 from vpipe.app.config.config import Config
 from vpipe.app.config.parallel import AUTO
 from vpipe.app.errors import PlanningError
@@ -25,10 +24,7 @@ from vpipe.app.train.run_folder import CONFIG, PROFILE
 from vpipe.distributed import exchange, join_world
 from vpipe.errors import Problem, UserError
 from vpipe.plan import PlanRequest, Profile, solve
-from vpipe.plan.profile import Identity
-from vpipe.profiling import measure
-from vpipe.profiling.fingerprint import identify
-from vpipe.profiling.rank_group import RankGroup
+from vpipe.profiling import RankGroup, measure
 from vpipe.schedules import RegisteredSchedule
 
 log = logging.getLogger("vpipe")
@@ -167,16 +163,14 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
     device = device_of(config)
     world = RankGroup(device)
     wanted = sorted(set(sizes or [config.microbatch_size]))
-    identities = identities_of(job, wanted, world.ranks_per_host, world.ranks, len(set(world.hosts)), world.cores())
+    identities = world.identify(job.model, [microbatch_of(job, size) for size in wanted], **settings_of(job))
     directory = config.dataset.cache_directory
     known: dict[str, object] = {}
     if world.rank == 0 and not again:
         known = {str(size): profile.as_json() for size, identity in zip(wanted, identities, strict=True)
-                 if (profile := cached(identity, directory, report)) is not None}
-    shared = world.all_gather([known, [asdict(identity) for identity in identities]])[0]
-    found = {int(size): Profile.of_json(content) for size, content in shared[0].items()}
-    missing = [(size, Identity(**identity)) for size, identity in zip(wanted, shared[1], strict=True)
-               if size not in found]
+                 if (profile := cached(identity.kept_as, directory, report)) is not None}
+    found = {int(size): Profile.of_json(content) for size, content in world.all_gather(known)[0].items()}
+    missing = [(size, identity) for size, identity in zip(wanted, identities, strict=True) if size not in found]
     if missing:
         shown_s = -PROGRESS_S
 
@@ -201,21 +195,12 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
     return {size: job.with_correction(found[size]) for size in wanted}
 
 
-def identities_of(job: Job, sizes: Sequence[int], ranks_per_host: int, ranks: int | None = None, hosts: int = 1,
-                  cores: int | None = None) -> list[Identity]:
-    """Return the identities of profiles of the job on this kind of device, by microbatch size.
-
-    The layers are inspected once. See ``identify`` for the other arguments.
-    """
-    config, device = job.config, device_of(job.config)
-    parallel, own_gpus = config.parallel, device.type != "cpu" and cores is None
-    backend = parallel.backend or (accelerator.collectives() if own_gpus else "gloo")
-    beside = " and shared memory" if parallel.shared_memory and device.type == "cpu" else ""
-    first = identify(job.model, microbatch_of(job, sizes[0]), model_name=model_name(job),
-                     optimizer=_optimizer(job.optimizer()), device=device, ranks_per_host=ranks_per_host,
-                     backend=backend + beside, threads=config.training.threads, ranks=ranks, hosts=hosts, cores=cores,
-                     precision=config.training.precision)
-    return [replace(first, microbatch_size=job.microbatch_samples(size)) for size in sizes]
+def settings_of(job: Job) -> dict[str, Any]:
+    """Return the settings of a job on which its profiles depend, as :meth:`vpipe.profiling.RankGroup.identify` takes
+    them."""
+    parallel, training = job.config.parallel, job.config.training
+    return {"model_name": model_name(job), "optimizer": _optimizer(job.optimizer()), "backend": parallel.backend,
+            "shared_memory": parallel.shared_memory, "threads": training.threads, "precision": training.precision}
 
 
 def _optimizer(settings: OptimizerSettings) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from vpipe.errors import UserError
 from vpipe.plan import Profile
-from vpipe.plan.profile import Identity
 
 Say = Callable[[str], None]
 
@@ -19,21 +18,26 @@ def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def profile_path(identity: Identity, directory: Path | None = None) -> Path:
-    """Return the path of a profile in the directory for prepared data, by default ``~/.cache/vpipe``."""
-    return _folder(directory) / f"{identity.digest}.json"
+def profile_path(digest: str, directory: Path | None = None) -> Path:
+    """Return the path of a profile in the directory for prepared data, by default ``~/.cache/vpipe``.
+
+    Args:
+        digest: of its identity.
+    """
+    return (Path.home() / ".cache" / "vpipe" if directory is None else directory) / "profiles" / f"{digest}.json"
 
 
-def cached(identity: Identity, directory: Path | None = None, say: Say = to_stderr) -> Profile | None:
-    """Return the profile with this identity, if it was measured before. A damaged one is reported and not used."""
-    if not identity.is_cacheable:
-        return None
-    path = profile_path(identity, directory)
-    if not path.exists():
+def cached(digest: str | None, directory: Path | None = None, say: Say = to_stderr) -> Profile | None:
+    """Return the profile whose identity has this digest, if it was measured before and is kept; None without one.
+
+    A damaged one is reported and not used.
+    """
+    if digest is None or re.fullmatch("[0-9a-f]{12}", digest) is None or not (
+            path := profile_path(digest, directory)).exists():
         return None
     try:
         profile = Profile.load(path)
-        if profile.identity == identity:
+        if profile.identity.digest == digest:
             return profile
         why = "the file holds the profile of something else"
     except UserError as error:
@@ -42,27 +46,16 @@ def cached(identity: Identity, directory: Path | None = None, say: Say = to_stde
     return None
 
 
-def load_by_digest(digest: str, directory: Path | None = None) -> Profile | None:
-    """Return the profile that a plan names, if it is there and undamaged."""
-    if re.fullmatch("[0-9a-f]{12}", digest) is None:
-        return None
-    try:
-        profile = Profile.load(_folder(directory) / f"{digest}.json")
-    except UserError:
-        return None
-    return profile if profile.identity.digest == digest else None
-
-
 def store(profile: Profile, directory: Path | None = None) -> Path:
     """Save a profile for later runs.
 
     Raises:
         UserError: it cannot be written, or its layers have no digest by which equal ones could be known.
     """
-    if not profile.identity.is_cacheable:
+    if (digest := profile.identity.kept_as) is None:
         raise UserError(f"the profile of {profile.identity.model_name} is not kept: its layers hold objects or "
                         "functions whose content cannot be read", hint="each run measures anew")
-    path = profile_path(profile.identity, directory)
+    path = profile_path(digest, directory)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.save(path)
@@ -71,6 +64,3 @@ def store(profile: Profile, directory: Path | None = None) -> Path:
                         hint="name a folder that can be written as dataset.cache_directory") from None
     return path
 
-
-def _folder(directory: Path | None) -> Path:
-    return (Path.home() / ".cache" / "vpipe" if directory is None else directory) / "profiles"

@@ -14,8 +14,7 @@ from typing import IO, Self
 from vpipe import Pipeline
 from vpipe.app.train.observers import Observer, Run
 from vpipe.errors import UserError
-from vpipe.schedules.action_record import RecordedAction
-from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules import RecordedAction
 
 log = logging.getLogger("vpipe")
 
@@ -104,7 +103,7 @@ class TraceWriter(Observer):
         pipe, recorder = self._pipe, self._recorders[rank]
         return {"format": RecordedAction.file_format(), "rank": rank, "host": socket.gethostname(),
                 "clock_offset_s": self._clocks[0][1], "placement": pipe.placement, "schedule": pipe.schedule,
-                "flush": ScheduleSpec.has_flush(pipe.schedule),
+                "flush": pipe.lowered.flush,
                 "microbatches": pipe.microbatches, "update_every": pipe.update_every, "partition": pipe.partition,
                 "recomputed": [sorted(layers) for layers in pipe.recomputed], "samples_per_step": self._samples,
                 "weight_bytes": recorder.weight_bytes(), "static_bytes": recorder.static_bytes()}

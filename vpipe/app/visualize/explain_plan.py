@@ -10,7 +10,6 @@ from vpipe import Plan
 from vpipe.app.visualize.table import Column, columns, compact, filled, listed, milliseconds, ms_text
 from vpipe.errors import counted
 from vpipe.plan import Profile
-from vpipe.plan.solver.request import Alternative
 from vpipe.schedules import Advice, RegisteredSchedule, build
 from vpipe.units import size_text
 
@@ -34,6 +33,30 @@ _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
+class OtherPlan:
+    """A plan to compare with.
+
+    Attributes:
+        what: distinguishes it, such as ``schedule gpipe``.
+        plan: None where none is possible.
+        seconds_per_sample: predicted.
+        simulated: whether that was simulated, or is the solver's formula, which is coarser.
+        why: none is possible.
+    """
+
+    what: str
+    plan: Plan | None = None
+    seconds_per_sample: float | None = None
+    simulated: bool = True
+    why: str = ""
+
+    @classmethod
+    def simulated_one(cls, what: str, plan: Plan) -> OtherPlan:
+        """Return a plan with predictions."""
+        return cls(what, plan, plan.predicted.seconds_per_sample)
+
+
+@dataclass(frozen=True)
 class PlanExplanation:
     """A plan with predictions, the profile that it was made from, and all else that its explanation needs.
 
@@ -49,7 +72,7 @@ class PlanExplanation:
     limit_bytes: int | None
     limit_from: str
     solver: str
-    others: Sequence[Alternative]
+    others: Sequence[OtherPlan]
 
     def text(self, width: int) -> str:
         """Return the explanation in lines of ``width``; a table without columns to spare may be wider."""
@@ -224,7 +247,7 @@ def stages_by_ranks(plan: Plan) -> list[list[int]]:
     return list(groups.values())
 
 
-def alternatives_table(best: Plan, others: Sequence[Alternative], width: int) -> list[str]:
+def alternatives_table(best: Plan, others: Sequence[OtherPlan], width: int) -> list[str]:
     """Return the plan and others, by samples per second; below them those that are impossible, with the reason."""
     rate = 1 / best.predicted.seconds_per_sample
     rows = [("this plan", best, rate, True)]

@@ -99,7 +99,7 @@ class Summary:
         return self.proved.versions_used
 
     @property
-    def chunks(self) -> str:
+    def stages_per_rank(self) -> str:
         """Return the stages per rank that a microbatch passes, such as ``2`` or, of ranks that differ, ``1-2``."""
         counts = sorted({self.schedule.passes(rank) for rank in range(self.schedule.ranks)})
         return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
@@ -163,7 +163,7 @@ def compare(found: Mapping[str, Summary | str]) -> str:
     summaries = sorted((one for one in found.values() if isinstance(one, Summary)),
                        key=lambda one: (one.timeline.bubble_s, one.peak, one.schedule.name))
     head = ["schedule", "stages/rank", "bubble", "share", "makespan", "peak activations", "versions", "staleness"]
-    rows = [[one.schedule.name, one.chunks, number(one.timeline.bubble_s), share_text(one),
+    rows = [[one.schedule.name, one.stages_per_rank, number(one.timeline.bubble_s), share_text(one),
              number(one.timeline.makespan_s), _peak_text(one), *(
                  str(max(getattr(stage, peak) for stage in one.proved.stage_peaks))
                  for peak in ("versions", "staleness"))] for one in summaries]
@@ -189,4 +189,4 @@ def share_text(summary: Summary) -> str:
 
 def _peak_text(summary: Summary) -> str:
     most = max(facts.peak_activations for facts in summary.proved.rank_peaks)
-    return number(summary.peak) + (f" ({most})" if summary.chunks != "1" else "")
+    return number(summary.peak) + (f" ({most})" if summary.stages_per_rank != "1" else "")

@@ -203,7 +203,7 @@ class _Drawing:
                 at += wide
             yield f'<text x="{_n(at + 5)}" y="{y + 11}">{name}</text>'
             x += width
-        several, halves = self._summary.chunks != "1", any(head == "W halves" for head, _, _ in self._columns)
+        several, halves = self._summary.stages_per_rank != "1", any(head == "W halves" for head, _, _ in self._columns)
         notes = ["numbers: microbatches"
                  + "; shades: the rank's stages, from its first to its last, the palest" * any(self._summary.chunk_of)
                  + "; v: the weight version in use" * bool(self._versions),

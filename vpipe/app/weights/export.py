@@ -20,7 +20,7 @@ from vpipe import Model
 from vpipe.app.families.registry import HuggingFace, ModelSettings
 from vpipe.app.weights import check_free
 from vpipe.app.weights.import_weights import CONFIG, WEIGHTS
-from vpipe.checkpoint import CheckpointInfo, Manifest, save_weights
+from vpipe.checkpoint import Checkpoint, Manifest
 from vpipe.errors import UserError
 
 
@@ -81,7 +81,7 @@ def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, 
             _write_json(partial / "tokenizer_config.json", {"tokenizer_class": huggingface.tokenizer, **special})
 
 
-def make_checkpoint(out: Path, info: CheckpointInfo, model: Model, weights: Mapping[str, Tensor],
+def make_checkpoint(out: Path, about: Manifest, model: Model, weights: Mapping[str, Tensor],
                     config: Path | None = None) -> Manifest:
     """Make a checkpoint of weights alone, from which a run can begin.
 
@@ -95,7 +95,7 @@ def make_checkpoint(out: Path, info: CheckpointInfo, model: Model, weights: Mapp
     with _written(out) as partial:
         partial.mkdir()
         more = [] if config is None else [Path(shutil.copyfile(config, partial / CONFIG))]
-        return save_weights(partial, info, model, weights, more)
+        return Checkpoint.of_weights(partial, about, model, weights, more).manifest
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from vpipe import files
 from vpipe.app.families.registry import HuggingFace, ModelSettings, family_named, model_names
 from vpipe.errors import UserError, counted, nearest
-from vpipe.files import read_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -47,7 +47,7 @@ class HuggingFaceModel(NamedTuple):
 def read_model_config(folder: Path) -> HuggingFaceModel:
     """Return the model in a folder that ``save_pretrained`` wrote. Raises UserError for an unknown kind of model."""
     path = folder / CONFIG
-    config = read_json(path, MOST_BYTES, f"the model's {CONFIG}",
+    config = files.read_json(path, MOST_BYTES, f"the model's {CONFIG}",
                        f"a folder of Hugging Face's holds {CONFIG} and {WEIGHTS}: download it again")
     kind = config.get("model_type") if isinstance(config, dict) else None
     families: dict[str, tuple[str, HuggingFace]] = {}
@@ -108,7 +108,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     read = read_safetensors if name.startswith(WEIGHTS) else read_torch
     if not name.endswith(".index.json"):
         return read(folder / name)
-    index = read_json(folder / name, MOST_BYTES, "the list of the files that hold the weights",
+    index = files.read_json(folder / name, MOST_BYTES, "the list of the files that hold the weights",
                       "download the folder again")
     try:
         parts = dict.fromkeys(index["weight_map"].values())

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vpipe import files
 from vpipe.app.data.bert_samples import SHAPES, STORAGE, Samples, bert_fields
 from vpipe.app.data.cache import MANIFEST, read_manifest
 from vpipe.app.data.dataset import DatasetSettings, Field, Split
@@ -27,7 +28,6 @@ from vpipe.app.data.registry import register_dataset
 from vpipe.app.data.tokenizers import LARGEST_VOCAB_SIZE, load_wordpiece
 from vpipe.app.progress import progress
 from vpipe.errors import Problem, UserError
-from vpipe.files import count_of, read_bounded
 
 if TYPE_CHECKING:
     import h5py
@@ -312,7 +312,7 @@ def _vocab_size_beside(folder: Path) -> tuple[int, str]:
     manifest = read_manifest(folder)
     if manifest is not None and manifest.get("vocab_size") is not None:
         try:
-            return count_of(manifest["vocab_size"]), MANIFEST
+            return files.count_of(manifest["vocab_size"]), MANIFEST
         except ValueError as error:
             raise UserError(f"vocab_size in {MANIFEST}: {error}", hint="build the shards again", where=str(folder)) \
                 from None
@@ -320,7 +320,7 @@ def _vocab_size_beside(folder: Path) -> tuple[int, str]:
         return int(load_wordpiece(folder / "tokenizer.json").get_vocab_size()), "tokenizer.json"
     if (folder / "vocab.txt").is_file():
         try:
-            words = read_bounded(folder / "vocab.txt", _MOST_WORDS_BYTES, "a vocabulary").decode("utf-8")
+            words = files.read_bounded(folder / "vocab.txt", _MOST_WORDS_BYTES, "a vocabulary").decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"vocab.txt cannot be read: {error}", hint="it holds a word per line, in UTF-8",
                             where=str(folder / "vocab.txt")) from None

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from vpipe import files
 from vpipe.app.data.plain_text import BYTE_ORDER_MARK
 from vpipe.errors import UserError
-from vpipe.files import read_bounded
 
 SUFFIXES = (".mo", ".po")
 _MOST_BYTES = 64 << 20
@@ -74,7 +74,7 @@ class Catalogue:
 def read_messages(path: Path) -> list[CatalogueEntry]:
     """Return the messages of a catalogue that are translated. Raises :class:`UserError` for a file that is none."""
     try:
-        content = read_bounded(path, _MOST_BYTES, "a catalogue")
+        content = files.read_bounded(path, _MOST_BYTES, "a catalogue")
         return _read_mo(content) if path.suffix == ".mo" else _read_po(content)
     except OSError as error:
         what, where = f"{path.name} cannot be read: {error.strerror or error}", str(path)

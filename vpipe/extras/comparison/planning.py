@@ -16,7 +16,7 @@ from vpipe.app.train.planning import memory_limit, profile_job, request_of
 from vpipe.errors import Problem, UserError, counted
 from vpipe.extras.comparison.systems import SYSTEMS, ComparisonRequest, microbatch_counts, plan_system
 from vpipe.plan import Profile, solve
-from vpipe.profiling.rank_group import RankGroup
+from vpipe.profiling import RankGroup
 from vpipe.schedules import RegisteredSchedule
 from vpipe.units import size_text
 
@@ -124,7 +124,7 @@ def system_contender(label: str, model: str, name: str, profiles: Mapping[int, P
     found = plan_system(system, profiles, ranks, memory_bytes)
     tried = ", ".join(f"{size} " + ("does not fit" if seconds is None else f"{1 / seconds:.1f}/s")
                       for size, seconds in found.seconds_per_sample.items())
-    most = max(stage.memory.peak for stage in found.prediction.stages)
+    most = max(stage.memory.peak for stage in found.plan.predicted.stages)
     log(f"{label}: microbatches of {found.microbatch_size}, {size_text(most)} on the fullest rank (samples per second "
         f"predicted by microbatch: {tried})")
     return Contender(label, model, system.description, found.plan, found.largest_size, memory_bytes)

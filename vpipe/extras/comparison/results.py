@@ -10,6 +10,7 @@ from itertools import chain
 from statistics import fmean, median, quantiles
 from typing import Any
 
+from vpipe import Plan
 from vpipe.app.config.config import config_row
 from vpipe.app.metric_formulas import Utilization, bubble, p95, share_text
 from vpipe.app.train.job import Job
@@ -18,7 +19,6 @@ from vpipe.app.visualize.table import filled, fitted, milliseconds, terminal_col
 from vpipe.errors import counted
 from vpipe.extras.comparison.planning import Contender
 from vpipe.extras.comparison.round_robin import MIN_UPDATES, WARM_UP, Turn
-from vpipe.plan.plan import Prediction
 from vpipe.runtime import StageUsage
 from vpipe.units import size_text
 
@@ -68,8 +68,9 @@ class Outcome:
         return self.job.config.parallel.standing_in.schedule
 
     @property
-    def prediction(self) -> Prediction | None:
-        return None if self.job.plan is None else self.job.plan.predictions
+    def plan(self) -> Plan | None:
+        """That it followed, if something was predicted of it."""
+        return None if self.job.plan is None or self.job.plan.predictions is None else self.job.plan
 
     @cached_property
     def update_s(self) -> float | None:
@@ -128,7 +129,7 @@ class Outcome:
     @property
     def predicted_bytes(self) -> int | None:
         """Predicted peak bytes of the fullest rank."""
-        return None if self.prediction is None else max(stage.memory.peak for stage in self.prediction.stages)
+        return None if self.plan is None else max(stage.memory.peak for stage in self.plan.predicted.stages)
 
     def loss_after(self, updates: int) -> float:
         """Return the mean over the last tenth of so many updates, at least one."""
@@ -143,7 +144,7 @@ class Outcome:
                 "words": self.contender.description, "partition": job.partition,
                 "recomputed": tuple(map(len, job.recomputed)), "microbatch_size": job.config.microbatch_size,
                 "microbatches": job.schedule.assignment.per_step, "largest_size": self.contender.largest_size,
-                "prediction": None if self.prediction is None else self.prediction.as_json(),
+                "prediction": None if self.plan is None else self.plan.predicted.as_json(),
                 "turns": [{"updates": len(turn), "seconds": sum(turn)} for turn in self.turns],
                 "rank_s": [(rank.idle_s, rank.working_s) for rank in self.usage], "kept_bytes": self.held_bytes}
 
@@ -284,7 +285,7 @@ class Comparison:
             "kept": size_text(one.peak_bytes),
             "pred. kept": "-" if one.predicted_bytes is None else size_text(one.predicted_bytes),
             "bubble": share_text(one.bubble),
-            "pred. bubble": share_text(one.prediction.bubble if one.prediction else None),
+            "pred. bubble": share_text(one.plan.predicted.bubble if one.plan else None),
             "sent": size_text(one.sent_bytes), "loss, samples": f"{self.loss_after_equal_samples(one):.4f}",
             "loss, time": shown(self.loss_after_equal_time(one), "{:.4f}"), "evaluation": f"{one.evaluation_loss:.4f}"}
 

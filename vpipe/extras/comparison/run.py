@@ -29,9 +29,9 @@ from vpipe.extras.comparison.planning import Contender, plan_contenders
 from vpipe.extras.comparison.results import Comparison, Outcome
 from vpipe.extras.comparison.round_robin import TimedTraining, take_turns
 from vpipe.extras.comparison.systems import ComparisonRequest
-from vpipe.profiling.rank_group import RankGroup
+from vpipe.profiling import RankGroup
 from vpipe.runtime import StageUsage
-from vpipe.schedules.action_record import RecordedAction
+from vpipe.schedules import RecordedAction
 
 RECORDED = 20_000
 """Actions per rank whose memory is recorded: a pipeline reaches its peak early."""

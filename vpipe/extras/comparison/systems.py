@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vpipe import Plan
+from vpipe.app.sizes import parse_size
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.plan import PlanRequest, Profile, solve
-from vpipe.plan.plan import Prediction
 from vpipe.schedules import RegisteredSchedule
-from vpipe.units import parse_size
 
 MOST_SIZES = 8
 """Number of microbatch sizes to try, the smallest ones: each has to be measured."""
@@ -95,10 +94,6 @@ class SystemPlan:
     microbatch_size: int
     largest_size: int
     seconds_per_sample: Mapping[int, float | None]
-
-    @property
-    def prediction(self) -> Prediction:
-        return self.plan.predicted
 
 
 def microbatch_counts(batch_size: int) -> list[int]:

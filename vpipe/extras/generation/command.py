@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from vpipe import files
 from vpipe.app.commands.checkpoint import checkpoints_in
 from vpipe.app.commands.profile import folder_unless_failed
 from vpipe.app.data.plain_text import conversion_hint, decoded
@@ -18,9 +19,8 @@ from vpipe.app.launch.local import run_ranks
 from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import HostRanks, check_alone
 from vpipe.app.train.checkpoint_model import data_tokenizer, has_model
-from vpipe.arguments import Arguments
 from vpipe.checkpoint import Manifest
-from vpipe.errors import RunError, UserError, counted
+from vpipe.errors import Problem, RunError, UserError, counted
 from vpipe.extras.generation.masked_words import BERT, CANDIDATES, fill_text, masked_ids
 from vpipe.extras.generation.sampled_checkpoint import SampledCheckpoint, removed
 from vpipe.extras.generation.task import GenerationTask, generate_alone
@@ -32,7 +32,6 @@ from vpipe.extras.generation.text_model import (
     source_ids,
     translation_decoding,
 )
-from vpipe.files import read_bounded
 from vpipe.units import size_text
 
 TOKENS = 100
@@ -67,10 +66,14 @@ def run_sample(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    given = Arguments()
+    problems = []
     for name in ("tokens", "top_k", "beams", "best", "ranks", "seed", "step"):
-        given.integer(f"--{name.replace('_', '-')}", getattr(options, name), int(name not in ("seed", "step")), True)
-    given.check()
+        value, least = getattr(options, name), int(name not in ("seed", "step"))
+        if value is not None and not least <= value < 2**63:
+            problems.append(Problem(f"--{name.replace('_', '-')} is {value}", "give a whole number, "
+                                    + (f"{least} or more" if value < least else f"{least} to {2**63 - 1}")))
+    if problems:
+        raise UserError.all_of(problems)
     if options.temperature is not None and not 0 <= options.temperature < inf:
         raise UserError(f"--temperature is {options.temperature:g}",
                         hint="give a number from 0 (the most probable token) on, such as 0.8")
@@ -116,7 +119,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
                 else _decoded(os.fsencode(prompt), "the prompt") for prompt in options.prompt]
     where = "standard input" if str(options.prompts) == "-" else f"'{options.prompts}'"
     try:
-        content = _standard_input() if str(options.prompts) == "-" else read_bounded(
+        content = _standard_input() if str(options.prompts) == "-" else files.read_bounded(
             options.prompts, MOST_BYTES, "a file of prompts")
     except OSError as error:
         raise UserError(f"cannot read the prompts in {where}: {error.strerror}",

@@ -51,7 +51,7 @@ from vpipe.app.data.tokenizers import (
 from vpipe.app.progress import progress
 from vpipe.errors import Problem, UserError, nearest
 from vpipe.extras.translation.length_buckets import LengthBuckets, PairDataset, TokenPairs
-from vpipe.plugins import PluginGroup, package_versions
+from vpipe.plugins import PluginGroup
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -236,7 +236,7 @@ def prepare_pairs(corpus: Corpus, vocab_size: int = -1, tokenizer: Path | None =
     ``vocab_size``: of the tokenizer to train on both sides of the training pairs; -1 = 8192, or that of ``tokenizer``.
     """
     facts = {"corpus": dict(corpus.facts), "vocab_size": vocab_size, "format": _FORMAT,
-             "python": platform.python_version(), "tokenizers": package_versions(["tokenizers"]),
+             "python": platform.python_version(), "tokenizers": PluginGroup.versions_of(["tokenizers"]),
              "tokenizer": file_state(tokenizer) if tokenizer is not None and tokenizer.is_file() else tokenizer}
     return PairCache(*cached_folder("pairs", facts, partial(_build, corpus, vocab_size, tokenizer), cache_directory))
 
@@ -299,7 +299,7 @@ def _build(corpus: Corpus, vocab_size: int, given: Path | None, folder: Path) ->
     return {"corpus": corpus.name, "tokenizer": None if given is None else str(given),
             "vocab_size": model_vocab_size(vocab_size, words, given), "dtype": dtype.name, "counts": counts,
             "languages": divided.languages,
-            "packages": package_versions(["tokenizers"])}
+            "packages": PluginGroup.versions_of(["tokenizers"])}
 
 
 def _write_tokens(pairs: Iterable[Pair], tokenizer: Tokenizer, dtype: np.dtype[Any], folder: Path,
@@ -320,7 +320,8 @@ def _write_tokens(pairs: Iterable[Pair], tokenizer: Tokenizer, dtype: np.dtype[A
             f"{split}_target_tokens": sum(target for _, target in lengths)}
 
 
-@register_dataset("pairs", files=("*.tsv", "*.tsv.gz", "*.mo", "*.po", "dataset_info.json"))
+@register_dataset("pairs", files=("*.tsv", "*.tsv.gz", *(("*.mo", "*.po") if "catalogues" in PAIRS.names else ()),
+                                  "dataset_info.json"))
 def pairs(settings: DatasetSettings) -> PairDataset:
     """Return the pairs in the file or folder ``path``; without one, those of this machine.
 

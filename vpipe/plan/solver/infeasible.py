@@ -15,7 +15,7 @@ from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
 from vpipe.plan.stage_costs import StageMemory
 from vpipe.schedules.assignment import stages_of_rank
-from vpipe.units import parse_size, size_text
+from vpipe.units import rounded_up, size_text
 
 MORE = (1.0, 1.05, 1.15, 1.3, 1.6, 2.0, 3.0)
 """Limits that are tried, as multiples of the least that was found, until there is a plan."""
@@ -84,9 +84,9 @@ def _remedies(request: PlanRequest, plan: Plan, memory: StageMemory, limit: int,
     profile = request.profiles[plan.microbatches]
     alike = replace(request, schedules=(plan.schedule,), profiles={plan.microbatches: profile})
     for factor in MORE if _small(request) else MORE[:1]:
-        enough = size_text(max(factor * memory.peak, limit), up=True)
-        if parse_size(enough, "the limit") > limit and fits(replace(alike, memory_bytes=parse_size(enough, "it"))):
-            yield f"allow {enough} or more per rank (parallel.memory, or --memory of vpipe plan)"
+        enough = rounded_up(max(factor * memory.peak, limit))
+        if enough > limit and fits(replace(alike, memory_bytes=enough)):
+            yield f"allow {size_text(enough)} or more per rank (parallel.memory, or --memory of vpipe plan)"
             break
     free = all(each is None for each in (request.placement, request.stages, request.partition, request.recompute))
     if free and _small(request):

@@ -17,7 +17,7 @@ from vpipe.plan.solver.recompute_sets import MOST_SETS
 from vpipe.plan.solver.request import Alternative, PlanRequest
 from vpipe.plan.solver.search_space import MOST_LAYERS, MOST_RANKS, SearchSpace
 from vpipe.plan.solver.warmup import deepened
-from vpipe.units import parse_size, size_text
+from vpipe.units import rounded_up, size_text
 
 MOST_CANDIDATES = 6
 """Candidates of different choices that are simulated."""
@@ -69,7 +69,7 @@ class Solution:
             yield solve(replace(request, memory_bytes=None)).plan.predicted.fullest_rank[1]
 
         for least in needed():
-            limit = parse_size(size_text(least, up=True), "the limit")
+            limit = rounded_up(least)
             found = solve(replace(request, memory_bytes=limit)).plan
             if not any(found.recomputed):
                 return limit, found

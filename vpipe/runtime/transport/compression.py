@@ -17,7 +17,7 @@ from torch import Tensor
 from vpipe.description.transfers import Transfers
 from vpipe.errors import UserError
 from vpipe.model.layer import seed_of
-from vpipe.runtime.transport.distributed import MOST_TENSORS
+from vpipe.runtime.transport.process_group import MOST_TENSORS
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 
 SCALE_BYTES = 4

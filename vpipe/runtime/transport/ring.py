@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from vpipe.runtime.transport.distributed import DistributedTransport
+from vpipe.runtime.transport.process_group import DistributedTransport
 from vpipe.runtime.transport.transport import TransferKey, TransferKind, Transport
 
 

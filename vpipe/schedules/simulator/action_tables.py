@@ -74,7 +74,7 @@ class SimulationTables:
     @classmethod
     def from_schedule(cls, schedule: Schedule, costs: Costs) -> SimulationTables:
         """Tabulate ``schedule``, compute-only (then its receives are posted from the beginning) or lowered."""
-        posted = not schedule.lowered
+        posted = not schedule.is_lowered
         lowered = add_transfers(schedule) if posted else schedule
         if posted:
             schedule = lowered.with_programs([[action for action in program if not action.op.receives]

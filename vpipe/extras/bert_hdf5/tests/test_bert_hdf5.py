@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from vpipe.app.cli import main
+from vpipe.app.config.config import load_config
 from vpipe.app.data.bert_samples import SHAPES, STORAGE, shape_of
 from vpipe.app.data.dataset import Dataset, DatasetSettings, Split
 from vpipe.errors import UserError
@@ -187,3 +189,15 @@ def test_write_shard_round_trips(tmp_path: Path) -> None:
     write_shard(tmp_path / "a_test.hdf5", samples)
     batch = next(BertHdf5(tmp_path).batches("test", 8, seed=0))
     assert all((batch[name].numpy() == samples[name]).all() for name in SHAPES)
+
+
+def test_init_finds_shards_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("shard.hdf5", "f.jsonl"):
+        Path(name).touch()
+    assert main(["init", "--data", "shard.hdf5", "-o", "c.yaml"]) == 0
+    config = load_config(Path("c.yaml"))
+    assert (config.model.name, config.dataset.name) == ("bert", "bert_hdf5")
+    assert main(["init", "--data", "f.jsonl", "--family", "bert"]) == 2
+    assert "or data with *.txt, *.hdf5\n" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def contenders(*names: str, memory_bytes: int | None, lines: list[str] | None = 
 
 
 def peak(found: SystemPlan) -> int:
-    return max(stage.memory.peak for stage in found.prediction.stages)
+    return max(stage.memory.peak for stage in found.plan.predicted.stages)
 
 
 def test_the_systems_are_as_their_users_ran_them() -> None:
@@ -95,7 +95,7 @@ def test_microbatches_are_divisors_and_the_smallest_of_many() -> None:
 def test_an_update_has_as_many_samples_in_every_system() -> None:
     for name in ("gpipe", "pipedream", "vpipe"):
         found = fitted(name, None)
-        assert found.prediction.samples_per_step == BATCH
+        assert found.plan.predicted.samples_per_step == BATCH
         assert found.plan.microbatches == BATCH // found.microbatch_size
         if name != "gpipe":
             assert found.plan.update_every == found.plan.microbatches
@@ -121,14 +121,14 @@ def test_all_stay_within_the_memory_and_recomputing_fits_a_larger_microbatch() -
     assert max(peak(pipedream), peak(vpipe), peak(fitted("gpipe", limit))) <= limit
     assert vpipe.largest_size > pipedream.largest_size
     assert pipedream.seconds_per_sample[16] is None
-    assert vpipe.prediction.seconds_per_sample <= pipedream.prediction.seconds_per_sample * 1.001
+    assert vpipe.plan.predicted.seconds_per_sample <= pipedream.plan.predicted.seconds_per_sample * 1.001
 
 
 def test_where_pipedream_must_cut_unevenly_vpipe_recomputes() -> None:
     pipedream, vpipe = fitted("pipedream", 400 * MB), fitted("vpipe", 400 * MB)
     assert pipedream.plan.partition != vpipe.plan.partition
     assert any(vpipe.plan.recomputed)
-    assert vpipe.prediction.seconds_per_sample < pipedream.prediction.seconds_per_sample
+    assert vpipe.plan.predicted.seconds_per_sample < pipedream.plan.predicted.seconds_per_sample
 
 
 def test_a_system_that_fits_in_no_size_is_refused_with_numbers() -> None:

@@ -22,7 +22,7 @@ from vpipe.app.data.tokenizers import load_tokenizer, train_byte_bpe
 from vpipe.app.train.loop import train
 from vpipe.app.weights.export import make_checkpoint
 from vpipe.checkpoint import Checkpoints
-from vpipe.checkpoint.manifest import CheckpointInfo, Manifest
+from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import RunError
 from vpipe.extras.generation.decoding import Decoding, Request
 from vpipe.extras.generation.task import GenerationTask
@@ -290,7 +290,7 @@ def test_imported_weights_and_those_of_no_run(tmp_path: Path, gpt: Path, sample:
     weights = job.model.materialize(0).state_dict()
     tied = {f"{layer.name}.{own}" for layer in job.model.layers for own in layer.ties}
     made = tmp_path / "made"
-    make_checkpoint(made, CheckpointInfo(0, 0, 0, config=job.config.resolved_yaml()), job.model,
+    make_checkpoint(made, Manifest(0, 0, 0, config=job.config.resolved_yaml()), job.model,
                     {name: tensor for name, tensor in weights.items() if name not in tied})
     assert main(["checkpoint", "export", str(made), "--format", "huggingface", "-o", str(tmp_path / "hf")]) == 0
     assert main(["checkpoint", "import", str(tmp_path / "hf"), "-o", str(tmp_path / "back")]) == 0

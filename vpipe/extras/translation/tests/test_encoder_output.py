@@ -6,9 +6,9 @@ import torch
 from measured import ADAMW
 from test_translation_exact import batches, model
 
+from vpipe.model.structure import structure
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds
 from vpipe.plan.stage_costs import stage_costs
-from vpipe.profiling.fingerprint import structure
 from vpipe.profiling.layer_runner import LayerRunner
 from vpipe.profiling.measurement import survey
 

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from vpipe.model.model import Model
 
 
-def prepare_schedule(model: Model, cut: Cut, order: Order, microbatches: int, execution: Execution, *,
+def prepare_schedule(model: Model | None, cut: Cut, order: Order, microbatches: int, execution: Execution, *,
                      needs_norms: bool, ranks: int | None = None, proved: bool = False) -> Schedule:
     """Return the lowered and proved schedule that a pipeline of these parts runs.
 
     Args:
+        model: None where only the ranks matter: then the schedule exchanges no weights that stages share.
         cut: with the layers of every stage.
         needs_norms: whether an update depends on the norms of gradients.
         ranks: how many processes there are; None where the schedule says it.
@@ -29,25 +30,17 @@ def prepare_schedule(model: Model, cut: Cut, order: Order, microbatches: int, ex
     Raises:
         UserError: the parts do not fit each other.
     """
-    from vpipe.model.split import ties_between  # here, for a config is read without torch
-    from vpipe.runtime.compiled import check_compiled
-
-    if execution.threaded and (refused := threads_refused(order.schedule)):
+    ties: dict[int, tuple[int, ...]] = {}
+    if execution.threaded and (refused := RegisteredSchedule.threads_refused(order.schedule)):
         raise UserError(f"the executor is {refused[0]}", hint=refused[1])
-    ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(model.split(cut.partition)).items()}
+    if model is not None:
+        from vpipe.model.split import ties_between  # here, for a config is read without torch
+
+        ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(model.split(cut.partition)).items()}
     schedule = ScheduleSpec(order, cut, microbatches, ranks, ties, needs_norms,
                             last_first=execution.threaded).prepare(proved=proved)
     if execution.backend is not None:
+        from vpipe.runtime.compiled import check_compiled
+
         check_compiled(execution.backend, schedule)
     return schedule
-
-
-def threads_refused(schedule: str) -> tuple[str, str] | None:
-    """Return why ``async_threaded`` cannot run a schedule, and what to do instead; None when it can: if the backwards
-    may be reversed (:func:`vpipe.schedules.build.reverse_backwards`)."""
-    recipe = RegisteredSchedule.find(schedule)
-    if recipe is not None and recipe.reversible:
-        return None
-    possible = " or ".join(RegisteredSchedule.with_reversible_backwards())
-    return (f"async_threaded, which runs the schedule {possible} alone, but the schedule is {schedule}",
-            f"use the schedule {possible}, or the executor overlapped, which runs any")

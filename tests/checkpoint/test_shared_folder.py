@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 from lines import exchanges
 
-from vpipe.app.train.shared_folder import check_shared_folder
+from vpipe.checkpoint import Checkpoints
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import UserError
 
@@ -22,7 +22,7 @@ def look(roots: list[Path]) -> list[str]:
 
     def check(rank: int) -> None:
         try:
-            check_shared_folder(roots[rank], of_rank[rank], f"host{rank}")
+            Checkpoints(roots[rank]).check_shared(of_rank[rank], f"host{rank}")
         except UserError as error:
             said[rank] = str(error)
 
@@ -40,7 +40,7 @@ def test_a_folder_that_all_see_is_fine(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_a_host_does_not_see_is_refused_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.app.train.shared_folder.VISIBLE_S", 0.1)
+    monkeypatch.setattr("vpipe.checkpoint.directory.VISIBLE_S", 0.1)
     said = look([tmp_path / "a", tmp_path / "b", tmp_path / "a"])
     assert len(set(said)) == 1
     assert re.match(r"error: the folder for checkpoints '.*' of rank 0 \(host0\) is not the one seen by rank 1 "
@@ -54,4 +54,4 @@ def test_a_folder_that_rank_0_cannot_write_is_refused_by_all(tmp_path: Path) -> 
     assert len(set(said)) == 1
     assert "rank 0 (host0) cannot write checkpoints to" in said[0]
     with pytest.raises(UserError, match=r"cannot write checkpoints to '.*': Not a directory"):
-        check_shared_folder(tmp_path / "file" / "x", Exchange(), "here")
+        Checkpoints(tmp_path / "file" / "x").check_shared(Exchange(), "here")

@@ -1,0 +1,20 @@
+"""Import the public names of a package when they are first asked for: reading a config must not wait for torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+
+
+def lazy(package: str, files: Mapping[str, str]) -> Callable[[str], object]:
+    """Return the ``__getattr__`` of a package.
+
+    Args:
+        files: where each name is; relative to the package.
+    """
+    def load(name: str) -> object:
+        if name not in files:
+            raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        return getattr(import_module(f"{package}.{files[name]}"), name)
+
+    return load

@@ -1,0 +1,44 @@
+"""Describe what a layer is built of, to tell equal layers and models."""
+
+from __future__ import annotations
+
+import re
+import weakref
+
+from torch import Tensor, nn
+
+from vpipe.model.layer import Layer, without_values
+
+OWN = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+ADDRESS = re.compile(r"0x[0-9a-f]+")
+"""In the text of an object that does not say what is in it."""
+
+
+def structure(layer: Layer) -> str:
+    """Describe all that decides what a layer computes: its modules with their settings, parameters and buffers.
+
+    Built on the meta device: no memory. Two layers with the same text are taken for equal. An object among the settings
+    whose content cannot be read counts as different in every layer: rather measured twice than mistaken.
+    """
+    with without_values():
+        module = layer.make()
+    lines = []
+    for name, part in module.named_modules(remove_duplicate=False):
+        settings = ", ".join(f"{key}={value!r}" for key, value in sorted(vars(part).items())
+                             if key not in OWN and not points(value))
+        lines.append(f"{name}: {type(part).__module__}.{type(part).__qualname__}({settings})")
+    lines += [f"{name}: {_spec(parameter)}" for name, parameter in module.named_parameters(remove_duplicate=False)]
+    lines += [f"{name}: {_spec(buffer)}" for name, buffer in module.named_buffers(remove_duplicate=False)]
+    return "\n".join([*lines, f"ties {sorted(layer.ties)}"])
+
+
+def points(value: object) -> bool:
+    """Tell whether a setting only refers to what is described elsewhere, as a list of weak references does."""
+    return isinstance(value, (list, tuple)) and any(isinstance(one, weakref.ref) for one in value)
+
+
+def _spec(tensor: Tensor) -> str:
+    trained = ", trained" if tensor.requires_grad else ""
+    return f"{tensor.dtype} {tuple(tensor.shape)}{trained}"
