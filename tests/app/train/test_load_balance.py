@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,17 +24,31 @@ from vpipe.model.model import Model
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import StageMemory
+from vpipe.runtime import worker
+
+
+class Clock:
+    """Of all ranks, which take turns: it goes on when it is looked at, and in slow layers."""
+
+    now_s = 0.0
+
+    def look(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+
+CLOCK = Clock()
 
 
 class Slow(nn.Module):
-    """A layer that takes ``seconds`` for a forward of its identity."""
+    """A layer that takes ``seconds`` of the clock for a forward of its identity."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds, self.scale = seconds, nn.Parameter(nn.init.ones_(nn.Linear(1, 1).weight.detach()))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        time.sleep(self.seconds)
+        CLOCK.now_s += self.seconds
         return hidden * self.scale.sum()
 
 
@@ -49,8 +62,8 @@ class Last(nn.Module):
         return hidden.mean()
 
 
-def sleeping_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], **changes: Any) -> Job:
-    """Six layers: four that sleep, between two that do nothing."""
+def slow_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], **changes: Any) -> Job:
+    """Six layers: four that are slow, between two that do nothing."""
     model = Model([Layer("first", First, ("input_ids",), ("h",)),
                    *(Layer(f"slow{i}", lambda s=s: Slow(s)) for i, s in enumerate(seconds)),
                    Layer("last", Last, ("h",), ("loss",))], batch=("input_ids",))
@@ -60,7 +73,8 @@ def sleeping_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: tuple
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One step warms up, two are measured."""
+    """One step warms up, two are measured, by a clock of the test's own."""
+    monkeypatch.setattr(worker, "perf_counter", CLOCK.look)
     monkeypatch.setattr(load_balance, "WARM_UP", 1)
     monkeypatch.setattr(load_balance, "MEASURED", 2)
 
@@ -85,18 +99,18 @@ def lines_of(job: Job, folder: Path, steps: int, emptied_after: Sequence[int] = 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_stage_that_takes_longer_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                  schedule: str) -> None:
-    job = sleeping_job(tmp_path, monkeypatch, (0, 0, 0.015, 0.015), parallel__schedule=schedule)
+    job = slow_job(tmp_path, monkeypatch, (0, 0, 0.015, 0.015), parallel__schedule=schedule)
     [line] = lines_of(job, tmp_path, 9)
     assert line.startswith("out of balance: rank 1 (stage 1) works ")
     assert line.endswith(" % more than the ranks on average; vpipe plan CONFIG finds a better partition")
 
 
 def test_stages_that_take_equally_long_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lines_of(sleeping_job(tmp_path, monkeypatch, (0.01, 0.03, 0.03, 0.01)), tmp_path, 5) == []
+    assert lines_of(slow_job(tmp_path, monkeypatch, (0.01, 0.03, 0.03, 0.01)), tmp_path, 5) == []
 
 
 def test_a_run_too_short_to_be_measured_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lines_of(sleeping_job(tmp_path, monkeypatch, (0, 0, 0, 0.01)), tmp_path, 2) == []
+    assert lines_of(slow_job(tmp_path, monkeypatch, (0, 0, 0, 0.01)), tmp_path, 2) == []
 
 
 @pytest.mark.parametrize(("schedule", "emptied_after", "said_lines"), [
@@ -104,13 +118,13 @@ def test_a_run_too_short_to_be_measured_says_nothing(tmp_path: Path, monkeypatch
 def test_a_stream_that_is_emptied_now_and_then_is_measured_in_between(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, emptied_after: list[int],
         said_lines: int) -> None:
-    job = sleeping_job(tmp_path, monkeypatch, (0, 0, 0, 0.02), parallel__schedule=schedule,
-                       parallel__update_every=None if schedule == "1f1b" else 2)
+    job = slow_job(tmp_path, monkeypatch, (0, 0, 0, 0.02), parallel__schedule=schedule,
+                   parallel__update_every=None if schedule == "1f1b" else 2)
     assert len(lines_of(job, tmp_path, 3 if len(emptied_after) == 1 else 9, emptied_after)) == said_lines
 
 
 def test_a_single_rank_has_nobody_to_be_compared_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = sleeping_job(tmp_path, monkeypatch, (0, 0, 0, 0), parallel__model_parallel_size=1, parallel__partition=[6])
+    job = slow_job(tmp_path, monkeypatch, (0, 0, 0, 0), parallel__model_parallel_size=1, parallel__partition=[6])
     assert lines_of(job, tmp_path, 5) == []
 
 
@@ -156,7 +170,7 @@ def test_a_run_that_is_as_uneven_as_its_plan_says_nothing(tmp_path: Path) -> Non
 
 
 def test_the_plan_that_the_launcher_left_is_the_run_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = sleeping_job(tmp_path, monkeypatch, (0, 0, 0, 0.01))
+    job = slow_job(tmp_path, monkeypatch, (0, 0, 0, 0.01))
     Plan(Cut((3, 3)), predictions=replace(PREDICTION, stages=(PREDICTION.stages[0], PREDICTION.stages[0]))).save(
         tmp_path / "plan.json")
     [line] = lines_of(job, tmp_path, 5)
