@@ -288,15 +288,9 @@ class ActivationMemory:
         """Return the bytes that a microbatch sends back through a cut."""
         return sum(tensor.bytes for tensor in self._crossing[cut] if tensor.wants_gradient)
 
-    def kept_bytes(self, layers: range, recomputed: Collection[int] = ()) -> int:
-        """Return the bytes that a stage keeps when the ``recomputed`` layers drop what they would save."""
-        return self._bytes(layers, recomputed)[0]
-
-    def full_bytes(self, layers: range, recomputed: Collection[int] = ()) -> int:
-        """Return the bytes that a stage holds once dropped activations are recomputed."""
-        return self._bytes(layers, recomputed)[1]
-
-    def _bytes(self, layers: range, recomputed: Collection[int]) -> tuple[int, int]:
+    def held_bytes(self, layers: range, recomputed: Collection[int] = ()) -> tuple[int, int]:
+        """Return the bytes that a stage keeps when the ``recomputed`` layers drop what they would save, and those that
+        it holds once dropped activations are recomputed."""
         read = {name for number in layers for name in self._profile.layers[number].reads}
         kept = full = sum(size for name, size in self._profile.fields.items() if name in read)
         state = START

@@ -29,6 +29,7 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
     """
     own, activations = [profile.layers[number] for number in layers], profile.activations
     here = sorted(set(recomputed).intersection(layers))
+    kept, full = activations.held_bytes(layers, here)
     input_s = sum(layer.input_half.median for layer in own)
     weight_s = sum(layer.weight_half.median for layer in own)
     if not split:
@@ -46,7 +47,7 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         recompute_s=sum(profile.layers[number].recompute.median for number in here) + bool(here) * profile.dispatch_s,
         step_s=sum(layer.step.median for layer in own) + profile.dispatch_s
         + float(versions_s(profile, weights, versions)),
-        activation_bytes=activations.full_bytes(layers, here), kept_bytes=activations.kept_bytes(layers, here),
+        activation_bytes=full, kept_bytes=kept,
         weight_half_bytes=sum(layer.weight_half_bytes for layer in own),
         version_bytes=weights + _tied_bytes(profile, layers),
         output_bytes=activations.output_bytes(layers.stop), gradient_bytes=activations.gradient_bytes(layers.start),
@@ -135,8 +136,7 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
     own = [profile.layers[number] for number in layers]
     trained = sum(layer.parameter_bytes for layer in own)
     weights = trained + _tied_bytes(profile, layers)
-    full = profile.activations.full_bytes(layers, recomputed)
-    kept = profile.activations.kept_bytes(layers, recomputed) if recomputed else full
+    kept, full = profile.activations.held_bytes(layers, recomputed)
     remade = min(remade, in_flight)
     return StageMemory(
         weights=weights + sum(layer.frozen_bytes for layer in own), stashed=(versions - 1) * weights, gradients=weights,

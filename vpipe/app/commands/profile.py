@@ -136,7 +136,7 @@ def described(profile: Profile) -> str:
         layer = profile.layers[first]
         rows.append([layer.name + f" x {len(numbers)}" * (len(numbers) > 1),
                      *(_time(time.median, time.spread) for _, figure in _COLUMNS for time in [getattr(layer, figure)]),
-                     *map(size_text, (held.kept_bytes(range(first, first + 1)), layer.parameter_bytes,
+                     *map(size_text, (held.held_bytes(range(first, first + 1))[0], layer.parameter_bytes,
                                       layer.optimizer_bytes))])
     head = ["layer", *(title for title, _ in _COLUMNS), "kept", "weights", "optimizer"]
     noisy = max(getattr(layer, figure).spread for layer in profile.layers for _, figure in _COLUMNS

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, chain
+from operator import add
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from vpipe.plan.solver.partition_search import (
     PartitionProblem,
     StageSlice,
     smallest_bottleneck,
-    smallest_bottleneck_or_core_share,
     smallest_cost,
 )
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
@@ -204,14 +204,16 @@ class CostModel:
         if start is None:
             return None
         if not choice.flush:
-            return smallest_bottleneck_or_core_share(self.by_time, start, self._cores)
+            return smallest_cost(self.by_time, start, self.cost, lambda total, most: max(most, total / self._cores),
+                                 self.cost(start), start.bottleneck)
         least = max(0.0, float(self._plain[-1]) - choice.traits.filling_halves * float(table.running("weight")[-1]))
         lower_bound, widest = start.bottleneck, self.cost(start) - least
         if np.isinf(self._cores):
-            return smallest_cost(self.by_time, start, self.cost, least, lower_bound)
+            return smallest_cost(self.by_time, start, self.cost, add, widest, lower_bound)
         least_work = replace(self.by_time, evaluate=self._evaluate_work).within(widest).smallest_sum(widest)
         assert least_work is not None, "the start is among them"
-        best = smallest_cost(self.by_time, start, self.cost, least, max(lower_bound, least_work.sum / self._cores))
+        best = smallest_cost(self.by_time, start, self.cost, add, widest,
+                             max(lower_bound, least_work.sum / self._cores))
         other = self._with_costs(least_work.slices)
         if self.cost(other) < best.cost:
             best = BestPartition(other, self.cost(other), best.lower_bound, (best.found, *best.others))

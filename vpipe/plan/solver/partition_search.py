@@ -3,7 +3,7 @@
 Stages are chosen from the last to the first. The number of ranks of a stage and all later ones fixes what it holds. The
 bottleneck of a partition is the cost of its most expensive stage. Two problems are solved exactly: the partition with
 the smallest bottleneck, and the one with the smallest sum of costs among those whose bottleneck is within a limit. The
-second, solved for better and better limits, gives the smallest sum plus bottleneck.
+second, solved for better and better limits, gives the smallest sum plus bottleneck, or any cost that grows with both.
 
 Source: Zheng et al., Alpa (OSDI 2022), section 5.2, which tries every limit. Here limits that cannot win are skipped.
 """
@@ -216,16 +216,16 @@ def smallest_bottleneck(problem: PartitionProblem,
 
 
 def smallest_cost(problem: PartitionProblem, start: FoundPartition, cost: Callable[[FoundPartition], float],
-                  least_sum: float, lower_bound: float) -> BestPartition:
+                  combined: Callable[[float, float], float], widest: float, lower_bound: float) -> BestPartition:
     """Return the partition that costs least.
 
     Args:
         start: the partition with the smallest bottleneck.
-        cost: of a partition; never less than its sum plus its bottleneck.
-        least_sum: no partition has a smaller sum.
+        cost: of a partition; never less than ``combined`` of its sum and its bottleneck.
+        combined: grows with both.
+        widest: a partition with a greater bottleneck costs more than the start.
         lower_bound: no partition costs less.
     """
-    widest = cost(start) - least_sum  # with a greater bottleneck a partition costs more than the start
     options, found = problem.within(widest), [start]
 
     def try_limit(limit: float) -> FoundPartition:
@@ -236,8 +236,8 @@ def smallest_cost(problem: PartitionProblem, start: FoundPartition, cost: Callab
 
     try_limit(start.bottleneck)
     high = try_limit(widest)
-    lower_bounds = [high.sum + high.bottleneck]  # of the partitions that were found
-    intervals = [(start.bottleneck + high.sum, start.bottleneck, high)]  # to search, each with its lower bound
+    lower_bounds = [combined(high.sum, high.bottleneck)]  # of the partitions that were found
+    intervals = [(combined(high.sum, start.bottleneck), start.bottleneck, high)]  # to search, each with its lower bound
     for _ in range(MOST_LIMITS):
         least, lower, upper = min(intervals, key=lambda part: part[0])
         if max(lower_bound, least) >= min(map(cost, found)) * (1 - TOLERANCE):
@@ -245,40 +245,9 @@ def smallest_cost(problem: PartitionProblem, start: FoundPartition, cost: Callab
         intervals.remove((least, lower, upper))
         middle = (lower + upper.bottleneck) / 2
         best = try_limit(middle)
-        lower_bounds.append(best.sum + best.bottleneck)
-        intervals += [(lower + best.sum, lower, best), (middle + upper.sum, middle, upper)]
+        lower_bounds.append(combined(best.sum, best.bottleneck))
+        intervals += [(combined(best.sum, lower), lower, best), (combined(upper.sum, middle), middle, upper)]
     return _best(found, cost, max(lower_bound, min([*lower_bounds, *(part[0] for part in intervals)])))
-
-
-def smallest_bottleneck_or_core_share(problem: PartitionProblem, start: FoundPartition, cores: float) -> BestPartition:
-    """Return the partition with the smallest maximum of two times: its bottleneck, and its sum divided by ``cores``.
-
-    Args:
-        start: the partition with the smallest bottleneck.
-    """
-    def cost(partition: FoundPartition) -> float:
-        return max(partition.bottleneck, partition.sum / cores)
-
-    found, lower, upper = [start], start.bottleneck, cost(start)
-    options = problem.within(upper)
-    for limit in (lower, upper):
-        if (best := options.smallest_sum(limit)) is not None:
-            found.append(best)
-    least = found[-1].sum / cores  # no partition that can win has less work
-    upper = min(map(cost, found))
-    for _ in range(MOST_LIMITS):
-        if upper * (1 - TOLERANCE) <= max(lower, least):
-            break
-        middle = (lower + upper) / 2
-        best = options.smallest_sum(middle)
-        assert best is not None, "the start is within every limit"
-        found.append(best)
-        upper = min(upper, cost(best))
-        if best.sum / cores > middle:  # and so it is with every smaller limit
-            lower = middle
-        else:
-            upper = min(upper, middle)
-    return _best(found, cost, max(lower, least))
 
 
 def _best(found: Sequence[FoundPartition], cost: Callable[[FoundPartition], float],

@@ -183,8 +183,7 @@ class StageTable:
             _, kept, full = node.dropping
         else:
             layers, fields = range(node.first, node.first + node.layers), node.figures[3]
-            kept = self.profile.activations.kept_bytes(layers, recomputed) - fields
-            full = self.profile.activations.full_bytes(layers, recomputed) - fields
+            kept, full = (size - fields for size in self.profile.activations.held_bytes(layers, recomputed))
         return int(_fixed(node.figures[:5], demand) + full + (demand.in_flight - 1) * kept)
 
     def _least_s(self, numbers: Integers, demand: StageDemand) -> Floats:
