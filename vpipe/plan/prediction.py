@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vpipe.description.order import Order
 from vpipe.description.recompute import ranges
-from vpipe.errors import UserError, counted
+from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory
@@ -77,12 +77,8 @@ def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, 
 
 def _build(profile: Profile, spec: ScheduleSpec) -> Schedule:
     """Build a schedule that is simulated only, so without proof; a stream with a steady state in its middle."""
-    registered, cut, placement = RegisteredSchedule.named(spec.schedule), spec.cut, spec.cut.placement
-    if placement is None:
-        if cut.count % registered.chunks:
-            raise UserError(f"'{spec.schedule}' holds {registered.chunks} stages on each rank, which do not divide "
-                            f"{counted(cut.count, 'stage')}", hint="use a multiple, or say where the stages live")
-        placement = registered.placement(cut.count // registered.chunks, registered.chunks)
+    registered, cut = RegisteredSchedule.named(spec.schedule), spec.cut
+    placement = cut.placement or spec.placement(registered)
     costs = None if registered.search is None else pipeline_costs(profile, cut.partition, cut.recomputed, placement)
     one = build(spec.schedule, placement, spec.microbatches, spec.update_every, spec.ties, spec.recompute, costs,
                 warmup=spec.order.warmup)

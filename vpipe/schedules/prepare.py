@@ -89,7 +89,7 @@ class ScheduleSpec:
 
     def _by_name(self, registered: RegisteredSchedule) -> Schedule:
         registered.check_chunks(self.order.chunks)
-        placement = self.cut.placement or self._placement(registered)
+        placement = self.cut.placement or self.placement(registered)
         self._check_ranks(placement)
         if self.order.warmup is not None:
             registered.check_warmup(list(map(len, placement)), self.order.warmup)
@@ -105,7 +105,8 @@ class ScheduleSpec:
         schedule = build(self.schedule, placement, to_prove, every, self.ties, self.recompute, warmup=warmup)
         return reverse_backwards(schedule) if self.last_first else schedule
 
-    def _placement(self, registered: RegisteredSchedule) -> Placement:
+    def placement(self, registered: RegisteredSchedule) -> Placement:
+        """Return the schedule's own placement of so many stages, for a cut that does not list their ranks."""
         stages, chunks, replicas, processes = self.cut.count, self.order.chunks, self.cut.replicas, self.processes
         if processes is not None and processes % replicas:
             raise UserError(f"{counted(processes, 'process')} for {counted(replicas, 'replica')} of the pipeline",

@@ -13,7 +13,7 @@ from vpipe.errors import counted
 from vpipe.plan.solver.choice import Candidate, Choice, Stages, equal_widths, traits_of
 from vpipe.plan.solver.chunked_partition import chunked_candidate
 from vpipe.plan.solver.cost_model import CostModel
-from vpipe.plan.solver.partition_search import FoundPartition, StageSlice, slices_of
+from vpipe.plan.solver.partition_search import StageSlice, slices_of
 from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.stage_table import StageTable
 from vpipe.plan.solver.vpipe_heuristic import balanced
@@ -139,11 +139,11 @@ class SearchSpace:
             if not partitions:
                 self.refusals[choice] = refusals[best.found] or ""
                 return None
-        chosen = partitions[0]
-        others = [each for each in partitions[1:] if each.widths == chosen.widths]
-        return Candidate(choice.with_widths(chosen.widths), *_stages(costs, chosen),
-                         costs.seconds_per_sample(costs.cost(chosen)), costs.seconds_per_sample(best.lower_bound),
-                         tuple(_stages(costs, each) for each in others[:MOST_OTHERS]))
+        chosen, *others = partitions
+        alike = [chosen, *[each for each in others if each.widths == chosen.widths][:MOST_OTHERS]]
+        first, *further = [stages for each in alike if (stages := _stages(costs, each.slices)) is not None]
+        return Candidate(choice.with_widths(chosen.widths), *first, costs.seconds_per_sample(costs.cost(chosen)),
+                         costs.seconds_per_sample(best.lower_bound), further)
 
     def of_least_memory(self, choice: Choice) -> tuple[float, Candidate] | None:
         """Return the bytes of the fullest rank of an unchunked choice where these are fewest, and how; None if none."""
@@ -180,16 +180,10 @@ class SearchSpace:
 
     def stages_of(self, choice: Choice, partition: Sequence[int]) -> Stages | None:
         """Return a partition with what it recomputes under a choice; None where it does not fit."""
-        sets = _recompute_sets(self.cost_model(choice), slices_of(partition, list(map(len, choice.groups))))
-        return None if sets is None else (tuple(partition), sets)
+        return _stages(self.cost_model(choice), slices_of(partition, list(map(len, choice.groups))))
 
 
-def _stages(costs: CostModel, found: FoundPartition) -> Stages:
-    sets = _recompute_sets(costs, found.slices)
-    assert sets is not None, "the search found that it fits"
-    return found.partition, sets
-
-
-def _recompute_sets(costs: CostModel, slices: Sequence[StageSlice]) -> tuple[frozenset[int], ...] | None:
-    sets = [costs.table.recompute_set(first, stop, demand) for (first, stop, _), demand in costs.demands(slices)]
-    return None if None in sets else tuple(layers for layers in sets if layers is not None)
+def _stages(costs: CostModel, slices: Sequence[StageSlice]) -> Stages | None:
+    found = [costs.table.recompute_set(first, stop, demand) for (first, stop, _), demand in costs.demands(slices)]
+    sets = tuple(layers for layers in found if layers is not None)
+    return (tuple(each.stop - each.first for each in slices), sets) if len(sets) == len(found) else None
