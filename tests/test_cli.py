@@ -302,7 +302,7 @@ def test_nccl_without_gpus(refused: Refused, flat: Path, monkeypatch: pytest.Mon
          "GPU, or leave it out")]
 
 
-def test_a_gpu_where_there_is_none(refused: Refused, flat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_refused(refused: Refused, flat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert refused("train", "c.yaml", "--set", "parallel.device=cuda") == [

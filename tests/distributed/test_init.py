@@ -35,12 +35,12 @@ def run(folder: Path, what: str, **environment: str) -> list[tuple[int, list[str
 @pytest.mark.parametrize(("store", "hosts", "reached", "listens"), [
     ("127.0.0.1", "aa", "", "127.0.0.1"), ("127.0.0.1", "ab", "", ""),  # others may know this host by another name
     ("10.255.255.1", "aa", "127.0.0.1", "127.0.0.1"), ("", "aa", "127.0.0.1", "127.0.0.1")])
-def test_where_rank_0_is_reached(store: str, hosts: str, reached: str, listens: str) -> None:
+def test_rank_0_is_reached_as_the_store_on_its_host_is(store: str, hosts: str, reached: str, listens: str) -> None:
     """As the store is, where that is on rank 0's host; empty stands for that, or for all addresses to listen at."""
     assert server_address(store, hosts) == (reached, listens)
 
 
-def test_where_rank_0_is_reached_from_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_hosts_reach_rank_0_at_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert server_address("", ["a", "b"]) == ("localhost", "")
     monkeypatch.delenv("MASTER_ADDR")

@@ -80,7 +80,7 @@ def test_an_address_that_no_interface_shows(monkeypatch: pytest.MonkeyPatch) -> 
         interface_towards("127.0.0.1")
 
 
-def test_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_at_an_address_of_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first host's own address, unless its name means "this host" to everyone; then the one on the route."""
     known = {"hostA": "10.1.0.1", "debian": "127.0.1.1", "hostB": "10.1.0.2"}
     monkeypatch.setattr(Host, "address", property(lambda host: known.get(host.name)))

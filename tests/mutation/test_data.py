@@ -134,8 +134,8 @@ def test_a_token_with_an_id_beyond_every_vocabulary(tmp_path: Path) -> None:
     ({"counts": {}}, "the prepared data is damaged: counts.train_tokens: KeyError"),
     ({"dtype": "float64"}, "the prepared data is damaged: train.bin does not hold"),
     ({"files": {"train.bin": 3}}, None)])  # it is made anew
-def test_prepared_data_whose_manifest_is_sealed_but_wrong(change: dict[str, Any], what: str | None,
-                                                          tmp_path: Path) -> None:
+def test_prepared_data_is_refused_if_its_sealed_manifest_is_wrong(change: dict[str, Any], what: str | None,
+                                                                  tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"code": f"def f{i}(): return {i}"}) + "\n"
                                               for i in range(40)))
     settings = DatasetSettings(path=tmp_path / "a.jsonl", cache_directory=tmp_path / "cache", sequence_length=8)

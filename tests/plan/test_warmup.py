@@ -35,7 +35,7 @@ def step_ms(plan: Plan) -> float:
 
 
 @pytest.mark.parametrize(("latency_s", "depths"), [(0, (3, 2, 1, 0)), (1e-4, (3, 2, 1, 0)), (2e-3, (6, 4, 2, 0))])
-def test_more_forwards_where_transfers_take_long(latency_s: float, depths: tuple[int, ...]) -> None:
+def test_ranks_do_more_forwards_ahead_if_transfers_take_long(latency_s: float, depths: tuple[int, ...]) -> None:
     solution = planned(latency_s)
     assert solution.plan.warmup == depths
     assert step_ms(solution.plan) == pytest.approx(13, rel=0.01)

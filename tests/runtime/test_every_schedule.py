@@ -152,7 +152,7 @@ def test_microbatches_in_an_order_of_each_stage_s_own(tmp_path: Path) -> None:
     equals_its_oracle(untied_model, rich_batches(3, 4), schedule=str(file), microbatches=2, partition=[3, 5])
 
 
-def test_a_stream_whose_weight_halves_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_weight_halves_of_a_stream_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's schedule: as pipedream with an update every second microbatch, W one microbatch behind."""
 
     def late(rank: int, ranks: int, microbatches: int, update_every: int = 1,

@@ -175,7 +175,7 @@ def test_golden_numbers_of_few_microbatches_and_of_memory() -> None:
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1), (3, 3, 2), (1, 2, 0)])
-def test_dualpipe_as_published_when_a_pair_is_one_block(times: tuple[int, int, int]) -> None:
+def test_dualpipe_has_the_published_bubble_if_a_pair_is_one_block(times: tuple[int, int, int]) -> None:
     """Its (p/2-1)(F&B + B - 3W); DualPipeV is that of twice as many ranks."""
     forward_s, input_s, weight_s = times
     backward_s = input_s + weight_s

@@ -202,6 +202,6 @@ def test_versions_used() -> None:
     assert used.of(0, 9_990) == (9_990 - 2) // 2
 
 
-def test_versions_used_when_told() -> None:
+def test_a_use_action_says_from_when_on_a_version_is_used() -> None:
     used = versions_of("2bw", 3)
     assert [used.of(0, microbatch) for microbatch in range(12)] == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2]

@@ -110,7 +110,7 @@ def test_bubbles_at_equal_costs(placement: Placement, microbatches: int, limit: 
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 5), (5, 7), (8, 9)])
-def test_no_longer_than_zb_h1_where_only_zb_h1_is_shortest(ranks: int, microbatches: int) -> None:
+def test_auto_is_no_longer_than_zb_h1_where_that_alone_is_shortest(ranks: int, microbatches: int) -> None:
     found, made = (timeline(build(name, default_placement(ranks), microbatches)) for name in ("auto", "zb_h1"))
     assert found.bubble_s < made.bubble_s
     assert found.makespan_s <= made.makespan_s

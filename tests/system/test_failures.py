@@ -60,7 +60,7 @@ def test_out_of_memory(place: Place, outcome: Outcome, bench: Bench) -> None:
 
 
 @alone(failure("kill", "1f1b", "commit", 0))
-def test_killed_when_all_is_written_but_the_checkpoint_s_name(outcome: Outcome, bench: Bench) -> None:
+def test_a_run_killed_before_a_checkpoint_has_its_name_is_resumed(outcome: Outcome, bench: Bench) -> None:
     run, ended, _, resumed = outcome
     [error] = ended.errors
     assert error.startswith(f"error: rank 0 (stage 0) {KILLED_SAYS}")

@@ -245,7 +245,7 @@ def test_a_host_that_falls_silent_before_the_run(here: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("alive", [False, True])
-def test_an_agent_whose_launcher_falls_silent_before_the_run_ends(here: Path, alive: bool) -> None:
+def test_an_agent_ends_when_its_launcher_falls_silent(here: Path, alive: bool) -> None:
     """As after a cut, which neither sshd nor the agent would notice: its input stays open."""
     program = here / "agent.py"
     program.write_text("import sys\nfrom vpipe.app.launch import remote_agent as agent\nagent.SILENT_S = 0.8\n"

@@ -114,7 +114,7 @@ def test_a_long_run_makes_no_long_page(tmp_path: Path, planned: str) -> None:
     assert len(text) < 400_000
 
 
-def test_perplexity_where_the_lines_have_it(tmp_path: Path) -> None:
+def test_a_page_has_the_perplexity_that_the_lines_have(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", ranks=1, updates=1)
     assert "perplexity" not in page(load_report_data(run, {}))
     path = run / "metrics.jsonl"

@@ -30,7 +30,7 @@ def test_the_local_rank_gives_the_gpu_whatever_the_backend(backend: str | None, 
     assert on_processors(config) == (where == "cpu")
 
 
-def test_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_a_rank_computes_on_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = load_config(write_config(tmp_path))
     assert device_of(config) == torch.device("cpu")

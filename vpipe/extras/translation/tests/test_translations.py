@@ -72,7 +72,7 @@ def test_bleu() -> None:
 @pytest.mark.parametrize(("text", "words"), [
     ("错误：无法打开文件 %s", "zh"), ("ファイルを開けません: open", "char"), ("เปิดไฟล์ไม่ได้", "char"),
     ("cannot open the file 文", "13a"), ("", "13a")])
-def test_words_where_a_script_has_no_spaces(text: str, words: str) -> None:
+def test_a_script_without_spaces_is_scored_by_characters(text: str, words: str) -> None:
     pytest.importorskip("sacrebleu")
     found = bleu([text], [text])
     assert found is not None
