@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fork_server
+import hypothesis
 import pytest
 import torch
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from world import World
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("tests", deadline=None, max_examples=20)  # others in every run
+hypothesis.settings.load_profile("tests")
 
 GPUS = torch.cuda.device_count()
 if GPUS:

@@ -7,8 +7,6 @@ import json
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").rglob("*.py"),
                 *(ROOT / "examples").rglob("*.ipynb")])
@@ -21,14 +19,15 @@ def source_of(file: Path) -> str:
     return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_names_of_vpipe_exist(file: Path) -> None:
+def test_names_of_vpipe_exist() -> None:
     missing = []
-    for node in ast.walk(ast.parse(source_of(file))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vpipe":
-            try:
-                module = import_module(node.module or "")
-                missing += [f"{node.module}.{alias.name}" for alias in node.names if not hasattr(module, alias.name)]
-            except ModuleNotFoundError as error:
-                missing.append(str(error))
+    for file in FILES:
+        for node in ast.walk(ast.parse(source_of(file))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vpipe":
+                try:
+                    module = import_module(node.module or "")
+                    missing += [f"{file}: {node.module}.{alias.name}" for alias in node.names
+                                if not hasattr(module, alias.name)]
+                except ModuleNotFoundError as error:
+                    missing.append(f"{file}: {error}")
     assert not missing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ def made_up(path: Path) -> list[str]:
     """Random batches instead of the data that a file names."""
     native = ["dataset.name=synthetic", "training.sample_prompts=[]"]
     return ["synthetic_data=true"] if path.suffix == ".yml" else native
+
+
+PLANNED: dict[Hashable, tuple[int, ...]] = {}
+"""Partitions by what a planner sees: half of the files differ in other things alone."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -62,5 +66,11 @@ def test_it_is_planned_and_runs(path: Path, tmp_path: Path, monkeypatch: pytest.
     train(job, tmp_path)
     check_updates(tmp_path, 2)
     assert all(3 < loss < 7 for loss in losses(tmp_path))  # ln 64 = 4.2, of BERT + ln 2
-    plan = plan_job(Job.from_config(load_config(path, [*settings, "parallel.partition=auto"])), tmp_path).partition
-    assert (len(plan), sum(plan)) == (len(job.partition), len(job.model))
+    if written.parallel.partition == "auto":
+        return  # it was planned to be trained
+    parallel = written.parallel
+    seen = (len(job.model), parallel.schedule, parallel.model_parallel_size, parallel.update_every, microbatches)
+    if seen not in PLANNED:
+        again = Job.from_config(load_config(path, [*settings, "parallel.partition=auto"]))
+        PLANNED[seen] = plan_job(again, tmp_path).partition
+    assert (len(PLANNED[seen]), sum(PLANNED[seen])) == (len(job.partition), len(job.model))

@@ -20,7 +20,8 @@ OF_OTHERS = {"--master-port", "--max-restarts", "--nnodes", "--nproc-per-node", 
 def hints() -> Iterator[tuple[str, str]]:
     """Where a remedy is written, and the texts in it."""
     for file in sorted(Path(vpipe.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        source = file.read_text()
+        for node in ast.walk(ast.parse(source)) if "hint=" in source or "Problem(" in source else ():
             if not isinstance(node, ast.Call):
                 continue
             parts = [keyword.value for keyword in node.keywords if keyword.arg == "hint"]

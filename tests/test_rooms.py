@@ -265,18 +265,12 @@ def test_imported_names_are_found_in_programs_and_pages() -> None:
                                       "vpipe.schedules.build", "vpipe.plan.plan"}
 
 
-def test_importing_vpipe_loads_the_library_alone_and_no_torch() -> None:
+def test_importing_vpipe_loads_the_library_alone() -> None:
     code = ("import sys, vpipe\n"
-            "assert 'torch' not in sys.modules\n"
             "vpipe.Pipeline\n"
             "print(*(name for name in sys.modules if name.startswith(('vpipe.app', 'vpipe.extras', 'vpipe.testing'))))")
     loaded = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.PIPE, text=True)
     assert loaded.stdout.split() == []
-
-
-def test_checking_and_drawing_a_schedule_does_not_import_torch() -> None:
-    code = "import sys, vpipe.schedules.checker, vpipe.app.commands.schedule\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_only_the_public_class_knows_its_engine() -> None:

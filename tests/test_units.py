@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.app.sizes import parse_size
@@ -40,7 +40,6 @@ def test_amounts_for_people() -> None:
     assert size_text(2**30 + 1, up=True) == "1.01 GiB"
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.integers(1, 2**50))
 def test_an_amount_rounded_up_suffices(size: int) -> None:
     assert size <= rounded_up(size) == parse_size(size_text(size, up=True), "") <= 1.012 * size + 1

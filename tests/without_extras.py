@@ -1,9 +1,10 @@
-"""Try vpipe without one of its extras: a program that has imported torch, and forks a process per copy of the tree.
+"""Try vpipe without its extras: a program that has imported torch, and forks a process per copy of the tree.
 
     python tests/without_extras.py COPY ...
 
-Each copy lacks one extra, the one that its folder is named after. The processes import vpipe from their copy alone,
-whatever way vpipe is installed, and print a line of JSON each: the extra, and for each check what failed, or nothing.
+Each copy lacks one extra, the one that its folder is named after, or all of them. The processes import vpipe from their
+copy alone, whatever way vpipe is installed, and print a line of JSON each: the copy, and for each check what failed, or
+nothing.
 """
 
 from __future__ import annotations
@@ -44,13 +45,17 @@ def import_from(copy: Path) -> None:
     os.chdir(copy)
 
 
-def check_absent(extra: str, copy: Path) -> None:
-    """See that the extra is nowhere to be found, and that what was imported is of the copy."""
-    try:
-        importlib.import_module(f"vpipe.extras.{extra}")
-    except ModuleNotFoundError:
-        pass
-    else:
+def extras_of(tree: Path) -> set[str]:
+    return {file.parent.name for file in tree.glob("vpipe/extras/*/__init__.py")}
+
+
+def check_absent(copy: Path) -> None:
+    """See that what the copy lacks is nowhere to be found, and that what was imported is of the copy."""
+    for extra in extras_of(Path(__file__).parents[1]) - extras_of(copy):
+        try:
+            importlib.import_module(f"vpipe.extras.{extra}")
+        except ModuleNotFoundError:
+            continue
         raise AssertionError(f"vpipe.extras.{extra} is still found")
     elsewhere = [file for name, module in sys.modules.items() if name.partition(".")[0] == "vpipe"
                  and (file := getattr(module, "__file__", None)) and not Path(file).is_relative_to(copy)]
@@ -65,14 +70,20 @@ def import_all(copy: Path) -> None:
             importlib.import_module(".".join(parts).removesuffix(".__init__"))
 
 
-def collect_all(copy: Path) -> None:
-    """Collect every test, as pytest does."""
+def collect(copy: Path) -> None:
+    """Collect the tests as pytest does: all of them where no extra is left, else those that name extras.
+
+    To collect all takes a minute, and a file that names none is collected alike whichever extra is missing.
+    """
     import pytest
 
+    files = [str(copy / "tests")]
+    if extras_of(copy):
+        files = [str(file) for folder in ("tests", "vpipe/extras") for file in copy.joinpath(folder).rglob("test_*.py")
+                 if "extras" in file.read_text() or "extras" in file.parts]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         status = pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "-n", "0", "--assert=plain",
-                              "-W", "ignore", "--rootdir", str(copy), str(copy / "tests"),
-                              str(copy / "vpipe" / "extras")])
+                              "-W", "ignore", "--rootdir", str(copy), *files])
     wrong = [line for line in out.getvalue().splitlines() if line.startswith("ERROR")]
     assert status == 0, "\n".join(sorted(set(wrong))) or out.getvalue()[-2000:]
 
@@ -119,10 +130,10 @@ def _end(task: Callable[[], None]) -> None:
     os._exit(0)
 
 
-CHECKS: dict[str, Callable[[Path], None]] = {"imports": import_all, "tests": collect_all, "commands": run_commands}
+CHECKS: dict[str, Callable[[Path], None]] = {"imports": import_all, "tests": collect, "commands": run_commands}
 
 
-def failures(extra: str, copy: Path) -> Iterator[tuple[str, str]]:
+def failures(copy: Path) -> Iterator[tuple[str, str]]:
     """Yield the checks that fail, and why."""
     import_from(copy)
     for name, check in CHECKS.items():
@@ -132,7 +143,7 @@ def failures(extra: str, copy: Path) -> Iterator[tuple[str, str]]:
             at = [f"{frame.filename.removeprefix(f'{copy}/')}:{frame.lineno}: " for frame in traceback.extract_tb(
                 error.__traceback__) if frame.filename.startswith(str(copy))][-1:]
             yield name, f"{''.join(at)}{type(error).__name__}: {error}"
-    check_absent(extra, copy)
+    check_absent(copy)
 
 
 def main(copies: list[Path]) -> None:
@@ -149,7 +160,7 @@ def main(copies: list[Path]) -> None:
             os.wait()
             running -= 1
         if not os.fork():
-            line = json.dumps({copy.name: dict(failures(copy.name, copy))}) + "\n"
+            line = json.dumps({copy.name: dict(failures(copy))}) + "\n"
             os.write(1, line.encode())
             os._exit(0)
         running += 1

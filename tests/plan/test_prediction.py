@@ -82,7 +82,7 @@ def test_the_slowest_stage_is_the_bottleneck() -> None:
     assert prediction.bubble == pytest.approx(3 * 1.5 / (4 * 4.5))
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.integers(0, 10**6), st.sampled_from(["pipedream", "2bw"]), st.integers(2, 4), st.sampled_from([None, 2]),
        st.booleans())
 def test_a_step_of_a_stream_is_one_of_very_many(seed: int, name: str, stages: int, cores: int | None,
@@ -98,7 +98,7 @@ def test_a_step_of_a_stream_is_one_of_very_many(seed: int, name: str, stages: in
     assert predicted.prediction.step_s == pytest.approx((ends[30] - ends[10]) / 20, rel=0.03)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.integers(0, 10**6), st.sampled_from(["1f1b", "gpipe", "zb_h1"]), st.integers(2, 4),
        st.sampled_from([None, 2]))
 def test_a_step_with_a_flush_lies_between_the_work_and_a_batch_by_itself(seed: int, name: str, stages: int,

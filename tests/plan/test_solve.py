@@ -42,7 +42,7 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
         yield tuple(np.diff((0, *cuts, total)).tolist())
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.integers(0, 10**6), st.integers(1, 3))
 def test_bytes_of_every_stage_and_set_are_those_of_the_memory_model(seed: int, in_flight: int) -> None:
     made = any_profile(seed, 5)
@@ -56,7 +56,7 @@ def test_bytes_of_every_stage_and_set_are_those_of_the_memory_model(seed: int, i
         assert free.least_bytes(np.array([first]), np.array([stop]), demand)[0] == min(sets.values())
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.floats(0, 1))
 def test_the_recomputed_layers_are_the_fastest_set_that_fits(seed: int, in_flight: int, room: float) -> None:
     made = any_profile(seed, 6)
@@ -125,7 +125,7 @@ def by_formula(made: Profile, model: Choice, partition: tuple[int, ...], widths:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw"])
-@settings(deadline=None, max_examples=4)
+@settings(max_examples=4)
 @given(seed=st.integers(1, 10**6), cores=st.sampled_from([None, 2]), room=st.floats(0, 1))
 def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: int | None, room: float) -> None:
     made = replace(any_profile(seed, 6, latency_s=0.001, bytes_per_s=1e7, cores=cores), dispatch_s=0.0005,
@@ -152,7 +152,7 @@ def test_the_best_partition_is_the_best_of_all(schedule: str, seed: int, cores: 
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "2bw"])
-@settings(deadline=None, max_examples=2)
+@settings(max_examples=2)
 @given(seed=st.integers(1, 10**6), room=st.floats(0, 1))
 def test_the_best_widths_are_the_best_of_all(schedule: str, seed: int, room: float) -> None:
     made = any_profile(seed, 4, latency_s=0.001, bytes_per_s=1e7)
@@ -247,7 +247,7 @@ def seconds(solution: object) -> float:
     return solution.plan.predictions.seconds_per_sample  # type: ignore[attr-defined, no-any-return]
 
 
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(st.integers(0, 10**6), st.sampled_from(["1f1b", "pipedream"]))
 def test_the_heuristic_of_the_paper_is_never_better(seed: int, schedule: str) -> None:
     made = any_profile(seed, 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -21,6 +22,7 @@ def profile(latency_s: float, layers: int = 8) -> Profile:
     return replace(made_profile(layers), default_link=LinkProfile(latency_s, 1e10))
 
 
+@cache
 def planned(latency_s: float, every: int = 1, memory: int | None = None, schedule: str = "pipedream") -> Solution:
     return solve(request(latency_s, every, memory, schedule))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.description.cut import Cut
@@ -19,7 +19,6 @@ from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Layout, default_placement
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.sampled_from(Layout), st.integers(1, 6), st.integers(1, 4), st.integers(1, 12))
 def test_no_layout_deadlocks(layout: Layout, ranks: int, chunks: int, microbatches: int) -> None:
     schedule = lower(build_evaluation(layout(ranks, chunks), microbatches))

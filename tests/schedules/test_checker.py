@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from vpipe.errors import CheckError, UserError
@@ -351,14 +351,12 @@ PROVED = schedules(["gpipe", "1f1b", "zb_h1", "interleaved_zb", "looped_bfs", "z
 """Any of the kinds: whole and in halves, several stages per rank with and without a turn, streams."""
 
 
-@settings(deadline=None, max_examples=60)
 @given(PROVED)
 def test_every_placement_and_tie_passes(schedule: Schedule) -> None:
     assert execute(Graph.from_schedule(schedule), rendezvous=True) == (
         [len(program) for program in schedule.programs], {})
 
 
-@settings(deadline=None, max_examples=40)
 @given(PROVED, st.data())
 def test_no_action_can_be_left_out(schedule: Schedule, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, schedule.ranks - 1))
@@ -371,7 +369,6 @@ def test_no_action_can_be_left_out(schedule: Schedule, data: st.DataObject) -> N
         check(schedule.with_programs(programs))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.sampled_from(["gpipe", "1f1b", "pipedream"]), st.integers(1, 8), st.integers(1, 24), st.booleans())
 def test_compute_only_schedules_pass(name: str, stages: int, microbatches: int, tied: bool) -> None:
     check(build(name, default_placement(stages), microbatches, ties={0: (stages - 1,)} if tied and stages > 1 else {}))

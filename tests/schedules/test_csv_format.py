@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
@@ -324,7 +324,6 @@ def test_an_order_that_is_wrong_is_for_the_checker_to_say(text: str, what: str, 
         check(read_text(text, tmp_path))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.sampled_from(["1f1b", "zb_v", "pipedream", "2bw"]), st.booleans(), st.data())
 def test_a_damaged_file_is_refused_or_sound(name: str, lowered: bool, data: st.DataObject) -> None:
     recipe = RegisteredSchedule.named(name)

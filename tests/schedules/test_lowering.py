@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.schedules.action import Action, Op, forward
@@ -104,7 +104,6 @@ MADE_BY = {Op.SEND_F: (Op.FORWARD,), Op.SEND_B: (Op.BACKWARD, Op.INPUT), Op.SEND
 USES = {Op.RECV_F: (Op.FORWARD,), Op.RECV_B: (Op.BACKWARD, Op.INPUT), Op.RECV_G: (Op.STEP,)}
 
 
-@settings(deadline=None)
 @given(schedules(*ALL))
 def test_receives_precede_their_use_and_sends_follow_what_they_send(schedule: Schedule) -> None:
     for program in schedule.programs:
@@ -118,7 +117,6 @@ def test_receives_precede_their_use_and_sends_follow_what_they_send(schedule: Sc
                 assert all(other.op.receives for other in program[made + 1:position])
 
 
-@settings(deadline=None)
 @given(schedules("gpipe", "1f1b", "zb_h1", "pipedream", "2bw"))
 def test_a_transfer_has_a_computation_to_hide_behind(schedule: Schedule) -> None:
     """Between a receive and its use there is another computation, but for the first and a backward right behind
@@ -132,7 +130,6 @@ def test_a_transfer_has_a_computation_to_hide_behind(schedule: Schedule) -> None
             seen_compute = seen_compute or action.op is Op.FORWARD
 
 
-@settings(deadline=None)
 @given(schedules(*ALL))
 def test_lowering_adds_and_moves_nothing_else(schedule: Schedule) -> None:
     every = None if schedule.flush else schedule.update_every

@@ -55,7 +55,7 @@ def same_as_listed(recipe: RegisteredSchedule, placement: Placement, microbatche
 
 @given(st.sampled_from(FIXED), st.integers(1, 5), st.integers(1, 3), st.integers(1, 60), COSTS, st.integers(1, 3),
        st.sampled_from([None, 2, 4, 6]))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_a_repeating_schedule_equals_the_listed_one(recipe: RegisteredSchedule, ranks: int, chunks: int,
                                                     microbatches: int,
                                                     costs: RankCosts, replicas: int, update_every: int | None) -> None:

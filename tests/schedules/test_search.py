@@ -76,7 +76,6 @@ def keeps(peaks: Sequence[float | Fraction], limits: Sequence[int | None]) -> bo
     return all(limit is None or peak <= limit for peak, limit in zip(peaks, limits, strict=True))
 
 
-@settings(deadline=None, max_examples=25)
 @given(problems())
 def test_never_worse_than_any_made_by_hand_that_keeps_the_limits(
         problem: tuple[Placement, int, Costs, list[int | None]]) -> None:
@@ -116,7 +115,7 @@ def test_auto_is_no_longer_than_zb_h1_where_that_alone_is_shortest(ranks: int, m
     assert found.makespan_s <= made.makespan_s
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(problems())
 def test_gradients_accumulate_in_the_order_of_microbatches(
         problem: tuple[Placement, int, Costs, list[int | None]]) -> None:

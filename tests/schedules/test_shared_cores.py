@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.errors import UserError
@@ -79,7 +79,6 @@ def test_a_transfer_takes_of_a_core_at_either_end() -> None:
 ACTIONS = [("1f1b", 1), ("gpipe", 1), ("zb_h1", 1), ("interleaved", 2), ("pipedream", 1)]
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.sampled_from(ACTIONS), st.integers(2, 4), st.integers(1, 4), st.data())
 def test_cores_are_busy_with_what_there_is_to_do(named: tuple[str, int], ranks: int, cores: int,
                                                  data: st.DataObject) -> None:

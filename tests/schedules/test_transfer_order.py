@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from serial_device import SerialDevices
 
@@ -80,7 +80,6 @@ def test_an_order_that_cannot_be_mended_is_not_changed() -> None:
         check(lowered)
 
 
-@settings(deadline=None, max_examples=60)
 @given(orders(), st.booleans())
 def test_any_order_that_can_be_computed_can_be_lowered(schedule: Schedule, norm: bool) -> None:
     check(schedule)
@@ -114,7 +113,6 @@ def test_every_schedule_reaches_its_end(name: str) -> None:
 @given(name=st.sampled_from(["gpipe", "1f1b", "zb_h1", "zb_h2", "pipedream", "2bw"]),
        widths=st.lists(st.integers(1, 3), min_size=1, max_size=4), microbatches=st.sampled_from([6, 12, 24]),
        tied=st.booleans(), norm=st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_replicas_of_any_width(name: str, widths: list[int], microbatches: int, tied: bool, norm: bool) -> None:
     first = [sum(widths[:stage]) for stage in range(len(widths))]
     placement = tuple(tuple(range(at, at + width)) for at, width in zip(first, widths, strict=True))

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.app.data.bert_samples import (
@@ -39,7 +39,6 @@ def numbered(lengths: list[list[int]]) -> list[list[list[int]]]:
 DOCUMENTS = st.lists(st.lists(st.integers(1, 30), min_size=2, max_size=12), min_size=2, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
 @given(lengths=DOCUMENTS, sequence_length=st.integers(8, 64), seed=st.integers(0, 1000))
 def test_a_true_next_passage_follows_and_a_random_one_is_from_elsewhere(lengths: list[list[int]], sequence_length: int,
                                                                         seed: int) -> None:

@@ -50,7 +50,7 @@ def saves(folder: Path, count: int) -> None:
 
 def test_a_killed_rank(tmp_path: Path) -> None:
     """The losses are those of one device; the second attempt is named on stderr."""
-    config = write_config(tmp_path, training__max_steps=60, checkpoint__every_steps=10, checkpoint__at_end=True)
+    config = write_config(tmp_path, training__max_steps=40, checkpoint__every_steps=10, checkpoint__at_end=True)
     with start(tmp_path, VPIPE, "train", config, "--restarts", "1") as process:
         saves(tmp_path, 1)
         os.kill(rank(1, tmp_path), signal.SIGKILL)
@@ -62,8 +62,8 @@ def test_a_killed_rank(tmp_path: Path) -> None:
                         r"\(SIGKILL\); rank 0 .*; going on from step \d+", attempt)
     assert out.splitlines()[0] == out.splitlines()[-1] == f"run folder: {folder}"
     assert "error" not in err
-    check_updates(folder, 60)
-    assert losses(folder) == oracle(Job.from_config(load_config(config)), 60).losses
+    check_updates(folder, 40)
+    assert losses(folder) == oracle(Job.from_config(load_config(config)), 40).losses
     assert (folder / "earlier/1/config.yaml").exists()
     assert not list(folder.rglob("*.tmp"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,19 +88,6 @@ def test_a_failure_is_said_once_and_ends_all_with_status_1(tmp_path: Path) -> No
         "(rank 1, stage 1, host n2, microbatch 5, action 1F1)"]
     assert "Traceback" not in "".join(out + err for _, out, err in ends)
     assert "raise ArithmeticError" in (run / "rank1.log").read_text()
-
-
-def test_torchrun_ends_the_others_and_one_says_of_a_killed_rank_who_it_was(tmp_path: Path) -> None:
-    path = put_model(tmp_path, FRAGILE.replace('raise ArithmeticError("too hot to handle")',
-                                               "__import__('os').kill(__import__('os').getpid(), 9)"))
-    config = write_config(tmp_path, model__name="fragile", parallel__partition=[3, 3])
-    done = subprocess.run([*TORCHRUN, "--master-port", str(free_port(None)), "-m",
-                           "vpipe", "train", config], capture_output=True, text=True, timeout=100,
-                          env={**os.environ, "PYTHONPATH": path})
-    assert done.returncode == 1
-    [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert re.match(r"error: rank 1 \(stage 1\) died without a message; rank 0 \(stage 0\) was (waiting for|sending|"
-                    r"receiving) ", error)
 
 
 def test_a_rank_that_is_killed_while_it_opens_the_data_is_named_at_once(tmp_path: Path) -> None:

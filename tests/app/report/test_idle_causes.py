@@ -139,7 +139,7 @@ def test_no_time_is_left_out_or_counted_twice(tmp_path: Path) -> None:
         assert now == pytest.approx(made.end_s)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.integers(0, 3), st.integers(1, 3), st.floats(0.001, 0.1))
 def test_one_slow_action_is_seen_as_long_as_it_was(stage: int, microbatch: int, extra_s: float) -> None:
     import tempfile

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from test_terminal import made
 
-from vpipe.app.visualize.summary import RankCosts, compare
+from vpipe.app.visualize.summary import compare
 from vpipe.app.visualize.table import Column, clipped, columns, fitted, listed, number, percent, plain, table
 from vpipe.errors import counted
 
@@ -40,13 +40,6 @@ peak activations: of the rank that holds most, in microbatches of a whole rank (
 versions, staleness: of the stage with most
 once: without a flush (pipedream) the bubble comes once in a run, not at every update
 """
-
-
-def test_golden_numbers_of_unequal_costs() -> None:
-    costs = RankCosts(Fraction("18.5"), Fraction("18.1"), Fraction("9.3"))
-    bubbles = {name: number(made(name, 8, 24, costs).timeline.bubble_s)
-               for name in ("1f1b", "zb_h1", "zb_h2", "interleaved")}
-    assert bubbles == {"1f1b": "321.3", "zb_h1": "191.1", "zb_h2": "126", "interleaved": "160.65"}
 
 
 def test_numbers() -> None:

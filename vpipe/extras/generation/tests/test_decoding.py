@@ -44,27 +44,27 @@ def test_a_seed_decides_and_tokens_come_as_often_as_their_probability_says() -> 
     scores = [*torch.tensor([0.5, 0.3, 0.2]).log().tolist(), 9.0]
 
     def shares(**options: Any) -> list[float]:
-        return [counts_of(scores, **options)[token] / 1500 for token in range(3)]
+        counts = counts_of(scores, **options)
+        return [counts[token] / 1500 for token in range(3)]
 
-    assert counts_of(scores, seed=1) == counts_of(scores, seed=1) != counts_of(scores, seed=2)
+    assert counts_of(scores, 60, seed=1) == counts_of(scores, 60, seed=1) != counts_of(scores, 60, seed=2)
     assert shares() == pytest.approx([0.5, 0.3, 0.2], abs=0.04)
     assert shares(top_k=2) == pytest.approx([0.625, 0.375, 0], abs=0.04)
     assert shares(temperature=0.5) == pytest.approx([0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38], abs=0.04)
     assert shares(barred=0) == pytest.approx([0, 0.6, 0.4], abs=0.04)
-    certain = {0: 1500}
-    assert counts_of(scores, temperature=1e-300) == counts_of(scores, top_k=1) == counts_of(scores, temperature=0)
-    assert counts_of(scores, temperature=0) == certain
+    for certain in ({"temperature": 1e-300}, {"top_k": 1}, {"temperature": 0}):
+        assert counts_of(scores, 60, **certain) == {0: 60}
 
 
 def test_top_p_draws_from_the_fewest_tokens_with_that_share() -> None:
     scores = torch.tensor([0.2, 0.5, 0.3]).log().tolist()
-    assert set(counts_of(scores, top_p=0.01)) == set(counts_of(scores, top_p=0.49)) == {1}
-    assert set(counts_of(scores, top_p=0.51)) == set(counts_of(scores, top_p=0.79)) == {1, 2}
-    assert set(counts_of(scores, top_p=0.81)) == set(counts_of(scores, top_p=1.0)) == {0, 1, 2}
+    for top_p, tokens in ((0.01, {1}), (0.49, {1}), (0.51, {1, 2}), (0.79, {1, 2}), (0.81, {0, 1, 2}),
+                          (1.0, {0, 1, 2})):
+        assert set(counts_of(scores, 60, top_p=top_p)) == tokens
     assert counts_of(scores, top_p=0.7)[1] / 1500 == pytest.approx(0.625, abs=0.04)
     # The temperature and top_k come first: half the temperature gives 0.25, 0.09 and 0.04 of 0.38.
-    assert set(counts_of(scores, top_p=0.6, temperature=0.5)) == {1}
-    assert set(counts_of(scores, top_p=0.6, top_k=2)) == {1}
+    assert set(counts_of(scores, 60, top_p=0.6, temperature=0.5)) == {1}
+    assert set(counts_of(scores, 60, top_p=0.6, top_k=2)) == {1}
 
 
 def test_a_drawn_text_ends_with_its_end_or_its_last_token() -> None:

@@ -136,6 +136,7 @@ def test_an_imported_model_reads_as_many_tokens_as_it_has_positions(
     assert "but the model reads 20\n" in sample(*words, "--prompt", "one " * 40)[2]
 
 
+@pytest.mark.usefixtures("forked")
 def test_lines_of_a_file_and_of_its_translation_belong_together(translator: Path, tmp_path: Path,
                                                                 capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "prompts.txt"

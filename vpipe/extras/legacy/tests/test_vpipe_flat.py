@@ -265,6 +265,9 @@ def test_all_mistakes_of_the_flat_file_at_once(flat: Path) -> None:
     ("partition", "'vgpus=4/none.json'",
      "partition names 'vgpus=4/none.json', but there is no file '{base}/vgpus=4/none.json'", "6:14",
      "the path is taken from directory"),
+    ("config_file", "'vgpus=4/none.json'",
+     "config_file names 'vgpus=4/none.json', but there is no file '{base}/vgpus=4/none.json'", "5:16",
+     "the path is taken from directory"),
     ("directory", "'berd'", "there is no directory 'berd'", "1:14",
      "looked for '{cwd}/configs/berd' and '{cwd}/berd': it is taken from this file's folder, or the current one"),
 ])

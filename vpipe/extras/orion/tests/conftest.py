@@ -1,7 +1,8 @@
-"""Builds what tests of the Orion library need, once for all processes of a session."""
+"""Builds what tests of the Orion library need, once for all processes, and anew when its sources have changed."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 from pathlib import Path
@@ -33,18 +34,22 @@ def commands(folder: Path) -> list[list[str]]:
 
 
 @pytest.fixture(scope="session")
-def native(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+def native(pytestconfig: pytest.Config) -> Path:
     """The folder with libgpu_scheduler.so, a fake libcuda.so.1, client and test_policy."""
     if CXX is None:
         pytest.skip("no C++ compiler")
-    base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "orion"
+    sources = hashlib.sha256(Path(__file__).read_bytes() + CXX.encode())
+    for file in sorted(file for name in ("src", "include", "tests") for file in (ROOT / name).rglob("*.*")):
+        sources.update(file.read_bytes())
+    assert pytestconfig.cache is not None
+    folder = pytestconfig.cache.mkdir("orion") / sources.hexdigest()[:16]
     with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            folder.mkdir()
+        if not (folder / "built").exists():
+            folder.mkdir(exist_ok=True)
             library, *others = commands(folder)
             with subprocess.Popen(library) as beside:
                 for command in others:
                     subprocess.run(command, check=True)
             assert beside.returncode == 0
+            (folder / "built").touch()
     return folder

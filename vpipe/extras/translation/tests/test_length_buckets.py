@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.app.data.dataset import Dataset, VaryingBatches
@@ -20,7 +20,6 @@ def widths(most: int = 12) -> st.SearchStrategy[np.ndarray]:
     return st.lists(st.integers(1, most), min_size=1, max_size=60).map(lambda found: np.array(found, np.int64))
 
 
-@settings(deadline=None)
 @given(widths(), st.integers(1, 6), st.one_of(st.none(), st.integers(72, 200)), st.integers(0, 3))
 def test_every_sample_is_in_one_batch_of_an_epoch_within_the_budget(
         given: np.ndarray, group: int, budget: int | None, seed: int) -> None:

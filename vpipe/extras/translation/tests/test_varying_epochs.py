@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from attempts import begin, go_on
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_run import job_of, metrics
 
@@ -39,7 +39,6 @@ def read(microbatches: int) -> tuple[Epochs, list[int], list[int]]:
     return epochs, sizes, labels
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 200), st.sampled_from([1, 2, 4]), st.integers(1, 6))
 def test_steps_are_the_samples_and_tokens_of_their_microbatches(done: int, microbatches: int, per_step: int) -> None:
     epochs, sizes, labels = read(microbatches)
