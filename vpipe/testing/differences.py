@@ -31,9 +31,9 @@ from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.testing.compression import CutCompression
-from vpipe.testing.reference import Batch, asynchronous_oracle, flush_oracle
+from vpipe.testing.reference import FROM_SCRATCH, Batch, ReferenceRun, asynchronous_oracle, flush_oracle
 from vpipe.testing.reference_model import ReferencePrecision, compiled_model
-from vpipe.testing.reference_optimizer import TrainingRecipe, Versions, uncompressed, version_rule
+from vpipe.testing.reference_optimizer import InitialState, TrainingRecipe, Versions, uncompressed, version_rule
 from vpipe.testing.trajectory import Trajectory
 
 _DEFECT = "this is a defect of vpipe: please report it"
@@ -46,11 +46,13 @@ class Reference:
     Attributes:
         bound: largest relative difference of a loss or a norm; 0: losses, norms and weights must be equal. Above 0 the
             weights are not compared: an adaptive optimizer makes a whole step of the rounding of a gradient near 0.
+        run: what the oracle ended with.
     """
 
     name: str
     trajectory: Trajectory
     bound: float
+    run: ReferenceRun
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,8 @@ def record_ranks(pipe: Pipeline, batches: Iterable[Batch]) -> dict[int, Trajecto
 
 
 def references(model: Model, description: Description, schedule: Schedule, batches: Sequence[Batch], *,
-               device: torch.device | str = "cpu", optimizer_eps: float = 0.0, plain: bool = True
-               ) -> Iterator[Reference]:
+               device: torch.device | str = "cpu", optimizer_eps: float = 0.0, plain: bool = True,
+               drained_at: Iterable[int] = (), start: InitialState = FROM_SCRATCH) -> Iterator[Reference]:
     """Yield the oracles of a pipeline, the exact one first.
 
     Args:
@@ -133,6 +135,8 @@ def references(model: Model, description: Description, schedule: Schedule, batch
         optimizer_eps: the precision to which the optimizer itself rounds, such as that of bf16 for Muon's momentum.
         plain: whether the optimizer moves little when a gradient does, so that plain PyTorch is a second oracle where
             the exact one adds gradients in another order.
+        drained_at: microbatches before which the pipeline was empty, see :func:`~vpipe.testing.asynchronous_oracle`.
+        start: the state to begin with, such as that of a checkpoint.
     """
     if (backend := description.execution.backend) is not None:
         model = compiled_model(model, backend)
@@ -161,20 +165,20 @@ def references(model: Model, description: Description, schedule: Schedule, batch
         regrouped = [what for what, there in (("tied gradients summed by stage", any(
             spec.borrowed for spec in model.split(partition))), ("gradients summed by replica", max(widths) > 1),
             ("tensors coded at the cuts", compression is not None)) if there]
-        flush_oracle(model, batches, recipe(trajectory), partition if regrouped else None,
-                     widths if regrouped else None)
+        run = flush_oracle(model, batches, recipe(trajectory), partition if regrouped else None,
+                           widths if regrouped else None, start)
         program = f"plain PyTorch{precision.description} on one device"
-        yield Reference(", ".join([program, *regrouped]), trajectory, bound)
+        yield Reference(", ".join([program, *regrouped]), trajectory, bound, run)
         if regrouped and compression is None and plain:
             trajectory = Trajectory()
-            flush_oracle(model, batches, recipe(trajectory))
-            yield Reference(program, trajectory, rounding)
+            run = flush_oracle(model, batches, recipe(trajectory), start=start)
+            yield Reference(program, trajectory, rounding, run)
         return
-    drained = range(0, microbatches, schedule.microbatches) if CsvFile.is_path(name) else ()
+    ends = range(0, microbatches, schedule.microbatches) if CsvFile.is_path(name) else ()
     known = None if _closed_form(name) else min(microbatches, schedule.microbatches)
-    asynchronous_oracle(model, batches, recipe(trajectory), partition, schedule.update_every, drained,
-                        _version_rule(name, schedule, microbatches), widths, known=known)
-    yield Reference(f"the sequential oracle{precision.description}", trajectory, bound)
+    run = asynchronous_oracle(model, batches, recipe(trajectory), partition, schedule.update_every,
+                              {*ends, *drained_at}, _version_rule(name, schedule, microbatches), widths, start, known)
+    yield Reference(f"the sequential oracle{precision.description}", trajectory, bound, run)
 
 
 def compare(trajectory: Trajectory, reference: Trajectory) -> Iterator[Difference]:

@@ -16,7 +16,7 @@ otherwise it is exactly plain PyTorch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, islice
@@ -121,7 +121,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
 
 
 def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe, partition: Sequence[int],
-                        update_every: int = 1, drained_at: Sequence[int] = (),
+                        update_every: int = 1, drained_at: Collection[int] = (),
                         version_of: Versions | None = None, widths: Sequence[int] | None = None,
                         start: InitialState = FROM_SCRATCH, known: int | None = None) -> ReferenceRun:
     """Train as an asynchronous pipeline does, in one sequential program.
