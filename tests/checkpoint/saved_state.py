@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import ITEM_BYTES, Manifest
+from vpipe.checkpoint.shards import SafetensorError
 
 
 def about(step: int) -> Manifest:
@@ -33,6 +37,21 @@ def tensors(fill: float = 1.0) -> dict[str, Tensor]:
 def of_every_kind() -> dict[str, Tensor]:
     """Three numbers of each kind that a checkpoint can hold."""
     return {f"model.a.{name}": torch.tensor([0, 1, 1]).to(getattr(torch, name)) for name in ITEM_BYTES}
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint."""
+    manifest = Manifest.load(folder)
+    return Checkpoint(folder, manifest).tensors(manifest.tensors)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def full(*_: object) -> None:
+    """Put in place of ``save_file``: a disk that takes nothing more."""
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from saved_state import names
 
 from vpipe.checkpoint.directory import LATEST, Checkpoints, previous, write_text
 from vpipe.checkpoint.manifest import MANIFEST, Manifest
@@ -18,10 +19,6 @@ def write(root: Path, step: int, seed: int = 0) -> Path:
     folder.partial(step).mkdir(parents=True)
     Manifest(step, step, seed).save(folder.partial(step))
     return folder.commit(step)
-
-
-def names(root: Path) -> set[str]:
-    return {path.name for path in root.iterdir()}
 
 
 def test_the_newest_is_that_of_the_most_steps(tmp_path: Path) -> None:

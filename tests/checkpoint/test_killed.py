@@ -12,19 +12,20 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
-from saved_state import about, same, tensors
+from saved_state import about, names, read_all, same, tensors
 
 from vpipe.checkpoint import Checkpoint, shards
 from vpipe.checkpoint.directory import LATEST, Checkpoints
-from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.save import Saver
 from vpipe.distributed.value_exchange import Exchange
 
 KILLED = 9
+WRITES = os.O_WRONLY | os.O_RDWR
 CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}
-"""What Python tells of a process that alters files; reads are among them, which does no harm."""
+"""What Python tells of a process that alters files; to open one may be to read it, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +40,8 @@ def killed(work: Callable[[], None], at: int) -> bool:
     if not child:
         seen = count(1)
 
-        def hook(event: str, _: tuple[object, ...]) -> None:
-            if event in CHANGES and next(seen) == at:
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            if event in CHANGES and (event != "open" or arguments[2] & WRITES) and next(seen) == at:
                 os._exit(KILLED)
 
         sys.addaudithook(hook)
@@ -64,8 +65,7 @@ def save(root: Path, step: int, fill: float, keep: int = 2) -> None:
 def state_of(folder: Path) -> float:
     """Which of the states a whole checkpoint has."""
     assert Checkpoint.open(folder).damage() == []
-    manifest = Manifest.load(folder)
-    found = Checkpoint(folder, manifest).tensors(manifest.tensors)
+    found = read_all(folder)
     fill = found["model.a.repeated"][0].item()
     assert same(found, tensors(fill))
     return fill
@@ -95,7 +95,7 @@ def test_after_a_kill_there_is_one_whole_checkpoint_and_the_next_is_made(tmp_pat
     assert found == sorted(found)  # first the one before, and from some moment on the new one
     assert found[0] == 2.0
     assert found[-1] == 3.0
-    assert len(found) > 15
+    assert len(found) > 8
     assert shards.FILE_BYTES  # imported before the forks, which so need not
 
 
@@ -113,5 +113,5 @@ def test_a_file_that_may_not_grow_so_large_gives_the_save_up(tmp_path: Path) -> 
         assert saver.results[-1].error == "File too large (rank 0)"
 
     assert not killed(limited, 0)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-10", LATEST}
+    assert names(tmp_path) == {"step-10", LATEST}
     assert state_of(Checkpoints.find(tmp_path)) == 1.0

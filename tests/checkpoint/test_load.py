@@ -64,24 +64,17 @@ def test_its_own_checkpoint_fits() -> None:
     manifest_of(kinds_of(model())).check_compatible(model())
 
 
-def test_other_shapes_are_named_with_both() -> None:
-    with pytest.raises(UserError, match=r"the checkpoint of step 40 is of another model: 'block\.0\.linear\.weight' is "
-                                        r"\[6, 6\] float32 in the model and \[4, 4\] float32 in the checkpoint; .*; "
-                                        r"and 2 more\nhint: resume with the model section"):
-        manifest_of(kinds_of(model())).check_compatible(model(width=6))
-
-
-def test_missing_tensors_and_others_are_named() -> None:
-    with pytest.raises(UserError, match=r"'block\.2\.seen' \[\] int64 is not in the checkpoint; 'block\.2\.linear\.w"):
-        manifest_of(kinds_of(model())).check_compatible(model(blocks=3))
-    with pytest.raises(UserError, match=r"'block\.1\.seen' \[\] int64 of the checkpoint is not in the model; '"):
-        manifest_of(kinds_of(model())).check_compatible(model(blocks=1))
-
-
-def test_another_kind_of_numbers_is_named() -> None:
-    kinds = kinds_of(model()) | {"head.decoder.bias": TensorKind((4,), "bfloat16")}
-    with pytest.raises(UserError, match=r"'head\.decoder\.bias' is \[4\] float32 in the model and \[4\] bfloat16"):
-        manifest_of(kinds).check_compatible(model())
+@pytest.mark.parametrize(("other", "kinds", "text"), [
+    (model(width=6), {}, r"the checkpoint of step 40 is of another model: 'block\.0\.linear\.weight' is \[6, 6\] "
+                         r"float32 in the model and \[4, 4\] float32 in the checkpoint; .*; and 2 more\n"
+                         "hint: resume with the model section"),
+    (model(blocks=3), {}, r"'block\.2\.seen' \[\] int64 is not in the checkpoint; 'block\.2\.linear\.w"),
+    (model(blocks=1), {}, r"'block\.1\.seen' \[\] int64 of the checkpoint is not in the model; '"),
+    (model(), {"head.decoder.bias": TensorKind((4,), "bfloat16")},
+     r"'head\.decoder\.bias' is \[4\] float32 in the model and \[4\] bfloat16")])
+def test_what_differs_is_named_with_both(other: Model, kinds: dict[str, TensorKind], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        manifest_of(kinds_of(model()) | kinds).check_compatible(other)
 
 
 def test_no_weights_are_made_and_the_generator_is_left_alone() -> None:

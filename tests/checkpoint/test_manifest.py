@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,20 +70,17 @@ def test_a_manifest_that_was_cut_short_is_refused(tmp_path: Path) -> None:
             Manifest.load(tmp_path)
 
 
-def test_a_newer_format_is_named_with_the_one_that_is_read(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).write_text(json.dumps({"format": FORMAT + 2, "new": "things"}))
-    with pytest.raises(UserError, match=f"has format {FORMAT + 2}, this vpipe reads up to {FORMAT}.*\nhint: resume it"):
-        Manifest.load(tmp_path)
-
-
-def test_a_folder_without_one_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"'{tmp_path}' is no checkpoint: it has no {MANIFEST}"):
-        Manifest.load(tmp_path)
-
-
-def test_one_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).mkdir()
-    with pytest.raises(UserError, match="cannot read the checkpoint: Is a directory"):
+@pytest.mark.parametrize(("put", "text"), [
+    (lambda path: path.write_text(json.dumps({"format": FORMAT + 2, "new": "things"})),
+     f"has format {FORMAT + 2}, this vpipe reads up to {FORMAT}.*\nhint: resume it"),
+    (lambda path: None, f"' is no checkpoint: it has no {MANIFEST}"),
+    (Path.mkdir, "cannot read the checkpoint: Is a directory"),
+    *((lambda path, text=text: path.write_text(text, encoding="latin-1"), "the manifest of the checkpoint is damaged")
+      for text in ("", "null", "[]", "[" * 20_000, "\xff", '{"format": 1}'))],
+    ids=["newer", "none", "folder", "empty", "null", "list", "brackets", "bytes", "format alone"])
+def test_other_content_is_refused(put: Callable[[Path], object], text: str, tmp_path: Path) -> None:
+    put(tmp_path / MANIFEST)
+    with pytest.raises(UserError, match=text):
         Manifest.load(tmp_path)
 
 
@@ -105,13 +103,6 @@ def test_content_that_makes_no_sense_is_refused_though_its_checksum_is_right(tmp
     del content["checksum"]
     content[key] = value
     (tmp_path / MANIFEST).write_text(json.dumps({**content, "checksum": _checksum(content)}))
-    with pytest.raises(UserError, match="the manifest of the checkpoint is damaged"):
-        Manifest.load(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "null", "[]", "[" * 20_000, "\xff", '{"format": 1}'])
-def test_other_content_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / MANIFEST).write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match="the manifest of the checkpoint is damaged"):
         Manifest.load(tmp_path)
 

@@ -9,10 +9,10 @@ from threading import Event, Thread, current_thread
 import pytest
 import torch
 from lines import Lines, exchanges
-from saved_state import about, same, tensors
+from saved_state import about, full, names, read_all, same, tensors
 from torch import Tensor
 
-from vpipe.checkpoint import Checkpoint, shards
+from vpipe.checkpoint import shards
 from vpipe.checkpoint.directory import LATEST, Checkpoints
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.checkpoint.save import Saver
@@ -24,20 +24,6 @@ WAIT_S = 30.0
 
 def alone(root: Path, keep: int | None = None) -> Saver:
     return Saver(root, keep, Exchange())
-
-
-def read_all(folder: Path) -> dict[str, Tensor]:
-    manifest = Manifest.load(folder)
-    assert Checkpoint.open(folder).damage() == []
-    return Checkpoint(folder, manifest).tensors(manifest.tensors)
-
-
-def names(root: Path) -> set[str]:
-    return {path.name for path in root.iterdir()}
-
-
-def full(*_: object) -> None:
-    raise shards.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
 # -- alone --------------------------------------------------------------------------------------------------------

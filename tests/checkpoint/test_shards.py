@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from saved_state import about, of_every_kind, same, tensors
+from saved_state import about, names, of_every_kind, read_all, same, tensors
 from torch import Tensor
 
 from vpipe.checkpoint import Checkpoint, shards
@@ -16,18 +16,13 @@ from vpipe.checkpoint.save import save_checkpoint
 from vpipe.errors import UserError
 
 
-def read_all(folder: Path) -> dict[str, Tensor]:
-    manifest = Manifest.load(folder)
-    return Checkpoint(folder, manifest).tensors(manifest.tensors)
-
-
 @pytest.mark.parametrize("state", [tensors, of_every_kind, dict], ids=["of every sort", "of every kind", "none at all"])
 def test_tensors_come_back_as_they_were(tmp_path: Path, state: object) -> None:
     saved = state()  # type: ignore[operator]
     save_checkpoint(tmp_path / "mine", about(40), saved)
     assert same(read_all(tmp_path / "mine"), saved)
     assert Manifest.load(tmp_path / "mine").step == 40
-    assert {path.name for path in tmp_path.iterdir()} == {"mine"}
+    assert names(tmp_path) == {"mine"}
 
 
 def test_the_copies_are_no_parts_of_anything(tmp_path: Path) -> None:

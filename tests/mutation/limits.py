@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from vpipe.errors import VpipeError
 
@@ -42,6 +45,11 @@ def refusal(call: Callable[[], object]) -> str | None:
     assert len(str(found)) < LONGEST
     assert all(problem.what and problem.hint for problem in getattr(found, "problems", ()))
     return str(found)
+
+
+def shards() -> Any:
+    """The module of an extra, which may be gone."""
+    return pytest.importorskip("vpipe.extras.bert_hdf5.shards")
 
 
 def _kib(name: str) -> int:

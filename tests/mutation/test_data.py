@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from limits import refusal
+from limits import refusal, shards
 
 from vpipe.app.data.bert_samples import SHAPES, STORAGE, Samples, shape_of
 from vpipe.app.data.cache import MANIFEST, _digest
@@ -20,11 +20,6 @@ from vpipe.app.data.tokenizers import load_tokenizer
 from vpipe.app.families import LARGEST_SIZE
 
 SHAPE = (12, 16)
-
-
-def shards() -> Any:
-    """The module of an extra, which may be gone."""
-    return pytest.importorskip("vpipe.extras.bert_hdf5.shards")
 
 
 def samples() -> Samples:

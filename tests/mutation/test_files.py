@@ -7,10 +7,9 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from limits import refusal
+from limits import refusal, shards
 
 from vpipe.app.config.config import load_config
 from vpipe.app.config.yaml_tree import MOST_BYTES, MOST_VALUES, read_json_tree
@@ -24,12 +23,6 @@ from vpipe.plan.profile import Profile
 from vpipe.schedules import csv_format
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.prepare import ScheduleSpec
-
-
-def shards() -> Any:
-    """The module of an extra, which may be gone."""
-    return pytest.importorskip("vpipe.extras.bert_hdf5.shards")
-
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "config": ("c.yaml", load_config),

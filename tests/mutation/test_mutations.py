@@ -78,24 +78,22 @@ def as_yaml(value: Any) -> str:
     return yaml.safe_dump(value)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_native_configs(seed: int, tmp_path: Path) -> None:
+def test_native_configs(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(as_yaml(NATIVE))
     assert refusal(partial(load_config, path)) is None
-    dice, refused = Random(seed), 0
+    dice, refused = Random(0), 0
     for _ in range(40):
         path.write_bytes(written(dice, NATIVE, as_yaml))
         refused += refusal(lambda: load_config(path).resolved_yaml()) is not None
     assert 20 < refused < 40
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_flat_configs(seed: int, tmp_path: Path) -> None:
+def test_flat_configs(tmp_path: Path) -> None:
     pytest.importorskip("vpipe.extras.legacy.vpipe_flat")
     (tmp_path / "bert").mkdir()
     contents = {"f.yml": FLAT, "bert/p.json": PARTITION, "bert/m.json": RANKS}
-    dice, refused = Random(seed), 0
+    dice, refused = Random(0), 0
     for name in ("", *list(contents) * 12):
         for each, value in contents.items():
             write = as_yaml if each == "f.yml" else json.dumps

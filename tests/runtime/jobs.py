@@ -238,9 +238,9 @@ def shapes_from_values(*, timeout_s: float) -> None:
     list(pipe.train([{"ids": torch.tensor([[1, 2, 0, 0], [1, 2, 3, 4]])}]))
 
 
-def layer_raises(*, timeout_s: float) -> None:
+def layer_raises(*, timeout_s: float, **arguments: Any) -> None:
     """The second stage raises in its second microbatch."""
-    pipe = pipeline(rich_model(), schedule="1f1b", stages=2, microbatches=2, timeout_s=timeout_s)
+    pipe = pipeline(rich_model(), stages=2, microbatches=2, timeout_s=timeout_s, **arguments)
     batch = rich_batches(1, 4)[0]
     batch["labels"][2:] = 10_000  # outside the words
     list(pipe.train([batch]))

@@ -90,6 +90,11 @@ def rich_batches(batches: int, samples: int, seed: int = 3, lengths: tuple[int, 
     return [{"ids": ids(lengths[i % len(lengths)]), "labels": ids(lengths[i % len(lengths)])} for i in range(batches)]
 
 
+def cut(layers: int, stages: int) -> list[int]:
+    """Layers per stage; the last stages take what is left."""
+    return [layers // stages + (stage >= stages - layers % stages) for stage in range(stages)]
+
+
 def plain_sequential() -> Model:
     """An ``nn.Sequential`` of one's own."""
     torch.manual_seed(5)
@@ -192,10 +197,15 @@ class Words(nn.Module):
         return self.word(ids)
 
 
+def between(*layers: Layer) -> Model:
+    """Embedding, the layers given, head."""
+    return Model([Layer("words", Words, ("ids",), ("h",)), *layers, Layer("head", Head, ("h", "labels"), ("loss",))],
+                 batch=("ids", "labels"))
+
+
 def norm_model() -> Model:
     """Six layers, four of which keep running statistics."""
-    return Model([Layer("words", Words, ("ids",), ("h",)), *(Layer(f"norm{i}", Normed) for i in range(4)),
-                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    return between(*(Layer(f"norm{i}", Normed) for i in range(4)))
 
 
 class Frozen(Words):
@@ -236,8 +246,7 @@ class Recurrent(nn.Module):
 
 def recurrent_model() -> Model:
     """Five layers, three of them recurrent."""
-    return Model([Layer("words", Words, ("ids",), ("h",)), *(Layer(f"lstm{i}", Recurrent) for i in range(3)),
-                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    return between(*(Layer(f"lstm{i}", Recurrent) for i in range(3)))
 
 
 class Decoded(nn.Module):
@@ -272,8 +281,7 @@ class Checkpointed(RawMatmul):
 
 def checkpointed_model() -> Model:
     """Five layers, three of which checkpoint themselves."""
-    return Model([Layer("words", Words, ("ids",), ("h",)), *(Layer(f"own{i}", Checkpointed) for i in range(3)),
-                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    return between(*(Layer(f"own{i}", Checkpointed) for i in range(3)))
 
 
 class Shortened(Words):
@@ -281,6 +289,13 @@ class Shortened(Words):
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids)[:, :int(ids.max())]
+
+
+class Average(nn.Module):
+    """hidden -> the mean of its numbers."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.mean()
 
 
 class Mean(nn.Module):

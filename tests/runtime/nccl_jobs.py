@@ -22,7 +22,7 @@ from vpipe.runtime.transport import process_group
 from vpipe.testing import nccl_rules
 
 
-def under(*, run: str, eager: bool = False, buffered: bool = False, **arguments: Any) -> Any:
+def under(*, run: str, eager: bool, buffered: bool, **arguments: Any) -> Any:
     """What a job, ``module.function``, returns when its tensors go over a backend with nccl's rules."""
     module, _, function = run.rpartition(".")
     with nccl_rules(eager=eager, buffered=buffered):

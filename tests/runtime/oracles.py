@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,17 +13,9 @@ from pipelines import parts
 from torch import Tensor, nn
 
 from vpipe import Model, Pipeline
+from vpipe.checkpoint.manifest import Position
 from vpipe.runtime.step_results import Step
-from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.testing import (
-    InitialState,
-    ReferencePrecision,
-    ReferenceRun,
-    TrainingRecipe,
-    asynchronous_oracle,
-    flush_oracle,
-    version_rule,
-)
+from vpipe.testing import InitialState, ReferenceRun, references
 
 Build = Callable[[], Model]
 Batches = Sequence[Mapping[str, Tensor]]
@@ -47,64 +40,48 @@ def decay(update: int) -> float:
     return 1.0 / (1 + update)
 
 
-def constant(update: int) -> float:
-    return 1.0
-
-
 DECAY_AND_CLIP: dict[str, Any] = {"learning_rate_factor": decay, "grad_clip": 0.5}
 DEFAULTS: dict[str, Any] = {"optimizer": AdamW(), "microbatches": 4, "seed": 2}
 _known: dict[str, tuple[ReferenceRun, object]] = {}
 
 
+@cache
+def built(model: Build) -> Model:
+    """Return what a function makes, once: by it an oracle is found again."""
+    return model()
+
+
 def pipeline_of(model: Build | Model, **words: Any) -> Pipeline:
     """Make a pipeline; ``words`` are its arguments by field (:mod:`pipelines`), :data:`DEFAULTS` where left out."""
-    return Pipeline(model if isinstance(model, Model) else model(), **parts(**DEFAULTS | words))
+    return Pipeline(model if isinstance(model, Model) else built(model), **parts(**DEFAULTS | words))
 
 
-def recipe_of(words: Mapping[str, Any], **more: Any) -> TrainingRecipe:
-    """Return how the oracle trains what a pipeline made with these words trains."""
-    said = DEFAULTS | words
-    corrected = said.get("delay_correction", "none") != "none"
-    return TrainingRecipe(
-        said["optimizer"].from_named, said["microbatches"], said["seed"], **{
-            "factor": said.get("learning_rate_factor", constant), "clip": said.get("grad_clip"),
-            "skip": said.get("skip_not_finite", False),
-            "precision": ReferencePrecision(said.get("precision", "fp32"), said.get("loss_scale")),
-            "extrapolation": said.get("delay_correction_strength", 1.0) if corrected else None, **more})
-
-
-def oracle_of(pipe: Pipeline, model: Build | Model, batches: Batches, recipe: TrainingRecipe, *,
-              drained_at: Sequence[int] = (), start: InitialState = FROM_SCRATCH,
-              version_of: Callable[..., int] | None = None) -> ReferenceRun:
-    """Return what a pipeline must compute. What a function's model gives from the start is computed once.
+def oracle_of(pipe: Pipeline, batches: Batches, *, drained_at: Iterable[int] = (), start: InitialState = FROM_SCRATCH,
+              **changes: Any) -> ReferenceRun:
+    """Return what a pipeline must compute; ``changes`` are of its description. What is computed from scratch is kept.
 
     With a flush and neither ties nor replicas it is plain PyTorch, whatever the cut.
     """
-    schedule, widths = pipe.engine._schedule, tuple(map(len, pipe.placement))
-    built = model if isinstance(model, Model) else model()
-    arrangement: tuple[Any, ...] = ()
-    if not schedule.flush:
-        arrangement = (pipe.schedule, pipe.partition, widths, pipe.update_every, schedule.warmup, *drained_at)
-    elif max(widths) > 1 or any(layer.ties for layer in built.layers):
-        arrangement = (pipe.partition, widths)
-    if isinstance(model, Model) or start is not FROM_SCRATCH or version_of is not None:
-        return _oracle(pipe, built, batches, recipe, arrangement, drained_at, start, version_of)
-    key = f"{model} {recipe} {arrangement} " + " ".join(
-        f"{name} {tensor.dtype} {list(tensor.shape)} {hashlib.sha256(tensor.numpy().tobytes()).hexdigest()}"
-        for batch in batches for name, tensor in batch.items())
-    if key not in _known:  # what the key names by its address stays
-        _known[key] = _oracle(pipe, built, batches, recipe, arrangement, drained_at, start, version_of), (model, recipe)
-    return _known[key][0]
+    description, stream = replace(pipe.description, **changes), not pipe.lowered.flush
+    coded = {*description.transfers.codecs(len(pipe.partition))} - {"none"}
+    regrouped = coded or max(map(len, pipe.placement)) > 1 or any(layer.ties for layer in pipe.model.layers)
+    arrangement = (pipe.partition, pipe.placement, description.transfers) if stream or regrouped else ()
+    key = repr([id(pipe.model), description.update, description.microbatches, description.precision, description.seed,
+                description.execution.backend, arrangement, (description.order, [*drained_at]) if stream else (),
+                [(name, tensor.dtype, tensor.shape, hashlib.sha256(tensor.numpy().tobytes()).hexdigest())
+                 for batch in batches for name, tensor in batch.items()]])
+    if start is FROM_SCRATCH and key in _known:
+        return _known[key][0]
+    run = next(references(pipe.model, description, pipe.lowered, batches, drained_at=drained_at, start=start)).run
+    if start is FROM_SCRATCH:
+        _known[key] = run, (pipe.model, description)  # what the key names by its address stays
+    return run
 
 
-def _oracle(pipe: Pipeline, model: Model, batches: Batches, recipe: TrainingRecipe, arrangement: tuple[Any, ...],
-            drained_at: Sequence[int], start: InitialState, version_of: Callable[..., int] | None) -> ReferenceRun:
-    widths, schedule = list(map(len, pipe.placement)), pipe.engine._schedule
-    if schedule.flush:
-        return flush_oracle(model, batches, recipe, *(pipe.partition, widths) if arrangement else (None, None), start)
-    named = pipe.schedule if pipe.schedule in RegisteredSchedule.names() else "pipedream"
-    return asynchronous_oracle(model, batches, recipe, pipe.partition, pipe.update_every or 1, drained_at,
-                               version_of or version_rule(named, schedule.warmup), widths, start)
+def saved(pipe: Pipeline) -> tuple[Position, dict[str, Tensor]]:
+    """As a checkpoint holds it: training goes on in other memory."""
+    tensors = {name: tensor.clone() for name, tensor in pipe.engine.checkpoint_state().items()}  # drains
+    return pipe.engine.position, tensors
 
 
 def assert_same_state(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
@@ -129,12 +106,11 @@ def assert_same(pipe: Pipeline, steps: Sequence[Step], run: ReferenceRun) -> Non
 
 
 def equals_its_oracle(model: Build | Model, batches: Batches, *more: Batches,
-                      version_of: Callable[..., int] | None = None, **words: Any) -> tuple[Pipeline, list[Step]]:
+                      **words: Any) -> tuple[Pipeline, list[Step]]:
     """Train a pipeline, described by words as for :func:`pipeline_of`, and compare all that it shows with its oracle.
 
     Args:
         more: batches of further calls of ``train``, with an evaluation before each.
-        version_of: of a schedule that is none of vpipe's.
     """
     pipe = pipeline_of(model, **words)
     steps, drained_at = list(pipe.train(batches)), []
@@ -144,6 +120,5 @@ def equals_its_oracle(model: Build | Model, batches: Batches, *more: Batches,
         pipe.evaluate(batches[:1])
         steps += pipe.train(part)
     every = [*batches, *(batch for part in more for batch in part)]
-    assert_same(pipe, steps, oracle_of(pipe, model, every, recipe_of(words), drained_at=drained_at,
-                                       version_of=version_of))
+    assert_same(pipe, steps, oracle_of(pipe, every, drained_at=drained_at))
     return pipe, steps

@@ -4,53 +4,42 @@ from __future__ import annotations
 
 import shutil
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
-from models import rich_batches, rich_model
-from oracles import AdamW, assert_same, oracle_of, pipeline_of, recipe_of
-from test_every_schedule import FLUSH, MICROBATCHES, STREAMS, cut
+from models import Average, rich_batches, rich_model
+from oracles import AdamW, equals_its_oracle
+from small_run import job_of
+from test_every_schedule import MICROBATCHES, STREAMS, cut
 from torch import nn
 from torch._dynamo.utils import counters
 
 from vpipe import Cut, Execution, Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.compiled import check_compiled
-from vpipe.schedules.action import Op
 from vpipe.schedules.builder import build
-from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import Layout
-from vpipe.testing.reference_model import compiled_model
 
 # Dynamo reads the gradient of every input that it sees.
 pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
-SPLIT = [name for name in FLUSH if any(action.op is Op.INPUT for program in build(
-    name, RegisteredSchedule.named(name).placement(2), 8).programs for action in program)]
-WHOLE = [name for name in (*FLUSH, *STREAMS) if name not in SPLIT]
-
-
-def equals_its_oracle(backend: str, **words: Any) -> None:
-    """As :func:`oracles.equals_its_oracle`, of a model whose layers are compiled on both sides."""
-    words, batches = {"microbatches": MICROBATCHES, "grad_clip": 0.5, **words}, rich_batches(2, MICROBATCHES)
-    pipe, compiled = pipeline_of(rich_model, compile=backend, **words), compiled_model(rich_model(), backend)
-    assert_same(pipe, list(pipe.train(batches)), oracle_of(pipe, compiled, batches, recipe_of(words)))
 
 
 @pytest.mark.parametrize(("name", "backend", "recompute"), [
-    *((name, "eager", 0.6) for name in WHOLE), ("1f1b", "aot_eager", 0.0), ("interleaved", "aot_eager", 0.6),
-    ("pipedream", "aot_eager", 0.0), ("pipedream", "aot_eager", 0.6)])
+    *((name, "eager", 0.6) for name in ("gpipe", "chimera", *STREAMS)), ("1f1b", "aot_eager", 0.0),
+    ("interleaved", "aot_eager", 0.6), ("pipedream", "aot_eager", 0.6)])
 def test_equal_to_plain_pytorch_with_the_same_compiled_layers(name: str, backend: str, recompute: float) -> None:
-    equals_its_oracle(backend, schedule=name, partition=cut(name), recompute=recompute)
+    equals_its_oracle(rich_model, rich_batches(2, MICROBATCHES), microbatches=MICROBATCHES, grad_clip=0.5,
+                      schedule=name, partition=cut(name), recompute=recompute, compile=backend)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
-@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+@pytest.mark.parametrize(("name", "precision"), [("1f1b", "bf16_pure"), ("pipedream", "bf16")])
 def test_in_reduced_precision(name: str, precision: str) -> None:
-    equals_its_oracle("aot_eager", schedule=name, partition=cut(name), precision=precision)
+    equals_its_oracle(rich_model, rich_batches(2, MICROBATCHES), microbatches=MICROBATCHES, grad_clip=0.5,
+                      schedule=name, partition=cut(name), precision=precision, compile="aot_eager")
 
 
-@pytest.mark.parametrize(("name", "recompute"), [("1f1b", 0.0), ("1f1b", 1.0), ("pipedream", 0.0), ("pipedream", 1.0)])
+@pytest.mark.parametrize(("name", "recompute"), [("1f1b", 1.0), ("pipedream", 0.0), ("pipedream", 1.0)])
 def test_versions_and_microbatches_compile_nothing_again(name: str, recompute: float) -> None:
     """All versions that there are have been seen by the 8th microbatch; nothing is compiled from then on."""
     pipe = Pipeline(rich_model(), AdamW(), stages=Cut(4, recompute=recompute), schedule=name, microbatches=8,
@@ -63,6 +52,11 @@ def test_versions_and_microbatches_compile_nothing_again(name: str, recompute: f
     assert len(set(made)) == 1
 
 
+def test_a_config_names_the_backend(tmp_path: Path) -> None:
+    for said, backend in ((False, None), (True, "inductor"), ("aot_eager", "aot_eager")):
+        assert job_of(tmp_path, training__compile=said).description.execution.backend == backend
+
+
 def test_layers_of_one_class_share_their_code() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -73,18 +67,13 @@ def test_layers_of_one_class_share_their_code() -> None:
             return torch.relu(self.linear(h))
 
     model = Model([*(Layer(f"block{i}", Block, inputs=("x",) if i == 0 else ("h",)) for i in range(6)),
-                   Layer("loss", Mean, outputs=("loss",))], batch=("x",))
+                   Layer("loss", Average, outputs=("loss",))], batch=("x",))
     before = counters["stats"]["unique_graphs"]
     list(Pipeline(model, AdamW(), stages=3, schedule="pipedream", microbatches=4,
                   execution=Execution(compile="eager")).train(
         [{"x": torch.randn(8, 8)} for _ in range(4)]))
     # The first stage's input needs no gradient, that of the others does.
     assert counters["stats"]["unique_graphs"] - before <= 3
-
-
-class Mean(nn.Module):
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        return h.mean()
 
 
 class Scaled(nn.Linear):
@@ -103,7 +92,7 @@ def test_every_layer_is_compiled_however_many_variants_there_are() -> None:
     silently."""
     with torch._dynamo.config.patch(recompile_limit=4):
         layers = [Layer(f"scaled{i}", partial(Scaled, "x" * (i + 1)), ("x",) if i == 0 else ("h",)) for i in range(6)]
-        pipe = Pipeline(Model([*layers, Layer("loss", Mean, ("h",), ("loss",))], batch=("x",)), AdamW(), stages=2,
+        pipe = Pipeline(Model([*layers, Layer("loss", Average, ("h",), ("loss",))], batch=("x",)), AdamW(), stages=2,
                         microbatches=2, execution=Execution(compile="eager"))
         before = counters["stats"]["unique_graphs"]
         pipe.evaluate([{"x": torch.randn(4, 3)}])
@@ -120,22 +109,11 @@ def test_a_layer_that_would_be_compiled_for_every_call_is_refused(monkeypatch: p
             return super().forward(x)
 
     with torch._dynamo.config.patch(recompile_limit=8):
-        pipe = Pipeline(Model([Layer("count", lambda: Counting("x"), ("x",)), Layer("loss", Mean, ("h",), ("loss",))],
-                              batch=("x",)),
-                        AdamW(), stages=1, execution=Execution(compile="eager"))
+        model = Model([Layer("count", lambda: Counting("x"), ("x",)), Layer("loss", Average, outputs=("loss",))],
+                      batch=("x",))
+        pipe = Pipeline(model, AdamW(), stages=1, execution=Execution(compile="eager"))
         with pytest.raises(RunError, match="a layer that is compiled again for every call"):
             list(pipe.train([{"x": torch.randn(2, 3)}] * 60))
-
-
-@pytest.mark.parametrize(("given", "schedule", "what", "hint"), [
-    ("inducto", "1f1b", "torch.compile has no backend 'inducto'", "did you mean 'inductor'?"),
-    ("eager", "zb_h1", "'zb_h1' splits every backward: it intercepts the operations that take a weight, and a compiled "
-     "layer shows none", "choose a schedule with whole backwards, such as 1f1b or interleaved, or do not compile"),
-    (3, "1f1b", "compile is 3", "give a name, such as 'aot_eager'")])
-def test_refused(given: Any, schedule: str, what: str, hint: str) -> None:
-    with pytest.raises(UserError) as raised:
-        Pipeline(rich_model(), AdamW(), stages=2, schedule=schedule, microbatches=4, execution=Execution(compile=given))
-    assert [(problem.what, problem.hint) for problem in raised.value.problems] == [(what, hint)]
 
 
 def test_without_a_compiler_inductor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,9 +12,9 @@ import jobs
 import pytest
 import torch
 from models import WIDTH, rich_batches, rich_model
-from oracles import DECAY_AND_CLIP, AdamW, Momentum, assert_same, oracle_of, pipeline_of, recipe_of
+from oracles import DECAY_AND_CLIP, Momentum, assert_same, equals_its_oracle, oracle_of, pipeline_of, saved
 from pipelines import parts
-from test_resume import same_bits, saved
+from test_resume import same_bits
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
@@ -71,13 +70,8 @@ def factors(pipe: Pipeline) -> list[float]:
     ({"schedule": "2bw", "warmup_depth": [3, 2, 0], "update_every": 4}, [1, 1, 1])])
 def test_every_schedule_equals_its_oracle(arguments: dict[str, Any], expected: list[float]) -> None:
     """Losses, norms, weights, optimizer state and last changes; ties, clipping, an incomplete update at the end."""
-    batches = rich_batches(3, 24)
-    words = DECAY_AND_CLIP | CUT | EXTRAPOLATE | arguments
-    pipe = pipeline_of(rich_model, **words)
+    pipe, _ = equals_its_oracle(rich_model, rich_batches(3, 24), **CORRECTED | arguments)
     assert factors(pipe) == pytest.approx(expected, rel=1e-15)
-    steps = list(pipe.train(batches))
-    if "compress" not in arguments:  # tests/testing/test_compression.py has the oracle that compresses, too
-        assert_same(pipe, steps, oracle_of(pipe, rich_model, batches, recipe_of(words)))
 
 
 def test_weights_are_the_sum_of_plain_changes_and_the_look_ahead() -> None:
@@ -123,7 +117,7 @@ def test_updates_are_left_out_with_their_last_change() -> None:
                                   for key, value in (("value", torch.tensor(2.0**24)), ("good", torch.tensor(0)))})
     steps = list(pipe.train(batches))
     assert {step.skipped for step in steps} == {True, False}
-    assert_same(pipe, steps, oracle_of(pipe, rich_model, batches, recipe_of(words), start=start))
+    assert_same(pipe, steps, oracle_of(pipe, batches, start=start))
 
 
 class Either(nn.Module):
@@ -148,7 +142,7 @@ def test_a_parameter_without_a_gradient_has_changed_by_nothing() -> None:
         changes = extrapolations(pipe)[0].last_changes
         assert [bool(changes[f"raw0.{name}"].any()) for name in ("short", "long")] == [
             step.index % 2 == 0, step.index % 2 == 1]
-    assert_same(pipe, steps, oracle_of(pipe, model, batches, recipe_of(CORRECTED), drained_at=range(4, 20, 4)))
+    assert_same(pipe, steps, oracle_of(pipe, batches, drained_at=range(4, 20, 4)))
 
 
 def test_draining_changes_no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +156,7 @@ def test_draining_changes_no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
         if step.index == 4:
             pipe.evaluate(rich_batches(1, 8, seed=9))
     assert factors(pipe) == [1, .5, 0]
-    assert_same(pipe, steps, oracle_of(pipe, rich_model, batches, recipe_of(CORRECTED), drained_at=(10, 20)))
+    assert_same(pipe, steps, oracle_of(pipe, batches, drained_at=(10, 20)))
 
 
 def test_schedulers_and_hooks_of_optimizers_work_as_without_it() -> None:
@@ -270,8 +264,7 @@ def test_loaded_under_another_delay_the_weights_without_the_look_ahead_stay(tmp_
         bound = 3 * torch.finfo(torch.float32).eps * float(value.abs().max()) if new not in (0, old) else 0
         assert (plain[name] - before[name]).abs().max() <= bound
     steps = list(second.train(batches[2:]))
-    run = oracle_of(second, rich_model, batches[2:], recipe_of(then),
-                    start=InitialState(position.steps, position.microbatches, 0, tensors))
+    run = oracle_of(second, batches[2:], start=InitialState(position.steps, position.microbatches, 0, tensors))
     assert_same(second, steps, run)
     same_bits(second.state_dict(corrected=False), plain_weights(run.tensors))
     second.save(tmp_path / "second")
@@ -295,7 +288,7 @@ def test_from_a_run_without_a_correction_the_look_ahead_begins_with_the_next_upd
     same_bits(second.state_dict(corrected=False), first.state_dict())
     steps = list(second.train(batches[2:]))
     begin = InitialState(position.steps, position.microbatches, 0, tensors)
-    assert_same(second, steps, oracle_of(second, rich_model, batches[2:], recipe_of(CORRECTED), start=begin))
+    assert_same(second, steps, oracle_of(second, batches[2:], start=begin))
 
 
 @pytest.mark.parametrize("then", [CUT | EXTRAPOLATE, {"schedule": "1f1b", "partition": [3, 5]}])
@@ -314,18 +307,6 @@ def test_a_checkpoint_that_does_not_state_its_factors_says_so(tmp_path: Path, th
     tensors = {name: tensor for name, tensor in saved(first)[1].items() if not name.endswith(".factor")}
     steps = list(second.train(batches[2:]))
     begin = InitialState(position.steps, position.microbatches, 0, tensors)
-    assert_same(second, steps, oracle_of(second, rich_model, batches[2:], recipe_of(DECAY_AND_CLIP | then),
-                                         start=begin))
+    assert_same(second, steps, oracle_of(second, batches[2:], start=begin))
     with pytest.raises(UserError, match=r"not say by which factor 12 parameters, such as 'embed\.word\.weight', look"):
         Checkpoint(tmp_path / "old", Manifest.load(tmp_path / "old")).weights(corrected=False)
-
-
-def test_settings_that_do_not_fit_are_refused() -> None:
-    def refused(match: str, **arguments: Any) -> None:
-        with pytest.raises(UserError, match=match):
-            Pipeline(rich_model(), **parts(partition=[3, 3, 2], optimizer=AdamW(), **arguments))
-
-    refused("delay_correction is 1, but '1f1b' has a flush", schedule="1f1b", **EXTRAPOLATE)
-    refused("delay_correction is 'predict'", schedule="pipedream", delay_correction="predict")
-    refused("delay_correction is -1", schedule="pipedream", delay_correction=-1)
-    refused("delay_correction is inf", schedule="pipedream", delay_correction=math.inf)

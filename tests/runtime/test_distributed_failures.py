@@ -43,7 +43,7 @@ def test_a_pause_is_survived_and_a_killed_rank_named_by_all(four: World) -> None
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for rank in (0, 2):
             four.signal(rank, number)
-        time.sleep(1.5)
+        time.sleep(1.5 if number is signal.SIGSTOP else 0.2)
     four.signal(2, signal.SIGKILL)
     for rank in (0, 1, 3):  # rank 0 has nothing to do with rank 2
         error = run_error(four.outcome(rank, 10))
@@ -140,8 +140,9 @@ def test_ranks_in_different_calls_say_which(pair: World) -> None:
         "error: rank 1 (stage 1) failed: rank 0 is at evaluation batch 0, rank 1 at training batch 1; rank 0 ")
 
 
-def test_an_error_in_a_layer_is_raised_with_its_place_and_told_to_all(pair: World) -> None:
-    pair.begin(jobs.layer_raises, timeout_s=30)
+@pytest.mark.parametrize("arguments", [{"schedule": "1f1b"}, {"schedule": "gpipe", "executor": "async_threaded"}])
+def test_an_error_in_a_layer_is_raised_with_its_place_and_told_to_all(pair: World, arguments: dict[str, Any]) -> None:
+    pair.begin(jobs.layer_raises, timeout_s=30, **arguments)
     error = run_error(pair.outcome(1, 30))
     what = ("the forward of layer 7 'head' on h float32[2, 6, 12], labels int64[2, 6] raised IndexError: Target 10000 "
             "is out of bounds.")

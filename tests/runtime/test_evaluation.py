@@ -9,6 +9,7 @@ import jobs
 import nccl_jobs
 import pytest
 import torch
+from everywhere import HARDEST
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import rich_batches, rich_model
@@ -69,5 +70,4 @@ def test_four_processes_find_what_one_does(world: World, arguments: dict[str, An
     expected = jobs.evaluate(**arguments)
     assert world.run(jobs.evaluate, **arguments) == [expected] * 4
     if under_rules:
-        rules = {"eager": False, "buffered": False}
-        assert world.run(nccl_jobs.under, run="jobs.evaluate", **rules, **arguments) == [expected] * 4
+        assert world.run(nccl_jobs.under, run="jobs.evaluate", **HARDEST, **arguments) == [expected] * 4

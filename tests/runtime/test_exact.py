@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import pytest
 import torch
@@ -20,25 +19,24 @@ from oracles import (
     equals_its_oracle,
     oracle_of,
     pipeline_of,
-    recipe_of,
 )
 from torch import Tensor, nn
 
 from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch
-from vpipe.testing import evaluate_oracle, flush_oracle
+from vpipe.testing import evaluate_oracle
 
 
-@pytest.mark.parametrize("recompute", [0.0, 0.5, 1.0, [1.0, 0.0, 0.7]])
-@pytest.mark.parametrize("partition", [[3, 3, 2], [1, 1, 6], [5, 2, 1]])
+@pytest.mark.parametrize(("partition", "recompute"), [
+    ([3, 3, 2], 0.0), ([1, 1, 6], 0.5), ([5, 2, 1], 1.0), ([3, 3, 2], [1.0, 0.0, 0.7]), ([1, 1, 6], [0.0, 1.0, 0.5])])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_flush_equals_plain_pytorch(schedule: str, partition: list[int], recompute: float | list[float]) -> None:
     equals_its_oracle(untied_model, rich_batches(3, 8), schedule=schedule, partition=partition, recompute=recompute,
                       **DECAY_AND_CLIP)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @given(data=st.data())
 def test_any_layers_may_be_recomputed(data: st.DataObject) -> None:
     """Kept and recomputed layers in any order, each run of them a span of its own, whole backwards and halves."""
@@ -55,17 +53,12 @@ def test_any_layers_may_be_recomputed(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("partition", [[3, 3, 2], [8], [2, 2, 2, 2]])
 def test_flush_with_tied_weights_equals_plain_pytorch_summed_per_side(partition: list[int]) -> None:
-    words = {"optimizer": Momentum(), "microbatches": 3, "grad_clip": 0.3}
-    _, steps = equals_its_oracle(rich_model, rich_batches(5, 6), schedule="1f1b", partition=partition, recompute=0.5,
-                                 **words)
-    # Fully plain PyTorch sums the two sides in another order: 2m = 6 roundings of the gradient per update.
-    plain = flush_oracle(rich_model(), rich_batches(5, 6), recipe_of(words))
-    assert [step.loss for step in steps] == pytest.approx(plain.losses, rel=6 * 5 * torch.finfo(torch.float32).eps)
+    equals_its_oracle(rich_model, rich_batches(5, 6), schedule="1f1b", partition=partition, recompute=0.5,
+                      optimizer=Momentum(), microbatches=3, grad_clip=0.3)
 
 
-@pytest.mark.parametrize("update_every", [1, 2, 4])
-@pytest.mark.parametrize("recompute", [0.0, 0.6])
-@pytest.mark.parametrize("partition", [[3, 3, 2], [2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1, 1]])
+@pytest.mark.parametrize(("partition", "recompute", "update_every"), [
+    ([3, 3, 2], 0.6, 1), ([3, 3, 2], 0.0, 4), ([1] * 8, 0.0, 1), ([1] * 8, 0.6, 2)])
 def test_pipedream_equals_its_oracle(partition: list[int], recompute: float, update_every: int) -> None:
     pipe, steps = equals_its_oracle(rich_model, rich_batches(3, 8), schedule="pipedream", partition=partition,
                                     recompute=recompute, update_every=update_every, **DECAY_AND_CLIP)
@@ -77,10 +70,17 @@ def test_pipedream_equals_its_oracle(partition: list[int], recompute: float, upd
 
 
 def test_pipedream_with_momentum_over_forty_updates_holds_four_three_two_one_versions() -> None:
-    pipe, _ = equals_its_oracle(rich_model, rich_batches(40, 4), schedule="pipedream", stages=4, microbatches=1,
-                                optimizer=Momentum())
-    assert [stage.weights.most_versions for worker in pipe.engine.workers.values()
-            for stage in worker.stages.values()] == [4, 3, 2, 1]
+    """In as much memory, which serves all of them in turn."""
+    batches = rich_batches(40, 4)
+    pipe = pipeline_of(rich_model, schedule="pipedream", stages=4, microbatches=1, optimizer=Momentum())
+    steps, places = [], [set[int]() for _ in range(4)]
+    for step in pipe.train(batches):
+        steps.append(step)
+        for stage, seen in zip(pipe.engine.local_stages, places, strict=True):
+            seen.add(stage.weights.values(stage.weights.names)[0].data_ptr())
+    assert_same(pipe, steps, oracle_of(pipe, batches))
+    assert [stage.weights.most_versions for stage in pipe.engine.local_stages] == [4, 3, 2, 1]
+    assert list(map(len, places)) == [4, 3, 2, 1]
 
 
 def test_a_flush_schedule_holds_one_version_and_copies_nothing() -> None:
@@ -137,7 +137,7 @@ def test_evaluation_drains_an_asynchronous_pipeline_and_training_goes_on_as_its_
         if step.index in (7, 8, 30):
             evaluations.append(pipe.evaluate(rich_batches(2, 4, seed=9)))
     # After update 7 (8 done) microbatches up to 11 may be in flight: 12 are finished. Updates 8..11 were made by then.
-    assert_same(pipe, steps, oracle_of(pipe, rich_model, batches, recipe_of(words), drained_at=drained_at))
+    assert_same(pipe, steps, oracle_of(pipe, batches, drained_at=drained_at))
     assert evaluations[0] == evaluations[1] != evaluations[2]
 
 
@@ -161,7 +161,7 @@ def test_leaving_the_loop_early_keeps_what_was_in_flight() -> None:
         if step.index == 4:
             break
     state = pipe.state_dict()  # drains: 5 updates were seen, 3 more microbatches had entered
-    assert_same_state(state, oracle_of(pipe, rich_model, batches[:8], recipe_of(words)).state)
+    assert_same_state(state, oracle_of(pipe, batches[:8]).state)
     more = [step.index for step in pipe.train(batches[8:10])]
     assert more == [8, 9]
 
@@ -205,13 +205,6 @@ def test_a_bad_evaluation_batch_leaves_the_pipeline_usable() -> None:
     with pytest.raises(UserError, match="but not \\['labels'\\]"):
         pipe.evaluate([*rich_batches(1, 4), {"ids": rich_batches(1, 4)[0]["ids"]}])
     assert len(list(pipe.train(rich_batches(2, 4)))) == 2
-
-
-def test_a_tie_to_a_parameter_that_does_not_exist_is_refused() -> None:
-    layers = list(rich_model(tied=False).layers)
-    layers[-1] = replace(layers[-1], ties={"decoder.weight": "embed.word.wieght"})
-    with pytest.raises(UserError, match=r"'embed.word.wieght' is tied .* but is no trainable parameter"):
-        Pipeline(Model(layers, batch=("ids", "labels")), AdamW(), stages=2, schedule="1f1b")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])

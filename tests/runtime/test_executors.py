@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, ClassVar, get_args
 
-import executor_jobs
 import jobs
 import pytest
 import torch
-from jobs import AdamW, pipeline
+import torch.distributed as dist
+from jobs import pipeline
 from models import WIDTH, norm_model, rich_batches, rich_model
-from pipelines import parts
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 from world import World
 
 from vpipe import Execution, Layer, Model, Pipeline
@@ -24,8 +25,75 @@ from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.executors import async_threaded as threaded
 from vpipe.runtime.executors.async_threaded import DeviceStreams, ThreadedWorker, _Done
+from vpipe.runtime.transport.process_group import DistributedTransport
+from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.action import Action, Op
+
+# -- jobs ---------------------------------------------------------------------------------------------
+
+
+_PATIENCE = timedelta(seconds=30)
+_F = TransferKey(TransferKind.ACTIVATIONS, 1, 0)
+
+
+def most_behind(*, executor: str, schedule: str) -> int:
+    """Most sends of a program that over gloo were still under way after an action, once the shapes are known to all."""
+    pipe = pipeline(rich_model(), schedule=schedule, partition=[2, 2, 2, 2], microbatches=4, executor=executor,
+                    shared_memory=False)
+    [worker] = pipe.engine.workers.values()
+    transport = worker.transport
+    assert isinstance(transport, DistributedTransport)
+    most, execute = 0, worker.execute
+
+    def counting(action: Action) -> None:
+        nonlocal most
+        execute(action)
+        if steps:
+            most = max(most, *(len(behind) for (_, kind), behind in transport._sent.items() if kind in "FBWG"), 0)
+
+    worker.execute = counting  # type: ignore[method-assign]
+    steps: list[Any] = []
+    steps += pipe.train(rich_batches(1, 8))
+    steps += pipe.train(rich_batches(2, 8))
+    return most
+
+
+def settles(*, announce: bool) -> bool:
+    """Over gloo the first rank sends and settles: whether the second was ready to receive by then."""
+    store = _get_default_store()
+    transport = DistributedTransport(torch.device("cpu"), 30.0, 1, lambda rank: f"rank {rank}", 0, shared_memory=False)
+    name, tensor = f"settles {announce}", torch.ones(3)
+    ready = False
+    if dist.get_rank() == 0:
+        transport.send(1, _F, [tensor], announce=announce)
+        store.set(f"{name} sent", "")
+        transport.wait_sent(TransferKind.ACTIVATIONS)
+        ready = store.check([f"{name} ready"])
+        store.set(f"{name} settled", "")
+    elif dist.get_rank() == 1:
+        store.wait([f"{name} sent"], _PATIENCE)
+        if announce:
+            store.wait([f"{name} settled"], _PATIENCE)
+        else:  # long enough for the other to go on if it does not wait
+            if _never(store, f"{name} settled"):
+                store.set(f"{name} ready", "")
+        transport.post(0, _F, None if announce else [TensorSpec.from_tensor(tensor)])
+        if announce:
+            transport.receive_specs(0, _F)
+        assert torch.equal(transport.receive(0, _F)[0], tensor)
+    transport.finish()
+    return ready
+
+
+def _never(store: dist.Store, key: str) -> bool:
+    """Whether nobody sets a key within a moment."""
+    try:
+        store.wait([key], timedelta(seconds=0.3))
+    except dist.DistStoreError:
+        return True
+    return False
+
 
 EVEN = [2, 2, 2, 2]
 RUNS: Mapping[str, Mapping[str, Any]] = {
@@ -60,14 +128,14 @@ def test_naive_streams_over_gloo_as_in_one_process(world: World) -> None:
 
 
 def test_naive_leaves_no_send_behind(world: World) -> None:
-    assert world.run(executor_jobs.most_behind, executor="naive", schedule="1f1b") == [0] * 4
-    assert max(world.run(executor_jobs.most_behind, executor="overlapped", schedule="1f1b")) > 0
+    assert world.run(most_behind, executor="naive", schedule="1f1b") == [0] * 4
+    assert max(world.run(most_behind, executor="overlapped", schedule="1f1b")) > 0
 
 
 @pytest.mark.parametrize("announce", [False, True])
 def test_to_settle_is_to_wait_until_the_receiver_is_ready_unless_it_must_learn_first(world: World,
                                                                                    announce: bool) -> None:
-    assert world.run(executor_jobs.settles, announce=announce)[0] is not announce
+    assert world.run(settles, announce=announce)[0] is not announce
 
 
 # -- async_threaded ------------------------------------------------------------------------------------------
@@ -219,19 +287,6 @@ def test_who_waits_for_a_thread_is_at_its_forward(monkeypatch: pytest.MonkeyPatc
     assert seen == ["running 0F2", "running 0B3"]
 
 
-def test_a_failure_in_a_thread_is_told_to_all_ranks(pair: World) -> None:
-    pair.begin(executor_jobs.layer_raises, executor="async_threaded")
-    kind, error = pair.outcome(1, 30)
-    assert (kind, error["type"]) == ("error", "RunError")
-    what = ("the forward of layer 7 'head' on h float32[2, 6, 12], labels int64[2, 6] raised IndexError: Target 10000 "
-            "is out of bounds.")
-    assert error["text"].startswith(f"error: {what} (rank 1, stage 1, microbatch 1, action 1F1)\n")
-    kind, other = pair.outcome(0, 10)
-    assert (kind, other["type"]) == ("error", "RunError")
-    assert other["text"].startswith(f"error: rank 1 (stage 1) failed: {what} (microbatch 1, action 1F1); rank 0 (stage "
-                                    "0) was ")
-
-
 def test_gradients_are_added_in_the_order_of_the_microbatches() -> None:
     """1 is lost beside 1e8, unless the two large ones have met before."""
     weights = WeightVersions({"w": nn.Parameter(torch.zeros(1)), "v": nn.Parameter(torch.zeros(1))}, {"w": [], "v": []})
@@ -252,17 +307,7 @@ def test_the_turned_program_is_what_runs() -> None:
         assert [action.microbatch for action in done if (action.op, action.stage) == (Op.BACKWARD, stage)] == [2, 1, 0]
 
 
-def test_settings_that_an_executor_lacks_are_refused() -> None:
-    def refused(**arguments: Any) -> tuple[str, str]:
-        with pytest.raises(UserError) as caught:
-            Pipeline(rich_model(), **parts(stages=2, microbatches=4, optimizer=AdamW(), **arguments))
-        [problem] = caught.value.problems
-        return problem.what, problem.hint
-
-    assert refused(executor="native") == ("no executor is called 'native'", "did you mean 'naive'?")
-    assert refused(executor="async_threaded", schedule="1f1b") == (
-        "the executor is async_threaded, which runs the schedule gpipe alone, but the schedule is 1f1b",
-        "use the schedule gpipe, or the executor overlapped, which runs any")
+def test_threads_have_no_timeline() -> None:
     pipe = pipeline(rich_model(), stages=2, schedule="gpipe", executor="async_threaded")
     with pytest.raises(UserError, match="there is no timeline of actions"):
         pipe.engine.record()

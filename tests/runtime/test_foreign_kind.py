@@ -9,11 +9,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import kind_jobs
 import pytest
+import torch
+import torch.distributed as dist
 from small_run import write_config
+from torch import nn
 from world import World
 
+from vpipe import Model, Pipeline
 from vpipe.app.cli import main
 from vpipe.errors import CheckError, UserError
 from vpipe.runtime.worker import check_runnable
@@ -28,6 +31,67 @@ from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import default_placement
 
+PACKAGE = '''"""{kind}: the average of a stage's weights over its updates, as an action behind every step."""
+
+from vpipe.schedules.action import Action
+from vpipe.schedules.generators.one_f_one_b import one_f_one_b
+from vpipe.schedules.kinds import UPDATE, UPDATED, Kind, Memory, Value, register_kind
+from vpipe.schedules.registry import register_schedule
+
+MEAN = Value("average of weights", bytes=lambda cost: cost.version_bytes)
+{kind} = register_kind(Kind(
+    "{kind}", "average of weights", UPDATE, "{package}:average", generated=True,
+    needs=lambda at, stage, update, rank: [(UPDATED, stage, update)], seconds=lambda cost: cost.step_s / 2,
+    makes=((MEAN, 0),), memory=Memory(leaves=(MEAN,)), colour="#d0bfff"))
+
+
+@register_schedule("{package}_1f1b", flush=True,
+                   peak_activations=lambda rank, size: min(size.ranks - rank, size.microbatches))
+def averaged(rank, ranks, microbatches):
+    """1F1B, and the average behind every step."""
+    yield from one_f_one_b(rank, ranks, microbatches)
+    yield Action({kind}, rank, 0)
+
+
+AVERAGES = {{}}
+
+
+def average(worker, stage, update):
+    """Move the averages of a stage's weights a tenth of the way."""
+    for name, weight in worker.stages[stage].weights.masters.items():
+        mean = AVERAGES.setdefault(name, weight.detach().clone())
+        mean.lerp_(weight.detach(), 0.1)
+'''
+
+
+def install(folder: Path, package: str, kind: str) -> None:
+    """Put the package where Python finds it once ``folder`` is on its path."""
+    (folder / f"{package}.py").write_text(PACKAGE.format(package=package, kind=kind))
+    information = folder / f"{package}-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(
+        f"[vpipe.actions]\n{kind} = {package}\n[vpipe.schedules]\n{package}_1f1b = {package}\n")
+
+
+def train(*, folder: str, package: str, schedule: str | None = None, ranks: int = 4) -> dict[str, Any]:
+    """Two updates of four stages: the losses, and this process's averages."""
+    if not dist.is_initialized() or dist.get_rank() < ranks:
+        sys.path.insert(0, folder)
+    try:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+        pipe = Pipeline(Model.sequential(layers, loss=nn.MSELoss()), lambda weights: torch.optim.SGD(weights, lr=0.1),
+                        stages=4, schedule=schedule or f"{package}_1f1b", microbatches=4, seed=0)
+        data = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
+        losses = [step.loss for step in pipe.train({"input": batch, "target": batch.flip(1)} for batch in data)]
+        averages = {name: mean.tolist() for name, mean in sys.modules[package].AVERAGES.items()}
+        sys.modules[package].AVERAGES.clear()
+        return {"losses": losses, "averages": averages}
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -35,7 +99,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     registry.RegisteredSchedule.names()
     monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
-    kind_jobs.install(tmp_path, "averaging", "AVERAGE")
+    install(tmp_path, "averaging", "AVERAGE")
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     sys.modules.pop("averaging", None)
@@ -78,12 +142,12 @@ def test_it_is_drawn_written_and_read(folder: Path, capsys: pytest.CaptureFixtur
 
 
 def test_it_runs_in_one_and_four_processes(folder: Path, world: World) -> None:
-    here = kind_jobs.train(folder=str(folder), package="averaging")
-    plain = kind_jobs.train(folder=str(folder), package="averaging", schedule="1f1b")
+    here = train(folder=str(folder), package="averaging")
+    plain = train(folder=str(folder), package="averaging", schedule="1f1b")
     assert here["losses"] == plain["losses"]
     assert not plain["averages"]
     assert len(here["averages"]) == 8
-    four = world.run(kind_jobs.train, folder=str(folder), package="averaging")
+    four = world.run(train, folder=str(folder), package="averaging")
     together = {name: mean for rank in four for name, mean in rank["averages"].items()}
     assert [rank["losses"] for rank in four] == [here["losses"]] * 4
     assert together == here["averages"]
@@ -184,7 +248,7 @@ def test_a_file_with_a_kind_of_an_imported_file(tmp_path: Path, monkeypatch: pyt
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
-    (tmp_path / "averaging.py").write_text(kind_jobs.PACKAGE.format(package="averaging", kind="AVERAGE"))
+    (tmp_path / "averaging.py").write_text(PACKAGE.format(package="averaging", kind="AVERAGE"))
     (tmp_path / "own.csv").write_text("0F0,0B0,0STEP0,0AVERAGE0\n")
     imported = ["--import", str(tmp_path / "averaging.py")]
     assert main(["check", str(tmp_path / "own.csv")]) == 2
@@ -197,8 +261,8 @@ def test_a_file_with_a_kind_of_an_imported_file(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_that_another_rank_has_not_is_refused(tmp_path: Path, pair: World) -> None:
-    kind_jobs.install(tmp_path, "elsewhere", "ELSEWHERE")
-    pair.begin(kind_jobs.train, folder=str(tmp_path), package="elsewhere", ranks=1)
+    install(tmp_path, "elsewhere", "ELSEWHERE")
+    pair.begin(train, folder=str(tmp_path), package="elsewhere", ranks=1)
     outcomes = [pair.outcome(rank, 30.0) for rank in range(2)]
     assert [kind for kind, _ in outcomes] == ["error", "error"]
 
@@ -250,7 +314,7 @@ def test_one_that_stands_twice_or_on_another_rank_is_explained(folder: Path) -> 
 
 
 def test_two_of_one_name_are_refused(folder: Path) -> None:
-    kind_jobs.install(folder, "other", "AVERAGE")
+    install(folder, "other", "AVERAGE")
     with pytest.raises(UserError, match=r"the package 'averaging' .* and the package 'other' .* have a kind of action "
                                          "called 'AVERAGE'"):
         Action.parse("0AVERAGE0")

@@ -1,50 +1,70 @@
-"""Four processes over gloo compute what one process does, bit for bit."""
+"""Four processes, over gloo and under nccl's rules, compute what one process does, bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jobs
 import pytest
+from everywhere import OVER, over, same_everywhere
 from world import World
 
 from vpipe.distributed.descriptors import AT_START, SPARE, joining
 from vpipe.schedules.registry import RegisteredSchedule
 
 EVEN, UNEVEN = [2, 2, 2, 2], [1, 4, 2, 1]
-SCHEDULES = [("gpipe", None), ("1f1b", None), ("pipedream", 1), ("pipedream", 2)]
+RICH: dict[str, Any] = {"model": "rich", "microbatches": 4, "batches": 2, "partition": EVEN}
+EARLY: dict[str, Any] = {"recompute": [1.0, 0.25, 0.0, 1.0], "partition": UNEVEN}
+UNTIED: dict[str, Any] = {"model": "untied", "recompute": 0.5, "partition": UNEVEN, "grad_clip": 0.5}
+CLIPPED: dict[str, Any] = {"recompute": 0.0, "grad_clip": 0.5}
+SHAPES: dict[str, Any] = {"lengths": [6, 9, 3], "batches": 4, "recompute": 0.5, "microbatches": 2, "samples": 4}
+DTYPES: dict[str, Any] = {"model": "dtypes", "microbatches": 2, "samples": 4, "recompute": [0.0, 1.0, 0.0, 1.0]}
+NORM: dict[str, Any] = {"model": "norm", "partition": [1, 2, 2, 1], "microbatches": 2, "samples": 4, "recompute": 1.0}
+STOCHASTIC: dict[str, Any] = {"compress": "int8", "compress_rounding": "stochastic"}
 
 
-def same_everywhere(world: World, **arguments: Any) -> dict[str, Any]:
-    """Run the job here and on every rank; all tell the same, the learning rate where a rank trains something."""
-    expected = jobs.train_here(**arguments)
-    results = world.run(jobs.train, **arguments)
-    for rank, result in enumerate(results):
-        assert result == expected, f"rank {rank}"
-    return expected
+# The order of actions matters under the rules; over gloo one schedule of each kind is for make test.
+KINDS = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "chimera", "pipedream", "2bw")
 
 
-@pytest.mark.parametrize(("model", "partition", "recompute", "clip"), [
-    ("rich", EVEN, 0.0, 0.5), ("untied", EVEN, 1.0, None), ("untied", UNEVEN, 0.5, 0.5),
-    ("rich", UNEVEN, [1.0, 0.25, 0.0, 1.0], None)])
-@pytest.mark.parametrize(("schedule", "update_every"), SCHEDULES)
-def test_gloo_equals_one_process(world: World, schedule: str, update_every: int | None, model: str,
-                                 partition: list[int], recompute: Any, clip: float | None) -> None:
-    run = same_everywhere(world, model=model, schedule=schedule, microbatches=4, batches=2, update_every=update_every,
-                          partition=partition, recompute=recompute, grad_clip=clip)
-    norms = [norm for _, _, _, norm, _ in run["steps"]]
-    assert len(norms) == 2 * (4 // update_every if update_every else 1)
-    assert all(norm is not None and norm > 0 for norm in norms) == (clip is not None and schedule != "pipedream")
+@pytest.mark.parametrize(("schedule", "rules"), [
+    pytest.param(name, rules, marks=[] if rules or name in KINDS else pytest.mark.system, id=f"{name}-{over}")
+    for name in RegisteredSchedule.names() for over, rules in OVER.items()])
+def test_every_schedule(world: World, schedule: str, rules: Mapping[str, bool] | None) -> None:
+    """Tied weights, tensors that skip stages, recompute and clipping; four ranks, with as many stages on each as the
+    schedule has."""
+    stages = 4 * RegisteredSchedule.named(schedule).chunks
+    run = same_everywhere(world, rules, model="rich", schedule=schedule, microbatches=8, batches=2,
+                          partition=[8 // stages] * stages, recompute=0.5, grad_clip=0.5)
+    assert {norm is not None and norm > 0 for *_, norm, _ in run["steps"]} == {RegisteredSchedule.named(schedule).flush}
     assert len(set(run["state"].values())) == len(run["state"]), "different tensors have different fingerprints"
 
 
-@pytest.mark.parametrize("schedule", sorted(set(RegisteredSchedule.names()) - {name for name, _ in SCHEDULES}))
-def test_every_other_schedule_over_gloo_equals_one_process(world: World, schedule: str) -> None:
-    """Four ranks, with as many stages on each as the schedule has."""
-    stages = 4 * RegisteredSchedule.named(schedule).chunks
-    same_everywhere(world, model="rich", schedule=schedule, microbatches=8, batches=2,
-                    partition=[8 // stages] * stages, recompute=0.5, grad_clip=0.5)
+@over(*[("gloo", {"schedule": "gpipe", **changes}) for changes in (UNTIED, SHAPES, STOCHASTIC)],
+      *[("gloo", {"schedule": "1f1b", **changes}) for changes in (EARLY, {"model": "untied", "recompute": 1.0}, NORM)],
+      *[("gloo", {"schedule": "pipedream", **changes}) for changes in (EARLY, NORM, UNTIED | {"update_every": 2})],
+      *[("gloo", {"schedule": "pipedream", "update_every": 2, **changes}) for changes in (CLIPPED, SHAPES)],
+      ("gloo nccl", {"schedule": "1f1b", **SHAPES, "hide": True, "evaluate_after": [1]}),
+      ("gloo nccl", {"schedule": "pipedream", **SHAPES, "hide": True, "evaluate_after": [1]}),
+      ("gloo nccl", {"schedule": "zb_h1", "precision": "bf16", "recompute": 0.5, "compress": "int8", "grad_clip": 0.5}),
+      ("gloo nccl", {"schedule": "1f1b", "precision": "fp16", "evaluate_after": [0]}),
+      ("gloo", {"schedule": "1f1b", **STOCHASTIC, **SHAPES, "evaluate_after": [1], "grad_clip": 0.5}),
+      ("gloo", {"schedule": "pipedream", **STOCHASTIC | {"compress": ["int8", "none", "bf16"]}, **SHAPES}),
+      ("gloo nccl", {"schedule": "gpipe", **DTYPES, "partition": [1, 1, 1, 2]}),
+      ("gloo", {"schedule": "gpipe", **DTYPES, "partition": [2, 1, 1, 1], "compress": "int8"}),
+      ("gloo", {"schedule": "pipedream", **DTYPES, "partition": [1, 1, 1, 2]}),
+      ("gloo", {"schedule": "pipedream", **DTYPES, "partition": [2, 1, 1, 1], "compress": "bf16"}),
+      ("nccl", {"schedule": "pipedream", **NORM}), ("nccl", {"schedule": "pipedream", "precision": "fp16"}),
+      ("nccl", {"schedule": "1f1b", "model": "untied"}), ("nccl", {"schedule": "gpipe", "skip_not_finite": True}),
+      ("nccl", {"schedule": "dualpipe", "microbatches": 8, "precision": "fp16"}),
+      ("nccl", {"schedule": "gpipe", "executor": "async_threaded"}),
+      *[("nccl", {"schedule": schedule, "executor": "naive"}) for schedule in ("1f1b", "chimera", "pipedream")])
+def test_every_setting(world: World, rules: Mapping[str, bool] | None, arguments: dict[str, Any]) -> None:
+    """Cuts, recompute, shapes that change, fields that a rank does not read and that have no values, tensors of any
+    dtype, size and layout, buffers, codecs, precisions, executors."""
+    same_everywhere(world, rules, **RICH | arguments)
 
 
 def test_stages_that_take_microbatches_in_other_orders(world: World, tmp_path: Path) -> None:
@@ -55,21 +75,14 @@ def test_stages_that_take_microbatches_in_other_orders(world: World, tmp_path: P
                     lengths=(6, 9))
 
 
-@pytest.mark.parametrize(("schedule", "update_every"), SCHEDULES)
-def test_shapes_change_from_batch_to_batch(world: World, schedule: str, update_every: int | None) -> None:
-    same_everywhere(world, model="rich", schedule=schedule, microbatches=2, update_every=update_every, partition=EVEN,
-                    recompute=0.5, batches=7, samples=4, lengths=(6, 9, 3))
-
-
-@pytest.mark.parametrize(("update_every", "depths"), [(1, None), (2, None), (1, [7, 4, 2, 0])])
-def test_evaluation_drains_an_asynchronous_pipeline_that_then_goes_on(world: World, update_every: int,
-                                                                      depths: list[int] | None) -> None:
-    run = same_everywhere(world, model="rich", schedule="pipedream", microbatches=2, update_every=update_every,
-                          partition=EVEN, batches=14, samples=4, evaluate_after=[3, 4, 12], recompute=0.5,
-                          delay_correction="none" if update_every == 1 else "extrapolate",
-                          warmup_depth=depths)
+@over(("gloo nccl", {"update_every": 1}), ("gloo nccl", {"update_every": 1, "warmup_depth": [7, 4, 2, 0]}),
+      ("gloo", {"update_every": 2, "delay_correction": "extrapolate"}))
+def test_evaluation_drains_an_asynchronous_pipeline_that_then_goes_on(world: World, rules: Mapping[str, bool] | None,
+                                                                      arguments: dict[str, Any]) -> None:
+    run = same_everywhere(world, rules, model="rich", schedule="pipedream", microbatches=2, partition=EVEN, batches=14,
+                          samples=4, evaluate_after=[3, 4, 12], recompute=0.5, **arguments)
     assert run["evaluations"][0] == run["evaluations"][1] != run["evaluations"][2]
-    assert [step[0] for step in run["steps"]] == list(range(28 // update_every))
+    assert [step[0] for step in run["steps"]] == list(range(28 // arguments["update_every"]))
 
 
 def test_evaluation_between_flushes_changes_no_step(world: World) -> None:
@@ -80,30 +93,17 @@ def test_evaluation_between_flushes_changes_no_step(world: World) -> None:
     assert evaluated["steps"] == jobs.train(**arguments)["steps"]
 
 
-@pytest.mark.parametrize(("schedule", "update_every", "entered"), [("1f1b", None, 5), ("pipedream", 1, 9),
-                                                                   ("pipedream", 2, 7)])
-def test_leaving_the_loop_early_then_training_on(world: World, schedule: str, update_every: int | None,
-                                                 entered: int) -> None:
+@over(("gloo", {"schedule": "1f1b", "entered": 5}), ("gloo", {"schedule": "pipedream", "entered": 9}),
+      ("gloo", {"schedule": "pipedream", "update_every": 2, "entered": 7}),
+      ("nccl", {"schedule": "2bw", "microbatches": 4, "entered": 6}))
+def test_leaving_the_loop_early_then_training_on(world: World, rules: Mapping[str, bool] | None,
+                                                 arguments: dict[str, Any]) -> None:
     """``entered``: updates made by the time the pipeline is empty, so the number of the next one."""
-    run = same_everywhere(world, model="rich", schedule=schedule, microbatches=2, update_every=update_every,
-                          partition=UNEVEN, batches=12, samples=4, leave_after=4, more=2)
-    assert [step[0] for step in run["steps"]][:5] == [0, 1, 2, 3, 4]
-    assert run["steps"][5][0] == entered
+    entered, asked = arguments["entered"], {name: value for name, value in arguments.items() if name != "entered"}
+    run = same_everywhere(world, rules, **{"model": "rich", "microbatches": 2, "partition": UNEVEN, "batches": 12,
+                                           "samples": 4, "leave_after": 4, "more": 2, **asked})
+    assert [step[0] for step in run["steps"]][:6] == [0, 1, 2, 3, 4, entered]
     assert run["middle"] != run["state"]
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
-@pytest.mark.parametrize("partition", [[1, 1, 1, 2], [2, 1, 1, 1]])
-def test_tensors_of_any_dtype_size_and_layout_cross_cuts(world: World, schedule: str, partition: list[int]) -> None:
-    same_everywhere(world, model="dtypes", schedule=schedule, microbatches=2, partition=partition,
-                    recompute=[0.0, 1.0, 0.0, 1.0], samples=4)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_buffers_train_and_arrive_everywhere(world: World, schedule: str) -> None:
-    run = same_everywhere(world, model="norm", schedule=schedule, microbatches=2, partition=[1, 2, 2, 1],
-                          recompute=1.0, samples=4)
-    assert run["state"]["norm0.norm.num_batches_tracked"].startswith("torch.int64 [] ")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -117,15 +117,6 @@ def test_a_stage_with_nothing_to_train(world: World, schedule: str, clip: float 
     assert {step[2] for step in results[0]["steps"]} == {None}, "this process has no learning rate"
     for result in results[1:]:
         assert result["steps"] == expected["steps"]
-
-
-@pytest.mark.parametrize(("schedule", "update_every"), SCHEDULES[1:3])
-def test_fields_that_a_rank_does_not_read_may_be_on_the_meta_device(world: World, schedule: str,
-                                                                    update_every: int | None) -> None:
-    arguments: dict[str, Any] = {"model": "rich", "schedule": schedule, "microbatches": 2, "partition": EVEN,
-                                 "update_every": update_every, "samples": 4, "lengths": (6, 9)}
-    expected = jobs.train(**arguments, evaluate_after=[1])
-    assert world.run(jobs.train, **arguments, evaluate_after=[1], hide=True) == [expected] * 4
 
 
 def test_layers_of_a_rank_are_given_the_fields_they_name_alone(world: World) -> None:

@@ -56,7 +56,9 @@ def test_an_interrupt_at_any_instruction_leaves_the_oracles_losses(model: Any, a
     pipe.compare()
 
 
-def test_a_checkpoint_that_takes_the_place_of_another_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+def test_a_checkpoint_that_takes_the_place_of_another_leaves_nothing_in_the_way(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda handle: None)
     pipe = Pipeline(small(), torch.optim.SGD, stages=2)
     module = "checkpoint/directory.py"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import MeanSquare
 from pipelines import parts
 from torch import Tensor, nn
 
@@ -67,16 +68,11 @@ class Changes(nn.Module):
         return x.add_(1)
 
 
-class Mean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.square().mean()
-
-
 def model(*middle: Callable[[], nn.Module]) -> Model:
     """A first layer, those in the middle, numbered from 1, and a loss."""
     layers = [Layer("first", lambda: nn.Linear(WIDTH, WIDTH), ("x",))]
     layers += [Layer(f"middle{i}", build) for i, build in enumerate(middle)]
-    return Model([*layers, Layer("loss", Mean, outputs=("loss",))], batch=("x",))
+    return Model([*layers, Layer("loss", MeanSquare, outputs=("loss",))], batch=("x",))
 
 
 def pipeline(of: Model, executor: str = "overlapped", schedule: str = "1f1b", **more: Any) -> Pipeline:

@@ -56,20 +56,19 @@ def offloading(program: Program) -> Program:
 
 @pytest.mark.parametrize("name", [one.name for one in RegisteredSchedule.imported() if one.search is None])
 def test_every_schedule_is_exact_with_offloaded_activations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, also where half of the layers are recomputed."""
+    """Bit for bit; in every second stage layers are recomputed."""
     recipe = RegisteredSchedule.named(name)
     monkeypatch.setitem(registry._REGISTERED, "away", replace(recipe, name="away", program=offloading(recipe.program)))
     stages = 2 * recipe.chunks
     fetched: list[int] = []
     monkeypatch.setattr(SavedTensors, "fetch", lambda saved: (fetched.append(len(saved._holders)), fetch(saved)))
-    for recompute in (0.0, 0.5):
-        plain, away = (trained(schedule, stages, recompute) for schedule in (name, "away"))
-        assert plain == away
-    assert len(fetched) == 2 * 2 * 4 * stages, "half of the microbatches of two batches, twice"
+    plain, away = (trained(schedule, stages) for schedule in (name, "away"))
+    assert plain == away
+    assert len(fetched) == 2 * 4 * stages, "half of the microbatches of two batches"
     assert max(fetched) > 0
 
 
-def trained(schedule: str, stages: int, recompute: float) -> list[float]:
+def trained(schedule: str, stages: int) -> list[float]:
     """The losses of two batches, whose second depends on every gradient of the first, and the sum of the weights."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(stages)))
@@ -77,7 +76,8 @@ def trained(schedule: str, stages: int, recompute: float) -> list[float]:
     registered = RegisteredSchedule.named(schedule)
     options = {} if registered.flush else {"update_every": registered.update_every(stages)}
     pipe = Pipeline(model,
-                    **parts(stages=stages, schedule=schedule, microbatches=8, recompute=recompute, seed=0,
+                    **parts(stages=stages, schedule=schedule, microbatches=8, seed=0,
+                            recompute=[0.0, 1.0] * (stages // 2),
                             optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1), **options))
     batch = {"input": torch.arange(64.0).reshape(16, 4) / 64, "target": torch.ones(16, 4)}
     losses = [step.loss for step in pipe.train([batch] * 2)]

@@ -10,14 +10,54 @@ from typing import Any
 
 import jobs
 import pytest
-import resuming_jobs
 import torch
 from models import rich_batches
 from world import World
 
 from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import Manifest, TensorEntry
-from vpipe.errors import UserError
+from vpipe.errors import UserError, VpipeError
+
+
+def stretch(*, folder: str | None, into: str, steps: int, batches: int, cadence: int | None = None,
+            model: str = "rich", samples: int = 8, **arguments: Any) -> dict[str, Any]:
+    """Go on from a checkpoint, or begin; train so many steps, save, and say what was done.
+
+    Args:
+        folder: of the checkpoint to go on from.
+        into: which to make.
+        batches: of the whole run.
+        cadence: after how many steps the pipeline runs empty.
+    """
+    pipe = jobs.pipeline(jobs.MODELS[model](), **arguments)
+    data = rich_batches(batches, samples)
+    begin = 0
+    if folder is not None:
+        begin = pipe.load(folder).microbatches // pipe.microbatches
+    made: list[list[Any]] = []
+    for step in pipe.engine.train(data[begin:], pauses=lambda before: cadence and (before // cadence + 1) * cadence):
+        made.append([step.index, step.loss, step.gradient_norm])
+        if len(made) == steps:
+            break
+    pipe.save(into)
+    position = pipe.engine.position
+    return {"steps": made, "state": jobs.fingerprint(pipe.state_dict()), "samples": position.samples,
+            "position": [position.steps, position.microbatches, position.begun]}
+
+
+def refused(*, folder: str, into: str | None = None, **arguments: Any) -> list[Any]:
+    """The words with which a load is refused, or a save fails, and whether the pipeline then still trains."""
+    pipe = jobs.pipeline(jobs.MODELS["rich"](), **arguments)
+    try:
+        if into is None:
+            pipe.load(folder)
+        else:
+            pipe.save(into)
+    except VpipeError as error:
+        said = str(error).replace(str(Path(folder).parent), "FOLDER")
+        return [isinstance(error, UserError), said, [step.index for step in pipe.train(rich_batches(1, 8))]]
+    return ["nothing was refused"]
+
 
 ASYNCHRONOUS: dict[str, Any] = {"schedule": "pipedream", "partition": [2, 2, 2, 2], "cadence": 5}
 CUT: dict[str, Any] = {"schedule": "pipedream", "partition": [2, 2, 2, 2]}
@@ -32,14 +72,14 @@ def tensors_of(folder: Path) -> dict[str, Any]:
 
 
 def here(**arguments: Any) -> dict[str, Any]:
-    return resuming_jobs.stretch(**{**RUN, **arguments})
+    return stretch(**{**RUN, **arguments})
 
 
 @pytest.mark.parametrize(("arguments", "stretches"), [
-    (ASYNCHRONOUS, (5, 10, 5)), (FLUSH, (2, 1, 3)), ({**FLUSH, "optimizer": "muon"}, (1, 1)),
+    (ASYNCHRONOUS, (5, 5, 5)), (FLUSH, (2, 1, 3)), ({**FLUSH, "optimizer": "muon"}, (1, 1)),
     ({"schedule": "pipedream", "partition": [4, 4], "placement": [[0, 1, 2], [3]], "cadence": 2,
       "delay_correction": "extrapolate", "optimizer": "soap"}, (2, 4)),
-    ({**ASYNCHRONOUS, "compress": "int8", "compress_rounding": "stochastic"}, (10, 5)),
+    ({**ASYNCHRONOUS, "compress": "int8", "compress_rounding": "stochastic"}, (5, 5)),
     ({"schedule": "gpipe", "model": "norm", "partition": [2, 4], "placement": [[0, 1], [2, 3]]}, (3, 2))])
 def test_stretches_in_turn_over_gloo_and_in_process(world: World, tmp_path: Path, arguments: dict[str, Any],
                                                     stretches: tuple[int, ...]) -> None:
@@ -64,7 +104,7 @@ def gloo(world: World) -> Callable[..., dict[str, Any]]:
     """The job on every rank; all tell the same."""
 
     def run(**arguments: Any) -> dict[str, Any]:
-        results = world.run(resuming_jobs.stretch, **arguments)
+        results = world.run(stretch, **arguments)
         assert results == results[:1] * len(results)
         return results[0]
 
@@ -95,7 +135,7 @@ def test_a_mistake_seen_by_one_rank_is_refused_by_all_before_loading(world: Worl
     content[-3] ^= 4
     file.write_bytes(content)
     arguments = {key: RUN[key] for key in ("microbatches", "grad_clip")} | FLUSH
-    results = world.run(resuming_jobs.refused, folder=str(tmp_path / "step"), **arguments)
+    results = world.run(refused, folder=str(tmp_path / "step"), **arguments)
     assert results == results[:1] * 4
     is_users, said, trained = results[0]
     assert is_users
@@ -108,7 +148,7 @@ def test_a_rank_that_cannot_write_leaves_what_was_there(world: World, tmp_path: 
     before = tensors_of(tmp_path / "step")
     (tmp_path / "file").write_text("no folder")
     arguments = {key: RUN[key] for key in ("microbatches", "grad_clip")} | FLUSH
-    results = world.run(resuming_jobs.refused, folder=str(tmp_path / "x"), into=str(tmp_path / "file" / "step"),
+    results = world.run(refused, folder=str(tmp_path / "x"), into=str(tmp_path / "file" / "step"),
                         **arguments)
     assert results == results[:1] * 4
     is_users, said, trained = results[0]

@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
-import planning_jobs
 import pytest
+import torch.distributed as dist
 from small_run import write_config
 from world import World
 
 from vpipe.app.config.config import load_config
+from vpipe.app.errors import PlanningError
+from vpipe.app.train.job import Job
+from vpipe.app.train.load_balance import BalanceCheck
+from vpipe.app.train.loop import build_pipeline
+from vpipe.app.train.metrics import Metrics, StepSize
+from vpipe.app.train.observers import Run
+from vpipe.app.train.planning import plan_job
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
+
+
+def plan_and_compare(*, config: str, profile: str, steps: int) -> dict[str, Any]:
+    """The plan that each rank gets of a profile, which only the first may read, and the lines that each then says."""
+    folder = Path(config).parent
+
+    def profile_job(job: Job, sizes: list[int], **_: Any) -> dict[int, Profile | None]:
+        return {size: Profile.load(profile) if dist.get_rank() == 0 else None for size in sizes}
+
+    lines: list[str] = []
+    with patch("vpipe.app.train.planning.profile_job", profile_job), \
+            patch.multiple("vpipe.app.train.load_balance", ALLOWED=-1.0, WARM_UP=1, MEASURED=2):
+        try:
+            job = plan_job(Job.from_config(load_config(Path(config))), folder)
+        except PlanningError as error:
+            return {"error": str(error), "status": error.exit_status}
+        pipe = build_pipeline(job)
+        balance = BalanceCheck(Run(job, pipe, folder, Metrics(None, StepSize(1, 1)), lines.append))
+        for step in pipe.engine.train(job.training_batches(tuple(job.model.batch)), steps):
+            balance.step(step.index + 1)
+        balance.end()
+    return {"partition": job.partition, "lines": [line.split(" works ")[0][:19] for line in lines]}
 
 
 def profile(tmp_path: Path, latency_s: float = 1e-5) -> str:
@@ -34,7 +65,7 @@ def test_all_ranks_get_the_same_plan_and_the_first_compares_them(world: World, t
     ahead = {"parallel__warmup_depth": "auto"} if schedule == "pipedream" else {}
     config = write_config(tmp_path, model__num_layers=4, parallel__model_parallel_size=4, parallel__schedule=schedule,
                           parallel__partition="auto", **ahead)
-    found = world.run(planning_jobs.plan_and_compare, config=str(config), profile=profile(tmp_path, 2e-3), steps=14)
+    found = world.run(plan_and_compare, config=str(config), profile=profile(tmp_path, 2e-3), steps=14)
     plan = Plan.load(tmp_path / "plan.json")
     if ahead:
         assert plan.warmup > (3, 2, 1, 0)
@@ -48,7 +79,7 @@ def test_all_ranks_get_the_same_plan_and_the_first_compares_them(world: World, t
 def test_all_ranks_hear_that_nothing_fits(world: World, tmp_path: Path) -> None:
     config = write_config(tmp_path, model__num_layers=4, parallel__model_parallel_size=4, parallel__partition="auto",
                           parallel__memory="100kB")
-    found = world.run(planning_jobs.plan_and_compare, config=str(config), profile=profile(tmp_path), steps=1)
+    found = world.run(plan_and_compare, config=str(config), profile=profile(tmp_path), steps=1)
     assert found[0]["status"] == 2
     assert "no plan fits into 97.7 KiB per rank" in found[0]["error"]
     assert found == [found[0]] * 4

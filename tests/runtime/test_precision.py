@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import test_weight_grad_store as halves
 import torch
-from models import rich_batches, rich_model
+from models import between, rich_batches, rich_model
 from pipelines import parts
+from stages import stage_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -320,11 +321,10 @@ UNDER_AUTOCAST = ["linear", "linear 2d", "linear not contiguous", "at", "matmul"
 def test_two_halves_equal_the_whole_under_autocast(name: str, precision: str) -> None:
     """Parameters that a layer uses several times, too: autocast casts them once, and sums their gradients there."""
     build = halves.MODULES[{"custom autocast": "autocast"}.get(name, name)]
-    built, dtype = halves.between(Layer("a", build)), Precision(precision).dtype
+    built, dtype = between(Layer("a", build)), Precision(precision).dtype
 
     def stage() -> Stage:
-        return Stage(built, built.split([1, 1, 1])[1], seed=1, device=torch.device("cpu"), recomputed=(),
-                     precision=Precision(precision))
+        return stage_of(built, [1, 1, 1], 1, precision=Precision(precision))
 
     given = [([t.detach().to(dtype).requires_grad_() for t in received], fields)
              for received, fields in halves.hidden(3)]
@@ -336,19 +336,6 @@ def test_two_halves_equal_the_whole_under_autocast(name: str, precision: str) ->
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("arguments", "what", "hint"), [
-    ({"precision": "fp61"}, "precision is 'fp61'", "did you mean"),
-    ({"precision": "bf16", "loss_scale": 8.0}, "loss_scale is 8.0, but the precision is bf16", "only fp16"),
-    ({"precision": "fp16", "loss_scale": 0}, "loss_scale is 0", "a number above 0"),
-    ({"precision": "fp16", "loss_scale": True}, "loss_scale is True", "a number above 0"),
-    ({"precision": "bf16", "compress": "bf16"}, "compress is bf16, but in precision bf16 tensors between stages",
-     "leave it out")])
-def test_refusals(arguments: dict[str, Any], what: str, hint: str) -> None:
-    with pytest.raises(UserError, match=what) as caught:
-        pipeline(**{"partition": [2, 2], **arguments})
-    assert hint in str(caught.value)
 
 
 def test_a_stage_that_could_not_know_its_scale_is_refused(tmp_path: Any) -> None:

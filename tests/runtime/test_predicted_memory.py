@@ -15,6 +15,12 @@ from vpipe.profiling import RankGroup, measure
 from vpipe.schedules.action_record import RecordedAction
 
 
+@pytest.fixture(autouse=True)
+def no_speed_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes long to measure, and no memory depends on it."""
+    monkeypatch.setattr("vpipe.profiling.measurement.matrix_flops_per_s", lambda device, dtype: 1e9)
+
+
 @pytest.mark.parametrize(("precision", "name"), [
     ("fp32", "adamw"), ("bf16", "adamw"), ("bf16_pure", "adamw"), ("bf16", "muon"), ("bf16_pure", "soap")])
 def test_a_pipeline_holds_what_was_predicted(precision: str, name: str) -> None:

@@ -1,13 +1,14 @@
-"""Four ranks over gloo, some of them replicas of a stage, compute what one process does, bit for bit."""
+"""Four ranks, some of them replicas of a stage, compute what one process does, over gloo and under nccl's rules."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jobs
-import pytest
 import torch
 import torch.distributed as dist
+from everywhere import over, same_everywhere
 from torch import Tensor, nn
 from world import World
 
@@ -19,71 +20,67 @@ TWO_ONE_ONE, ONE_THREE, TWO_TWO, FOUR = [[0, 1], [2], [3]], [[2], [0, 3, 1]], [[
 DOWN_AND_UP, DOWN_AND_UP_TWICE = [[0, 3], [1, 2], [2, 1], [3, 0]], [[0, 1, 2, 3], [2, 3, 0, 1]]
 
 
-def same_everywhere(world: World, *, placement: list[list[int]], **arguments: Any) -> dict[str, Any]:
-    """Run the job here and on every rank; all tell the same but for the learning rate, which is a stage's own."""
-    arguments |= {"placement": placement, "stages": len(placement)}
-    expected = jobs.train_here(**arguments)
-    results = world.run(jobs.train, **arguments)
-    for rank, result in enumerate(results):
-        assert without_rates(result) == without_rates(expected), f"rank {rank}"
-    if arguments["schedule"] == "pipedream":
-        for rank, result in enumerate(results):
-            [width] = [len(ranks) for ranks in placement if rank in ranks]
-            rates = [3e-3 * (jobs.decay(step) * (width / len(placement[0]))) for step, *_ in result["steps"]]
-            assert [step[2] for step in result["steps"]] in (rates, [None] * len(rates))
-    return expected
+MIDDLE, FOLDED = [[0], [1, 2], [3]], [*TWO_TWO, *reversed(TWO_TWO)]
 
 
-def without_rates(run: dict[str, Any]) -> dict[str, Any]:
-    return run | {"steps": [[index, loss, norm, stop] for index, loss, _, norm, stop in run["steps"]]}
+def same(world: World, rules: Mapping[str, bool] | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    return same_everywhere(world, rules, stages=len(arguments["placement"]), **arguments)
 
 
-@pytest.mark.parametrize("model", ["rich", "norm"])
-@pytest.mark.parametrize(("schedule", "placement"), [
-    ("1f1b", TWO_ONE_ONE), ("zb_h1", ONE_THREE), ("gpipe", FOUR), ("zb_v", [*TWO_TWO, *reversed(TWO_TWO)])])
-def test_with_a_flush(world: World, schedule: str, placement: list[list[int]], model: str) -> None:
+@over(("gloo nccl", {"schedule": "1f1b", "placement": TWO_ONE_ONE}),
+      ("nccl", {"schedule": "1f1b", "placement": MIDDLE}),
+      ("gloo", {"schedule": "1f1b", "placement": TWO_ONE_ONE, "model": "norm"}),
+      ("gloo nccl", {"schedule": "zb_h1", "placement": ONE_THREE}),
+      ("gloo nccl", {"schedule": "gpipe", "placement": FOUR}), ("gloo nccl", {"schedule": "zb_v", "placement": FOLDED}),
+      ("gloo", {"schedule": "zb_v", "placement": FOLDED, "model": "norm"}))
+def test_with_a_flush(world: World, rules: Mapping[str, bool] | None, arguments: dict[str, Any]) -> None:
     """Seven microbatches, shapes that change, an evaluation between two batches."""
-    run = same_everywhere(world, model=model, schedule=schedule, placement=placement, microbatches=7, samples=14,
-                          batches=2, recompute=0.5, grad_clip=0.5, evaluate_after=[0], lengths=(6, 9))
+    run = same(world, rules, {"model": "rich", "microbatches": 7, "samples": 14, "batches": 2, "recompute": 0.5,
+                              "grad_clip": 0.5, "evaluate_after": [0], "lengths": [6, 9], **arguments})
     assert len(run["steps"]) == 2
 
 
-@pytest.mark.parametrize("arguments", [
-    {}, {"shared_memory": False}, {"executor": "naive"}, {"model": "norm", "samples": 16}, {"compress": "int8"},
-    {"precision": "fp16", "skip_not_finite": True}, {"precision": "bf16_pure"}, {"placement": DOWN_AND_UP_TWICE}],
-    ids=lambda arguments: "-".join(map(str, arguments)) or "plain")
-@pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
-def test_both_directions(world: World, schedule: str, arguments: dict[str, Any]) -> None:
+@over(("gloo nccl", {"schedule": "chimera"}), ("gloo nccl", {"schedule": "chimera", "placement": DOWN_AND_UP_TWICE}),
+      *[("gloo", {"schedule": "chimera", **changes}) for changes in (
+          {"shared_memory": False}, {"model": "norm", "samples": 16}, {"precision": "bf16_pure"})],
+      *[("gloo", {"schedule": "dualpipe", **changes}) for changes in (
+          {}, {"executor": "naive"}, {"compress": "int8"}, {"precision": "fp16", "skip_not_finite": True},
+          {"placement": DOWN_AND_UP_TWICE})])
+def test_both_directions(world: World, rules: Mapping[str, bool] | None, arguments: dict[str, Any]) -> None:
     """Two copies of every stage, alone and beside two more; an evaluation between batches, shapes that change."""
-    run = same_everywhere(world, **{"model": "rich", "schedule": schedule, "placement": DOWN_AND_UP, "microbatches": 8,
-                                    "samples": 8, "batches": 3, "recompute": 0.5, "grad_clip": 0.5,
-                                    "evaluate_after": [0], "lengths": (6, 9, 6), **arguments})
-    assert len(run["steps"]) == 3
+    run = same(world, rules, {"model": "rich", "placement": DOWN_AND_UP, "microbatches": 8, "samples": 8,
+                              "batches": 2, "recompute": 0.5, "grad_clip": 0.5, "evaluate_after": [0],
+                              "lengths": [6, 9], **arguments})
+    assert len(run["steps"]) == 2
 
 
-@pytest.mark.parametrize(("schedule", "placement", "every", "microbatches"), [
-    ("pipedream", TWO_ONE_ONE, 1, 5), ("pipedream", ONE_THREE, 2, 4), ("pipedream", FOUR, 1, 3),
-    ("2bw", TWO_TWO, 2, 4), ("pipedream_vertical_sync", TWO_TWO, 1, 3)])
-def test_without_a_flush(world: World, schedule: str, placement: list[list[int]], every: int,
-                         microbatches: int) -> None:
-    """Streams that end with incomplete rounds, an evaluation that drains in the middle, a second call of train."""
-    run = same_everywhere(world, model="rich", schedule=schedule, placement=placement, update_every=every,
-                          microbatches=microbatches, samples=microbatches, batches=9, more=2, recompute=0.5,
-                          grad_clip=0.5, evaluate_after=[1])
+@over(("gloo nccl", {"schedule": "pipedream", "placement": TWO_ONE_ONE, "microbatches": 5}),
+      ("nccl", {"schedule": "pipedream", "placement": MIDDLE, "microbatches": 5}),
+      ("gloo nccl", {"schedule": "pipedream", "placement": ONE_THREE, "microbatches": 4, "update_every": 2}),
+      ("gloo", {"schedule": "pipedream", "placement": FOUR, "microbatches": 3}),
+      ("gloo nccl", {"schedule": "2bw", "placement": TWO_TWO, "microbatches": 4, "update_every": 2}),
+      ("gloo", {"schedule": "pipedream_vertical_sync", "placement": TWO_TWO, "microbatches": 3}),
+      ("gloo", {"schedule": "pipedream", "placement": TWO_ONE_ONE, "microbatches": 5, "precision": "fp16"}),
+      ("gloo", {"schedule": "pipedream", "placement": [[0, 1, 2], [3]], "microbatches": 5, "precision": "bf16_pure"}))
+def test_without_a_flush(world: World, rules: Mapping[str, bool] | None, arguments: dict[str, Any]) -> None:
+    """Streams that end with incomplete rounds, an evaluation that drains in the middle, a second call of train; a tied
+    weight is borrowed, and fp16's scales travel with the gradients."""
+    run = same(world, rules, {"model": "rich", "update_every": 1, "samples": arguments["microbatches"], "batches": 6,
+                              "more": 2, "recompute": 0.5, "grad_clip": 0.5, "evaluate_after": [1], **arguments})
     assert run["middle"] != run["state"]
 
 
 def test_leaving_the_loop_early_then_training_on(world: World) -> None:
     """Steps 0 and 1 were seen; the pipeline had taken in microbatches of others, which were made, too."""
-    run = same_everywhere(world, model="rich", schedule="pipedream", placement=[[0], [1, 2], [3]], microbatches=4,
-                          samples=4, batches=14, leave_after=1, more=2)
+    run = same(world, None, {"model": "rich", "schedule": "pipedream", "placement": MIDDLE, "microbatches": 4,
+                             "samples": 4, "batches": 14, "leave_after": 1, "more": 2})
     assert run["steps"][2][0] > 2
 
 
 def test_a_replica_without_a_microbatch_takes_part(world: World) -> None:
     """Three replicas, streams of one microbatch; the only stage before them has nothing to train."""
-    run = same_everywhere(world, model="frozen", schedule="pipedream", placement=[[0], [1, 2, 3]], microbatches=1,
-                          samples=1, batches=1, more=1, partition=[1, 3])
+    run = same(world, None, {"model": "frozen", "schedule": "pipedream", "placement": [[0], [1, 2, 3]],
+                             "microbatches": 1, "samples": 1, "batches": 1, "more": 1, "partition": [1, 3]})
     assert [step[0] for step in run["steps"]] == [0, 1]
 
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import norm_model, rich_batches, rich_model, thrice_tied_model
-from oracles import AdamW, decay
-from pipelines import parts
+from models import norm_model, rich_batches, rich_model, thrice_tied_model, untied_model
+from oracles import DECAY_AND_CLIP, assert_same, oracle_of, pipeline_of, saved
 from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
@@ -20,7 +19,7 @@ from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.checkpoint.manifest import Position
 from vpipe.errors import UserError
 from vpipe.runtime.step_results import Step
-from vpipe.testing import InitialState, TrainingRecipe, asynchronous_oracle, flush_oracle, version_rule
+from vpipe.testing import InitialState, microbatches_of_step
 
 Saved = tuple[Position, Mapping[str, Tensor]]
 MICROBATCHES = 4
@@ -39,15 +38,7 @@ def every(count: int) -> Callable[[int], int]:
 
 
 def pipeline(model: Model, **arguments: Any) -> Pipeline:
-    return Pipeline(model,
-                    **parts(**{"microbatches": MICROBATCHES, "optimizer": AdamW(), "seed": 2, "grad_clip": 0.5,
-                               "partition": [2, 2, 2, 2], "learning_rate_factor": decay, **arguments}))
-
-
-def saved(pipe: Pipeline) -> Saved:
-    """As a checkpoint holds it: training goes on in other memory."""
-    tensors = {name: tensor.clone() for name, tensor in pipe.engine.checkpoint_state().items()}
-    return pipe.engine.position, tensors
+    return pipeline_of(model, **DECAY_AND_CLIP, **{"partition": [2, 2, 2, 2], **arguments})
 
 
 def train(pipe: Pipeline, batches: Sequence[Mapping[str, Tensor]], cadence: int,
@@ -96,19 +87,24 @@ def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
     (rich_model, {"schedule": "1f1b", "optimizer": partial(torch.optim.Adagrad, lr=1e-2)}, 3)])
 def test_a_resumed_run_equals_one_never_interrupted(model: Callable[[], Model], arguments: dict[str, Any],
                                                     cadence: int) -> None:
-    batches = rich_batches(5, 8, lengths=(6, 9))
-    whole = pipeline(model(), **arguments)
-    total = len(train(whole, batches, cadence)[0])
-    at = [step for step in (cadence, total // cadence * cadence) if step < total]
-    assert at
-    again = pipeline(model(), **arguments)
-    steps, kept = train(again, batches, cadence, at)
-    same_bits(saved(again)[1], saved(whole)[1])  # saving has no effect
+    """From its first pause and from its last."""
+    batches, again = rich_batches(4, 8, lengths=(6, 9)), pipeline(model(), **arguments)
+    total = 4 * MICROBATCHES // microbatches_of_step(again.lowered)
+    steps, kept = train(again, batches, cadence, (cadence, (total - 1) // cadence * cadence))
+    assert len(steps) == total
     for step, place in kept.items():
         fresh = pipeline(model(), **arguments)
         assert resumed(fresh, place, batches, cadence) == steps[step:]
-        same_bits(saved(fresh)[1], saved(whole)[1])
-        assert fresh.engine.position == whole.engine.position
+        same_bits(saved(fresh)[1], saved(again)[1])
+        assert fresh.engine.position == again.engine.position
+
+
+@pytest.mark.parametrize("arguments", [{"schedule": "1f1b"}, {"schedule": "pipedream", **EXTRAPOLATED, **REPLICATED}])
+def test_saving_has_no_effect(arguments: dict[str, Any]) -> None:
+    batches = rich_batches(3, 8)
+    whole, again = pipeline(rich_model(), **arguments), pipeline(rich_model(), **arguments)
+    assert train(whole, batches, 1) == (train(again, batches, 1, [1, 2])[0], {})
+    same_bits(saved(again)[1], saved(whole)[1])
 
 
 OTHER_CUTS: list[dict[str, Any]] = [
@@ -117,18 +113,18 @@ OTHER_CUTS: list[dict[str, Any]] = [
     {"schedule": "hanayo", "partition": [2, 2, 2, 2]}]
 
 
-@pytest.mark.parametrize("optimizer", [AdamW(), MUON, SOAP])
-def test_with_a_flush_any_cut_and_schedule_goes_on_alike(optimizer: Any) -> None:
+@pytest.mark.parametrize("words", [{}, {"optimizer": MUON}, {"optimizer": SOAP}, {"precision": "bf16"},
+                                   {"precision": "bf16_pure"}, {"precision": "fp16"}])
+def test_with_a_flush_any_cut_and_schedule_goes_on_alike(words: dict[str, Any]) -> None:
     """From each to the next, one batch each; untied weights, so that all orders of sums are those of plain PyTorch."""
-    model, batches = rich_model(tied=False), rich_batches(6, 8)
-    plain = flush_oracle(model, batches, TrainingRecipe(optimizer.from_named, MICROBATCHES, 2, decay, 0.5))
-    place, losses = None, []
+    batches, place, losses = rich_batches(6, 8), None, []
     for arguments, batch in zip([*OTHER_CUTS, OTHER_CUTS[0]], batches, strict=True):
-        pipe = pipeline(model, optimizer=optimizer, **arguments)
+        pipe = pipeline(untied_model(), **words, **arguments)
         if place is not None:
             pipe.engine.restore(*place)
         losses += [step.loss for step in pipe.train([batch])]
         place = saved(pipe)
+    plain = oracle_of(pipe, batches)
     assert losses == plain.losses
     same_bits(place[1], plain.tensors)
 
@@ -141,15 +137,11 @@ def test_with_a_flush_ties_and_other_widths_go_on_as_the_oracle_from_there(model
     first = pipeline(model(), schedule="1f1b", partition=[2, 4 if model is norm_model else 6], placement=[[0, 1], [2]])
     list(first.train(batches[:2]))
     position, tensors = saved(first)
-    cut = [4, len(model()) - 4]
-    second = pipeline(model(), schedule="1f1b", partition=cut, placement=widths)
+    second = pipeline(model(), schedule="1f1b", partition=[4, len(model()) - 4], placement=widths)
     second.engine.restore(position, tensors)
     steps = list(second.train(batches[2:]))
-    oracle = flush_oracle(model(), batches[2:], TrainingRecipe(AdamW().from_named, MICROBATCHES, 2, decay, 0.5), cut,
-                          list(map(len, widths)), InitialState(2, 8, 0, tensors))
-    assert [step.index for step in steps] == [2, 3]
-    assert [step.loss for step in steps] == oracle.losses
-    same_bits(saved(second)[1], oracle.tensors)
+    assert steps[0].index == 2
+    assert_same(second, steps, oracle_of(second, batches[2:], start=InitialState(2, 8, 0, tensors)))
 
 
 ASYNCHRONOUS: list[dict[str, Any]] = [
@@ -161,20 +153,19 @@ ASYNCHRONOUS: list[dict[str, Any]] = [
     {"schedule": "pipedream", "partition": [2, 4, 2], "placement": [[0], [1, 2, 3], [4, 5]]}]
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=6)
 @given(data=st.data())
 def test_without_a_flush_any_cut_goes_on_as_its_oracle_from_there(data: st.DataObject) -> None:
     """Two arrangements after each other, the second from anywhere in a batch; both run empty on the way."""
-    model, batches, start = rich_model(), rich_batches(8, 8), InitialState()
+    batches, start = rich_batches(8, 8), InitialState()
     alone = [{name: part[i] for name, part in parts.items()} for batch in batches
              for parts in [{name: tensor.chunk(MICROBATCHES) for name, tensor in batch.items()}]
              for i in range(MICROBATCHES)]
     for _ in range(2):
         arguments = data.draw(st.sampled_from(ASYNCHRONOUS))
         cadence, pauses = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-        extrapolated = data.draw(st.booleans())
-        pipe = pipeline(model, **arguments, **EXTRAPOLATED if extrapolated else {})
-        span = cadence * pipe.engine._schedule.assignment.per_step
+        pipe = pipeline(rich_model(), **arguments, **EXTRAPOLATED if data.draw(st.booleans()) else {})
+        span = cadence * pipe.lowered.assignment.per_step
         if start.tensors:
             pipe.engine.restore(Position(start.steps, start.microbatches), start.tensors)
         losses, left = [], pauses * cadence
@@ -186,12 +177,8 @@ def test_without_a_flush_any_cut_goes_on_as_its_oracle_from_there(data: st.DataO
                 break
         position, tensors = saved(pipe)
         assert position.microbatches == min(start.microbatches + pauses * span, len(alone))
-        oracle = asynchronous_oracle(
-            model, alone[start.microbatches:position.microbatches], TrainingRecipe(
-                AdamW().from_named, 1, 2, decay, 0.5, extrapolation=1.0 if extrapolated else None),
-            pipe.partition, pipe.update_every, range(start.microbatches, position.microbatches, span),
-            version_rule(arguments["schedule"], arguments.get("warmup_depth", ())),
-            list(map(len, pipe.placement)), start)
+        oracle = oracle_of(pipe, alone[start.microbatches:position.microbatches], start=start, microbatches=1,
+                           drained_at=range(start.microbatches, position.microbatches, span))
         assert losses == oracle.losses
         same_bits(tensors, oracle.tensors)
         start = InitialState(position.steps, position.microbatches, 0, tensors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import resume_jobs
 import torch
 from small_run import losses, metrics, write_config
 from torch import Tensor
@@ -17,6 +16,13 @@ from vpipe.app.train.loop import train
 from vpipe.app.train.resume import ResumePoint, find_resume_point, prepare_run, resumed_config
 from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import Manifest
+
+
+def train_in(*, folder: str, checkpoint: str | None) -> str | None:
+    """Train as the config in a run's folder says."""
+    return train(Job.from_config(load_config(Path(folder) / "config.yaml")), Path(folder),
+                 None if checkpoint is None else Path(checkpoint))
+
 
 CHANGES = {"checkpoint__every_steps": 3, "training__max_steps": 8, "checkpoint__at_end": True,
            "training__evaluate_every": 4}
@@ -41,7 +47,7 @@ def go(run: Path, checkpoint: Path | None, world: World | None) -> None:
     if world is None:
         train(Job.from_config(load_config(run / "config.yaml")), run, checkpoint)
     else:
-        said = world.run(resume_jobs.train_in, folder=str(run),
+        said = world.run(train_in, folder=str(run),
                          checkpoint=None if checkpoint is None else str(checkpoint))
         assert said == [None] * 4
 

@@ -100,10 +100,11 @@ def test_with_a_flush_no_stage_makes_the_update(schedule: str, partition: list[i
     assert {stage.weights.latest for stage in pipe.engine.local_stages} == {BATCHES}
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize(("schedule", "every", "placement"), [
-    ("pipedream", 1, None), ("pipedream", 2, None), ("pipedream_vertical_sync", 1, None), ("2bw", 4, None),
-    ("pipedream", 1, [[0, 1], [2], [3]])])
+@pytest.mark.parametrize(("schedule", "every", "placement", "odd"), [
+    *(("pipedream", 1, None, odd) for odd in ODD), ("pipedream", 2, None, "gradients"),
+    ("pipedream_vertical_sync", 1, None, "activations"), ("pipedream_vertical_sync", 1, None, "loss"),
+    ("2bw", 4, None, "gradients"), ("pipedream", 1, [[0, 1], [2], [3]], "gradients"),
+    ("pipedream", 1, [[0, 1], [2], [3]], "loss")])
 def test_without_a_flush_each_stage_decides_for_itself(schedule: str, every: int, placement: list[list[int]] | None,
                                                        odd: str) -> None:
     """With and without a correction of late gradients, which leaves an update out as well."""

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from models import Head, RawMatmul, Words, norm_model, rich_batches, rich_model
+from models import Head, RawMatmul, Words, between, norm_model, rich_batches, rich_model
+from oracles import equals_its_oracle
+from stages import stage_of
 from torch import Tensor, nn
 
-from vpipe import Cut, Layer, Model, Pipeline
+from vpipe import Layer, Model, Pipeline
 from vpipe.accelerator import generators_of
-from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import UserError
 from vpipe.runtime.stage import Stage
-from vpipe.testing import TrainingRecipe, flush_oracle
 
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-
-
-def stage_of(model: Model, partition: Sequence[int], index: int = 0, recompute: float = 0.0) -> Stage:
-    recomputed = recomputed_layers([recompute if stage == index else 0 for stage in range(len(partition))], partition)
-    return Stage(model, model.split(partition)[index], seed=1, device=torch.device("cpu"),
-                 recomputed=recomputed[index])
 
 
 def trained(stage: Stage, received: Sequence[Tensor], fields: Mapping[str, Tensor],
@@ -40,12 +33,6 @@ def trained(stage: Stage, received: Sequence[Tensor], fields: Mapping[str, Tenso
     returned = stage.backward(record, gradients)
     stage.unpin(record.pins)
     return outputs, returned
-
-
-def between(*layers: Layer) -> Model:
-    """Embedding, the layers given, head."""
-    return Model([Layer("words", Words, ("ids",), ("h",)), *layers, Layer("head", Head, ("h", "labels"), ("loss",))],
-                 batch=("ids", "labels"))
 
 
 def hidden(grad: bool = True) -> Tensor:
@@ -73,8 +60,7 @@ def masked(gpu: int, recompute: float, monkeypatch: pytest.MonkeyPatch) -> list[
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(nn.Module, "to", lambda module, device: module)
     model = between(Layer("drop", partial(DropOnGpu, gpu)), Layer("linear", partial(nn.Linear, 12, 12)))
-    stage = Stage(model, model.split([1, 2, 1])[1], seed=1, device=torch.device("cuda", gpu),
-                  recomputed=recomputed_layers([0, recompute, 0], [1, 2, 1])[1])
+    stage = stage_of(model, [1, 2, 1], 1, recompute, device=torch.device("cuda", gpu))
     before = [generator.get_state() for generator in torch.cuda.default_generators]
     made = [t for m in range(3) for part in trained(stage, [hidden()], {}, (0, m)) for t in part]
     for generator, state in zip(torch.cuda.default_generators, before, strict=True):
@@ -138,24 +124,17 @@ def test_recompute_gives_the_same_gradients_and_updates_buffers_once(recompute: 
 
 
 def test_statistics_equal_plain_pytorch_when_microbatches_overlap() -> None:
-    model, batches = norm_model(), rich_batches(2, 8)
-
-    def sgd(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(named.values(), lr=0.1)
-
-    pipe = Pipeline(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), stages=Cut([2, 2, 2], recompute=1.0),
-                    schedule="1f1b", microbatches=4, seed=2)
-    losses = [step.loss for step in pipe.train(batches)]
-    plain = flush_oracle(model, batches, TrainingRecipe(sgd, 4, 2))
-    state = pipe.state_dict()
-    assert losses == plain.losses
-    assert [name for name in state if not torch.equal(state[name], plain.state[name])] == []
-    assert state["norm3.norm.num_batches_tracked"] == 8
+    pipe, _ = equals_its_oracle(norm_model, rich_batches(2, 8), schedule="1f1b", partition=[2, 2, 2], recompute=1.0)
+    assert pipe.state_dict()["norm3.norm.num_batches_tracked"] == 8
 
 
-@pytest.mark.parametrize(("layers", "ratio", "recomputed"), [(4, 0.0, 0), (4, 0.24, 0), (4, 0.25, 1), (4, 0.74, 2),
-                                                             (4, 1.0, 4), (3, 0.5, 1), (1, 0.99, 0)])
-def test_the_last_layers_are_recomputed_as_many_as_the_ratio_says(layers: int, ratio: float, recomputed: int) -> None:
+@pytest.mark.parametrize(("layers", "how", "recomputed"), [
+    (4, {"recompute": 0.0}, []), (4, {"recompute": 0.24}, []), (4, {"recompute": 0.25}, [3]),
+    (4, {"recompute": 0.74}, [2, 3]), (4, {"recompute": 1.0}, [0, 1, 2, 3]), (3, {"recompute": 0.5}, [2]),
+    (1, {"recompute": 0.99}, []), (4, {"recomputed": {1}}, [0]), (4, {"recomputed": {2}}, [1]),
+    (4, {"recomputed": {1, 3}}, [0, 2]), (4, {"recomputed": {1, 2, 4}}, [0, 1, 3])])
+def test_the_layers_that_are_named_are_recomputed_or_the_last_ones_by_their_share(
+        layers: int, how: dict[str, Any], recomputed: list[int]) -> None:
     runs: Counter[int] = Counter()
 
     def counting(i: int) -> Callable[[], nn.Module]:
@@ -166,28 +145,9 @@ def test_the_last_layers_are_recomputed_as_many_as_the_ratio_says(layers: int, r
 
         return build
 
-    model = between(*(Layer(f"raw{i}", counting(i)) for i in range(layers)))
-    stage = stage_of(model, [1, layers, 1], 1, ratio)
+    stage = stage_of(between(*(Layer(f"raw{i}", counting(i)) for i in range(layers))), [1, layers, 1], 1, **how)
     trained(stage, [hidden()], {})
-    assert [runs[i] for i in range(layers)] == [1] * (layers - recomputed) + [2] * recomputed
-
-
-@pytest.mark.parametrize("recomputed", [{1}, {2}, {1, 3}, {1, 2, 4}])
-def test_the_layers_that_are_named_are_recomputed(recomputed: set[int]) -> None:
-    runs: Counter[int] = Counter()
-
-    def counting(i: int) -> Callable[[], nn.Module]:
-        def build() -> nn.Module:
-            module = RawMatmul()
-            module.register_forward_hook(lambda *_: runs.update([i]))
-            return module
-
-        return build
-
-    model = between(*(Layer(f"raw{i}", counting(i)) for i in range(1, 5)))
-    stage = Stage(model, model.split([1, 4, 1])[1], seed=1, device=torch.device("cpu"), recomputed=recomputed)
-    trained(stage, [hidden()], {})
-    assert [runs[i] for i in range(1, 5)] == [1 + (i in recomputed) for i in range(1, 5)]
+    assert [runs[i] for i in range(layers)] == [1 + (i in recomputed) for i in range(layers)]
 
 
 # -- what is refused -----------------------------------------------------------------------------------
@@ -235,21 +195,6 @@ def test_a_layer_must_return_its_outputs(result: Callable[[Tensor], Any], text: 
         stage.forward([hidden()], {}, (0, 0), stage.pin({}))
     assert str(error.value) == (f"error: layer 'odd' {text}\nhint: forward must return one tensor per name in outputs, "
                                 "as a tuple if there are several")
-
-
-def test_a_frozen_parameter_cannot_borrow_anothers_weights() -> None:
-    class FrozenHead(Head):
-        def __init__(self) -> None:
-            super().__init__()
-            self.decoder.weight.requires_grad_(False)
-
-    model = Model([Layer("words", Words, ("ids",), ("h",)),
-                   Layer("head", FrozenHead, ("h", "labels"), ("loss",), ties={"decoder.weight": "words.word.weight"})],
-                  ("ids", "labels"))
-    with pytest.raises(UserError) as error:
-        stage_of(model, [1, 1], 1)
-    assert str(error.value) == ("error: 'head.decoder.weight' is tied to 'words.word.weight' but frozen\n"
-                                "hint: let it require a gradient, or leave out the tie")
 
 
 # -- what goes in and out ------------------------------------------------------------------------------
@@ -363,15 +308,6 @@ class Tokens:
                 return Watched.apply(super().forward(h), name, tokens)
 
         return Layer(name, Watching)
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    """What is let go is let go at once, not when the collector comes by."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("no_gc")

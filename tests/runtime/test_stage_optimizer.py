@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import MuonAndAdamW
-from models import rich_batches, rich_model
+from models import Average, rich_batches, rich_model
 from oracles import DECAY_AND_CLIP, assert_same_state, decay, equals_its_oracle
 from pipelines import parts
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from vpipe import Layer, Model, Pipeline, Update
 from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.runtime.stage_optimizer import StageOptimizer
+from vpipe.runtime.step_results import Step
 from vpipe.testing import TrainingRecipe, asynchronous_oracle
 
 WIDTH = 6
@@ -282,8 +283,8 @@ def test_attributes_of_parameters_reach_the_factory(precision: str) -> None:
     Pipeline(Model.sequential(nn.Sequential(*modules), nn.CrossEntropyLoss()), make, stages=2, precision=precision)
     assert seen == [{}, {"no_decay": True}, {}, {}, {}, {}, {"scale": 3}, {}]
     seen.clear()
-    Pipeline(Model([Layer("marked", Marked, ("x",)), Layer("mean", Mean, ("h",), ("loss",))], ("x",)), make, stages=1,
-             precision=precision)
+    marked = Model([Layer("marked", Marked, ("x",)), Layer("mean", Average, outputs=("loss",))], ("x",))
+    Pipeline(marked, make, stages=1, precision=precision)
     assert seen == [{}, {"no_decay": True}]
 
 
@@ -328,7 +329,7 @@ def test_a_gradient_of_no_optimizer_that_is_not_finite_leaves_nothing_out() -> N
     """As torch's GradScaler, which looks at the gradients of an optimizer's own parameters."""
     torch.manual_seed(0)
     model = Model([Layer("front", lambda: nn.Linear(3, 3), ("x",)), Layer("root", Root),
-                   Layer("loss", Mean, ("h",), ("loss",))], ("x",))
+                   Layer("loss", Average, ("h",), ("loss",))], ("x",))
     for all_of_them in (True, False):
         pipe = Pipeline(model,
                         Update(lambda own, every=all_of_them: SGD(own, 0.1) if every or own[0].dim() > 1 else None,
@@ -346,11 +347,6 @@ class Root(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         return h + self.weight.sqrt()
-
-
-class Mean(nn.Module):
-    def forward(self, h: Tensor) -> Tensor:
-        return h.mean()
 
 
 # -- learning rates that the user changes --------------------------------------------------------------
@@ -379,6 +375,15 @@ class Kept:
             group["lr"] = rate
 
 
+def driven(pipe: Pipeline, batches: Sequence[Mapping[str, Tensor]], kept: Kept) -> list[Step]:
+    """Train, and step the schedulers after every step."""
+    steps = []
+    for step in pipe.train(batches):
+        steps.append(step)
+        kept.step()
+    return steps
+
+
 DRIVES: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "steps": lambda optimizer: StepLR(optimizer, 2, gamma=0.3),
     "warm-up": lambda optimizer: LinearLR(optimizer, 0.1, total_iters=4),
@@ -392,10 +397,7 @@ def test_a_scheduler_of_torchs_equals_plain_pytorch(drive: str) -> None:
     losses, rates, state = plain_run(small_batches(7), lambda own: [SGD(own, 0.1, momentum=0.9)], DRIVES[drive])
     kept = Kept(DRIVES[drive])
     pipe = small_pipeline(optimizer=kept)
-    steps = []
-    for step in pipe.train(small_batches(7)):
-        steps.append(step)
-        kept.step()
+    steps = driven(pipe, small_batches(7), kept)
     assert [step.loss for step in steps] == losses
     assert [step.learning_rate for step in steps] == rates
     assert_same_state(pipe.state_dict(), state)
@@ -420,18 +422,14 @@ def test_schedulers_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     losses, rates, state = plain_run(small_batches(6), lambda own: [SGD(own, 0.1, momentum=0.9)], DRIVES["steps"])
     kept = Kept(DRIVES["steps"])
     pipe = small_pipeline(optimizer=kept)
-    for _ in pipe.train(small_batches(3)):
-        kept.step()
+    driven(pipe, small_batches(3), kept)
     pipe.save(tmp_path / "point")
     again = Kept(DRIVES["steps"])
     pipe = small_pipeline(optimizer=again, partition=[1, 3, 1], schedule="gpipe")
     pipe.load(tmp_path / "point")
     for scheduler in again.schedulers:
         scheduler.load_state_dict(kept.schedulers[0].state_dict())
-    steps = []
-    for step in pipe.train(small_batches(6)[3:]):
-        steps.append(step)
-        again.step()
+    steps = driven(pipe, small_batches(6)[3:], again)
     assert [step.loss for step in steps] == losses[3:]
     assert [step.learning_rate for step in steps] == rates[3:]
     assert_same_state(pipe.state_dict(), state)

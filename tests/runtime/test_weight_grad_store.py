@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from models import WIDTH, WORDS, Head, RawMatmul, Words, norm_model, recurrent_model, rich_batches, rich_model
+from models import (
+    WIDTH,
+    WORDS,
+    Head,
+    RawMatmul,
+    Words,
+    between,
+    norm_model,
+    recurrent_model,
+    rich_batches,
+    rich_model,
+)
+from stages import stage_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vpipe import Layer, Model
-from vpipe.description.recompute import recomputed_layers
 from vpipe.errors import RunError
 from vpipe.runtime.activations import Record
 from vpipe.runtime.split_backward import SplitBackwardMode
@@ -134,17 +144,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 def _autocast(m: Any, h: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return (m.a(h) @ m.w).float()
-
-
-def between(*layers: Layer) -> Model:
-    return Model([Layer("words", Words, ("ids",), ("h",)), *layers, Layer("head", Head, ("h", "labels"), ("loss",))],
-                 batch=("ids", "labels"))
-
-
-def stage_of(model: Model, partition: Sequence[int], index: int, recompute: float = 0.0) -> Stage:
-    recomputed = recomputed_layers([recompute if stage == index else 0 for stage in range(len(partition))], partition)
-    return Stage(model, model.split(partition)[index], seed=1, device=torch.device("cpu"),
-                 recomputed=recomputed[index])
 
 
 def run(stage: Stage, inputs: Sequence[tuple[list[Tensor], Mapping[str, Tensor]]], halves: bool | None,
@@ -277,66 +276,6 @@ def test_borrowed_weights_and_skips(recompute: float) -> None:
     assert_same(*results)
 
 
-class Asynchronous:
-    """A stage whose microbatches overlap with steps, so that each keeps its version; what must be equal: ``made``."""
-
-    def __init__(self, recompute: float, halves: bool, early: bool) -> None:
-        model = between(Layer("a", RawMatmul), Layer("b", MODULES["encoder"]), Layer("c", RawMatmul))
-        self.stage = stage_of(model, [1, 3, 1], 1, recompute)
-        self.optimizer = torch.optim.SGD(self.stage.weights.masters.values(), lr=0.5)
-        self.halves, self.early = halves, early
-        self.records: list[Record] = []
-        self.made: list[Tensor | None] = []
-
-    def forward(self, m: int) -> None:
-        outputs, record = self.stage.forward(*hidden(m + 1)[m], (m, 0), self.stage.pin({}), split=self.halves)
-        self.records.append(record)
-        self.made += outputs
-
-    def recompute(self, m: int) -> None:
-        if self.early:
-            self.stage.recompute(self.records[m])
-
-    def backward(self, m: int) -> None:
-        record = self.records[m]
-        self.stage.prepare_backward(record.pins)
-        back = self.stage.backward_input if self.halves else self.stage.backward
-        self.made += back(record, {"h": torch.ones(2, 4, WIDTH)})
-        if not self.halves:
-            self.stage.unpin(record.pins)
-
-    def finish(self, m: int) -> None:
-        if self.halves:
-            finish(self.stage, self.records[m])
-
-    def step(self) -> None:
-        self.made += [None if g is None else g.clone() for g in self.stage.weights.gradients]
-        self.stage.weights.step(self.optimizer)
-
-
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("recompute", [0.0, 0.5])
-def test_versions(recompute: float, early: bool) -> None:
-    """Microbatches hold three versions; what others do with newer ones falls between recompute and the halves."""
-    results = []
-    for halves in (True, False):
-        run = Asynchronous(recompute, halves, early and halves)
-        for do, m in [(run.forward, 0), (run.forward, 1), (run.backward, 0), (run.finish, 0)]:
-            do(m)
-        run.step()
-        for do, m in [(run.recompute, 1), (run.forward, 2), (run.backward, 1), (run.forward, 3), (run.finish, 1)]:
-            do(m)
-        run.step()
-        for do, m in [(run.forward, 4), (run.recompute, 4), (run.recompute, 2), (run.backward, 2), (run.backward, 3),
-                      (run.backward, 4), (run.finish, 2), (run.finish, 3), (run.finish, 4)]:
-            do(m)
-        run.step()
-        assert [record.pins[1] for record in run.records] == [0, 0, 1, 1, 2]
-        assert run.stage.weights.pinned == 0
-        results.append([*run.made, *run.stage.state().values()])
-    assert_same(*results)
-
-
 def test_whole_backwards_and_halves_may_be_mixed() -> None:
     results = []
     for mixed in (True, False):
@@ -405,15 +344,6 @@ class Alive:
         self.names.append(name)
         weakref.finalize(tensor.untyped_storage(), self.names.remove, name)
         return tensor
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    """What is let go is let go at once, not when the collector comes by."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Hoards(torch.autograd.Function):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 import torch
-from models import Head, RawMatmul, Words, frozen_front, recurrent_model, rich_batches
+from models import Head, RawMatmul, Words, between, frozen_front, recurrent_model, rich_batches
 from oracles import Momentum, assert_same_state, equals_its_oracle, pipeline_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,173 +16,10 @@ from vpipe.errors import UserError
 from vpipe.runtime.weight_versions import WeightVersions
 
 
-class Product(nn.Module):
-    """x @ w on the raw parameter: autograd saves w for the gradient of x."""
-
-    def __init__(self, value: Sequence[Sequence[float]]) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.w
-
-
-def one_weight(value: Sequence[Sequence[float]] = ((1.0, 2.0), (3.0, 4.0))) -> tuple[Product, WeightVersions]:
-    module = Product(value)
-    return module, WeightVersions({"w": module.w}, {"w": [(module, "w")]})
-
-
-def sgd(weights: WeightVersions, lr: float = 1.0) -> torch.optim.Optimizer:
-    return torch.optim.SGD(weights.masters.values(), lr=lr)
-
-
-def memory(weights: WeightVersions, version: int) -> int:
-    (leaf,) = weights._leaves[version]
-    return leaf.data_ptr()
-
-
-def held(weights: WeightVersions) -> list[int]:
-    return sorted(weights._leaves)
-
-
-def test_a_backward_uses_the_version_of_its_forward_though_a_step_lies_between() -> None:
-    module, weights = one_weight()
-    optimizer = sgd(weights)
-    x = torch.tensor([[1.0, 1.0]], requires_grad=True)
-    y = torch.tensor([[1.0, 1.0]], requires_grad=True)
-    first = weights.pin()
-    out_x = module(x)
-    # Another microbatch makes version 1, as w - gradient: the gradient of sum(z @ w) is z on every column.
-    weights.begin_backward(weights.pin())
-    module(torch.tensor([[10.0, 20.0]])).sum().backward()
-    weights.unpin(first)
-    weights.step(optimizer)
-    second = weights.pin()
-    assert (first, second) == (0, 1)
-    assert module.w.tolist() == [[-9.0, -8.0], [-17.0, -16.0]]
-    out_y = module(y)
-    weights.begin_backward(first)
-    out_x.sum().backward()
-    weights.unpin(first)
-    weights.begin_backward(second)
-    out_y.sum().backward()
-    weights.unpin(second)
-    assert x.grad.tolist() == [[3.0, 7.0]], "the old weights' row sums"
-    assert y.grad.tolist() == [[-17.0, -33.0]], "the new weights' row sums"
-
-
-def test_gradients_of_two_versions_go_to_the_latest_torchrun() -> None:
-    module, weights = one_weight()
-    optimizer = sgd(weights)
-    outputs = []
-    for row in ([1.0, 0.0], [0.0, 1.0]):
-        outputs.append((weights.pin(), module(torch.tensor([row]))))
-        weights.step(None)  # makes a version of equal value
-    assert held(weights) == [0, 1, 2]
-    for version, output in outputs:
-        weights.begin_backward(version)
-        output.sum().backward()
-        weights.unpin(version)
-    assert held(weights) == [2]
-    (gradient,) = weights.gradients
-    assert gradient.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    weights.step(optimizer)
-    assert weights.values(["w"])[0].tolist() == [[0.0, 1.0], [2.0, 3.0]]
-    assert weights.gradients == [None], "the next update starts from nothing"
-    assert weights.masters["w"].grad is None
-
-
-def test_a_step_is_in_place_when_nobody_holds_the_latest_version() -> None:
-    module, weights = one_weight()
-    optimizer, where = sgd(weights), memory(weights, 0)
-    for update in range(3):
-        version = weights.pin()
-        weights.begin_backward(version)
-        module(torch.ones(1, 2)).sum().backward()
-        weights.unpin(version)
-        weights.step(optimizer)
-        assert (weights.latest, held(weights), memory(weights, update + 1)) == (update + 1, [update + 1], where)
-    assert weights.values(["w"])[0].tolist() == [[-2.0, -1.0], [0.0, 1.0]]
-    assert weights.most_versions == 1
-
-
-@pytest.mark.parametrize("in_flight", [1, 2, 3, 4])
-def test_memory_of_the_first_versions_serves_all_later_ones(in_flight: int) -> None:
-    """As stage s of p under PipeDream: p - s microbatches in flight, p - s - 1 of which hold a version at a step."""
-    module, weights = one_weight()
-    optimizer = sgd(weights, 0.125)
-    expected, history = module.w.detach().clone(), []
-    flying: deque[tuple[int, Tensor]] = deque()
-    seen: list[set[int]] = []
-    for i in range(20):
-        flying.append((weights.pin(), module(torch.full((1, 2), float(i % 3)))))
-        history.append(expected.clone())
-        assert torch.equal(module.w, expected), "the forward has the latest weights"
-        if len(flying) < in_flight:
-            continue
-        version, output = flying.popleft()
-        (leaf,) = weights._leaves[version]
-        assert torch.equal(leaf, history[i - in_flight + 1]), "and the backward those of its forward"
-        weights.begin_backward(version)
-        output.sum().backward()
-        weights.unpin(version)
-        weights.step(optimizer)
-        expected -= 0.125 * ((i - in_flight + 1) % 3)
-        assert weights.masters["w"].data_ptr() == memory(weights, weights.latest)
-        seen.append({memory(weights, version) for version in held(weights)} | {
-            leaf.data_ptr() for leaves in weights._free for leaf in leaves})
-    assert weights.most_versions == in_flight
-    everything = set().union(*seen)
-    assert len(everything) == in_flight
-    assert seen[in_flight:] == [everything] * len(seen[in_flight:]), "no allocation after the first versions"
-
-
-def test_a_version_stays_until_its_last_microbatch_and_no_longer() -> None:
-    _, weights = one_weight()
-    for _ in range(2):
-        weights.pin()
-    weights.step(None)
-    weights.pin()
-    assert (held(weights), weights.pinned) == ([0, 1], 3)
-    weights.unpin(0)
-    assert held(weights) == [0, 1], "another microbatch still holds it"
-    weights.unpin(0)
-    assert held(weights) == [1]
-    weights.unpin(1)
-    assert (held(weights), weights.pinned) == ([1], 0), "the latest stays though nobody holds it"
-    with pytest.raises(KeyError):
-        weights.pin(0)
-
-
-def test_a_version_can_be_used_and_pinned_by_number() -> None:
-    module, weights = one_weight()
-    optimizer = sgd(weights)
-    weights.pin()
-    weights.add_gradient("w", torch.ones(2, 2))
-    weights.step(optimizer)
-    assert module.w.tolist() == [[1.0, 2.0], [3.0, 4.0]], "a step does not turn the module"
-    weights.use(1)
-    assert module.w.tolist() == [[0.0, 1.0], [2.0, 3.0]]
-    assert weights.pin(0) == 0
-    assert module.w.tolist() == [[1.0, 2.0], [3.0, 4.0]]
-
-
-def test_received_versions_take_the_place_of_the_latest() -> None:
-    module, weights = one_weight()
-    weights.install(0, [torch.zeros(2, 2)])
-    weights.pin()
-    assert module.w.tolist() == [[0.0, 0.0], [0.0, 0.0]]
-    weights.install(1, [torch.ones(2, 2)])
-    weights.install(4, [torch.full((2, 2), 4.0)])
-    assert held(weights) == [0, 4], "version 1 was never held"
-    assert weights.values(["w"])[0][0, 0] == 4
-    weights.unpin(0)
-    assert (held(weights), weights.most_versions) == ([4], 2)
-
-
 def test_gradients_of_simultaneous_backwards_are_summed_before_they_are_added() -> None:
-    module, weights = one_weight()
-    big, one = torch.tensor([[2.0**25, 0.0]]), torch.tensor([[1.0, 0.0]])
+    module = nn.Linear(1, 1, bias=False)
+    weights = WeightVersions({"w": module.weight}, {"w": [(module, "weight")]})
+    big, one = torch.tensor([[2.0**25]]), torch.tensor([[1.0]])
     weights.begin_backward(weights.pin())
     module(big).sum().backward()
     with weights.added_at_once(["w"]):
@@ -195,34 +31,6 @@ def test_gradients_of_simultaneous_backwards_are_summed_before_they_are_added() 
     with weights.added_at_once(["w"]):
         pass
     assert weights.gradients[0] is gradient, "and what gives nothing changes nothing"
-
-
-def test_gradients_from_elsewhere_are_added_and_taken() -> None:
-    _, weights = one_weight()
-    weights.add_gradient("w", torch.ones(2, 2))
-    weights.add_gradient("w", torch.ones(2, 2))
-    (taken,) = weights.pop_gradients()
-    assert taken.tolist() == [[2.0, 2.0], [2.0, 2.0]]
-    assert weights.pop_gradients() == [None]
-
-
-def test_all_places_of_a_shared_parameter_turn_together() -> None:
-    one, two = Product([[1.0]]), Product([[1.0]])
-    two.w = one.w
-    weights = WeightVersions({"w": one.w}, {"w": [(one, "w"), (two, "w")]})
-    weights.pin()
-    weights.step(None)
-    weights.use(1)
-    assert one.w is two.w is weights.leaves()[0]
-
-
-def test_weights_without_parameters_have_versions_too() -> None:
-    weights = WeightVersions({}, {})
-    assert weights.pin() == 0
-    weights.begin_backward(0)
-    weights.step(None)
-    weights.unpin(0)
-    assert (weights.latest, weights.pin(), held(weights)) == (1, 1, [1])
 
 
 # -- through a pipeline --------------------------------------------------------------------------------
@@ -331,8 +139,7 @@ ASTRAY = ("error: 'raw.w' got a gradient in another version than its microbatch 
 
 
 def raw_model(build: type[nn.Module]) -> Model:
-    return Model([Layer("words", Words, ("ids",), ("h",)), Layer("raw", build), Layer("raw1", RawMatmul),
-                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    return between(Layer("raw", build), Layer("raw1", RawMatmul))
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
@@ -456,8 +263,7 @@ def test_a_parameter_on_two_stages_without_a_tie_is_refused(shares: str, schedul
     if shares == "parameter":
         other.w = one.w
     second = one if shares == "module" else other
-    model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("a", lambda: one), Layer("b", lambda: second),
-                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    model = between(Layer("a", lambda: one), Layer("b", lambda: second))
     with pytest.raises(UserError) as error:
         Pipeline(model, Momentum(), stages=[2, 2], schedule=schedule)
     assert str(error.value) == ("error: 'b.w' and 'a.w' are one parameter, but on different stages or ranks, where "
@@ -469,8 +275,7 @@ def test_a_parameter_on_two_stages_without_a_tie_is_refused(shares: str, schedul
 
 def test_replicas_that_are_one_module_are_refused() -> None:
     one = RawMatmul()
-    model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("a", lambda: one),
-                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+    model = between(Layer("a", lambda: one))
     with pytest.raises(UserError, match=r"'a\.w' and 'a\.w' are one parameter, but on different stages or ranks"):
         Pipeline(model, Momentum(), stages=Cut([1, 1, 1], ranks=[[0], [1, 2], [3]]), microbatches=2)
 

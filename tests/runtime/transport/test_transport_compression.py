@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import jobs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import rich_batches, rich_model
-from oracles import DECAY_AND_CLIP, AdamW, assert_same, oracle_of, pipeline_of, recipe_of
+from oracles import DECAY_AND_CLIP, AdamW, equals_its_oracle
 from torch import Tensor
-from world import World
 
 from vpipe import Pipeline, Transfers
 from vpipe.errors import UserError
 from vpipe.runtime.transport.compression import LEAST_SCALE, Bf16, Codec, CompressedTransport, Compression, Int8, _parts
 from vpipe.runtime.transport.transport import InProcessTransport, TensorSpec, TransferKey, TransferKind
-from vpipe.testing import CutCompression
 
 NEAREST, STOCHASTIC = Int8(stochastic=False), Int8(stochastic=True)
 CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": NEAREST, "int8 stochastic": STOCHASTIC}
@@ -165,17 +162,14 @@ def test_sending_does_not_change_the_tensor() -> None:
 
 
 def run(schedule: str, partition: list[int], codecs: str | list[str], **arguments: Any) -> Pipeline:
-    """A run whose losses, gradient norms and weights are those of its oracle."""
-    words = {"schedule": schedule, "partition": partition, "compress": codecs, **DECAY_AND_CLIP, **arguments}
-    model, batches = rich_model(), rich_batches(3, 8, lengths=(6, 9))
-    pipe = pipeline_of(model, **words)
-    crossing = CutCompression(model, partition, pipe.placement, compression(codecs, len(partition)))
-    assert_same(pipe, list(pipe.train(batches)), oracle_of(pipe, model, batches, recipe_of(words, compress=crossing)))
-    return pipe
+    """A run that equals its oracle."""
+    return equals_its_oracle(rich_model, rich_batches(3, 8, lengths=(6, 9)), schedule=schedule, partition=partition,
+                             compress=codecs, **DECAY_AND_CLIP, **arguments)[0]
 
 
-@pytest.mark.parametrize("codecs", ["int8", "int8_stochastic", "bf16", ["int8_stochastic", "none", "bf16"]])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream"])
+@pytest.mark.parametrize(("schedule", "codecs"), [
+    ("1f1b", "int8"), ("1f1b", ["int8_stochastic", "none", "bf16"]), ("gpipe", "int8_stochastic"), ("gpipe", "bf16"),
+    ("pipedream", "int8"), ("pipedream", "bf16"), ("pipedream", ["int8_stochastic", "none", "bf16"])])
 def test_a_run_equals_its_oracle_with_the_same_codec_at_the_cuts(schedule: str, codecs: str | list[str]) -> None:
     run(schedule, [2, 3, 1, 2], codecs, recompute=[0.0, 1.0, 1.0, 0.5])
 
@@ -222,29 +216,7 @@ def test_evaluation_disturbs_nothing() -> None:
     assert train(evaluate=True) == train(evaluate=False)
 
 
-@pytest.mark.parametrize("arguments", [
-    {"model": "rich", "schedule": "1f1b", "compress": "int8", "compress_rounding": "stochastic", "lengths": [6, 9, 3],
-     "evaluate_after": [1], "grad_clip": 0.5},
-    {"model": "rich", "schedule": "pipedream", "compress": ["int8", "none", "bf16"], "lengths": [6, 9]},
-    {"model": "dtypes", "schedule": "gpipe", "compress": "int8", "partition": [1, 1, 1, 2]},
-    {"model": "dtypes", "schedule": "pipedream", "compress": "bf16", "partition": [2, 1, 1, 1]}],
-    ids=lambda arguments: f"{arguments['schedule']}-{arguments['model']}")
-def test_gloo_equals_one_process(world: World, arguments: dict[str, Any]) -> None:
-    arguments = {"partition": [2, 2, 2, 2], "microbatches": 2, "samples": 4, "batches": 4, **arguments}
-    assert world.run(jobs.train, **arguments) == [jobs.train(**arguments)] * 4
-
-
 # -- what is refused -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("codecs", "text"), [
-    ("int4", "compress is 'int4'\nhint: did you mean 'int8'?"),
-    (["int8", "zip", "none"], "compress is 'zip'\nhint: known names: bf16, int8, int8_stochastic, none"),
-    (["int8"], "compress has 1 entries for the 3 cuts between 4 stages\nhint: give one word for all cuts")])
-def test_names_and_cuts(codecs: str | list[str], text: str) -> None:
-    with pytest.raises(UserError) as caught:
-        Compression.described(Transfers(compress=codecs), 4, 0)
-    assert text in str(caught.value)
 
 
 def test_more_tensors_than_a_compressed_cut_can_have() -> None:
