@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from world import World
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("tests", deadline=None, max_examples=20)  # others in every run
+hypothesis.settings.register_profile("tests", deadline=None, max_examples=20,  # others in every run
+                                     suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("tests")
 
 GPUS = torch.cuda.device_count()
