@@ -10,6 +10,7 @@ import pytest
 import torch
 from world import World
 
+from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import RunError
 from vpipe.runtime.batch_comparison import BatchComparison, checksum
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
@@ -61,8 +62,8 @@ class Ranks:
                  flush: bool = True) -> None:
         self._placement = tuple(map(tuple, placement))
         self._microbatches, self._training, self._flush = microbatches, training, flush
-        room: Mailbox = {}
-        self.ranks = {rank: BatchComparison(InProcessTransport(rank, room), self._placement, ("x", "y"))
+        self._room: Mailbox = {}
+        self.ranks = {rank: BatchComparison(InProcessTransport(rank, self._room), self._placement, ("x", "y"))
                       for ranks in placement for rank in ranks}
 
     def run(self, batches_of: Callable[[int], list[Batch]], count: int) -> None:
@@ -71,7 +72,7 @@ class Ranks:
         for rank, comparison in self.ranks.items():
             loader = self.loaders[rank] = MicrobatchLoader(
                 iter(batches_of(rank)), self._microbatches, ("x", "y"), lambda _: 1, comparison=comparison)
-            loader.has(count * self._microbatches - 1)
+            loader.has(count * self._microbatches - self._flush)  # in a stream the end is known before the last batch
             comparison.begin(Segment(loader, 0, 0, 0, Assignment(self._placement, self._microbatches, self._flush,
                                                            lambda _: True), self._training))
         total = range(count * self._microbatches)
@@ -86,6 +87,9 @@ class Ranks:
             comparison.compare_replicas(total)
             comparison.forget(total.stop)
         assert all(not loader.checksums for loader in self.loaders.values()), "checksums are let go"
+        for rank, comparison in self.ranks.items() if not self._flush else ():
+            comparison.check_end(self.loaders[rank], Exchange())
+        assert not self._room, "all that was sent is received"
 
 
 def batches(count: int = 3, samples: int = 12, seed: int = 0) -> list[Batch]:
@@ -110,6 +114,8 @@ PLACEMENTS: list[list[list[int]]] = [
 def test_whichever_rank_reads_something_else_is_found(placement: list[list[int]]) -> None:
     for training in (True, False):
         Ranks(placement, 6, training).run(lambda _: batches(), 3)
+    for microbatches in (6, 1):
+        Ranks(placement, microbatches, flush=False).run(lambda _: batches(12), 12)
     for odd in {rank for ranks in placement for rank in ranks}:
         second = [batches()[0], batches(seed=1)[1], batches()[2]]
         what = differing(Ranks(placement, 6), odd, second)

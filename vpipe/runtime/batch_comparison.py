@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import lcm
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from vpipe.distributed.value_exchange import Exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import Batch, Checksums, MicrobatchLoader, Segment
@@ -41,13 +43,8 @@ SAME_BATCHES = ("every rank must read the same batches in the same order: give a
                 "DistributedSampler, since the pipeline divides each batch itself")
 _SEE_THERE = "the log of that rank has the traceback"
 
-_TRAINING, _EVALUATION, _ENDED = range(3)
-"""Kinds of messages: a batch of training or evaluation, the end of the batches or why no more could be read."""
-
-_NAMES = {_TRAINING: "training batch", _EVALUATION: "evaluation batch"}
-
-Agree = Callable[[str, Callable[[list[str]], str]], str]
-"""Return on every rank the decision of the first process from the votes of all."""
+_ENDED = "end"
+"""Kind of the message that the batches have ended, or why no more could be read."""
 
 _TEXT = 512
 """Characters of an error that are sent, of at most 6 bytes each."""
@@ -83,6 +80,8 @@ def _spread_values(field: Tensor) -> Tensor:
 class BatchComparison:
     """Compare the batches of one rank with those of its neighbours.
 
+    Of a batch that passes between two ranks, in whichever stages, one message does. Batches come in order everywhere.
+
     Attributes:
         posted_until, compared_until: per stage, the microbatch before which nothing is left to post or compare.
 
@@ -92,26 +91,31 @@ class BatchComparison:
     """
 
     def __init__(self, transport: Transport, placement: Placement, fields: Sequence[str]) -> None:
-        self._transport, self._placement, self._fields, self._rank = transport, placement, fields, transport.rank
-        self._last, self._first_of_last = len(placement) - 1, placement[-1][0]
-        self._stages = stages_of_rank(placement, self._rank)
+        self._transport, self._fields, self._rank = transport, fields, transport.rank
+        self._last, self._stages = len(placement) - 1, stages_of_rank(placement, self._rank)
         self._period = lcm(*map(len, placement))
-        path = Assignment((*placement, placement[-1][:1]), 1, True, lambda number: True)
-        hops = [(path.rank_of(stage, number), path.rank_of(stage + 1, number))
-                for stage in range(len(placement)) for number in range(self._period)]
-        self._before = sorted({before for before, after in hops if after == self._rank != before})
-        self._after = sorted({after for before, after in hops if before == self._rank != after})
+        # The way of a microbatch; from the last stage on to the first of its replicas.
+        self._rank_of = Assignment((*placement, placement[-1][:1]), 1, True, lambda number: True).rank_of
+        hops = {hop for number in range(self._period) for hop in self._hops(number) if hop[0] != hop[1]}
+        self._before = sorted(before for before, after in hops if after == self._rank)
+        self._after = sorted(after for before, after in hops if before == self._rank)
         self._lowest = {rank: stage for stage in reversed(range(len(placement))) for rank in placement[stage]}
         self._messages: Counter[tuple[int, int]] = Counter()  # by source and target
         self._bytes = 6 * _TEXT + sum(100 + len(json.dumps(name)) for name in fields)  # of a message
         self._segment: Segment
         self._loader: MicrobatchLoader | None = None
         self._ended: MicrobatchLoader | None = None  # the latest whose end was checked
-        self._posted: dict[tuple[int, int], TransferKey] = {}  # by rank and batch, as are the next two
-        self._compared: set[tuple[int, int]] = set()
-        self._sent: set[tuple[int, int]] = set()
-        self._forwarded: dict[tuple[int, int], int] = {}  # the latest microbatch sent from a stage to a rank
-        self._ends_sent: set[int] = set()  # ranks after this one that know that the batches have ended
+        self._posted: dict[int, deque[TransferKey]] = {rank: deque() for rank in self._before}
+        self._begin_loader()
+
+    def _begin_loader(self) -> None:
+        """Begin with the first batch of a loader, whose microbatches count from 0."""
+        self._posted_until, self._compared_until = dict.fromkeys(self._before, 0), dict.fromkeys(self._before, 0)
+        self._sent_until = dict.fromkeys(self._after, 0)  # without ranks that know that the batches have ended
+
+    def _hops(self, microbatch: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranks between which the checksums of a microbatch's batch are sent."""
+        yield from pairwise(self._rank_of(stage, microbatch) for stage in range(self._last + 2))
 
     def checksums(self, batch: Batch) -> tuple[int, Checksums]:
         """Return the number of samples, and the checksums."""
@@ -123,20 +127,19 @@ class BatchComparison:
     def begin(self, segment: Segment) -> None:
         """Begin a segment."""
         self._segment = segment
-        self._forwarded.clear()
         self.posted_until, self.compared_until = dict.fromkeys(self._stages, 0), dict.fromkeys(self._stages, 0)
         if segment.loader is not self._loader:
             self._loader = segment.loader
-            for store in (self._posted, self._compared, self._sent):
-                store.clear()
+            self._begin_loader()
 
     def post(self, stage: int, microbatch: int) -> None:
         """Post the receive of the checksums that come ahead of a stage's activations."""
-        peer, batch = self._segment.assignment.rank_of(stage - 1, microbatch), self._batch_of(microbatch)
-        if (peer, batch) not in self._compared and (peer, batch) not in self._posted:
-            self._posted[peer, batch] = self._post(peer)
+        peer = self._rank_of(stage - 1, microbatch)
+        if self._segment.first + microbatch >= self._posted_until[peer]:
+            self._posted_until[peer] = self._end_of_batch(microbatch)
+            self._posted[peer].append(self._post(peer))
         if self._period == 1:
-            self.posted_until[stage] = self._end_of_batch(microbatch)
+            self.posted_until[stage] = self._end_of_batch(microbatch) - self._segment.first
 
     def compare(self, stage: int, microbatch: int) -> None:
         """Compare a batch with the rank before, if this is its first microbatch from there; send its checksums on.
@@ -144,36 +147,28 @@ class BatchComparison:
         Raises:
             RunError: the batches differ; or the rank before has no more, or could not read it.
         """
-        batch = self._batch_of(microbatch)
-        if self._period == 1 and (self._segment.assignment.flush or not self._segment.training):
-            self.compared_until[stage] = self._end_of_batch(microbatch)
+        if self._period == 1:
+            self.compared_until[stage] = self._end_of_batch(microbatch) - self._segment.first
         if stage > 0:
-            peer = self._segment.assignment.rank_of(stage - 1, microbatch)
-            if (key := self._posted.pop((peer, batch), None)) is not None:
-                self._compare(peer, batch, key)
-        peer = self._rank_after(stage, microbatch)
-        if peer == self._rank:
-            return
-        if (peer, batch) not in self._sent:
-            self._sent.add((peer, batch))
+            self._compare_with(self._rank_of(stage - 1, microbatch), microbatch)
+        peer = self._rank_of(stage + 1, microbatch)
+        until = self._sent_until.get(peer)  # None: it is this rank, or knows that the batches have ended
+        if until is not None and self._segment.first + microbatch >= until:
+            self._sent_until[peer] = self._end_of_batch(microbatch)
+            batch = self._batch_of(microbatch)
             self._send(peer, self._kind, batch, self._segment.loader.checksums[batch])
-        self._forwarded[stage, peer] = microbatch
-        self.exhausted(self._segment.loader)
+            self.exhausted(self._segment.loader)
 
     def compare_replicas(self, microbatches: range) -> None:
         """Compare the batches of these microbatches between replicas of the last stage, on the first of them."""
-        for microbatch in microbatches if self._rank == self._first_of_last else ():
-            peer, batch = self._segment.assignment.rank_of(self._last, microbatch), self._batch_of(microbatch)
-            if peer != self._rank and (peer, batch) not in self._compared:
-                self._compare(peer, batch, self._post(peer))
+        for microbatch in microbatches if self._rank == self._rank_of(self._last + 1, 0) else ():
+            self._compare_with(self._rank_of(self._last, microbatch), microbatch)
 
     def forget(self, microbatch: int) -> None:
         """Drop the checksums of batches that end before this microbatch."""
         done, known = self._batch_of(microbatch), self._segment.loader.checksums
         for batch in [batch for batch in known if batch < done]:
             del known[batch]
-        for pairs in (self._compared, self._sent):
-            pairs -= {pair for pair in pairs if pair[1] < done}
 
     def exhausted(self, loader: MicrobatchLoader) -> None:
         """Tell the ranks after this one the end of the batches of a stream, once they have all checksums.
@@ -184,11 +179,12 @@ class BatchComparison:
             return
         if not self._segment.training or self._segment.assignment.flush:
             return
-        for peer in self._after:
-            if all(self._forwarded.get((stage, peer), -1) >= last for stage, last in self._last_for(peer)):
+        first = self._segment.first
+        for peer, until in list(self._sent_until.items()):
+            if not any((self._rank, peer) in self._hops(number - first) for number in range(until, loader.total)):
                 self._send_end(loader, peer)
 
-    def check_end(self, loader: MicrobatchLoader, agree: Agree) -> None:
+    def check_end(self, loader: MicrobatchLoader, exchange: Exchange) -> None:
         """Check that the batches end alike on every rank, or with an error on one of them.
 
         Raises:
@@ -198,12 +194,12 @@ class BatchComparison:
         if loader is self._ended:
             return
         self._ended = loader
-        for peer in self._after:
+        for peer in list(self._sent_until):
             self._send_end(loader, peer)
-        self._ends_sent.clear()
+        self._begin_loader()
         try:
             for peer in self._before:
-                if self._receive(peer, self._post(peer))[0] == _ENDED:
+                if self._receive(peer)[0] == _ENDED:
                     continue
                 if loader.error is not None:
                     watch.failed(loader.error)
@@ -211,61 +207,50 @@ class BatchComparison:
                 self._fail(f"batches differ between ranks: there are {loader.batches_read} on rank {self._rank} and "
                            f"more on rank {peer}", SAME_BATCHES)
             self._transport.wait_sent(TransferKind.CHECKSUMS)
-            found = agree(self._failure_of(loader), _unless_all)
+            failures = exchange.all_gather(self._failure_of(loader))
         except RunError as error:
             if loader.error is None or loader.error is error:
                 raise
             raise loader.error from error
-        if found:
-            raise loader.error or RunError(f"{found}; on other ranks the batches ended before", hint=_SEE_THERE,
-                                         rank=self._rank)
+        if any(failures) and not all(failures):
+            raise loader.error or RunError(f"{next(filter(None, failures))}; on other ranks the batches ended before",
+                                           hint=_SEE_THERE, rank=self._rank)
 
     def _send_end(self, loader: MicrobatchLoader, peer: int) -> None:
-        if peer not in self._ends_sent:
-            self._ends_sent.add(peer)
-            self._send(peer, _ENDED, loader.batches_read, self._failure_of(loader)[:_TEXT])
+        del self._sent_until[peer]
+        self._send(peer, _ENDED, loader.batches_read, self._failure_of(loader)[:_TEXT])
 
     def _failure_of(self, loader: MicrobatchLoader) -> str:
         """Return which batch could not be read and why; nothing where the batches have ended."""
         return "" if loader.error is None else (
             f"rank {self._rank} could not read batch {loader.batches_read}: {_first_line(loader.error)}")
 
-    def _rank_after(self, stage: int, microbatch: int) -> int:
-        """Return the rank that a microbatch's checksums are sent to."""
-        return self._segment.assignment.rank_of(stage + 1, microbatch) if stage < self._last else self._first_of_last
-
-    def _last_for(self, peer: int) -> Iterator[tuple[int, int]]:
-        """Yield, for every stage here, the last microbatch whose checksums are sent to a rank."""
-        first = self._segment.first
-        total = self._segment.loader.total - first
-        for stage in self._stages:
-            for microbatch in range(total - 1, max(-1, total - 1 - self._period), -1):
-                if (self._segment.assignment.rank_of(stage, microbatch) == self._rank
-                        and self._rank_after(stage, microbatch) == peer):
-                    yield stage, microbatch
-                    break
-
     def _batch_of(self, microbatch: int) -> int:
         return self._segment.loader.batch_of(self._segment.first + microbatch)
 
     def _end_of_batch(self, microbatch: int) -> int:
-        """Return the segment's first microbatch after the batch of this one."""
-        return self._segment.loader.end_of_batch(self._segment.first + microbatch) - self._segment.first
+        """Return the loader's first microbatch after the batch of this one."""
+        return self._segment.loader.end_of_batch(self._segment.first + microbatch)
 
     @property
-    def _kind(self) -> int:
-        return _TRAINING if self._segment.training else _EVALUATION
+    def _kind(self) -> str:
+        """Return the kind of message about a batch."""
+        return "training batch" if self._segment.training else "evaluation batch"
 
-    def _compare(self, peer: int, batch: int, key: TransferKey) -> None:
-        kind, number, content = self._receive(peer, key)
-        here = f"rank {self._rank}"
+    def _compare_with(self, peer: int, microbatch: int) -> None:
+        """Compare a microbatch's batch with that of a rank before this one, unless that was done."""
+        if peer == self._rank or self._segment.first + microbatch < self._compared_until[peer]:
+            return
+        self._compared_until[peer] = self._end_of_batch(microbatch)
+        kind, number, content = self._receive(peer)
+        batch, here = self._batch_of(microbatch), f"rank {self._rank}"
         if kind == _ENDED and content:
             self._fail(content, _SEE_THERE, peer)
         if kind == _ENDED:
             self._fail(f"batches differ between ranks: there are {number} on rank {peer} and more on {here}",
                        SAME_BATCHES)
         if (kind, number) != (self._kind, batch):
-            self._fail(f"rank {peer} is at {_NAMES[kind]} {number}, {here} at {_NAMES[self._kind]} {batch}",
+            self._fail(f"rank {peer} is at {kind} {number}, {here} at {self._kind} {batch}",
                        "every rank must go through the same batches and calls")
         samples, mine = self._segment.loader.checksums[batch]
         if samples != content[0]:
@@ -280,7 +265,6 @@ class BatchComparison:
             elif theirs[1] not in (None, mine[name][1]):
                 self._fail(f"batches differ between ranks: field '{name}' of batch {batch} on rank {theirs[2]} "
                            f"and rank {mine[name][2]}", SAME_BATCHES)
-        self._compared.add((peer, batch))
 
     def _fail(self, what: str, hint: str, peer: int | None = None) -> NoReturn:
         error = RunError(what, hint=hint, rank=self._rank, peer=peer)
@@ -293,7 +277,7 @@ class BatchComparison:
         self._messages[source, target] += 1
         return TransferKey(TransferKind.CHECKSUMS, self._lowest[target], self._messages[source, target] - 1)
 
-    def _send(self, peer: int, kind: int, number: int, content: object = None) -> None:
+    def _send(self, peer: int, kind: str, number: int, content: object = None) -> None:
         self._transport.send(peer, self._key(self._rank, peer), [as_bytes([kind, number, content], self._bytes)])
 
     def _post(self, peer: int) -> TransferKey:
@@ -301,9 +285,10 @@ class BatchComparison:
         self._transport.post(peer, key, [TensorSpec((self._bytes,), torch.uint8, wants_gradient=False)])
         return key
 
-    def _receive(self, peer: int, key: TransferKey) -> Any:
-        """Wait for a message: its kind, the number of a batch, and checksums or text."""
-        (message,) = self._transport.receive(peer, key)
+    def _receive(self, peer: int) -> Any:
+        """Wait for the next message: its kind, the number of a batch, and checksums or text."""
+        posted = self._posted[peer]
+        (message,) = self._transport.receive(peer, posted.popleft() if posted else self._post(peer))
         return from_bytes(message)
 
 
@@ -314,8 +299,3 @@ def _first_line(error: BaseException) -> str:
     if isinstance(error, UserError):
         return error.problems[0].what
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-def _unless_all(failures: list[str]) -> str:
-    """Return the first failure of a rank to read a batch, if there is a rank without one."""
-    return "" if all(failures) else next(filter(None, failures), "")

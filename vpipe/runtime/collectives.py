@@ -166,12 +166,10 @@ class Collectives:
 
     def check_same(self, name: str, value: str, hint: str) -> None:
         """Refuse an argument that differs between ranks, on every rank."""
-        def differing(values: list[str]) -> str:
-            other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
-            return "" if other is None else f"{values[0]} on rank 0 and {values[other]} on rank {other}"
-
-        if found := self.exchange.agree(value, differing):
-            raise UserError(f"{name} is {found}", hint=hint)
+        values = self.exchange.all_gather(value)
+        other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
+        if other is not None:
+            raise UserError(f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}", hint=hint)
 
     def local_usage(self) -> LocalUsage:
         """Return the usage so far of the ranks of this process, without any transfer."""

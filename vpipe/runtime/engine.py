@@ -235,7 +235,7 @@ class Engine:
         """Check that the batches end on every rank alike, if they end before a limit and a pause."""
         for worker in self.workers.values():
             if worker.comparison is not None and loader.ended:
-                worker.comparison.check_end(loader, self.collectives.exchange.agree)
+                worker.comparison.check_end(loader, self.collectives.exchange)
 
     def _yield_unchanged(self, step: Step, later_updates: Callable[[], bool]) -> Iterator[Step]:
         """Yield a step; refuse changed parameter groups if later updates are made or under way: which stage sees a
@@ -345,10 +345,10 @@ class Engine:
             self._end_batches(loader)
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
-        in_order = self._results.gather(losses, len(samples))
+        in_order = self._results.gather(losses, len(samples), self.collectives.exchange)
         weights: list[float] = list(samples)
         if self._labels is not None:
-            weights = self._results.gather(labels, len(samples), kind=1)
+            weights = self._results.gather(labels, len(samples), self.collectives.exchange)
         total = sum(loss * size for loss, size in zip(in_order, weights, strict=True))
         self._interpreter.finish()
         return total / (sum(weights) or 1.0)

@@ -9,6 +9,7 @@ from math import isfinite, nan
 import torch
 import torch.distributed as dist
 
+from vpipe.distributed.value_exchange import Exchange
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 from vpipe.runtime.worker import Worker
@@ -68,8 +69,11 @@ class StepResults:
 
     def post(self, segment: Segment, step: int) -> None:
         """Post the receives of a step's results."""
-        for rank in self._sources_elsewhere():
-            self._post(rank, self._key(segment, step), 1 + len(self._share(segment.assignment.in_step(step), rank)))
+        for rank in self._sources:
+            if rank not in self._workers:
+                count = 1 + len(self._share(segment.assignment.in_step(step), rank))
+                self._worker.transport.post(rank, self._key(segment, step),
+                                            [TensorSpec((count,), torch.float64, wants_gradient=False)])
 
     def send(self, segment: Segment, step: int, rank: int) -> None:
         """Send the results of a step to all others, if the last stage is on this rank."""
@@ -80,8 +84,10 @@ class StepResults:
         stop = float(rank == self._sources[0] and self.stop())
         numbers = torch.stack([loss.double().reshape(()) for loss in losses]).tolist() if self._on_gpu and losses else [
             float(loss) for loss in losses]
-        self._own[step, rank] = [stop, *numbers]
-        self._send(self._key(segment, step), self._own[step, rank])
+        own = self._own[step, rank] = [stop, *numbers]
+        for peer in range(dist.get_world_size() if self._distributed else 0):
+            if peer != rank:
+                self._worker.transport.send(peer, self._key(segment, step), [torch.tensor(own, dtype=torch.float64)])
 
     def collect(self, segment: Segment, step: int) -> Step:
         """Return the results of a step whose updates this process has all made."""
@@ -108,7 +114,8 @@ class StepResults:
     def _receive_results(self, segment: Segment, step: int, microbatches: range) -> tuple[float, bool, int | None]:
         """Return a step's mean loss, whether to stop, and the first microbatch whose loss is not finite."""
         results = [self._own.pop((step, rank)) if rank in self._workers
-                   else self._receive(rank, self._key(segment, step)) for rank in self._sources]
+                   else self._worker.transport.receive(rank, self._key(segment, step))[0].tolist()
+                   for rank in self._sources]
         for rank in self._sources:
             if rank in self._workers:
                 for i in self._share(microbatches, rank):
@@ -119,21 +126,14 @@ class StepResults:
             (i for i, each in zip(microbatches, losses, strict=True) if not isfinite(each)), microbatches[0])
         return loss, bool(results[0][0]), not_finite
 
-    def gather(self, numbers: Mapping[int, Sequence[float]], count: int, kind: int = 0) -> list[float]:
-        """Return the losses of an evaluation in the order of its ``count`` microbatches, on every rank.
+    def gather(self, numbers: Mapping[int, Sequence[float]], count: int, exchange: Exchange) -> list[float]:
+        """Return numbers of an evaluation in the order of its ``count`` microbatches, on every rank.
 
         Args:
             numbers: by rank of the last stage in this process.
-            kind: 0 for losses; other numbers for what else is known of each microbatch there.
         """
-        key, microbatches = TransferKey(TransferKind.LOSSES, self._last_stage + 1, kind), range(count)
-        for rank in self._sources_elsewhere():
-            self._post(rank, key, len(self._share(microbatches, rank)))
-        for own in numbers.values():
-            self._send(key, own)
-        parts = [numbers[rank] if rank in numbers else self._receive(rank, key) for rank in self._sources
-                 if self._share(microbatches, rank)]
-        return self._in_order(parts, microbatches)
+        of_all = exchange.united({str(rank): own for rank, own in numbers.items()})
+        return self._in_order([of_all[str(rank)] for rank in self._sources], range(count))
 
     def _last_forwards(self, schedule: Schedule) -> Mapping[int, Action]:
         if schedule.stream or schedule.assignment.per_step < schedule.microbatches or self._on_gpu:
@@ -153,23 +153,6 @@ class StepResults:
 
     def _key(self, segment: Segment, step: int) -> TransferKey:
         return TransferKey(TransferKind.LOSSES, self._last_stage, segment.steps_before + step)
-
-    def _sources_elsewhere(self) -> list[int]:
-        return [rank for rank in self._sources if rank not in self._workers]
-
-    def _post(self, source: int, key: TransferKey, count: int) -> None:
-        if count:
-            self._worker.transport.post(source, key, [TensorSpec((count,), torch.float64, wants_gradient=False)])
-
-    def _receive(self, source: int, key: TransferKey) -> list[float]:
-        (tensor,) = self._worker.transport.receive(source, key)
-        return tensor.tolist()
-
-    def _send(self, key: TransferKey, numbers: Sequence[float]) -> None:
-        """Send from this rank to all others."""
-        for peer in range(dist.get_world_size() if self._distributed and numbers else 0):
-            if peer != self._worker.rank:
-                self._worker.transport.send(peer, key, [torch.tensor(numbers, dtype=torch.float64)])
 
     @property
     def _worker(self) -> Worker:
