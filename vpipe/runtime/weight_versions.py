@@ -198,6 +198,8 @@ class WeightVersions:
 
     def _drop_unused(self, version: int) -> None:
         if version not in self._pins and version < (self.latest if self._chosen is None else self._chosen):
+            # The gradients so far may stay on leaves that are free: the next backward moves them to its own version,
+            # or a step takes them, also where these leaves become its next version.
             leaves = free = self._leaves.pop(version)
             if leaves is self._first:  # to which a first forward may have kept a reference
                 free = [new_leaf(leaf.data, leaf) for leaf in leaves]
