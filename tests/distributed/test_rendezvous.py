@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -114,8 +115,8 @@ def test_a_rank_with_another_secret_is_refused_and_counted(ends: list[Callable[[
     monkeypatch.setenv(RankEnvironment.SECRET, "mine")
     first = meet(ends, 0, port, timing=timing)
     monkeypatch.setenv(RankEnvironment.SECRET, "another")
-    with pytest.raises(RunError, match=re.escape(f"127.0.0.1 port {port} belongs to another run: it hung up (rank 1)\n"
-                                                 "hint: give each run a port of its own")):
+    with pytest.raises(RunError, match=re.escape(f"127.0.0.1 port {port} belongs to another run: it is no rank of this "
+                                                 "run (rank 1)\nhint: give each run a port of its own")):
         meet(ends, 1, port)
     with pytest.raises(RunError, match=re.escape("rank 1 did not join within 1 s (refused 1 that did not know this "
                                                  "run's secret); rank 0 was sharing")):
@@ -129,8 +130,38 @@ def test_runs_of_one_secret_do_not_mix(ends: list[Callable[[], None]], monkeypat
     monkeypatch.setenv("VPIPE_RUN", "17.0")
     meet(ends, 0, port)
     monkeypatch.setenv("VPIPE_RUN", "17.1")
-    with pytest.raises(RunError, match="belongs to another run: it hung up"):
+    with pytest.raises(RunError, match="belongs to another run: it is no rank of this run"):
         meet(ends, 1, port)
+
+
+def test_a_rank_that_is_dropped_among_many_strangers_tries_again(ends: list[Callable[[], None]],
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RankEnvironment.SECRET, "what only they know")
+    port, found = free_port(None), list[Rendezvous]()
+    first = meet(ends, 0, port)
+    other = Thread(target=lambda: found.append(meet(ends, 1, port)))
+    with monkeypatch.context() as crowded:
+        crowded.setattr("vpipe.distributed.failure_detector.MAX_UNAUTHENTICATED", -2)  # each is one too many
+        other.start()
+        other.join(0.5)
+        assert not found
+    other.join(30)
+    assert both(first, *found) == [[[2], {"x": 1}]] * 2
+
+
+def test_a_server_that_hangs_up_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RankEnvironment.SECRET, "what only they know")
+    monkeypatch.setattr("vpipe.distributed.rendezvous.DROPPED_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def hang_up() -> None:
+            with suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        Thread(target=hang_up, daemon=True).start()
+        with pytest.raises(RunError, match="belongs to another run: it hung up"):
+            Rendezvous.by_secret(1, 2, TIMING, "127.0.0.1", server.getsockname()[1])
+        server.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_rank_tells_another_users_process_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

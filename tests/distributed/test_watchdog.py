@@ -206,7 +206,7 @@ def test_a_stranger_is_shown_out(ranks: Ranks) -> None:
             try:
                 assert json.loads(stranger.recv(100)).keys() == {"nonce"}
                 stranger.sendall(said)
-                assert stranger.recv(1) == b""
+                assert stranger.makefile("rb").read() in (b"", b'{"proof": null}\n')
             except ConnectionError:
                 pass
     assert detector._members[2].connection is None

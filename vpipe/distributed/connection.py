@@ -35,6 +35,10 @@ _connections: WeakSet[Connection] = WeakSet()
 _listeners: WeakSet[socket.socket] = WeakSet()
 
 
+class HungUpError(ConnectionError):
+    """The other end is gone before it said what it was waited for."""
+
+
 class Connection:
     """One end of a connection that carries JSON objects, one per line. Any thread may send, one thread receives.
 
@@ -112,12 +116,17 @@ class Connection:
         return messages + found
 
     def next(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for one message. Raises OSError if none comes in time, or the other end is gone."""
+        """Wait for one message.
+
+        Raises:
+            HungUpError: the other end is gone.
+            TimeoutError: none comes in time.
+        """
         deadline, ready = monotonic() + timeout_s, select.poll()
         ready.register(self._socket, select.POLLIN)
         while not (messages := self.receive()):
             if self.closed:
-                raise ConnectionError("it hung up")
+                raise HungUpError("it hung up")
             if not ready.poll(1000 * max(0.0, deadline - monotonic())):
                 raise TimeoutError("it did not answer")
         self._early = messages[1:]
@@ -150,7 +159,7 @@ def greet(connection: Connection) -> str:
 
 
 def admit(connection: Connection, key: str, nonce: str, answer: Mapping[str, Any]) -> int | None:
-    """End the handshake as rank 0: return the rank at the other end; None for a stranger.
+    """End the handshake as rank 0: return the rank at the other end; None for a stranger, which is told so.
 
     Args:
         nonce: of :func:`greet`.
@@ -159,6 +168,7 @@ def admit(connection: Connection, key: str, nonce: str, answer: Mapping[str, Any
     rank, theirs, said = answer.get("rank"), answer.get("nonce"), answer.get("proof")
     if not (isinstance(rank, int) and isinstance(theirs, str) and isinstance(said, str) and said.isascii()) or \
             not hmac.compare_digest(said.encode(), proof(key, "rank", rank, nonce, theirs).encode()):
+        connection.send({"proof": None})
         return None
     connection.send({"proof": proof(key, "rank 0", rank, theirs, nonce)})
     return rank
@@ -168,7 +178,8 @@ def introduce(connection: Connection, rank: int, key: str, timeout_s: float) -> 
     """Go through the handshake as a rank: each side shows the other that it knows the key, which is not sent.
 
     Raises:
-        OSError: the other side does not know it, is a process of another user, hangs up or does not answer in time.
+        HungUpError: the other side hangs up.
+        OSError: it does not know the key, is a process of another user or does not answer in time.
     """
     try:
         if users := strangers([connection.fileno()]):

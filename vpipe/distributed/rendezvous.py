@@ -14,7 +14,7 @@ from itertools import count
 
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from vpipe.distributed.connection import Connection, connect, introduce
+from vpipe.distributed.connection import Connection, HungUpError, connect, introduce
 from vpipe.distributed.environment import RankEnvironment
 from vpipe.distributed.failure_detector import FailureDetector, WatchdogTiming
 from vpipe.distributed.network import Host
@@ -24,6 +24,10 @@ from vpipe.errors import RunError, UserError
 
 POLL_S = 0.02
 """Time between two tries to reach rank 0, which may not listen yet."""
+
+DROPPED_S = 10.0
+"""Time for which a rank tries again that rank 0 has dropped: it does so with the oldest of many connections that have
+not shown yet that they know the key, as strangers make them."""
 
 _groups_made = count()
 
@@ -136,17 +140,15 @@ class Rendezvous:
         deadline, why = time.monotonic() + timing.join_s, ""
         while time.monotonic() < deadline:
             try:
-                connection = connect(where, port, min(5.0, timing.join_s))
+                connection = _let_in(where, port, min(5.0, timing.join_s), rank, secret, timing.join_s)
+            except NotLetInError as error:
+                if detector is not None:
+                    detector.stop()
+                raise _other_run(where, port, rank, f": {error}") from error
             except OSError as error:
                 why = error.strerror or str(error)
                 time.sleep(POLL_S)
                 continue
-            try:
-                introduce(connection, rank, secret, timing.join_s)
-            except OSError as error:
-                if detector is not None:
-                    detector.stop()
-                raise _other_run(where, port, rank, f": {error}") from error
             return cls(rank, ranks, timing, connection, detector, 0 if folder else port)
         at = where if folder else f"{where}:{port}"
         raise _unreached(rank, f" at {at}", f" within {timing.join_s:g} s: {why}")
@@ -176,8 +178,7 @@ class Rendezvous:
             store.wait(["watchdog"], timedelta(seconds=timing.join_s))
             port, token, named = _text(store.get("watchdog")).split(" ")
             reached_at = named or reached_at
-            connection = connect(reached_at, int(port), timing.join_s)
-            introduce(connection, rank, _key(secret or token), timing.join_s)
+            connection = _let_in(reached_at, int(port), timing.join_s, rank, _key(secret or token), timing.join_s)
         except (RuntimeError, OSError, ValueError, OverflowError) as error:
             if detector is not None:
                 detector.stop()
@@ -228,6 +229,29 @@ class Rendezvous:
         if error is not None:
             self.watchdog.failed(error)
         self.leave()
+
+
+class NotLetInError(OSError):
+    """Who listens where rank 0 is expected is no rank of this run."""
+
+
+def _let_in(where: str, port: int, connect_s: float, rank: int, key: str, join_s: float) -> Connection:
+    """Connect to rank 0 and show that this is a rank; again, if it hangs up meanwhile.
+
+    Raises:
+        NotLetInError: it is no rank of this run, or goes on hanging up.
+        OSError: it does not listen.
+    """
+    give_up_at = time.monotonic() + min(DROPPED_S, join_s)
+    while True:
+        connection = connect(where, port, connect_s)
+        try:
+            introduce(connection, rank, key, join_s)
+            return connection
+        except OSError as error:
+            if not isinstance(error, HungUpError) or time.monotonic() > give_up_at:
+                raise NotLetInError(str(error)) from error
+        time.sleep(POLL_S)
 
 
 def _address_of(store: Store) -> str | None:
