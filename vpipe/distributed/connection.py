@@ -15,9 +15,8 @@ from contextlib import suppress
 from threading import Lock
 from time import monotonic
 from typing import Any
-from weakref import WeakSet
 
-from vpipe.distributed.sockets import strangers
+from vpipe.distributed.sockets import close_in_child, strangers
 
 MAX_UNSENT_BYTES = 1 << 20
 """Unsent bytes above which a message that may be lost is dropped: a heartbeat more or less."""
@@ -30,9 +29,6 @@ UNAUTHENTICATED_BYTES = 4096
 
 RECEIVES = 4
 """Reads from one peer at a time: one that sends without end must not keep the others waiting."""
-
-_connections: WeakSet[Connection] = WeakSet()
-_listeners: WeakSet[socket.socket] = WeakSet()
 
 
 class HungUpError(ConnectionError):
@@ -55,7 +51,7 @@ class Connection:
         connected.setblocking(False)
         if connected.family != socket.AF_UNIX:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _connections.add(self)
+        close_in_child(connected)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -213,13 +209,6 @@ def connect(address: str, port: int, timeout_s: float) -> Connection:
 
 
 def listening_socket(address: str, port: int = 0) -> socket.socket:
-    """Return a listener that a forked child does not keep; see :func:`_listener`."""
-    made = _listener(address, port)
-    _listeners.add(made)
-    return made
-
-
-def _listener(address: str, port: int) -> socket.socket:
     """Return a socket that listens at a port of the address, or at a path; on all interfaces, when only others know
     the address.
 
@@ -244,14 +233,3 @@ def _listener(address: str, port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
     return socket.create_server(("", port), backlog=128)
-
-
-def _close_in_child() -> None:
-    """Close the connections in a forked child, which would keep them up when this process is gone."""
-    for connection in list(_connections):
-        connection._socket.close()
-    for listener in list(_listeners):
-        listener.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

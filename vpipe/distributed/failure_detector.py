@@ -17,7 +17,7 @@ from typing import Any
 
 from vpipe.distributed.connection import MAX_BYTES, UNAUTHENTICATED_BYTES, Connection, admit, greet, listening_socket
 from vpipe.distributed.fault import Fault
-from vpipe.distributed.sockets import strangers
+from vpipe.distributed.sockets import close_in_child, strangers
 from vpipe.distributed.value_exchange import Relay
 from vpipe.errors import RunError
 
@@ -129,6 +129,7 @@ class FailureDetector:
         self.timing, self._key = timing, key
         self._server = listening_socket(address, port)
         self._server.setblocking(False)
+        close_in_child(self._server)
         self.port = 0 if self._server.family == socket.AF_UNIX else int(self._server.getsockname()[1])
         self._members = [_Member(rank, monotonic()) for rank in range(ranks)]
         self._relay, self._refused = Relay(ranks), 0

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
 FOLDER = "/proc/self/fd"
 """Where Linux lists the open files of a process, each with what it is."""
@@ -22,6 +23,17 @@ _ESTABLISHED = "01"
 
 _ATTACH_FILTER = 26
 """SO_ATTACH_FILTER of ``asm-generic/socket.h``, see socket(7)."""
+
+
+_not_for_children: WeakSet[socket.socket] = WeakSet()
+
+
+def close_in_child(own: socket.socket) -> None:
+    """Close a socket in every forked child, which would keep a connection up when this process is gone."""
+    _not_for_children.add(own)
+
+
+os.register_at_fork(after_in_child=lambda: [own.close() for own in _not_for_children])
 
 
 class _Program(ctypes.Structure):

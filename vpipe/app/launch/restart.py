@@ -18,6 +18,8 @@ from shlex import quote
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter
+
 from vpipe.app.config.config import Config
 from vpipe.app.config.parallel import AUTO
 from vpipe.app.config.yaml_tree import parse
@@ -25,7 +27,7 @@ from vpipe.app.errors import LastingError
 from vpipe.app.launch.failure_report import find_failure
 from vpipe.app.launch.rank_env import ranks_of
 from vpipe.app.train.resume import ResumePoint, check_config, checkpoint_roots, prepare_run, run_config
-from vpipe.app.train.run_folder import CONFIG, last_step
+from vpipe.app.train.run_folder import CONFIG, last_step, replace_text
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.distributed import RankEnvironment
 from vpipe.errors import RunError, UserError, counted
@@ -127,7 +129,7 @@ class Starter:
     """The program that started a run, and the ends of its attempts.
 
     Attributes:
-        name: torchrun or srun.
+        starter: torchrun or srun.
         agents: identities that stay the same when it starts the ranks again, one per host: see
             :func:`~vpipe.distributed.environment.starter_id`.
         failures: of the attempts before.
@@ -136,7 +138,7 @@ class Starter:
         ended: whether the run has come to its end.
     """
 
-    name: str
+    starter: str
     agents: tuple[str, ...]
     failures: tuple[Failure, ...] = ()
     checkpoint: str = ""
@@ -146,20 +148,13 @@ class Starter:
     @classmethod
     def read(cls, folder: Path) -> Starter | None:
         """Return the record in a run's folder; None without one, or if it is incomplete."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            entries = json.loads((folder / FILE).read_text())
-            failures = tuple(Failure(**failure) for failure in entries["failures"])
-            return cls(entries["starter"], tuple(entries["agents"]), failures, entries["checkpoint"],
-                       entries["config"], entries["ended"])
+        with suppress(OSError, ValueError):
+            return TypeAdapter(cls).validate_json((folder / FILE).read_bytes())
         return None
 
     def write(self, folder: Path) -> None:
         """Write the record into the run's folder."""
-        partial = folder / f"{FILE}.tmp"
-        partial.write_text(json.dumps({"starter": self.name, "agents": self.agents,
-                                       "checkpoint": self.checkpoint, "config": self.config, "ended": self.ended,
-                                       "failures": [asdict(failure) for failure in self.failures]}))
-        partial.replace(folder / FILE)
+        replace_text(folder / FILE, json.dumps(asdict(self)))
 
     def find_run(self, log_directory: Path, resumed: Path | None, *, again: bool) -> Path | None:
         """Return the folder of the latest run that one of these agents began and continues; None for a new one.
@@ -173,9 +168,9 @@ class Starter:
         """
         for path in sorted(log_directory.glob(f"*/{FILE}"), reverse=True):
             found = self.read(path.parent)
-            if found is None or found.name != self.name or not set(found.agents) & set(self.agents):
+            if found is None or found.starter != self.starter or not set(found.agents) & set(self.agents):
                 continue
-            same = self.name == "srun" or found.config == self.config or path.parent == resumed
+            same = self.starter == "srun" or found.config == self.config or path.parent == resumed
             if same and (again or not found.ended):
                 return path.parent
         return None

@@ -20,7 +20,7 @@ from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job, device_of, microbatch_of, model_name
 from vpipe.app.train.optimizers import OptimizerSettings
 from vpipe.app.train.profile_cache import cached, store
-from vpipe.app.train.run_folder import CONFIG, PROFILE
+from vpipe.app.train.run_folder import CONFIG, PROFILE, replace_text
 from vpipe.distributed import exchange, join_world
 from vpipe.errors import Problem, UserError
 from vpipe.plan import PlanRequest, Profile, solve
@@ -61,9 +61,7 @@ def plan_job(job: Job, folder: Path) -> Job:
         return job.with_plan(Plan.of_json(outcome["plan"]), proved=True)
     planned.keep_plan(folder)
     profile.save(folder / PROFILE)
-    partial = folder / f"{CONFIG}.tmp"
-    partial.write_text(planned.config.resolved_yaml())
-    partial.replace(folder / CONFIG)
+    replace_text(folder / CONFIG, planned.config.resolved_yaml())
     return planned
 
 

@@ -113,14 +113,14 @@ def begin_attempt(folder: Path, attempt: str, config: str, lines: Iterable[str])
                      folder / "trace"]:
             if path.exists():
                 path.rename(earlier / path.name)
-        _replace(folder / METRICS, "".join(f"{line}\n" for line in lines))
-        _replace(folder / CONFIG, config)
+        replace_text(folder / METRICS, "".join(f"{line}\n" for line in lines))
+        replace_text(folder / CONFIG, config)
     except OSError as error:
         raise UserError(f"cannot write into the run's folder '{folder}': {error.strerror}",
                         hint="make it writable, or make room") from None
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Replace a file at once or not at all."""
     partial = path.with_name(f"{path.name}.tmp")
     with partial.open("w") as file:

@@ -25,6 +25,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from vpipe.distributed.sockets import close_in_child
 from vpipe.errors import RunError
 from vpipe.runtime.transport.shared_buffers import Buffer, BufferLayout, BufferPool, map_memory
 from vpipe.runtime.transport.transport import (
@@ -105,6 +106,7 @@ class SharedMemoryLink:
 
     def __init__(self, peer: int, connected: socket.socket) -> None:
         connected.setblocking(False)
+        close_in_child(connected)
         self.peer, self.socket = peer, connected
         self.closed = self.full_here = self.full_there = False
         self.unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -54,7 +54,6 @@ class HostLinks:
         self._generations: WeakValueDictionary[int, SharedMemoryTransfers] = WeakValueDictionary()
         self._newest = -1
         self._early: dict[int, list[tuple[int, ReceivedMessage]]] = {}
-        _host_links.add(self)
 
     def register(self, generation: int, transfers: SharedMemoryTransfers) -> None:
         """Give all messages of a generation to its transfers."""
@@ -114,18 +113,6 @@ class HostLinks:
         self._poll.close()
         for link in self.links.values():
             link.close()
-
-
-_host_links: WeakSet[HostLinks] = WeakSet()
-
-
-def _close_in_child() -> None:
-    """Close the links in a forked child, which would keep them up when this process is gone."""
-    for links in list(_host_links):
-        links.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 class SharedMemoryTransfers:
