@@ -109,7 +109,7 @@ class Run:
 
     def go(self) -> None:
         hosts = Hosts.from_machines(self._config.machines or ())
-        mine = ranks_here(self._config, hosts, len(hosts.logins), free_port(None))
+        mine = ranks_here(self._config, hosts, len(hosts.logins), "train")
         self.remotes = connect(hosts, self._config.launch, container=False)
         try:
             prepare(self.remotes, self._config.resolved_yaml(), mine)
@@ -234,7 +234,7 @@ def test_a_host_that_falls_silent_before_the_run(here: Path, monkeypatch: pytest
     config = load(here, "hostA:0", "hostB:0", python=str(quiet))
     hosts = Hosts.from_machines(config.machines or ())
     remotes = connect(hosts, config.launch, container=False)
-    mine = ranks_here(config, hosts, 2, free_port(None))
+    mine = ranks_here(config, hosts, 2, "train")
     try:
         with pytest.raises(UserError, match="host hostB did not say 'ready' within 1 s\nhint: look whether it is up"):
             prepare(remotes, config.resolved_yaml(), mine)
@@ -282,7 +282,7 @@ def test_a_host_without_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     full.chmod(0o755)
     hosts = Hosts.from_machines(config.machines or ())
     remotes = connect(hosts, config.launch, container=False)
-    mine = ranks_here(config, hosts, 2, free_port(None))
+    mine = ranks_here(config, hosts, 2, "train")
     try:
         with pytest.raises(UserError, match=r"host hostB: cannot start a rank there: .*File too large"):
             prepare(remotes, config.resolved_yaml(), mine)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from vpipe.app.command_line import setting_words
 from vpipe.app.config.config import load_config
 from vpipe.app.config.machines import host_of
-from vpipe.app.launch.network import free_port
 from vpipe.app.launch.rank_env import HostRanks, hosts_of, ranks_here, ranks_of
 from vpipe.app.launch.slurm import Nodes, ranks_per_node, slurm_script
 from vpipe.app.launch.ssh import ssh_command
@@ -26,7 +25,7 @@ def run_launch(options: argparse.Namespace) -> None:
     """Print the commands that ``vpipe train`` runs on each host; opens no data and starts nothing."""
     config = load_config(options.config, options.settings)
     hosts = hosts_of(config)
-    here = ranks_here(config, hosts, ranks_of(config), free_port(config.parallel.master_port))
+    here = ranks_here(config, hosts, ranks_of(config), "train")
     print(f"# {_rank_numbers(here)} here" + (f", on {here.host}" if here.host else "") + "; a new folder of this run, "
           "with its config")
     print(f"# {config.parallel.devices}; vpipe train also gives the ranks a VPIPE_SECRET to know each "

@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,8 +99,7 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
     check_gpus(config, range(ranks) if hosts is None else hosts.on(None).values())
     print(f"measuring {config.model.name} on {counted(ranks, 'rank')}, microbatches of "
           f"{', '.join(map(str, missing))} samples", file=sys.stderr, flush=True)
-    here = replace(ranks_here(config, hosts, ranks, free_port(config.parallel.master_port)),
-                   task=("profile", *map(str, missing), *(["again"] if again else [])))
+    here = ranks_here(config, hosts, ranks, "profile", *map(str, missing), *(["again"] if again else []))
     with folder_unless_failed("vpipe-profile-") as folder:
         (folder / CONFIG).write_text(config.resolved_yaml())
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
@@ -126,8 +125,8 @@ class _Run:
             if start is not None and (done := nothing_left(start, job)) is not None:
                 return print(done, flush=True)
             checkpoint = None if start is None else start.checkpoint
-            here = replace(ranks_here(config, hosts, job.schedule.ranks, free_port(config.parallel.master_port)),
-                           task=("train", *([] if checkpoint is None else [str(checkpoint)])))
+            here = ranks_here(config, hosts, job.schedule.ranks, "train",
+                              *([] if checkpoint is None else [str(checkpoint)]))
             if remotes:
                 prepare(remotes, config.resolved_yaml(), here)
             known, self.folder = self.folder, new_run(job) if start is None else prepare_run(start, job)

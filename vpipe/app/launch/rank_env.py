@@ -19,7 +19,7 @@ from vpipe.app.config.machines import Hosts, host_of
 from vpipe.app.config.parallel import RANK_ENVIRONMENT
 from vpipe.app.imports import IMPORTS, imported_files
 from vpipe.app.launch.container import Container
-from vpipe.app.launch.network import interface_towards
+from vpipe.app.launch.network import free_port, interface_towards
 from vpipe.distributed import Host, RankEnvironment
 from vpipe.errors import UserError, counted
 from vpipe.runtime import prepare_schedule
@@ -173,22 +173,23 @@ class HostRanks:
         return variables
 
 
-def ranks_here(config: Config, hosts: Hosts | None, ranks: int, port: int) -> HostRanks:
-    """Return the ranks of this host, which is the first.
+def ranks_here(config: Config, hosts: Hosts | None, ranks: int, *task: str) -> HostRanks:
+    """Return the ranks of this host, which is the first, to do a ``task``.
 
     Raises:
-        UserError: there is no container, or no way by which other hosts would reach this one.
+        UserError: there is no container, the port is in use, or other hosts have no way to reach this one.
     """
+    port = free_port(config.parallel.master_port)
     container = Container.from_config(config) if config.container else None
     threads, parallel = config.training.threads, config.parallel
     if hosts is None or not hosts.others:
         devices = None if hosts is None else hosts.on(None)
-        return HostRanks.alone(ranks, port, threads, devices=devices, container=container,
+        return HostRanks.alone(ranks, port, threads, task, devices=devices, container=container,
                                address=parallel.master_address, interface=parallel.interface,
                                variables=variables_of_packages(config))
     address = parallel.master_address or Host(hosts.first).address_for([host_of(login) for login in hosts.others])
     return HostRanks(hosts.on(None), ranks, address, port, parallel.interface or interface_towards(address), threads,
-                     host=hosts.first, container=container, interface_found=parallel.interface is None,
+                     task, host=hosts.first, container=container, interface_found=parallel.interface is None,
                      variables=variables_of_packages(config))
 
 

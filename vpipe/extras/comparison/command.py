@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from vpipe.app.config.config import Config, load_config
@@ -61,9 +60,8 @@ def run_compare(options: argparse.Namespace) -> None:
     job = jobs[next(iter(jobs))]
     files = {model: CONFIG if own is job else f"config-{number}.yaml"
              for number, (model, own) in enumerate(jobs.items(), 1)}
-    here = replace(ranks_here(job.config, hosts, job.schedule.ranks, free_port(config.parallel.master_port)),
-                   task=("compare", options.systems or "", options.schedules or "", options.memory or "",
-                         *(word for item in files.items() for word in item)))
+    here = ranks_here(job.config, hosts, job.schedule.ranks, "compare", options.systems or "", options.schedules or "",
+                      options.memory or "", *(word for item in files.items() for word in item))
     folder = make_run_folder(job.config.log_directory, job.config.resolved_yaml())
     for model in list(jobs)[1:]:
         (folder / files[model]).write_text(jobs[model].config.resolved_yaml())

@@ -191,7 +191,7 @@ def test_ranks_compute_on_the_gpus_that_machines_names(backend: str, flat: Path,
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     config = load(flat, {"distributed_backend": backend, "machines": "[localhost:3, localhost:0, localhost:1, "
                                                                      "localhost:2]"})
-    ranks, where = ranks_here(config, hosts_of(config), 4, 1234), []
+    ranks, where = ranks_here(config, hosts_of(config), 4, "train"), []
     for gpus in (4, 0) if backend != "nccl" else (4,):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         for rank in range(4):

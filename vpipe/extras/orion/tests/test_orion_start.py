@@ -72,7 +72,7 @@ def test_the_launcher_preloads_what_is_built(monkeypatch: pytest.MonkeyPatch, tm
     without = load_config(Path("gpt_small_orion"), ["parallel.use_orion_scheduler=false"])
 
     def environment(config: Config) -> dict[str, str]:
-        return ranks_here(config, None, 1, 1).environment(0)
+        return ranks_here(config, None, 1, "train").environment(0)
 
     assert "LD_PRELOAD" not in environment(config)
     orion.LIBRARY.touch()
