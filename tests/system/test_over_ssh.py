@@ -149,6 +149,7 @@ def test_a_machine_that_no_one_knows(hosts: Hosts, tmp_path: Path) -> None:
     assert left(hosts) == []
 
 
+@pytest.mark.timeout(600)  # of a busy machine
 def test_it_goes_on_without_a_host_that_stays_away(hosts: Hosts, tmp_path: Path) -> None:
     """The stages are cut anew for the ranks that are left; the losses stay those of one device."""
     changes = {"parallel__model_parallel_size": 3, "training__max_steps": 60, "checkpoint__every_steps": 5,
@@ -160,7 +161,7 @@ def test_it_goes_on_without_a_host_that_stays_away(hosts: Hosts, tmp_path: Path)
     until(lambda: bool(list(tmp_path.glob("checkpoints/*/step-5"))), 240, "a checkpoint")
     hosts[2].close_ssh()
     os.kill(hosts[2].find(RANK="2")[0], signal.SIGKILL)
-    status, said = process.wait(110), (tmp_path / "err").read_text()
+    status, said = process.wait(240), (tmp_path / "err").read_text()
     assert status == 0, said
     assert re.search(r"^attempt 2 of 3: rank 2 \(stage 2\) on host2 died without a message, killed by signal 9 "
                      r"\(SIGKILL\); .*; going on from step \d+$", said, re.M)
