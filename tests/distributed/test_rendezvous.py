@@ -7,7 +7,6 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -109,29 +108,20 @@ def test_a_rank_that_never_comes_is_named(ends: list[Callable[[], None]]) -> Non
         first.exchange.all_gather(None)
 
 
-def test_a_rank_with_another_secret_is_refused_and_counted(ends: list[Callable[[], None]],
-                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [RankEnvironment.SECRET, RankEnvironment.RUN])  # a job's steps may share a secret
+def test_a_rank_with_another_secret_or_run_is_refused_and_counted(name: str, ends: list[Callable[[], None]],
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     timing, port = WatchdogTiming(0.05, 20.0, 5.0, 60.0, join_s=1.0), free_port(None)
-    monkeypatch.setenv(RankEnvironment.SECRET, "mine")
+    monkeypatch.setenv(RankEnvironment.SECRET, "of the job")
+    monkeypatch.setenv(name, "mine")
     first = meet(ends, 0, port, timing=timing)
-    monkeypatch.setenv(RankEnvironment.SECRET, "another")
+    monkeypatch.setenv(name, "another")
     with pytest.raises(RunError, match=re.escape(f"127.0.0.1 port {port} belongs to another run: it is no rank of this "
                                                  "run (rank 1)\nhint: give each run a port of its own")):
         meet(ends, 1, port)
     with pytest.raises(RunError, match=re.escape("rank 1 did not join within 1 s (refused 1 that did not know this "
                                                  "run's secret); rank 0 was sharing")):
         first.exchange.all_gather(None)
-
-
-def test_runs_of_one_secret_do_not_mix(ends: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as two steps of a job, whose script has made it."""
-    port = free_port(None)
-    monkeypatch.setenv(RankEnvironment.SECRET, "of the job")
-    monkeypatch.setenv("VPIPE_RUN", "17.0")
-    meet(ends, 0, port)
-    monkeypatch.setenv("VPIPE_RUN", "17.1")
-    with pytest.raises(RunError, match="belongs to another run: it is no rank of this run"):
-        meet(ends, 1, port)
 
 
 def test_a_rank_that_is_dropped_among_many_strangers_tries_again(ends: list[Callable[[], None]],
@@ -149,21 +139,6 @@ def test_a_rank_that_is_dropped_among_many_strangers_tries_again(ends: list[Call
     assert both(first, *found) == [[[2], {"x": 1}]] * 2
 
 
-def test_a_server_that_hangs_up_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RankEnvironment.SECRET, "what only they know")
-    monkeypatch.setattr("vpipe.distributed.rendezvous.DROPPED_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        def hang_up() -> None:
-            with suppress(OSError):
-                while True:
-                    server.accept()[0].close()
-
-        Thread(target=hang_up, daemon=True).start()
-        with pytest.raises(RunError, match="belongs to another run: it hung up"):
-            Rendezvous.by_secret(1, 2, TIMING, "127.0.0.1", server.getsockname()[1])
-        server.shutdown(socket.SHUT_RDWR)
-
-
 def test_a_rank_tells_another_users_process_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -177,18 +152,22 @@ def test_a_rank_tells_another_users_process_nothing(monkeypatch: pytest.MonkeyPa
             assert accepted.recv(100) == b""
 
 
-def test_a_rank_does_not_take_an_impostor_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["it is no rank of this run", "it hung up"])
+def test_a_rank_does_not_take_an_impostor_for_rank_0(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RankEnvironment.SECRET, "what only they know")
+    monkeypatch.setattr(module, "DROPPED_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         def pretend() -> None:
             with server.accept()[0] as accepted:
                 accepted.sendall(b'{"nonce": "1"}\n')
+                if why == "it hung up":
+                    return
                 asked = json.loads(accepted.recv(1000))
                 accepted.sendall(json.dumps({"proof": asked["proof"]}).encode() + b"\n")  # what it heard itself
 
         other = Thread(target=pretend)
         other.start()
-        with pytest.raises(RunError, match="belongs to another run: it is no rank of this run"):
+        with pytest.raises(RunError, match=f"belongs to another run: {why}"):
             Rendezvous.by_secret(1, 2, TIMING, "127.0.0.1", server.getsockname()[1])
         other.join(30)
 
