@@ -39,6 +39,7 @@ MODULES = re.compile(r"vpipe(\.|$)|torch\.distributed\.run$")
 """What the fork server runs with ``-m``."""
 
 _REAL = subprocess.Popen
+_AT_FIRST = dict(os.environ)  # before any test changes it
 
 
 def known(command: Any, options: Mapping[str, Any]) -> list[str] | None:
@@ -134,7 +135,7 @@ class ForkServer:
         self._folder = tempfile.TemporaryDirectory(prefix="fork_server")
         self.address = f"{self._folder.name}/socket"
         self.log = Path(self._folder.name) / "log"
-        environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
+        environment = {name: value for name, value in _AT_FIRST.items() if name != ADDRESS}
         with self.log.open("wb") as log, socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(64)  # who asks before it has imported torch waits

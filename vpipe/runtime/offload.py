@@ -76,7 +76,6 @@ class SavedTensors(SavingHooks):
                 copies[storage] = host.copy_(flat)
             holder.on_host, holder.tensor = copies[storage], None
 
-
     def fetch(self) -> None:
         """Copy the tensors back to the device, each storage once, with the layout that they had."""
         storages: dict[int, UntypedStorage] = {}
