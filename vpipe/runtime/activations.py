@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vpipe.model.layer import Layer
-from vpipe.runtime.side_effects import SideEffects, StateBefore
+from vpipe.runtime.side_effects import NOTHING, SideEffects, StateBefore
 from vpipe.runtime.weight_grad_store import WeightGradStore
 
 DropoutKey = tuple[int, int]
@@ -51,7 +51,7 @@ class SpanActivations:
 
     inputs: dict[str, Tensor]
     graph: SpanGraph | None
-    before: StateBefore = ()
+    before: StateBefore = NOTHING
     versions: Sequence[int] = ()
 
 

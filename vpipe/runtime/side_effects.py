@@ -16,7 +16,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,21 +61,11 @@ class _Slot(NamedTuple):
             self.table[self.key] = value
 
 
-class _RandomSource(NamedTuple):
-    """A source of random numbers, which a forward changes as a slot: get its state, and put it back."""
-
-    get: Callable[[], Any]
-    put: Callable[[Any], object]
-    place: tuple[int, str]
-    label: str = "a source of random numbers"
-    statistics: bool = True
-
-
 class _SlotValue(NamedTuple):
     """The value of a slot before a forward; of a tensor also its version, the number of references to it, and a copy
     where forwards may change it in place."""
 
-    slot: _Slot | _RandomSource
+    slot: _Slot
     value: Any
     copy: Tensor | None = None
     version: int = 0
@@ -85,22 +74,43 @@ class _SlotValue(NamedTuple):
     def is_replaced(self) -> bool:
         """Return whether the slot has another value now."""
         now = self.slot.get()
-        if isinstance(self.slot, _RandomSource):
-            return bool(_numbers(now) != _numbers(self.value))
         return now is not self.value and _is_plain(now)
 
     def is_changed_in_place(self) -> bool:
         """Return whether a tensor of which there is a copy has changed."""
         return self.copy is not None and (self.value._version != self.version or not _equal(self.value, self.copy))
 
+
+class _RandomSource(NamedTuple):
+    """A source of random numbers: get its state, and put it back."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], object]
+
+
+class StateBefore(NamedTuple):
+    """The state before a forward that the forward may change: values of modules, states of random sources.
+
+    ``inputs``: before one of the first forwards those that others need, too, by name, each with a copy.
+    """
+
+    values: Sequence[_SlotValue] = ()
+    random: Sequence[tuple[_RandomSource, Any]] = ()
+    inputs: Mapping[str, tuple[Tensor, Tensor]] = {}
+
     def swap_in(self) -> None:
-        """Put the value into its slot, or the copy if it may have changed: the tensor there is replaced, not written.
+        """Put the values, or the copies of those that may have changed, into their slots; set the random states.
+
+        The tensors that stand in the slots are replaced, not written to.
         """
-        self.slot.put(self.value if self.copy is None else self.copy)
+        for old in self.values:
+            old.slot.put(old.value if old.copy is None else old.copy)
+        for source, state in self.random:
+            source.put(state)
 
 
-StateBefore = Sequence[_SlotValue]
-"""The state before a forward that the forward may change."""
+NOTHING = StateBefore()
+"""The state before a forward that changes nothing."""
 
 
 class SideEffects:
@@ -116,31 +126,28 @@ class SideEffects:
         walks_its_graph: whether a layer takes gradients of its own within its forward.
         backwards_left: how many backwards are still to be watched.
         inert: whether nothing is to be done from now on: the layers are not recomputed, and their first forwards have
-            changed no input and no module.
+            changed nothing.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], recomputed: bool, weights: Iterable[WeightVersions]) -> None:
         self._layers, self._recomputed, self._weights = layers, recomputed, list(weights)
         self._left = WATCHED  # first forwards that are still to come
         self.inputs: set[str] = set()
-        # Slots and random sources that forwards change; True: in place.
-        self._changing: dict[tuple[int, str], tuple[_Slot | _RandomSource, bool]] = {}
-        self._saved: dict[tuple[int, str], _Slot | _RandomSource] = {}  # of these, those whose tensors autograd saves
+        self._changing: dict[tuple[int, str], tuple[_Slot, bool]] = {}  # slots that forwards change; True: in place
+        self._saved: dict[tuple[int, str], _Slot] = {}  # of these, slots whose tensors autograd saves
         self._constant: list[_Slot] = []  # slots of tensors that none of the first forwards has changed
         self._sources = list(_random_sources(part for module in layers.values() for part in module.modules()))
+        self._drawn: list[_RandomSource] = []  # of these, sources that forwards draw from
         self.backwards_left = WATCHED
         self.walks_its_graph = self.inert = False
 
     # -- inputs
 
     def prepare_inputs(self, inputs: Mapping[str, Tensor], again: bool) -> dict[str, Tensor]:
-        """Return the inputs to call the layers with: where these may change them, none that is needed unchanged.
-
-        Args:
-            again: whether a forward has shown which of them it changes.
-        """
-        first = self._left and not again
-        return {name: self._own(t) if first or name in self.inputs else t for name, t in inputs.items()}
+        """Return the inputs to call the layers with; ``again``: a forward has shown which of them it changes."""
+        if again or not self._left:
+            return {name: self._own(t) if name in self.inputs else t for name, t in inputs.items()}
+        return {name: _copy(t) if self._recomputed else _alias(t) for name, t in inputs.items()}
 
     def _own(self, tensor: Tensor) -> Tensor:
         return _alias(tensor) if not self._recomputed and _is_alone(tensor) else _copy(tensor)
@@ -153,16 +160,31 @@ class SideEffects:
             changed: inputs with another version than before.
         """
         self.inputs.update(changed)
-        if self._left:  # .data changes an input without a new version
+        if self._left and self._recomputed:  # .data changes an input without a new version
             self.inputs.update(name for name, tensor in inputs.items()
                                if tensor is not given[name] and not _equal(tensor, given[name]))
 
-    def begin_forward(self) -> StateBefore | None:
+    def begin_forward(self, inputs: Mapping[str, Tensor]) -> StateBefore | None:
         """Prepare a forward whose graph stays; return the state before it, if it is one of the first."""
         copies: dict[int, Tensor] = {}
         for old in [_slot_value(slot, True, copies) for slot in self._saved.values()]:
-            old.swap_in()
-        return self.capture() if self._left else None
+            if old.copy is not None:
+                old.slot.put(old.copy)
+        if not self._left:
+            return None
+        return self.capture()._replace(inputs={name: (tensor, tensor.detach().clone())
+                                               for name, tensor in inputs.items() if not _is_alone(tensor)})
+
+    def write_back_if_inputs_changed(self, before: StateBefore) -> bool:
+        """Return whether a forward has changed an input that others need; if so, write back all that was before it."""
+        changed = {name: (tensor, copy) for name, (tensor, copy) in before.inputs.items()
+                   if not _equal(tensor.detach(), copy)}
+        self.inputs.update(changed)
+        for tensor, copy in changed.values():
+            tensor.data.copy_(copy)
+        if changed:
+            self.write_back(before)
+        return bool(changed)
 
     @contextmanager
     def watched_backward(self, in_flight: int) -> Iterator[None]:
@@ -174,9 +196,8 @@ class SideEffects:
         self.backwards_left -= 1
         before = self.capture(everything=True)
         yield
-        for old in before:
-            if (isinstance(old.slot, _Slot) and old.slot.place in self._changing
-                    and (old.is_replaced() or old.is_changed_in_place())):
+        for old in before.values:
+            if old.slot.place in self._changing and (old.is_replaced() or old.is_changed_in_place()):
                 raise UserError(f"'{old.slot.label}', which forwards change, was changed by a backward, when those of "
                                 f"{in_flight - 1} later microbatches had changed it, too",
                                 hint="leave torch.utils.checkpoint, which computes a forward again, out of the layer: "
@@ -203,7 +224,7 @@ class SideEffects:
         self._left -= 1
         for weights, marks in zip(self._weights, before, strict=True):
             weights.check_forward(marks, self._recomputed)
-        self.inert = not (self._recomputed or self.inputs or self.changes_modules)
+        self.inert = not (self._left or self._recomputed or self.inputs or self._changing)
 
     def _sums_of_frozen(self) -> dict[str, int]:
         """Return checksums of the parameters that are not trained, for the first forward of recomputed layers."""
@@ -216,11 +237,11 @@ class SideEffects:
     def capture(self, everything: bool = False) -> StateBefore:
         """Return the state that the next forward may change; with ``everything`` all that any forward could change."""
         everything = everything or bool(self._left)
-        slots: Iterable[tuple[_Slot | _RandomSource, bool]] = chain(
-            ((slot, True) for slot in self._slots()) if everything else self._changing.values(),
-            ((slot, False) for slot in (self._sources if everything else self._constant)))
+        slots = ([(slot, True) for slot in self._slots()] if everything
+                 else [*self._changing.values(), *((slot, False) for slot in self._constant)])
         copies: dict[int, Tensor] = {}  # by identity: a buffer in two slots gets one copy
-        return [_slot_value(slot, in_place, copies) for slot, in_place in slots]
+        return StateBefore([_slot_value(slot, in_place, copies) for slot, in_place in slots],
+                           [(source, source.get()) for source in (self._sources if everything else self._drawn)])
 
     def record_changes(self, before: StateBefore) -> StateBefore:
         """Return the part of :meth:`capture` that the forward has changed; note it, for later ones copy only that.
@@ -228,12 +249,13 @@ class SideEffects:
         Raises:
             UserError: a buffer changed in place for the first time, but was not copied.
         """
-        values = list(before)
+        values = list(before.values)
         if self._left:
-            values += (_SlotValue(slot, _ABSENT) for slot in self._new_slots(before))
+            known = {old.slot.place for old in values}
+            values += (_SlotValue(slot, _ABSENT) for slot in self._slots() if slot.place not in known)
         for old in values:
             slot, was = self._changing.get(old.slot.place, (old.slot, False))
-            if not self._left and (was or isinstance(slot, _RandomSource)):
+            if was and not self._left:
                 continue  # it is copied before every forward
             if not self._left and _version(old.value) != old.version:
                 raise UserError(f"'{slot.label}' was changed by a forward, which none of the first {WATCHED} forwards "
@@ -246,24 +268,27 @@ class SideEffects:
                 self._saved[slot.place] = slot
         if self._left:
             self._constant = [slot for slot in self._slots() if isinstance(slot.get(), Tensor)]
+            self._drawn += [source for source, state in before.random
+                            if source not in self._drawn and _numbers(source.get()) != _numbers(state)]
         self._constant = [slot for slot in self._constant if slot.place not in self._changing]
-        return [old for old in values if old.slot.place in self._changing]
+        return StateBefore([old for old in values if old.slot.place in self._changing],
+                           [(source, state) for source, state in before.random if source in self._drawn])
 
     @property
-    def changes_state(self) -> bool:
-        """Return whether a forward may leave changed what a later one reads: values of modules, random states."""
+    def may_share(self) -> bool:
+        """Return whether an output may lie in memory that the next forward changes in place."""
         return bool(self._left or self._changing)
 
     @property
-    def changes_modules(self) -> bool:
-        """Return whether a forward may change values of modules; an output may lie in their memory."""
-        return bool(self._left) or any(isinstance(slot, _Slot) for slot, _ in self._changing.values())
+    def draws(self) -> bool:
+        """Return whether forwards draw from random sources other than torch's own."""
+        return bool(self._drawn)
 
     def unshare(self, output: Tensor) -> Tensor:
         """Return an output, or a copy if it shares memory that the next forward may change in place."""
         slots = self._slots() if self._left else (slot for slot, in_place in self._changing.values() if in_place)
         mine = {old.untyped_storage().data_ptr() for slot in slots
-                if isinstance(old := slot.get(), Tensor) and old.layout is torch.strided}
+                if isinstance(old := slot.table.get(slot.key), Tensor) and old.layout is torch.strided}
         shares = mine and output.layout is torch.strided and output.untyped_storage().data_ptr() in mine
         return output.clone() if shares else output
 
@@ -274,34 +299,41 @@ class SideEffects:
         Raises:
             UserError: the forward changes a present value.
         """
-        now = [_SlotValue(old.slot, value := old.slot.get(), version=_version(value)) for old in before]
-        for old in before:
-            old.swap_in()
+        now = StateBefore([_SlotValue(old.slot, value := old.slot.get(), version=_version(value))
+                           for old in before.values], [(source, source.get()) for source, _ in before.random])
+        before.swap_in()
         try:
             yield
         finally:
-            for old in now:
-                old.swap_in()
-        for old in now:
+            now.swap_in()
+        for old in now.values:
             if _version(old.value) != old.version:
                 raise UserError(f"'{old.slot.label}' is changed by a recompute, which was given another tensor in its "
                                 "place: its layer keeps a reference beside the module's own",
                                 hint="read the buffer from its module in every forward, as in self.mean")
 
+    @contextmanager
+    def preserve_state(self) -> Iterator[None]:
+        """Write the present state back at the end, also after an error."""
+        before = self.capture(everything=True)
+        try:
+            yield
+        finally:
+            self.write_back(before)
+
     def write_back(self, before: StateBefore) -> None:
         """Write the state before a forward back: into the slots, and into tensors that were changed in place."""
-        for old in before:
+        for old in before.values:
             old.slot.put(old.value)
             if old.copy is not None:
                 old.value.data.copy_(old.copy)
+        for source, state in before.random:
+            source.put(state)
         if self._left:
-            for slot in self._new_slots(before):
-                slot.put(_ABSENT)
-
-    def _new_slots(self, before: StateBefore) -> list[_Slot]:
-        """Return the slots that a forward has made."""
-        known = {old.slot.place for old in before}
-        return [slot for slot in self._slots() if slot.place not in known]
+            known = {old.slot.place for old in before.values}
+            for slot in list(self._slots()):
+                if slot.place not in known:
+                    slot.put(_ABSENT)
 
     def _slots(self) -> Iterator[_Slot]:
         """Yield the places where modules keep buffers, and attributes that are values."""
@@ -329,7 +361,7 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) else 0
 
 
-def _slot_value(slot: _Slot | _RandomSource, in_place: bool, copies: dict[int, Tensor]) -> _SlotValue:
+def _slot_value(slot: _Slot, in_place: bool, copies: dict[int, Tensor]) -> _SlotValue:
     value = slot.get()
     if not isinstance(value, Tensor) or value.requires_grad:  # an earlier graph's may be replaced, not changed
         return _SlotValue(slot, value, version=_version(value))
@@ -341,11 +373,11 @@ def _slot_value(slot: _Slot | _RandomSource, in_place: bool, copies: dict[int, T
 
 def _random_sources(modules: Iterable[nn.Module]) -> Iterator[_RandomSource]:
     """Yield the sources of random numbers: Python's, NumPy's, and the generators that modules keep."""
-    yield _RandomSource(random.getstate, random.setstate, (id(random), ""))
-    yield _RandomSource(np.random.get_state, np.random.set_state, (id(np.random), ""))
+    yield _RandomSource(random.getstate, random.setstate)
+    yield _RandomSource(np.random.get_state, np.random.set_state)
     for generator in {value for module in modules for value in vars(module).values()
                       if isinstance(value, torch.Generator)}:
-        yield _RandomSource(generator.get_state, generator.set_state, (id(generator), ""))
+        yield _RandomSource(generator.get_state, generator.set_state)
 
 
 def _numbers(state: Any) -> Any:

@@ -94,12 +94,12 @@ class Stage(StageLayers):
     @property
     def changes_modules(self) -> bool:
         """Return whether a forward may change buffers or attributes of modules."""
-        return any(span.effects.changes_modules for span in self._spans)
+        return any(span.effects.may_share for span in self._spans)
 
     @property
     def forwards_change_state(self) -> bool:
         """Return whether a forward may leave changed what a later one reads: buffers, attributes, random states."""
-        return any(span.effects.changes_state for span in self._spans)
+        return any(span.effects.may_share or span.effects.draws for span in self._spans)
 
     # -- forward ---------------------------------------------------------------------------------------
 
@@ -158,16 +158,19 @@ class Stage(StageLayers):
                 else:
                     graph, outputs = self._with_graph(span, inputs, record)
                     saved = SpanActivations(inputs, graph)
-                if effects.changes_state:
+                if effects.may_share:
                     outputs = {name: effects.unshare(t) for name, t in outputs.items()}
         return saved, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
 
     def _with_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
                     again: bool = False) -> tuple[SpanGraph, dict[str, Tensor]]:
         store = WeightGradStore() if record.split else None
-        first = None if again or span.effects.inert else span.effects.begin_forward()
+        first = None if again or span.effects.inert else span.effects.begin_forward(inputs)
         outputs = self._run(span, inputs, record, store, again)
         if first is not None:
+            if span.effects.write_back_if_inputs_changed(first):
+                store = WeightGradStore() if record.split else None
+                outputs = self._run(span, inputs, record, store, again=True)
             span.effects.record_changes(first)
         edges = {name: _edge_of(t) for name, t in outputs.items() if t.requires_grad}
         return SpanGraph(edges, store), outputs
@@ -352,7 +355,7 @@ class Stage(StageLayers):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first run has shown them
             try:
-                with span.effects.swapped_in(span.effects.capture(everything=True)):
+                with span.effects.preserve_state():
                     graph = self._recompute_span(span, saved, record)
             except Exception:
                 return None  # another error: what the forward depends on has changed
