@@ -13,6 +13,7 @@ from torch import nn
 from vpipe import Model, Pipeline
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")

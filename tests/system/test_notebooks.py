@@ -17,6 +17,7 @@ LAST = {"1": "largest difference of a loss: 0.0\n", "2": "1F0,1B0,1F1,1B1,1F2,1B
 """Of each notebook, by its number, what it prints near its end."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)  # of a busy machine
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_it_runs(path: Path, tmp_path: Path) -> None:

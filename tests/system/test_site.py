@@ -20,7 +20,7 @@ from browser import CHROMIUM, Browser
 
 ROOT = Path(__file__).parent.parent.parent
 HOST = "http://site"
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 RUNS = {"1f1b", "zb_v", "pipedream", "unbalanced", "straggler", "recompute"}
 
 

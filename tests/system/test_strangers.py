@@ -14,7 +14,7 @@ import pytest
 from hosts import VPIPE, Host, Hosts, until
 from small_run import only_run, write_config
 
-pytestmark = pytest.mark.timeout(600)  # of a busy machine
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # of a busy machine
 STRANGER = [sys.executable, Path(__file__).with_name("stranger.py")]
 SSH = "22"
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[4]
 NATIVE = ROOT / "kernel_intercept"
 CXX = shutil.which("g++") or shutil.which("clang++")
 
-pytestmark = [pytest.mark.system, pytest.mark.skipif(CXX is None, reason="no C++ compiler")]
+pytestmark = [pytest.mark.system, pytest.mark.long, pytest.mark.skipif(CXX is None, reason="no C++ compiler")]
 
 
 @pytest.mark.parametrize("options", [["-fsanitize=thread", "-DNO_FORK"], ["-fsanitize=address,undefined"], []],
