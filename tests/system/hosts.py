@@ -93,7 +93,7 @@ class Host:
     def run(self, command: Sequence[str | Path], cwd: Path | None = None,
             **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a command here; its output is text in the result. Options are those of ``subprocess.run``."""
-        options = {"capture_output": True, "text": True, "timeout": 60.0, "env": self.environment(), **options}
+        options = {"capture_output": True, "text": True, "timeout": 240.0, "env": self.environment(), **options}
         return subprocess.run(self.inside(command, cwd), **options)
 
     def popen(self, command: Sequence[str | Path], cwd: Path | None = None, **options: Any) -> subprocess.Popen[Any]:

@@ -19,7 +19,7 @@ from cluster import Cluster
 from hosts import VPIPE, Host, until
 from small_run import check_updates, job_of, losses, only_run, oracle, write_config
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # of a busy machine
 ROOT = Path(__file__).parents[2]
 CONFIG = Path("configs/bert_mini_4stage.yaml")
 SIZES = {"parallel__model_parallel_size": 4, "training__max_steps": 3}
