@@ -27,10 +27,11 @@ STOCHASTIC: dict[str, Any] = {"compress": "int8", "compress_rounding": "stochast
 
 # The order of actions matters under the rules; over gloo one schedule of each kind is for make test.
 KINDS = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "chimera", "pipedream", "2bw")
+FOR_SYSTEM = [pytest.mark.system, pytest.mark.long]
 
 
 @pytest.mark.parametrize(("schedule", "rules"), [
-    pytest.param(name, rules, marks=[] if rules or name in KINDS else pytest.mark.system, id=f"{name}-{over}")
+    pytest.param(name, rules, marks=[] if rules or name in KINDS else FOR_SYSTEM, id=f"{name}-{over}")
     for name in RegisteredSchedule.names() for over, rules in OVER.items()])
 def test_every_schedule(world: World, schedule: str, rules: Mapping[str, bool] | None) -> None:
     """Tied weights, tensors that skip stages, recompute and clipping; four ranks, with as many stages on each as the

@@ -36,7 +36,7 @@ EVEN = [2, 2, 2, 2]
 
 # Who waits less cannot wait for ever where the hardest rules let all pass: most combinations are for make test-system.
 @pytest.mark.parametrize(("schedule", "rules"), [
-    pytest.param(schedule, rules, marks=[] if number == place else pytest.mark.system)
+    pytest.param(schedule, rules, marks=[] if number == place else [pytest.mark.system, pytest.mark.long])
     for place, schedule in enumerate(("zb_v", "pipedream", "dualpipe", "1f1b", "chimera"))
     for number, rules in enumerate(LESS_HARD)])
 def test_every_way_to_make_communicators_and_to_send(world: World, schedule: str, rules: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 
 

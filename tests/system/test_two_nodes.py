@@ -13,6 +13,7 @@ import pytest
 from hosts import VPIPE, Hosts
 from small_run import losses, only_run, write_config
 
+pytestmark = pytest.mark.long
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 SIZES = {"parallel__model_parallel_size": 4, "training__max_steps": 3}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.py"

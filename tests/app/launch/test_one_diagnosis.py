@@ -122,7 +122,7 @@ KNOWN = {("killed", "vpipe train"): KILLED, ("killed", "ssh"): KILLED,
 HOSTS = {"ssh": "hostB", "srun": "n2"}
 """Of rank 1, where there are several."""
 
-SLOW = [pytest.mark.system]
+SLOW = [pytest.mark.system, pytest.mark.long]
 """Of failures that are only noticed after a time-out, and of what is known to other tests: for make test-system."""
 
 CELLS = [pytest.param(failure, starter, id=f"{failure}-{starter}",
