@@ -23,7 +23,11 @@ def ended() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(HERE / program), *arguments]
         with fork_server.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            out, error = process.communicate()
+            try:
+                out, error = process.communicate(timeout=240)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
         return subprocess.CompletedProcess(command, process.returncode, out, error)
 
     return run
