@@ -41,7 +41,7 @@ test-system: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== installing ssh, SLURM and Chromium"
 	@tests/system/install
 	@echo "== pytest -m '$(SYSTEM_TESTS)'"
-	@$(BIN)/pytest -m '$(SYSTEM_TESTS)' -rs --numprocesses 3 --dist loadgroup
+	@$(BIN)/pytest -m '$(SYSTEM_TESTS)' -rs --numprocesses 2 --dist loadgroup
 
 site: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== building build/site (trains the gallery's six runs)"
