@@ -130,6 +130,13 @@ def text_of(value: Any) -> str:
     return value
 
 
+def truth_of(value: Any) -> bool:
+    """Return a value of JSON that must be true or false; ``bool`` takes the text "false" for true."""
+    if type(value) is not bool:
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
 def read_record(kind: type[Record], content: Mapping[str, Any], **readers: Callable[[Any], Any]) -> Record:
     """Make a dataclass from JSON values; a field without a reader is read by its type.
 
@@ -144,7 +151,7 @@ def read_record(kind: type[Record], content: Mapping[str, Any], **readers: Calla
 
 
 _hints = cache(get_type_hints)
-_READERS: dict[Any, Callable[[Any], Any]] = {int: count_of, float: number_of, str: text_of, bool: bool,
+_READERS: dict[Any, Callable[[Any], Any]] = {int: count_of, float: number_of, str: text_of, bool: truth_of,
                                              Any: lambda value: value}
 
 

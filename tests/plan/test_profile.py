@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from profiles import layer, profile
 
+from vpipe.errors import UserError
 from vpipe.plan.profile import Profile
 
 
@@ -42,3 +45,11 @@ def test_kept_with_and_without_dropping(skipping: Profile, layers: range, recomp
                                         full: int | None) -> None:
     held = skipping.activations
     assert held.held_bytes(layers, recomputed) == (kept, kept if full is None else full)
+
+
+def test_a_text_is_not_taken_for_true(skipping: Profile, tmp_path: Path) -> None:
+    skipping.save(tmp_path / "profile.json")
+    text = (tmp_path / "profile.json").read_text()
+    (tmp_path / "profile.json").write_text(text.replace('"wants_gradient": true', '"wants_gradient": "false"'))
+    with pytest.raises(UserError, match="'false' is neither true nor false"):
+        Profile.load(tmp_path / "profile.json")
