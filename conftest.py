@@ -99,7 +99,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the processes that share the tests take them file by file, but one of them all that need the same gloo world,
-    or the bench of failures, so that only one builds it."""
+    the bench of failures or the late device, so that only one builds it."""
     for item in items:
-        shared = {"world", "bench"}.intersection(getattr(item, "fixturenames", ()))
+        shared = {"world", "bench", "ended"}.intersection(getattr(item, "fixturenames", ()))
         item.add_marker(pytest.mark.xdist_group("".join(shared) or item.nodeid.partition("::")[0]))

@@ -372,8 +372,14 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
       queue_pinned_copy(stream, shadow_of(to).mutable_data_ptr(), from.const_data_ptr(), from.nbytes(),
                         from.const_data_ptr());
     } else {
+      // From memory that is not pinned, CUDA says, the driver may wait for the stream and then stage the copy. It is as
+      // late here as it may be, and counted.
       queue_copy(stream, shadow_of(to), from.clone());
-      if (!non_blocking) wait_for(stream, "copy to device");
+      if (!non_blocking) {
+        wait_for(stream, "copy to device");
+      } else if (!late::is_pinned(from.const_data_ptr())) {
+        late::wait_on_host({}, "copy from pageable memory");
+      }
     }
   } else if (non_blocking && are_alike(from, to) && late::is_pinned(to.const_data_ptr())) {
     queue_pinned_copy(stream, to.mutable_data_ptr(), shadow_of(from).const_data_ptr(), to.nbytes(), to.const_data_ptr());

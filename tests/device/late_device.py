@@ -25,7 +25,7 @@ import torch
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 NAME = "late"
-SOURCES = ("queues.cpp", "backend.cpp")
+SOURCES = ("queues.cpp", "backend.cpp", "autocast.cpp")
 HERE = Path(__file__).parent
 
 _libraries: list[ctypes.CDLL] = []

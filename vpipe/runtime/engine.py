@@ -37,7 +37,7 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_layers import check_not_shared
 from vpipe.runtime.stage_optimizer import StageOptimizer, check_rescheduled
 from vpipe.runtime.state_dict import LastChanges, StatePart, state_parts
-from vpipe.runtime.step_results import Step, StepResults
+from vpipe.runtime.step_results import Step, StepResults, read_at_once
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import Compression
 from vpipe.runtime.transport.process_group import DistributedTransport, is_ordered, tensor_groups
@@ -330,8 +330,8 @@ class Engine:
                 if (name := self._labels) is not None:
                     last = len(self._placement) - 1
                     for rank, counts in labels.items():
-                        counts += [loader.labelled(i, name) for i in range(first, end)
-                                   if assignment.rank_of(last, i - first) == rank]
+                        counts += read_at_once([loader.labelled(i, name) for i in range(first, end)
+                                                if assignment.rank_of(last, i - first) == rank])
                 segment = Segment(loader, first, 0, 0, assignment, training=False)
                 for _ in self._interpreter.run(segment, self._programs.for_evaluation(end - first)):
                     pass
@@ -339,7 +339,7 @@ class Engine:
                     worker.drop_checksums(range(end - first))
                 for rank, own in losses.items():
                     new = self.workers[rank].losses
-                    own += [float(new.pop(number)) for number in sorted(new)]
+                    own += read_at_once([new.pop(number) for number in sorted(new)])
                 samples += [loader.samples(i, i + 1) for i in range(first, end)]
                 first = end
             self._end_batches(loader)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from vpipe.description.precision import Precision
@@ -86,7 +87,8 @@ class LossScaler:
 
     def check_finite(self, stage: int, sent: Collection[Tensor]) -> None:
         """Note an overflow of the stage if something that it sends of a microbatch is not finite."""
-        if not all(bool(tensor.isfinite().all()) for tensor in sent):
+        finite = [tensor.isfinite().all() for tensor in sent]
+        if finite and not torch.stack(finite).all():  # a GPU is waited for once
             self.overflowed.add(stage)
 
     def update(self, stage: int, number: int, applied: bool) -> float:

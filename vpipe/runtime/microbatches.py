@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from vpipe import accelerator
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import UserError
 from vpipe.model.model import Model
@@ -135,9 +136,7 @@ class MicrobatchLoader:
             self.checksums[number] = self._comparison.checksums(fields)
         if uses:
             if self._copy_to is not None:
-                # A copy from pinned memory is only queued: the user could change the batch before it is made.
-                fields |= {name: fields[name].to(self._copy_to, non_blocking=not fields[name].is_pinned(), copy=True)
-                           for name in self._used}
+                fields |= {name: accelerator.queued_copy(fields[name], self._copy_to) for name in self._used}
             parts = {name: torch.tensor_split(t, microbatches) for name, t in fields.items()}
             chunks = [{name: part[i] for name, part in parts.items()} for i in range(microbatches)]
             signatures = [tuple((name, tuple(t.shape)) for name, t in chunk.items()) for chunk in chunks]
@@ -170,10 +169,10 @@ class MicrobatchLoader:
         _, number, within = self._locate(microbatch)
         return self._open[number].signatures[within]
 
-    def labelled(self, microbatch: int, name: str) -> int:
+    def labelled(self, microbatch: int, name: str) -> Tensor:
         """Return the number of entries with a label in a field of a microbatch whose batch is still in use."""
         _, number, within = self._locate(microbatch)
-        return int((self._open[number].chunks[within][name] != Model.NO_LABEL).sum())
+        return (self._open[number].chunks[within][name] != Model.NO_LABEL).sum()
 
     def consume(self, microbatch: int) -> dict[str, Tensor]:
         """Return the fields of a microbatch; free the batch when every stage has used all of it."""

@@ -64,7 +64,11 @@ class SavedTensors(SavingHooks):
         return holder
 
     def offload(self) -> None:
-        """Copy the tensors to the host, each storage once, and free them on the device."""
+        """Copy the tensors to the host, each storage once, and free them on the device.
+
+        The copies are queued, as those of :meth:`fetch`: both in the stream that computes, where each follows what it
+        needs and precedes what takes its memory.
+        """
         copies: dict[object, Tensor] = {}
         for holder in self._holders:
             assert holder.tensor is not None, "it is offloaded once"
@@ -73,7 +77,7 @@ class SavedTensors(SavingHooks):
             if storage not in copies:
                 flat = torch.empty(0, dtype=torch.uint8, device=holder.device).set_(tensor.untyped_storage())
                 host = torch.empty_like(flat) if flat.device.type == "cpu" else accelerator.pinned_bytes(len(flat))
-                copies[storage] = host.copy_(flat)
+                copies[storage] = host.copy_(flat, non_blocking=True)
             holder.on_host, holder.tensor = copies[storage], None
 
     def fetch(self) -> None:
@@ -84,7 +88,8 @@ class SavedTensors(SavingHooks):
             host = holder.on_host
             assert host is not None, "it is on the host"
             if host.data_ptr() not in storages:
-                storages[host.data_ptr()] = torch.empty_like(host, device=holder.device).copy_(host).untyped_storage()
+                storages[host.data_ptr()] = torch.empty_like(host, device=holder.device).copy_(
+                    host, non_blocking=True).untyped_storage()
             tensor = torch.empty(0, dtype=holder.dtype, device=holder.device).set_(storages[host.data_ptr()],
                                                                                    *holder.view)
             holder.tensor, holder.version = tensor, tensor._version

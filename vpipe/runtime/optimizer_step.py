@@ -218,7 +218,9 @@ class OptimizerSteps:
         if self.global_norms:
             self.gradient_norm = norm
         if gradients:
-            torch._foreach_mul_(gradients, torch.clamp(clip / (norm + 1e-6), max=1.0).to(gradients[0].device))
+            factor = torch.clamp(clip / (norm + 1e-6), max=1.0)
+            # Filled in there: a device would be waited for with a copy of the host's.
+            torch._foreach_mul_(gradients, factor.new_full((), factor.item(), device=gradients[0].device))
 
     def _rate(self, stage: int, step: int) -> float:
         """Return the learning rate of a step at a stage, relative to the optimizer's own."""

@@ -8,6 +8,7 @@ from math import isfinite, nan
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.runtime.microbatches import Segment
@@ -40,6 +41,14 @@ class Step:
     stop: bool
     skipped: bool = False
     not_finite: int | None = None
+
+
+def read_at_once(numbers: Sequence[Tensor]) -> list[float]:
+    """Return numbers of a device, for all of which it is waited for once."""
+    if not numbers or numbers[0].device.type == "cpu":
+        return [float(number) for number in numbers]
+    read: list[float] = torch.stack([number.double().reshape(()) for number in numbers]).tolist()
+    return read
 
 
 class StepResults:
@@ -82,9 +91,7 @@ class StepResults:
         known = self._workers[rank].losses
         losses = [known[segment.base + i] for i in self._share(segment.assignment.in_step(step), rank)]
         stop = float(rank == self._sources[0] and self.stop())
-        numbers = torch.stack([loss.double().reshape(()) for loss in losses]).tolist() if self._on_gpu and losses else [
-            float(loss) for loss in losses]
-        own = self._own[step, rank] = [stop, *numbers]
+        own = self._own[step, rank] = [stop, *read_at_once(losses)]
         for peer in range(dist.get_world_size() if self._distributed else 0):
             if peer != rank:
                 self._worker.transport.send(peer, self._key(segment, step), [torch.tensor(own, dtype=torch.float64)])

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vpipe import accelerator
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.runtime.activations import DropoutKey, Record
@@ -228,8 +229,9 @@ class Worker:
         """Return the inputs of a forward; the activations are waited for last."""
         segment, stage = self.segment, self.stages[stage_index]
         number, signature = segment.base + microbatch, segment.signature(microbatch)
-        fields = {name: value.to(stage.device, non_blocking=True) for name, value in
-                  segment.loader.consume(segment.first + microbatch).items() if name in stage.spec.fields}
+        fields = {name: value if value.device == stage.device else accelerator.queued_copy(value, stage.device)
+                  for name, value in segment.loader.consume(segment.first + microbatch).items()
+                  if name in stage.spec.fields}
         if self.comparison is not None and microbatch >= self.comparison.compared_until[stage_index]:
             self.comparison.compare(stage_index, microbatch)
         update, within = divmod(number, segment.assignment.update_every)
@@ -348,7 +350,7 @@ class Worker:
         if stage_index > 0:
             if self._stage_scaler is not None:
                 scale = self._stage_scaler[stage_index].value  # the other stage's may differ
-                returned = [*returned, torch.tensor([scale], device=self.stages[stage_index].device)]
+                returned = [*returned, torch.full((1,), scale, device=self.stages[stage_index].device)]
             self._p2p.put_gradients(stage_index, microbatch, returned)
 
     # -- failures --------------------------------------------------------------------------------------

@@ -1,0 +1,400 @@
+"""Pipelines of one process on the late device: the bits of the same device run synchronously, and of the processor.
+
+As a program, this file makes the checks of the groups that its arguments name and prints what failed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "runtime")]
+
+import late_device  # noqa: E402
+import torch  # noqa: E402
+from models import (  # noqa: E402
+    checkpointed_model,
+    norm_model,
+    rich_batches,
+    rich_model,
+    thrice_tied_model,
+    untied_model,
+)
+from oracles import DECAY_AND_CLIP, Batches, Build, Momentum, pipeline_of  # noqa: E402
+from test_every_schedule import FLUSH, STREAMS, cut  # noqa: E402
+from test_exact_in_every_precision import pushed, pushed_model  # noqa: E402
+from test_offload import offloading  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from vpipe import Pipeline  # noqa: E402
+from vpipe.app.train.optimizers import MATRIX_OPTIMIZERS, OptimizerSettings, hidden_matrices  # noqa: E402
+from vpipe.checkpoint.shards import HostBuffer  # noqa: E402
+from vpipe.profiling import RankGroup, measure  # noqa: E402
+from vpipe.schedules import registry  # noqa: E402
+from vpipe.schedules.registry import RegisteredSchedule  # noqa: E402
+
+late: Any = late_device.load() if __name__ == "__main__" else None
+
+SEEDS = (1, 2)
+Found = dict[str, Any]
+
+AUTOCAST = "autocast computes other operations in fp32 on devices than on processors"
+OWN_NUMBERS = "each device draws its own random numbers"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: words for :func:`pipeline_of`, and why it differs from the processor's, if it does."""
+
+    words: dict[str, Any]
+    model: Build = untied_model
+    batches: Callable[[], Batches] = lambda: rich_batches(2, 8)
+    other: str | None = None
+    draws: bool = False
+    skips: bool = False
+
+
+def case(model: Build = untied_model, other: str | None = None, skips: bool = False, draws: bool = False,
+         batches: Callable[[], Batches] = lambda: rich_batches(2, 8), **words: Any) -> Case:
+    return Case(words, model, batches, other, draws, skips)
+
+
+def executors(name: str) -> Iterator[str]:
+    yield from ("overlapped", "naive")
+    if name == "gpipe":
+        yield "async_threaded"
+
+
+def settings(name: str) -> OptimizerSettings:
+    return OptimizerSettings(name, 0.01, weight_decay=0.1,
+                             matrices=hidden_matrices(untied_model()) if name in MATRIX_OPTIMIZERS else None)
+
+
+REPLICAS: dict[str, Any] = {"partition": [2, 4, 2], "placement": [[0, 1], [2], [3, 4, 5]]}
+CUT: dict[str, Any] = {"partition": [3, 3, 2]}
+
+SCHEDULES = {
+    f"{name} {executor}": case(schedule=name, executor=executor, partition=cut(name),
+                               update_every=None if name in FLUSH else RegisteredSchedule.named(name).update_every(2))
+    for name in (*FLUSH, *STREAMS) for executor in executors(name)}
+
+SINGLE = {
+    **{f"several stages per rank {name}": case(schedule=name, partition=[1] * 8, recompute=0.5, **DECAY_AND_CLIP)
+       for name in ("interleaved", "looped_bfs", "zb_v", "hanayo")},
+    **{f"recompute {name}": case(schedule=name, partition=cut(name), recompute=[0.0, 1.0], **DECAY_AND_CLIP)
+       for name in ("1f1b", "zb_h1", "pipedream")},
+    **{f"replicas {name} {precision}": case(schedule=name, precision=precision, other=AUTOCAST if precision == "fp16"
+                                            else None, **REPLICAS, **DECAY_AND_CLIP)
+       for name in ("1f1b", "gpipe", "pipedream") for precision in ("fp32", "bf16_pure", "fp16")},
+    **{f"clipping {name}": case(schedule=name, **CUT, **DECAY_AND_CLIP) for name in ("1f1b", "zb_h1", "pipedream")},
+    **{f"{precision} {name}": case(schedule=name, **CUT, precision=precision, update_every=every, recompute=0.5,
+                                   other=None if precision == "bf16_pure" else AUTOCAST)
+       for precision in ("bf16", "bf16_pure", "fp16")
+       for name, every in (("1f1b", None), ("pipedream", 1), ("2bw", 4))},
+    **{f"skipped update {name}": case(pushed_model, AUTOCAST, skips=True, schedule=name, precision="fp16",
+                                      partition=[2, 4], batches=lambda: pushed([20.0, 1.0, 4000.0, 1.0]),
+                                      **DECAY_AND_CLIP) for name in ("1f1b", "zb_h1", "pipedream")},
+    **{f"ties {name}": case(thrice_tied_model, schedule=name, partition=[2, 1, 2, 1], recompute=0.5,
+                            optimizer=Momentum()) for name in ("1f1b", "zb_h1", "pipedream")},
+    **{f"versions {name} every {every}": case(rich_model, schedule=name, partition=[2, 2, 2, 2], update_every=every,
+                                              optimizer=Momentum(), batches=lambda: rich_batches(3, 8))
+       for name in STREAMS for every in (1, 4) if every >= RegisteredSchedule.named(name).update_every(4)},
+    **{f"extrapolation {name} {optimizer}": case(schedule=name, **CUT, optimizer=settings(optimizer),
+                                                 update_every=every, delay_correction="extrapolate",
+                                                 batches=lambda: rich_batches(3, 8))
+       for name, every in (("pipedream", 1), ("2bw", 4)) for optimizer in ("adamw", "muon", "soap", "nadam")},
+    **{f"optimizer {optimizer}": case(schedule="1f1b", **CUT, optimizer=settings(optimizer), **DECAY_AND_CLIP)
+       for optimizer in ("muon", "soap", "nadam")},
+    **{f"buffers {name} {executor}": case(norm_model, schedule=name, executor=executor, partition=[2, 4], recompute=1.0)
+       for name, executor in (("1f1b", "overlapped"), ("gpipe", "async_threaded"), ("pipedream", "overlapped"))},
+    **{f"dropout {name} {executor}": case(rich_model, OWN_NUMBERS, draws=True, schedule=name, executor=executor, **CUT,
+                                          recompute=0.6)
+       for name, executor in (("1f1b", "overlapped"), ("gpipe", "async_threaded"), ("pipedream", "overlapped"))},
+    **{f"offload {name} {executor}": case(schedule=f"away {name}", executor=executor, partition=cut(name),
+                                          recompute=[0.0, 1.0])
+       for name, executor in (("1f1b", "overlapped"), ("gpipe", "naive"), ("pipedream", "overlapped"))},
+    "layers that checkpoint themselves": case(checkpointed_model, schedule="pipedream", partition=[2, 1, 2]),
+    "a batch is a microbatch": case(schedule="pipedream", **CUT, microbatches=1, batches=lambda: rich_batches(4, 2)),
+    "shapes that change": case(schedule="1f1b", **CUT, batches=lambda: rich_batches(4, 8, lengths=(6, 9, 3))),
+    "streams of one rank": case(schedule="gpipe", executor="async_threaded", partition=[8], **DECAY_AND_CLIP),
+}
+
+FAST = ("1f1b overlapped", "pipedream overlapped", "gpipe async_threaded", "gpipe naive", "zb_h1 overlapped")
+
+
+@dataclass(frozen=True)
+class Waits:
+    """How often the host waits for the device, and why.
+
+    Attributes:
+        words: of the pipeline, three stages with four microbatches.
+        each: waits of an update, in all.
+        why: the reason of all but the one for the losses.
+    """
+
+    words: dict[str, Any]
+    each: dict[str, float]
+    why: str = ""
+
+
+NORMS = "one per stage: norms of gradients go to other ranks by way of the host, and decide whether an update is made"
+PRESENT = "one per replica: whether any replica has a gradient of a parameter is known on the device"
+OF_REPLICAS = "one per replica of the last stage for the losses"
+WAITS = {
+    "1f1b": Waits({"schedule": "1f1b"}, {"copy to host": 1}),
+    "zb_h1": Waits({"schedule": "zb_h1"}, {"copy to host": 1}),
+    "pipedream": Waits({"schedule": "pipedream"}, {"copy to host": 1}),
+    "2bw": Waits({"schedule": "2bw", "update_every": 4}, {"copy to host": 1}),
+    "1f1b with recompute": Waits({"schedule": "1f1b", "recompute": 1.0}, {"copy to host": 1}),
+    "1f1b in bf16_pure": Waits({"schedule": "1f1b", "precision": "bf16_pure"}, {"copy to host": 1}),
+    "1f1b with OFFLOAD and FETCH": Waits({"schedule": "away 1f1b"}, {"copy to host": 1}),
+    "pipedream with extrapolation": Waits({"schedule": "pipedream", "delay_correction": "extrapolate"},
+                                          {"copy to host": 1}),
+    "gpipe under async_threaded, with streams": Waits({"schedule": "gpipe", "executor": "async_threaded"},
+                                                      {"copy to host": 1}),
+    "1f1b with clipping": Waits({"schedule": "1f1b", "grad_clip": 0.5}, {"copy to host": 4}, NORMS),
+    "pipedream with clipping": Waits({"schedule": "pipedream", "grad_clip": 0.5}, {"copy to host": 4}, NORMS),
+    "1f1b with skip_not_finite": Waits({"schedule": "1f1b", "skip_not_finite": True}, {"copy to host": 4}, NORMS),
+    "1f1b in fp16": Waits({"schedule": "1f1b", "precision": "fp16"}, {"copy to host": 4}, NORMS),
+    "1f1b with 2, 1 and 3 replicas": Waits({"schedule": "1f1b", **REPLICAS}, {"copy to host": 8},
+                                           f"{PRESENT}; {OF_REPLICAS}"),
+    "pipedream in fp16": Waits(
+        {"schedule": "pipedream", "precision": "fp16"}, {"copy to host": 4, "item": 4},
+        f"{NORMS}; one per backward for the scale that comes with gradients, and one for whether those that go on are "
+        "finite: stages differ in their scales"),
+    "1f1b under naive": Waits({"schedule": "1f1b", "executor": "naive"}, {"copy to host": 1, "device": 59},
+                              "this executor waits for the device after each action, to measure it"),
+}
+EVALUATION = {"copy to host": 2}
+"""Of four batches: one per twelve microbatches, as many as go through at a time."""
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    dropout = F.dropout
+    F.dropout = lambda given, *_: given  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.dropout = dropout
+
+
+def told(steps: Sequence[Any]) -> list[list[str]]:
+    return [[repr(step.index), repr(step.loss), repr(step.gradient_norm), repr(step.skipped)] for step in steps]
+
+
+def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+
+
+def pipeline(wanted: Case, device: str) -> Pipeline:
+    return pipeline_of(wanted.model, device=device, **wanted.words)
+
+
+def run_of(wanted: Case, device: str) -> Found:
+    """All that a run shows; the host fills each batch with other numbers once it may, as loaders do."""
+    with nullcontext() if wanted.draws else without_dropout():
+        pipe, batches = pipeline(wanted, device), wanted.batches()
+
+        def read() -> Iterator[dict[str, Tensor]]:
+            for batch in batches:
+                given = {name: torch.empty_like(tensor, pin_memory=device != "cpu").copy_(tensor)
+                         for name, tensor in batch.items()}
+                yield given
+                for tensor in given.values():
+                    tensor.zero_()
+
+        steps = list(pipe.train(read()))
+        assert not wanted.skips or any(step.skipped for step in steps)
+        return {"steps": told(steps), "evaluation": repr(pipe.evaluate(read())),
+                "state": on_host(pipe.state_dict()), "saved": on_host(pipe.engine.checkpoint_state())}
+
+
+def differences(found: Found, expected: Found) -> str:
+    parts = [f"{name}: {found[name]} instead of {expected[name]}" for name in found
+             if not isinstance(found[name], dict) and found[name] != expected[name]]
+    for name, tensors in found.items():
+        if isinstance(tensors, dict):
+            assert list(tensors) == list(expected[name])
+            parts += [f"{name} of {key}" for key, tensor in tensors.items()
+                      if tensor.dtype != expected[name][key].dtype or not torch.equal(
+                          tensor.nan_to_num(), expected[name][key].nan_to_num())]
+    return "; ".join(parts[:4])
+
+
+def compare(run: Callable[[str], Found], other: str | None) -> None:
+    """Run on the processor, on the device synchronously, and with seeds; the bits must be the same."""
+    expected = run("cpu")
+    late.configure(synchronous=True)
+    synchronous = run("late:0")
+    apart = differences(synchronous, expected)
+    assert other is not None or not apart, f"unlike the processor: {apart}"
+    for seed in SEEDS:
+        late.configure(seed, patience_ms=0)
+        found = run("late:0")
+        waits = late.host_waits()
+        assert not (apart := differences(found, synchronous)), f"seed {seed}: {apart}"
+        assert not any(reason.startswith("fallback") for reason in waits), waits
+
+
+def check_case(wanted: Case) -> None:
+    compare(lambda device: run_of(wanted, device), wanted.other)
+
+
+def waits_of(work: Callable[[], object]) -> dict[str, int]:
+    before = late.host_waits()
+    work()
+    return {reason: count - before.get(reason, 0) for reason, count in late.host_waits().items()
+            if count != before.get(reason, 0)}
+
+
+def check_waits(wanted: Waits) -> None:
+    """Once the first microbatches have shown what forwards change."""
+    late.configure(1, patience_ms=0)
+    batches = rich_batches(8, 8)
+    pipe = pipeline_of(untied_model, device="late:0", **{**CUT, **wanted.words})
+    list(pipe.train(batches[:4]))
+    steps: list[Any] = []
+    found = waits_of(lambda: steps.extend(pipe.train(batches[4:])))
+    assert {reason: count / len(steps) for reason, count in found.items()} == wanted.each, found
+
+
+def check_waits_of_evaluation() -> None:
+    late.configure(1, patience_ms=0)
+    batches = rich_batches(4, 8)
+    pipe = pipeline_of(untied_model, device="late:0", schedule="1f1b", **CUT)
+    pipe.evaluate(batches)
+    found = waits_of(lambda: pipe.evaluate(batches))
+    assert found == EVALUATION, found
+
+
+def check_waits_from_pinned_memory() -> None:
+    """A batch that lies there already is copied, too: the host may fill it anew."""
+    for name in ("1f1b", "pipedream"):
+        late.configure(1, patience_ms=0)
+        pinned = [{key: tensor.pin_memory() for key, tensor in batch.items()} for batch in rich_batches(8, 8)]
+        steps = pipeline_of(untied_model, device="late:0", schedule=name, update_every=4, **CUT).train(pinned)
+        next(steps)
+        found = waits_of(partial(list, islice(steps, 4)))
+        assert found == {"copy to host": 4}, found
+
+
+def check_saved_while_training_goes_on() -> None:
+    """The copies are of the step at which they were made; a resumed run goes on from them."""
+    def run(device: str, name: str) -> Found:
+        words = {"schedule": name, "device": device, "optimizer": Momentum(), **CUT}
+        pipe, batches = pipeline_of(untied_model, **words), rich_batches(4, 8)
+        steps = list(pipe.train(batches[:2]))
+        copies = HostBuffer().copy(pipe.engine.checkpoint_state())
+        position = pipe.engine.position
+        steps += pipe.train(batches[2:])
+        resumed = pipeline_of(untied_model, **words)
+        resumed.engine.restore(position, copies)
+        again = list(resumed.train(batches[2:]))
+        return {"steps": told(steps), "again": told(again), "copies": copies, "state": on_host(resumed.state_dict()),
+                "same": on_host(pipe.state_dict())}
+
+    with without_dropout():
+        for name in ("1f1b", "pipedream"):
+            compare(partial(run, name=name), None)
+
+
+def check_saved_and_resumed_from_files() -> None:
+    def run(device: str) -> Found:
+        words = {"schedule": "pipedream", "device": device, "precision": "bf16_pure", **CUT}
+        pipe, batches = pipeline_of(untied_model, **words), rich_batches(3, 8)
+        with tempfile.TemporaryDirectory() as folder:
+            list(pipe.train(batches[:2]))
+            pipe.save(Path(folder) / "saved")
+            resumed = pipeline_of(untied_model, **{**words, "partition": [2, 4, 2]})
+            resumed.load(Path(folder) / "saved")
+            steps = list(resumed.train(batches[2:]))
+        return {"steps": told(steps), "state": on_host(resumed.state_dict())}
+
+    with without_dropout():
+        compare(run, None)
+
+
+def check_recorded() -> None:
+    """Each action with the bytes that it holds, as on the processor; and recording changes no number."""
+    def run(device: str, record: bool = True) -> Found:
+        pipe = pipeline_of(untied_model, device=device, schedule="1f1b", recompute=[0.0, 1.0, 0.5], **CUT)
+        recorders = pipe.record() if record else {}
+        steps = list(pipe.train(rich_batches(2, 8)))
+        notes = [note for recorder in recorders.values() for note in recorder.pop_records()]
+        assert all(note.start_s <= note.end_s for note in notes)
+        return {"steps": told(steps), "state": on_host(pipe.state_dict()), "actions": [
+            (str(note.op), note.stage, note.number, note.held_bytes, note.versions) for note in notes]}
+
+    with without_dropout():
+        compare(run, None)
+        plain, recorded = run("late:0", record=False), run("late:0")
+        assert not differences({**recorded, "actions": []}, plain)
+
+
+def check_memory_in_the_summary() -> None:
+    late.configure(1, patience_ms=0)
+    late.reset_peak_memory_stats()
+    before = late.memory_allocated()
+    pipe = pipeline_of(untied_model, device="late:0", schedule="1f1b", **CUT)
+    weights = sum(tensor.nbytes for tensor in pipe.state_dict().values())
+    list(pipe.train(rich_batches(2, 8)))
+    for usage in pipe.usage():
+        assert usage.peak_memory_bytes == late.max_memory_allocated() > before + 4 * weights  # gradients, moments
+
+
+def check_profile() -> None:
+    """Sizes as on the processor; times of what was queued, not of the queueing."""
+    def run(device: str) -> Found:
+        batches = rich_batches(1, 2)
+        identities = RankGroup(device).identify(untied_model(), batches, model_name="small", optimizer="adamw")
+        [profile] = measure(untied_model(), batches, settings("adamw").from_named, identities=identities,
+                            device=device, budget_s=0.0)
+        assert all(layer.forward.median > 0 for layer in profile.layers)
+        return {"layers": [(layer.name, layer.parameter_bytes, layer.optimizer_bytes, layer.saved_bytes, layer.saves,
+                            layer.weight_half_bytes, layer.forward_flops, layer.frozen_bytes)
+                           for layer in profile.layers]}
+
+    with without_dropout():
+        compare(run, None)
+
+
+CHECKS: dict[str, dict[str, Callable[[], None]]] = {
+    "waits": {**{name: partial(check_waits, wanted) for name, wanted in WAITS.items()},
+              "evaluation": check_waits_of_evaluation, "batches in pinned memory": check_waits_from_pinned_memory},
+    "whole": {"saved while training goes on": check_saved_while_training_goes_on,
+              "saved and resumed from files": check_saved_and_resumed_from_files, "recorded": check_recorded,
+              "memory in the summary": check_memory_in_the_summary, "profile": check_profile},
+    "fast": {name: partial(check_case, SCHEDULES[name]) for name in FAST},
+    "schedules": {name: partial(check_case, wanted) for name, wanted in SCHEDULES.items() if name not in FAST},
+    "parts": {name: partial(check_case, wanted) for name, wanted in list(SINGLE.items())[:len(SINGLE) // 2]},
+    "more parts": {name: partial(check_case, wanted) for name, wanted in list(SINGLE.items())[len(SINGLE) // 2:]}}
+
+
+def failures(groups: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    for group in groups:
+        for name, check in CHECKS[group].items():
+            try:
+                check()
+                yield name, None
+            except Exception:
+                yield name, traceback.format_exc()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name in ("1f1b", "gpipe", "pipedream"):
+        recipe = RegisteredSchedule.named(name)
+        registry._REGISTERED[f"away {name}"] = replace(recipe, name=f"away {name}", program=offloading(recipe.program))
+    print(json.dumps(dict(failures(sys.argv[1:]))))
