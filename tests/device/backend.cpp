@@ -474,8 +474,15 @@ class Call {
     TORCH_CHECK(false, schema_.name(), " returns none of its arguments");
   }
 
-  // They have the type of the input if the weights have it; on GPUs, and so in the meta kernel, always float.
+  // Of a layer norm they have the type of the input if the weights have it; on GPUs, and so in the meta kernel, always
+  // float. A batch norm that does not train has none.
   void keep_statistics_as_processors_do(Stack& shapes) const {
+    if (schema_.name() == "aten::native_batch_norm") {
+      for (size_t i : {1, 2}) {
+        if (!arguments_[5].toBool()) shapes[i] = at::detail::empty_meta({0}, shapes[i].toTensor().scalar_type());
+      }
+      return;
+    }
     const auto type = arguments_[0].toTensor().scalar_type();
     if (arguments_[2].isTensor() && arguments_[2].toTensor().scalar_type() != type) return;
     for (size_t i : {1, 2}) {
@@ -497,7 +504,9 @@ class Call {
       const at::AutoDispatchBelowADInplaceOrView below;
       op_.callBoxed(&stack);
     }
-    if (schema_.name() == "aten::native_layer_norm") keep_statistics_as_processors_do(stack);
+    if (schema_.name().ends_with("native_layer_norm") || schema_.name().ends_with("native_batch_norm")) {
+      keep_statistics_as_processors_do(stack);
+    }
     for_each_tensor(arguments_, [&](const at::Tensor& tensor) {
       if (!is_late(tensor)) return;
       const at::Tensor meta = metas.of(tensor);

@@ -24,7 +24,7 @@ def ended() -> Callable[..., subprocess.CompletedProcess[str]]:
         command = [sys.executable, str(HERE / program), *arguments]
         with fork_server.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
-                out, error = process.communicate(timeout=240)
+                out, error = process.communicate(timeout=500)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
