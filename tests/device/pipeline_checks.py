@@ -40,7 +40,7 @@ from test_offload import offloading  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from vpipe import Pipeline, accelerator  # noqa: E402
+from vpipe import Model, Pipeline, accelerator  # noqa: E402
 from vpipe.app.train.optimizers import MATRIX_OPTIMIZERS, OptimizerSettings, hidden_matrices  # noqa: E402
 from vpipe.checkpoint.shards import HostBuffer  # noqa: E402
 from vpipe.profiling import RankGroup, measure  # noqa: E402
@@ -84,6 +84,10 @@ def executors(name: str) -> Iterator[str]:
 def settings(name: str) -> OptimizerSettings:
     return OptimizerSettings(name, 0.01, weight_decay=0.1,
                              matrices=hidden_matrices(untied_model()) if name in MATRIX_OPTIMIZERS else None)
+
+
+def labelled_model() -> Model:
+    return Model(untied_model().layers, untied_model().batch, labels="labels")
 
 
 REPLICAS: dict[str, Any] = {"partition": [2, 4, 2], "placement": [[0, 1], [2], [3, 4, 5]]}
@@ -131,6 +135,7 @@ SINGLE = {
                                           recompute=[0.0, 1.0])
        for name, executor in (("1f1b", "overlapped"), ("gpipe", "naive"), ("pipedream", "overlapped"))},
     "layers that checkpoint themselves": case(checkpointed_model, schedule="pipedream", partition=[2, 1, 2]),
+    "losses weighed by labels": case(labelled_model, schedule="1f1b", **CUT),
     "a batch is a microbatch": case(schedule="pipedream", **CUT, microbatches=1, batches=lambda: rich_batches(4, 2)),
     "shapes that change": case(schedule="1f1b", **CUT, batches=lambda: rich_batches(4, 8, lengths=(6, 9, 3))),
     **{f"streams at one time {model.__name__}": case(model, apart=True, schedule="gpipe", executor="async_threaded",
@@ -286,12 +291,14 @@ def check_waits(wanted: Waits) -> None:
 
 
 def check_waits_of_evaluation() -> None:
-    late.configure(1, patience_ms=0)
+    """Where losses are weighed by their labels, these are counted on the device, too."""
     batches = rich_batches(4, 8)
-    pipe = pipeline_of(untied_model, device="late:0", schedule="1f1b", **CUT)
-    pipe.evaluate(batches)
-    found = waits_of(lambda: pipe.evaluate(batches))
-    assert found == EVALUATION, found
+    for model, expected in ((untied_model, EVALUATION), (labelled_model, {"copy to host": 4})):
+        late.configure(1, patience_ms=0)
+        pipe = pipeline_of(model, device="late:0", schedule="1f1b", **CUT)
+        pipe.evaluate(batches)
+        found = waits_of(partial(pipe.evaluate, batches))
+        assert found == expected, found
 
 
 def check_waits_from_pinned_memory() -> None:
@@ -312,12 +319,14 @@ def check_saved_while_training_goes_on() -> None:
         pipe, batches = pipeline_of(untied_model, **words), rich_batches(4, 8)
         steps = list(pipe.train(batches[:2]))
         copies = HostBuffer().copy(pipe.engine.checkpoint_state())
+        written = {name: tensor.clone() for name, tensor in copies.items()}  # as by the thread that writes
         position = pipe.engine.position
         steps += pipe.train(batches[2:])
         resumed = pipeline_of(untied_model, **words)
         resumed.engine.restore(position, copies)
         again = list(resumed.train(batches[2:]))
-        return {"steps": told(steps), "again": told(again), "copies": copies, "state": on_host(resumed.state_dict()),
+        return {"steps": told(steps), "again": told(again), "written": written, "copies": copies,
+                "state": on_host(resumed.state_dict()),
                 "same": on_host(pipe.state_dict())}
 
     with without_dropout():
