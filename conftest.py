@@ -35,6 +35,14 @@ def on_processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out tests of the whole, its documentation and its configs, that say something of an extra that is gone."""
+    extras = Path(__file__).parent / "vpipe" / "extras"
+    said = [extra for mark in item.iter_markers("extras") for extra in mark.args]
+    if absent := [extra for extra in said if not (extras / extra / "__init__.py").is_file()]:
+        pytest.skip(f"deleted: {', '.join(absent)}")
+
+
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the test's processes forked by a process that has imported torch; else they are processes as ever."""

@@ -7,6 +7,8 @@ import json
 from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").rglob("*.py"),
                 *(ROOT / "examples").rglob("*.ipynb")])
@@ -19,6 +21,7 @@ def source_of(file: Path) -> str:
     return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
 
 
+@pytest.mark.extras("comparison", "generation", "orion")
 def test_names_of_vpipe_exist() -> None:
     missing = []
     for file in FILES:

@@ -314,6 +314,7 @@ def commands() -> Iterator[tuple[str, str]]:
                     yield str(page.relative_to(ROOT)), command
 
 
+@pytest.mark.extras("catalogues", "comparison", "generation", "legacy", "orion", "translation")
 def test_commands_parse() -> None:
     parser, found = _parser(), list(commands())
     for page, command in found:

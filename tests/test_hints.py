@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import vpipe
 from vpipe.app.cli import _parser
 from vpipe.app.config.config import Config
@@ -40,6 +42,7 @@ def options(parser: argparse.ArgumentParser) -> Iterator[str]:
             yield from options(below)
 
 
+@pytest.mark.extras("legacy")
 def test_remedies_name_keys_and_options_that_exist() -> None:
     sections = {info.alias or name: section for name, info in Config.model_fields.items()
                 if (section := section_of(info)) is not None}

@@ -54,6 +54,7 @@ def names_in(file: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+@pytest.mark.extras("legacy", "orion")
 @pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("name", ["cheat-sheet", "walk-through"])
 def test_files_and_functions_that_are_named_exist(name: str, language: str) -> None:
@@ -83,6 +84,7 @@ def source() -> str:
     return re.sub(r'"\n\s*f?"', "", text)
 
 
+@pytest.mark.extras("legacy")
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_messages_that_are_quoted_are_in_the_source(language: str) -> None:
     messages = [row[1].strip("`") for row in rows(text_of("troubleshooting" + language)) if row[1].startswith("`")]

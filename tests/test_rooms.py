@@ -193,6 +193,7 @@ def test_the_map_draws_the_arrows_that_follow_from_no_others() -> None:
     assert {room.rpartition(".")[2] for room in folders} <= named
 
 
+@pytest.mark.extras("legacy")
 def test_the_files_that_the_map_names_exist() -> None:
     named = re.findall(r"`(?:vpipe/)?([a-z][\w/]*\.py)`", (ROOT.parent / "docs" / "architecture.md").read_text())
     here = [f"/{file.relative_to(ROOT)}" for file in FILES]
@@ -305,6 +306,7 @@ def test_a_pipeline_is_described_by_few_parts_of_few_fields() -> None:
     assert set(names.values()) == {1}, "a value is set in one place"
 
 
+@pytest.mark.extras("legacy")
 def test_few_files_know_a_field_of_a_part() -> None:
     """The others pass the part: that of the schedule, the config's section, the plan."""
     knowing = {file.relative_to(ROOT).as_posix() for file in FILES if "warmup_depth" in file.read_text()}

@@ -43,6 +43,7 @@ def gathered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.extras("catalogues", "comparison", "generation", "legacy", "orion", "translation")
 def test_links_and_anchors_of_the_gathered_pages(gathered: Path) -> None:
     count = 0
     for page in gathered.rglob("*.md"):
@@ -71,6 +72,7 @@ def entries(nav: list[dict[str, Any]]) -> Iterator[tuple[str, str | None]]:
                 yield from entries(inside)
 
 
+@pytest.mark.extras("catalogues", "comparison", "generation", "legacy", "orion", "translation")
 def test_every_page_is_in_the_navigation(gathered: Path) -> None:
     pages = {str(page.relative_to(gathered)) for page in gathered.rglob("*.md") if not page.name.endswith(".zh.md")}
     listed = [page for _, page in entries(CONFIG["nav"]) if page is not None]

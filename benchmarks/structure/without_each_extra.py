@@ -23,7 +23,7 @@ EXTRAS = ROOT / "vpipe" / "extras"
 def run_suite(options: list[str]) -> tuple[str, list[str]]:
     """Return the last line of pytest, and the tests that failed or could not be collected."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options], cwd=ROOT,
+    ran = subprocess.run([sys.executable, "-m", "pytest", *options], cwd=ROOT,
                          env=environment, stdout=subprocess.PIPE, text=True)
     lines = ran.stdout.splitlines()
     return (lines[-1] if lines else f"status {ran.returncode}"), [

@@ -285,6 +285,7 @@ def test_a_text_ends_elsewhere_as_it_did_in_training(vpipe: Vpipe, tmp_path: Pat
     assert vpipe("import", "hf", "-o", "again")[0] == 0
 
 
+@pytest.mark.extras("legacy")
 def test_import_of_stages(vpipe: Vpipe, job: Job, tmp_path: Path) -> None:
     write_config(tmp_path)
     stages = tmp_path / "old"

@@ -166,6 +166,7 @@ def flat(plan: dict[str, Any], **keys: Any) -> Config:
     return load_config(Path("flat.yml"))
 
 
+@pytest.mark.extras("legacy")
 def test_a_flat_file_may_name_any_plan() -> None:
     plan = PLAN.as_json() | {"stage_to_rank_map": {"0": [0], "1": [1]}}
     config = flat(plan)
@@ -174,6 +175,7 @@ def test_a_flat_file_may_name_any_plan() -> None:
     assert Path(str(config.parallel.plan)).name == "plan.json"
 
 
+@pytest.mark.extras("legacy")
 @pytest.mark.parametrize(("plan", "keys", "text"), [
     ({"schedule": "pipedream"}, {}, "schedule is pipedream, which updates without a flush, but sync_mode is bsp"),
     ({"schedule": "gpipe"}, {"schedule": "zb_h1"}, "schedule is 'zb_h1', but schedule in the plan"),

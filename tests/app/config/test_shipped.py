@@ -92,6 +92,7 @@ def test_configs_lists_and_prints_them(capsys: pytest.CaptureFixture[str], monke
                                        "'gpt_small'?\n")
 
 
+@pytest.mark.extras("comparison")
 def test_compare_takes_their_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--models", "gpt_small,lama_small", "--steps", "1"]) == 2
     assert "--models names 'lama_small'" in (err := capsys.readouterr().err)

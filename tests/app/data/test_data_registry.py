@@ -15,11 +15,13 @@ from vpipe.errors import UserError
 MODULES = sorted(Path(vpipe.app.data.__path__[0]).rglob("*.py"))
 
 
+@pytest.mark.extras("bert_hdf5")
 def test_the_built_in_data_sets_are_found() -> None:
     assert {"text", "bert_hdf5", "synthetic"} <= set(dataset_names())
     assert dataset_named("text") is text
 
 
+@pytest.mark.extras("bert_hdf5")
 def test_an_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(UserError) as caught:
         dataset_named("bert_hdf")
@@ -43,6 +45,7 @@ def test_a_data_set_is_one_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AssertionError
 
 
+@pytest.mark.extras("bert_hdf5")
 def test_prepare_builds_the_cache_and_returns_the_vocabulary(text_folder: Path, tmp_path: Path) -> None:
     settings = DatasetSettings(text_folder, 32, vocab_size=120, cache_directory=tmp_path / "cache")
     assert prepare("text", settings) == 120

@@ -116,6 +116,7 @@ def test_requested_resources_are_in_the_script(tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "job.sh").read_text() == script
 
 
+@pytest.mark.extras("legacy")
 def test_a_list_of_machines_is_said_to_have_no_part(capsys: pytest.CaptureFixture[str]) -> None:
     line = "# SLURM chooses the hosts; the config's machines are not used.\n"
     assert line in written(capsys, "bert_4vpipe_tiny", "--nodes", "2")

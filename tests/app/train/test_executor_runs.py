@@ -39,6 +39,7 @@ def test_runs_have_the_same_losses_and_say_once_what_brings_no_gain(tmp_path: Pa
     assert ran["naive"] == ran["async_threaded"]
 
 
+@pytest.mark.extras("comparison")
 def test_compare_needs_another_executor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(write_config(tmp_path))
     assert main(["compare", config, "--schedules", "1f1b,gpipe", "--set", "parallel.schedule=gpipe", "--set",
