@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from vpipe import Cut, Layer, Model, Pipeline
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.step_results import Step
+from vpipe.runtime.transport.transport import InProcessTransport, TransferKey, TransferKind
 from vpipe.schedules.action import Op
 from vpipe.schedules.builder import build
 from vpipe.schedules.registry import RegisteredSchedule
@@ -270,6 +271,43 @@ def test_gradients_in_many_buckets(schedule: str, microbatches: int, monkeypatch
     monkeypatch.setattr("vpipe.runtime.reducer.BUCKET_BYTES", 1)
     equals_its_oracle(rich_model, rich_batches(3, microbatches),
                       **arranged(8, (2, 3), schedule, microbatches, recompute=0.5))
+
+
+class Noted(nn.Module):
+    """Say when a backward comes by."""
+
+    def __init__(self, say: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.say = say
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(self.say)
+        return x * 1
+
+
+def test_gradients_leave_before_the_last_backward_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which costs no result, but time: the rest of the backward is computed while they travel."""
+    monkeypatch.setattr("vpipe.runtime.reducer.BUCKET_BYTES", 1)
+    events: list[str] = []
+    send = InProcessTransport.send
+
+    def noted(self: InProcessTransport, peer: int, key: TransferKey, *given: Any, **more: Any) -> None:
+        if key.kind == TransferKind.SHARES:
+            events.append("gradient leaves")
+        send(self, peer, key, *given, **more)
+
+    monkeypatch.setattr(InProcessTransport, "send", noted)
+    halfway = Noted(lambda gradient: events.append("half of the backward"))
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), halfway, nn.Linear(4, 4))
+    pipe = Pipeline(Model.sequential(layers, nn.CrossEntropyLoss()), lambda weights: torch.optim.SGD(weights, lr=0.1),
+                    Cut([1, 3], ranks=[[0], [1, 2]]), "1f1b", 2)
+    batches = [{"input": torch.randn(2, 4), "target": torch.randint(4, (2,))}] * 3
+    for number, _ in enumerate(pipe.train(batches)):
+        if number > 0:  # the first backward shows how many gradients each weight gets
+            of_a_replica = [*["gradient leaves"] * 2, "half of the backward", *["gradient leaves"] * 2]
+            assert events == 2 * of_a_replica
+        events.clear()
 
 
 class Scaled(nn.Module):
