@@ -60,7 +60,7 @@ def test_the_archive_has_all_that_a_request_imports(tmp_path: Path) -> None:
             "for request in json.loads(sys.argv[2]):\n"
             "    print(playground.answer(json.dumps(request)))")
     said = subprocess.run([sys.executable, "-I", "-S", "-c", code, str(tmp_path), json.dumps(requests)], check=True,
-                          capture_output=True, text=True, timeout=60).stdout
+                          capture_output=True, text=True, timeout=60, cwd=tmp_path).stdout
     assert [list(json.loads(line)) for line in said.splitlines()] == [["result"]] * len(requests), said
 
 
