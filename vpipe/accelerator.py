@@ -334,13 +334,13 @@ def reset_peak(device: torch.device) -> None:
 
 
 def queued_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on a device, which is only queued; the host may change the tensor at once.
+    """Return a copy on a device, only queued where that is no processor; the host may change the tensor at once.
 
     It goes by way of pinned memory: for a copy from other memory of the host a driver may wait until the stream has
     done all before it (CUDA, API synchronization behavior).
     """
     if device.type == "cpu" or tensor.device.type != "cpu":
-        return tensor.to(device, non_blocking=True, copy=True)
+        return tensor.to(device, non_blocking=device.type != "cpu", copy=True)
     if hasattr(module_of(device), "recommended_max_memory"):  # that it shares with the processor
         return tensor.to(device)
     return tensor.new_empty(tensor.shape, pin_memory=True).copy_(tensor).to(device, non_blocking=True)

@@ -375,6 +375,10 @@ def check_seen_by_vpipe() -> None:
     assert torch.equal(drawn, torch.rand(3, device=device))
     clock = accelerator.clock_of(device)
     assert clock() <= clock()
+    late.busy()
+    batch = torch.arange(4.0).to(device) + 1
+    late.busy()
+    assert accelerator.queued_copy(batch, torch.device("cpu")).tolist() == [1, 2, 3, 4], "the host reads what has come"
 
 
 def check_threads() -> None:
