@@ -1,8 +1,12 @@
-"""Run the suite's tests that need a GPU; a rehearsal on a processor collects them and skips them."""
+"""Run the suite's tests that need a GPU, and published bugs of programs with streams beside their mended forms.
+
+A rehearsal on a processor collects the tests and skips them.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -13,19 +17,44 @@ from findings import Part
 ROOT = Path(__file__).parent.parent.parent
 
 
-def main() -> None:
-    part = Part(__doc__)
+def tests(part: Part) -> None:
+    """Run the tests that are marked gpu, by four processes where pytest can."""
     needed = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if needed:
         part.add("tests marked gpu", f"skipped: {', '.join(needed)} is not installed")
         return
-    command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", "-o", "addopts=", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", "-o", "addopts=", "-p", "no:cacheprovider",
+               *(["-n", "4"] if importlib.util.find_spec("xdist") else [])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     summary = done.stdout.strip().splitlines()[-1].strip("= ") if done.stdout.strip() else done.stderr.strip()
     failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
     part.add("tests marked gpu", summary + "".join(f"; {name}" for name in failed), done.returncode == 0)
     if done.returncode:
         print(done.stdout)
+
+
+def stream_bugs(part: Part) -> None:
+    """Try ten published bugs 20 times each: that a bug shows is not demanded of a GPU, that its mended form is right."""
+    if part.small:
+        part.add("published bugs of streams", "needs a GPU")
+        return
+    done = subprocess.run([sys.executable, ROOT / "tests" / "device" / "stream_bugs.py", part.device.type],
+                          capture_output=True, text=True, check=False)
+    if done.returncode:
+        part.add("published bugs of streams", done.stderr[-500:], False)
+        return
+    found = json.loads(done.stdout)
+    wrong = {name: tries["wrong"].count(False) for name, tries in found.items()}
+    part.add("published bugs of streams, which go wrong", ", ".join(
+        f"{name} {count} of {len(found[name]['wrong'])}" for name, count in wrong.items()))
+    part.add("their mended forms", f"{sum(all(tries['mended']) for tries in found.values())} of {len(found)} are right "
+             "each time", all(all(tries["mended"]) for tries in found.values()))
+
+
+def main() -> None:
+    part = Part(__doc__)
+    tests(part)
+    stream_bugs(part)
 
 
 if __name__ == "__main__":

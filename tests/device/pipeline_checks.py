@@ -455,6 +455,13 @@ CHECKS: dict[str, dict[str, Callable[[], None]]] = {
     "more parts": {name: partial(check_case, wanted) for name, wanted in list(SINGLE.items())[len(SINGLE) // 2:]}}
 
 
+def offloading_schedules() -> dict[str, RegisteredSchedule]:
+    """Schedules whose activations wait in the host's memory, under the names ``away ...``."""
+    found = map(RegisteredSchedule.named, ("1f1b", "gpipe", "pipedream"))
+    return {f"away {recipe.name}": replace(recipe, name=f"away {recipe.name}", program=offloading(recipe.program))
+            for recipe in found}
+
+
 def failures(groups: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     for group in groups:
         for name, check in CHECKS[group].items():
@@ -468,7 +475,5 @@ def failures(groups: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     accelerator.FUSED |= {"late"}  # type: ignore[misc] # as torch's optimizers have them for it
-    for name in ("1f1b", "gpipe", "pipedream"):
-        recipe = RegisteredSchedule.named(name)
-        registry._REGISTERED[f"away {name}"] = replace(recipe, name=f"away {name}", program=offloading(recipe.program))
+    registry._REGISTERED |= offloading_schedules()
     print(json.dumps(dict(failures(sys.argv[1:]))))

@@ -1,12 +1,14 @@
 """Ten published bugs of programs with streams, each in a few lines of plain torch, and each mended.
 
 A function returns whether its results are right. ``late.busy()`` is the other work of a stream, without which nobody
-would use several. As a program, this file tries them all on the late device and prints what came out.
+would use several. As a program, this file tries them all on the late device, or on a GPU (``stream_bugs.py cuda``), and
+prints what came out.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +18,29 @@ import torch
 SEEDS = range(20)
 SIZE = 256
 
-late: Any = late_device.load() if __name__ == "__main__" else None
+KIND = (sys.argv[1:] or [late_device.NAME])[0] if __name__ == "__main__" else late_device.NAME
+
+
+class Hardware:
+    """A GPU with what the late device has beside the functions of ``torch.cuda``."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def configure(self, seed: int, patience_ms: float, synchronous: bool) -> None:
+        """Begin anew; nothing can be drawn from a seed."""
+        torch.cuda.synchronize()
+
+    def busy(self) -> None:
+        """Keep the current stream busy for some 10 ms."""
+        torch.cuda._sleep(20_000_000)
+
+
+late: Any = None if __name__ != "__main__" else Hardware() if KIND == "cuda" else late_device.load()
 
 
 def full(value: float) -> torch.Tensor:
-    return torch.full((SIZE,), float(value), device="late")
+    return torch.full((SIZE,), float(value), device=KIND)
 
 
 def torchtune_1867(mended: bool) -> bool:
@@ -30,7 +50,7 @@ def torchtune_1867(mended: bool) -> bool:
     sums = []
     for host in (torch.full((SIZE,), 1.0).pin_memory(), torch.full((SIZE,), 2.0).pin_memory()):
         with late.stream(transfers):
-            activation = host.to("late", non_blocking=True)
+            activation = host.to(KIND, non_blocking=True)
         computing.wait_stream(transfers)
         late.busy()
         sums.append(activation.sum())
@@ -55,7 +75,7 @@ def megatron_7398(mended: bool) -> bool:
     del activation
     if mended:
         computing.wait_event(stored)
-    return buffer.to("late", non_blocking=True).sum().item() == 3 * SIZE
+    return buffer.to(KIND, non_blocking=True).sum().item() == 3 * SIZE
 
 
 def trl_7195_cached_stream(mended: bool) -> bool:
@@ -78,7 +98,7 @@ def trl_7195_late_clone(mended: bool) -> bool:
     """A part of a tensor is cloned on the transfers' stream, which no reader of the clone waits for (huggingface/trl,
     pull request 7195)."""
     computing, transfers = late.current_stream(), late.Stream()
-    labels = torch.arange(SIZE + 1, device="late")
+    labels = torch.arange(SIZE + 1, device=KIND)
     if mended:
         shifted = labels[1:].clone()
     transfers.wait_stream(computing)
@@ -93,7 +113,7 @@ def torchtitan_3413(mended: bool) -> bool:
     """Indices are masked on the computing stream, and read on the stream of communication at once
     (pytorch/torchtitan, issue 3413)."""
     computing, communication = late.current_stream(), late.Stream()
-    experts = torch.arange(SIZE, device="late") % 4
+    experts = torch.arange(SIZE, device=KIND) % 4
     scores = full(1)
     scores[: SIZE // 2] = 0
     communication.wait_stream(computing)
@@ -131,7 +151,7 @@ def pinned_buffer_refilled(mended: bool) -> bool:
         if mended:
             copied.synchronize()
         buffer.fill_(value)
-        copies.append(buffer.to("late", non_blocking=True))
+        copies.append(buffer.to(KIND, non_blocking=True))
         copied.record()
     return [copy.sum().item() for copy in copies] == [SIZE, 2 * SIZE]
 
@@ -163,7 +183,7 @@ def buffer_reused_by_another_stream(mended: bool) -> bool:
     """A buffer of the program's own is written for the next microbatch while another stream still reads it."""
     writing, reading, read = late.Stream(), late.Stream(), late.Event()
     with late.stream(writing):
-        buffer = torch.empty(SIZE, device="late")
+        buffer = torch.empty(SIZE, device=KIND)
     sums = []
     for value in (1, 2):
         with late.stream(writing):
