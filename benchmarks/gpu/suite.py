@@ -34,7 +34,7 @@ def tests(part: Part) -> None:
 
 
 def stream_bugs(part: Part) -> None:
-    """Try ten published bugs 20 times each: that a bug shows is not demanded of a GPU, that its mended form is right."""
+    """Try ten published bugs 20 times each: only of their mended forms is it demanded that they are right."""
     if part.small:
         part.add("published bugs of streams", "needs a GPU")
         return
