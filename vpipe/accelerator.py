@@ -190,8 +190,7 @@ def choose(wanted: torch.device | str | None, backend: str | None, there: Visibl
     """
     import torch
 
-    device = _parsed(wanted)
-    direct = backend in DIRECT
+    device, direct = _parsed(wanted), backend in DIRECT
     if direct and (device is None or device.type != "cpu") and not there.gpus:
         raise UserError(f"backend {backend}, but this machine has no GPU" + _why_none(), hint="use backend: gloo")
     if device is None and not there.gpus:
@@ -248,8 +247,7 @@ def _why_none() -> str:
 def name_of(device: torch.device) -> str:
     """Return the name that its maker gave it, or the processor."""
     if device.type != "cpu":
-        named = getattr(module_of(device), "get_device_name", None)
-        return device.type if named is None else str(named(device))
+        return str(getattr(module_of(device), "get_device_name", lambda device: device.type)(device))
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -390,8 +388,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 def seed_all(seed: int) -> None:
     """Seed the generators of all devices of this process, if there are any."""
-    module = module_of(kind())
-    if module.is_available():
+    if (module := module_of(kind())).is_available():
         getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 

@@ -6,7 +6,7 @@ The host's cost is that of ``benchmarks/host``: 4 stages of 8 x 8 linear layers 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,36 +22,45 @@ from vpipe import Execution, Pipeline
 
 sys.path.append(str(Path(__file__).parent.parent / "host"))
 
-from systems import BATCH, MICROBATCHES, STAGES, pipelines
+from systems import BATCH, MICROBATCHES, STAGES, bare_layers, bare_steps, pipelines
 
 GOAL_US = 100.0
 
 
-def seconds_per_batch(part: Part, pipes: dict[str, Pipeline], batch: dict[str, Tensor], batches: int,
+def seconds_per_batch(part: Part, systems: Mapping[str, Callable[[], object]], batches: int,
                       rounds: int) -> dict[str, float]:
-    """Train in turns and return the median seconds per batch of each pipeline."""
-    seconds: dict[str, list[float]] = {name: [] for name in pipes}
+    """Let systems train ``batches`` batches each, in turns, and return the median seconds per batch of each."""
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
     for number in range(rounds + 1):
-        for name, pipe in pipes.items():
+        for name, train in systems.items():
             part.wait()
             started = perf_counter()
-            for _ in pipe.train([batch] * batches):
-                pass
+            train()
             part.wait()
             if number:  # the first warms up
                 seconds[name].append((perf_counter() - started) / batches)
     return {name: median(values) for name, values in seconds.items()}
 
 
+def trainings(pipes: Mapping[str, Pipeline], batch: dict[str, Tensor], batches: int) -> dict[str, Callable[[], object]]:
+    """Return functions that train pipelines on a batch so many times."""
+    return {name: partial(lambda pipe: list(pipe.train([batch] * batches)), pipe) for name, pipe in pipes.items()}
+
+
 def cost_of_actions(part: Part) -> None:
-    """Time batches of layers so small that only the host's work takes time."""
-    pipes = pipelines(partial(torch.optim.SGD, lr=0.01), part.device)
-    for schedule, seconds in seconds_per_batch(part, pipes, BATCH, 4, 5).items():
-        pairs, actions = STAGES * MICROBATCHES, STAGES * MICROBATCHES * (3 if schedule == "pipedream" else 2)
-        each = 1e6 * seconds / actions
-        part.add(f"host, {schedule}", f"{1e6 * seconds / pairs:.0f} us per microbatch and stage (F, B"
-                 f"{', STEP' if schedule == 'pipedream' else ''}), {each:.0f} us per action (goal {GOAL_US:.0f})",
-                 None if part.small else each <= GOAL_US)
+    """Time batches of layers so small that only the host's work takes time, beside the same layers in a loop."""
+    optimizer, times, pairs = partial(torch.optim.SGD, lr=0.01), 4, STAGES * MICROBATCHES
+    bare = {"layers": bare_layers(part.device), "steps": bare_steps(optimizer, part.device)}
+    batch = {name: field.to(part.device) for name, field in BATCH.items()}
+    systems = trainings(pipelines(optimizer, part.device), batch, times)
+    systems |= {name: partial(lambda run: [run() for _ in range(times)], run) for name, run in bare.items()}
+    found = seconds_per_batch(part, systems, times, 5)
+    for schedule, actions in (("1f1b", 2), ("pipedream", 3)):
+        alone = found["layers"] + (found["steps"] if actions == 3 else 0)
+        each = 1e6 * (found[schedule] - alone) / pairs / actions
+        part.add(f"host, {schedule}", f"{1e6 * found[schedule] / pairs:.0f} us per microbatch and stage "
+                 f"({'F, B, STEP' if actions == 3 else 'F, B'}), the layers alone {1e6 * alone / pairs:.0f} us: "
+                 f"{each:.0f} us per action (goal {GOAL_US:.0f})", None if part.small else each <= GOAL_US)
 
 
 def busy_share(kernels: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -97,7 +106,7 @@ def main() -> None:
                                 execution=Execution(device=part.device, executor=executor))
              for executor in ("overlapped", "async_threaded", "naive")}
     gaps(part, pipes["overlapped"], batch)
-    seconds = seconds_per_batch(part, pipes, batch, 3, 4)
+    seconds = seconds_per_batch(part, trainings(pipes, batch, 3), 3, 4)
     for executor, each in seconds.items():
         part.add(f"executor {executor}, GPT 124M, gpipe, one stage",
                  f"{1e3 * each:.1f} ms per batch, {seconds['overlapped'] / each:.2f} of overlapped's speed")

@@ -24,6 +24,7 @@ def tests(part: Part) -> None:
         part.add("tests marked gpu", f"skipped: {', '.join(needed)} is not installed")
         return
     command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", "-o", "addopts=", "-p", "no:cacheprovider",
+               "-p", "no:benchmark",  # it warns where several processes test
                *(["-n", "4"] if importlib.util.find_spec("xdist") else [])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     summary = done.stdout.strip().splitlines()[-1].strip("= ") if done.stdout.strip() else done.stderr.strip()

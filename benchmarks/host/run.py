@@ -39,7 +39,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     optimizer = OPTIMIZERS[options.optimizer]
-    pipes = pipelines(optimizer, torch.device("cpu"))
+    device = torch.device("cpu")
+    pipes = pipelines(optimizer, device)
     if options.profile:
         train(pipes[options.profile], BATCH, BATCHES)
         with cProfile.Profile() as profile:
@@ -47,7 +48,8 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(45)
         return
     systems: dict[str, Callable[[], None]] = {
-        "layers alone": repeated(bare_layers()), f"step alone ({options.optimizer})": repeated(bare_steps(optimizer)),
+        "layers alone": repeated(bare_layers(device)),
+        f"step alone ({options.optimizer})": repeated(bare_steps(optimizer, device)),
         **{f"vpipe {name}": partial(train, pipe, BATCH, BATCHES) for name, pipe in pipes.items()}}
     print("| us per microbatch and stage | median | least | CPU median | CPU least |\n|---|---:|---:|---:|---:|")
     for name, seconds in measure(systems, options.rounds, BATCHES).items():

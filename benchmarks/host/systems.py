@@ -47,10 +47,10 @@ def train(pipe: Pipeline, batch: Mapping[str, Tensor], batches: int) -> None:
         pass
 
 
-def bare_layers() -> Callable[[], None]:
+def bare_layers(device: torch.device) -> Callable[[], None]:
     """Return a batch through the layers alone: stages cut the graph, as in a pipeline, and nothing else is done."""
-    modules = list(layers())
-    inputs, targets = (BATCH[name].chunk(MICROBATCHES) for name in ("input", "target"))
+    modules = list(layers().to(device))
+    inputs, targets = (BATCH[name].to(device).chunk(MICROBATCHES) for name in ("input", "target"))
 
     def batch() -> None:
         for i, target in enumerate(targets):
@@ -69,9 +69,9 @@ def bare_layers() -> Callable[[], None]:
     return batch
 
 
-def bare_steps(optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[], None]:
+def bare_steps(optimizer: Callable[..., torch.optim.Optimizer], device: torch.device) -> Callable[[], None]:
     """Return a batch's optimizer steps alone: one per stage and microbatch."""
-    modules = list(layers())
+    modules = list(layers().to(device))
     optimizers = [optimizer(list(module.parameters())) for module in modules]
     for module in modules:
         for parameter in module.parameters():

@@ -425,9 +425,9 @@ def check_memory_in_the_summary() -> None:
 
 
 def check_profile() -> None:
-    """Sizes as on the processor; times of what was queued, not of the queueing."""
+    """Sizes as on the processor; times of what was queued, not of the queueing; on the current device by its kind."""
     def run(device: str) -> Found:
-        batches = rich_batches(1, 2)
+        device, batches = device.partition(":")[0], rich_batches(1, 2)
         identities = RankGroup(device).identify(untied_model(), batches, model_name="small", optimizer="adamw")
         [profile] = measure(untied_model(), batches, settings("adamw").from_named, identities=identities,
                             device=device, budget_s=0.0)

@@ -181,10 +181,10 @@ def test_ranks_that_share_gpus_can_compute_at_once_as_many_as_these(gpus: str, a
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vpipe.accelerator.uuid_of", lambda device: gpus[0])
     world = world_of(monkeypatch, ["a", "a", "a"], *([gpu, [0], 1] for gpu in gpus[1:]))
-    world._device = torch.device("cuda:0")
+    world.device = torch.device("cuda:0")
     assert world.cores() == at_once
     monkeypatch.setattr("vpipe.accelerator.total_bytes", lambda device: 80)
-    assert shared_bytes(world._device, at_once) == 80 * (at_once or 1)
+    assert shared_bytes(world.device, at_once) == 80 * (at_once or 1)
     assert shared_bytes(CPU, 4) == 80
 
 def test_all_ranks_cut_their_windows_for_the_one_with_least_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,22 +133,23 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
         UserError, RunError: a layer cannot be run.
     """
     precision, = {identity.precision for identity in identities}
-    return list(_Measurement(model, make_optimizer, torch.device(device), seed, timeout_s, budget_s, tell,
+    return list(_Measurement(model, make_optimizer, device, seed, timeout_s, budget_s, tell,
                              Precision(precision), shared_memory).profiles(microbatches, identities))
 
 
 class _Measurement:
 
-    def __init__(self, model: Model, make_optimizer: MakeOptimizer, device: torch.device, seed: int, timeout_s: float,
-                 budget_s: float, tell: Tell, precision: Precision = FP32, shared_memory: bool = True) -> None:
-        self._model, self._make_optimizer, self._device, self._seed = model, make_optimizer, device, seed
+    def __init__(self, model: Model, make_optimizer: MakeOptimizer, device: torch.device | str, seed: int,
+                 timeout_s: float, budget_s: float, tell: Tell, precision: Precision = FP32,
+                 shared_memory: bool = True) -> None:
+        self._group = RankGroup(device)
+        self._model, self._make_optimizer, self._device, self._seed = model, make_optimizer, self._group.device, seed
         self._timeout_s, self._budget_s, self._tell, self._precision = timeout_s, budget_s, tell, precision
-        self._group, self._clock = RankGroup(device), accelerator.clock_of(device)
-        self._shared_memory = shared_memory
+        self._clock, self._shared_memory = accelerator.clock_of(self._device), shared_memory
         self._structures = [structure(layer) for layer in model.layers]
         self._cores = self._group.cores()
         sharing = 1 if self._cores is None else self._group.ranks_per_host
-        self._room_bytes = min(self._group.all_gather(accelerator.free_bytes(device))) // (2 * sharing)  # equal windows
+        self._room_bytes = min(self._group.all_gather(accelerator.free_bytes(self._device))) // (2 * sharing)  # on all
         self._runners: dict[int, LayerRunner] = {}
         self._steps: list[dict[int, list[float]]] = []  # per rank, by kind: they do not depend on the microbatch
 

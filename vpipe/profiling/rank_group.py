@@ -31,10 +31,12 @@ class RankGroup:
         rank: of this process.
         ranks: their number.
         hosts: the name of each rank's host.
+        device: of this rank, with its number: the current one where none was named.
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self._device = torch.device(device)
+        named = torch.device(device)
+        self.device = named if named.type == "cpu" or named.index is not None else accelerator.current()
         self._exchange = exchange(timeout_s=PATIENCE_S)
         self.rank, self.ranks = self._exchange.rank, self._exchange.ranks
         self.hosts: list[str] = self.all_gather(socket.gethostname())
@@ -59,7 +61,7 @@ class RankGroup:
             shared_memory: whether the run's ranks of one host may use it.
             threads: per rank; those of this process when left out.
         """
-        device, cores, threads = self._device, self.cores(), threads or torch.get_num_threads()
+        device, cores, threads = self.device, self.cores(), threads or torch.get_num_threads()
         if backend is None:
             backend = accelerator.collectives() if device.type != "cpu" and cores is None else "gloo"
         if device.type == "cpu":
@@ -90,7 +92,7 @@ class RankGroup:
         A host's ranks may each be bound to cores of their own: together they have all of these. Ranks that share GPUs
         are as many as these. The smallest number of any host counts.
         """
-        gpu = accelerator.uuid_of(self._device) if self._device.type != "cpu" else None
+        gpu = accelerator.uuid_of(self.device) if self.device.type != "cpu" else None
         shared = self.all_gather([gpu, usable_cores(), torch.get_num_threads()])
         gpus = [theirs for theirs, _, _ in shared]
         if None not in gpus and len(set(gpus)) == self.ranks:
@@ -119,7 +121,7 @@ class _SupposedGroup(RankGroup):
     """Ranks of which none is there."""
 
     def __init__(self, device: torch.device, ranks: int, hosts: int) -> None:
-        self._device, self._exchange, self.rank, self.ranks = device, Exchange(), 0, ranks * hosts
+        self.device, self._exchange, self.rank, self.ranks = device, Exchange(), 0, ranks * hosts
         self.hosts = [f"host {number // ranks}" for number in range(self.ranks)]
 
     def cores(self) -> None:
