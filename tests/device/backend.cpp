@@ -670,6 +670,26 @@ size_t late_host_waits(char* text, size_t size) {
   if (lines.size() < size) std::memcpy(text, lines.c_str(), lines.size() + 1);
   return lines.size();
 }
+// Transfers between processes: the streams' numbers are those behind the pool.
+void late_copy(int device, int64_t stream, void* to, const void* from, size_t bytes) {  // from nowhere: poison
+  auto in_host = [](const void* address) {
+    char* shadow = late::shadow_of(address);
+    return shadow != nullptr ? shadow : static_cast<char*>(const_cast<void*>(address));
+  };
+  late::enqueue(late::stream_of(device, stream), [to = in_host(to), from = in_host(from), bytes] {
+    if (from == nullptr) {
+      std::memset(to, 0xFF, bytes);
+    } else {
+      std::memcpy(to, from, bytes);
+    }
+  });
+}
+void late_gate(int device, int64_t stream) { late::gate(late::stream_of(device, stream)); }
+void late_open(int device, int64_t stream) { late::open(late::stream_of(device, stream)); }
+uint64_t late_queued(int device, int64_t stream) { return late::last_of(late::stream_of(device, stream)).number; }
+void late_wait_quietly(int device, int64_t stream, uint64_t number) {
+  late::wait_quietly({late::stream_of(device, stream), number});
+}
 void late_give_default_generators(bool value) { gives_default = value; }
 uint64_t late_allocated(int device) { return late::allocated(device); }
 uint64_t late_peak(int device) { return late::peak(device); }

@@ -402,6 +402,30 @@ def check_threads() -> None:
     assert late.current_stream() == late.default_stream()
 
 
+def check_gates() -> None:
+    """What is behind a closed gate waits, and nothing else does; the host finds that it has not been done."""
+    for synchronous in (False, True):
+        late.configure(1, 0, synchronous)
+        gate, opened = (0, 40), late_device.library().late_open
+        behind = late.Stream(stream_id=40, device_index=0, device_type=late.current_stream().device_type)
+        late_device.library().late_gate(*gate)
+        x = torch.ones(4, device="late")
+        with late.stream(behind):
+            x.record_stream(behind)
+            behind.wait_stream(late.default_stream())
+            x.add_(1)
+            done = behind.record_event()
+        assert not done.query()
+        assert not behind.query()
+        assert torch.ones(4, device="late").sum().item() == 4
+        opened(*gate)
+        late.current_stream().wait_event(done)
+        assert x.sum().item() == 8
+        assert done.query()
+    late_device.library().late_gate(*gate)
+    late.configure(1, 0)  # opens it, as the end of a process does
+
+
 CHECKS = {name.removeprefix("check_"): value for name, value in globals().items() if name.startswith("check_")}
 
 

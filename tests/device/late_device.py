@@ -67,6 +67,11 @@ def _build(library: Path) -> None:
         os.replace(f"{objects}/late.so", library)
 
 
+def library() -> ctypes.CDLL:
+    """The library, which has been loaded."""
+    return _libraries[0]
+
+
 def load() -> types.ModuleType:
     """Make the device torch's accelerator and return its module, as ``torch.cuda`` is CUDA's."""
     if not _libraries:
@@ -76,7 +81,11 @@ def load() -> types.ModuleType:
         library.late_host_waits.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
         library.late_host_waits.restype = ctypes.c_size_t
         library.late_give_default_generators.argtypes = [ctypes.c_bool]
-        for name in ("late_allocated", "late_peak"):
+        library.late_copy.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        library.late_gate.argtypes = library.late_open.argtypes = [ctypes.c_int, ctypes.c_int64]
+        library.late_queued.argtypes = [ctypes.c_int, ctypes.c_int64]
+        library.late_wait_quietly.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_uint64]
+        for name in ("late_allocated", "late_peak", "late_queued"):
             getattr(library, name).restype = ctypes.c_uint64
         _libraries.append(library)
         rename_privateuse1_backend(NAME)

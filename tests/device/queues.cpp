@@ -28,10 +28,12 @@ struct Task {
   Point after;
   double delay_us;
   double queued_us;
+  bool is_gate = false;
 };
 
 struct Waiter {
   const std::vector<Point>& points;
+  bool quiet;
 };
 
 using Lock = std::unique_lock<std::mutex>;
@@ -44,6 +46,8 @@ struct Stream {
   std::deque<Task> queue;
   uint64_t queued = 0;
   uint64_t done = 0;
+  int gates = 0;   // in the queue
+  int opened = 0;  // of these
   double clock_us = 0;
   uint64_t random = 0;
   bool has_thread = false;
@@ -66,6 +70,7 @@ struct World {
   std::vector<const Waiter*> waiters;
   int steps = 0;           // tasks that queries ask for
   bool impatient = false;  // the host has been idle
+  bool all_open = false;
   uint64_t activity = 0;
   bool has_ticker = false;
   std::condition_variable host;
@@ -108,7 +113,8 @@ bool satisfied(const Waiter& waiter) {
 
 bool is_wanted(const World& w) {
   return w.impatient || w.steps > 0 ||
-         std::any_of(w.waiters.begin(), w.waiters.end(), [](const Waiter* waiter) { return !satisfied(*waiter); });
+         std::any_of(w.waiters.begin(), w.waiters.end(),
+                     [](const Waiter* waiter) { return !waiter->quiet && !satisfied(*waiter); });
 }
 
 template <class Function>
@@ -124,6 +130,7 @@ void schedule(World& w) {
   for_each_stream(w, [&](Stream& stream) {
     if (stream.queue.empty() || !passed(stream.queue.front().after)) return;
     const Task& task = stream.queue.front();
+    if (task.is_gate && stream.opened == 0 && !w.all_open) return;
     const double start_us = std::max(stream.clock_us, task.queued_us) + task.delay_us;
     if (w.running == nullptr || start_us < w.running_us) {
       w.running = &stream;
@@ -139,6 +146,10 @@ void run(Stream& stream) {
   while (true) {
     stream.turn.wait(lock, [&] { return w.running == &stream; });
     auto kernel = std::move(stream.queue.front().kernel);
+    if (stream.queue.front().is_gate) {
+      --stream.gates;
+      --stream.opened;
+    }
     stream.queue.pop_front();
     stream.clock_us = w.now_us = std::max(w.now_us, w.running_us);
     if (kernel) {
@@ -179,8 +190,8 @@ void tick() {
   }
 }
 
-void wait(World& w, Lock& lock, const std::vector<Point>& points) {
-  const Waiter waiter{points};
+void wait(World& w, Lock& lock, const std::vector<Point>& points, bool quiet = false) {
+  const Waiter waiter{points, quiet};
   w.waiters.push_back(&waiter);
   schedule(w);
   w.host.wait(lock, [&] { return satisfied(waiter); });
@@ -198,11 +209,12 @@ Point push(World& w, Lock& lock, Stream* stream, Task task) {
   }
   if (task.delay_us < 0) task.delay_us = drawn_delay(*stream);
   task.queued_us = w.now_us;
+  stream->gates += task.is_gate;
   stream->queue.push_back(std::move(task));
   ++w.activity;
   w.impatient = false;
   const Point point{stream, ++stream->queued};
-  if (w.settings.synchronous) wait(w, lock, {point});
+  if (w.settings.synchronous && stream->gates <= stream->opened) wait(w, lock, {point});
   return point;
 }
 
@@ -219,7 +231,9 @@ std::vector<Point> ends(World& w, int device) {
 void configure(const Settings& settings) {
   World& w = world();
   Lock lock(w.mutex);
+  w.all_open = true;
   for (int device = 0; device < kDevices; ++device) wait(w, lock, ends(w, device));
+  w.all_open = false;
   w.settings = settings;
   w.now_us = 0;
   w.impatient = false;
@@ -227,6 +241,7 @@ void configure(const Settings& settings) {
   std::fill(std::begin(w.dealt), std::end(w.dealt), 0);
   for_each_stream(w, [&](Stream& stream) {
     stream.clock_us = 0;
+    stream.opened = 0;
     stream.random = mixed(mixed(settings.seed) + static_cast<uint64_t>(kStreams * stream.device + stream.id));
   });
   w.ticker.notify_one();
@@ -236,7 +251,7 @@ Stream* stream_of(int device, int64_t id) { return &world().streams[device][id];
 
 int64_t next_stream(int device) {
   Lock lock(world().mutex);
-  return 1 + world().dealt[device]++ % (kStreams - 1);
+  return 1 + world().dealt[device]++ % kPool;
 }
 
 int device_of(const Stream* stream) { return stream->device; }
@@ -263,15 +278,31 @@ void record(Event& event, Stream* stream) {
   event.point = push(world(), lock, stream, {[time_us] { *time_us = world().now_us; }, {}, 0, 0});
 }
 
+Point gate(Stream* stream) {
+  Lock lock(world().mutex);
+  return push(world(), lock, stream, {nullptr, {}, 0, 0, true});
+}
+
+void open(Stream* stream) {
+  Lock lock(world().mutex);
+  ++stream->opened;
+  schedule(world());
+}
+
 bool query(Point point) {
   World& w = world();
   Lock lock(w.mutex);
   if (passed(point)) return true;
   ++w.steps;
   schedule(w);
-  w.host.wait(lock, [&] { return w.steps == 0 || passed(point); });
+  w.host.wait(lock, [&] { return w.steps == 0 || w.running == nullptr || passed(point); });  // a gate may be closed
   w.steps = 0;
   return false;
+}
+
+void wait_quietly(Point point) {
+  Lock lock(world().mutex);
+  wait(world(), lock, {point}, true);
 }
 
 void wait_on_host(const std::vector<Point>& points, const std::string& reason) {

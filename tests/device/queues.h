@@ -16,7 +16,8 @@
 namespace late {
 
 constexpr int kDevices = 2;
-constexpr int kStreams = 33;  // of a device: the default one, and a pool that is dealt out in turn, as CUDA's is
+constexpr int kPool = 32;     // streams that are dealt out in turn, as CUDA's are
+constexpr int kStreams = 64;  // of a device: the default one, the pool, and those of transfers between processes
 constexpr size_t kBytes = size_t{4} << 30;  // of a device; a page that was never written takes none of the host's
 
 struct Stream;
@@ -39,7 +40,7 @@ struct Settings {
   bool synchronous = false;  // the host waits for each task as it queues it
 };
 
-void configure(const Settings& settings);  // waits for all that is queued
+void configure(const Settings& settings);  // waits for all that is queued, with open gates
 
 Stream* stream_of(int device, int64_t id);
 int64_t next_stream(int device);
@@ -52,7 +53,12 @@ void wait_in_stream(Stream* stream, Point point);
 Point last_of(Stream* stream);
 void record(Event& event, Stream* stream);
 
-bool query(Point point);  // each unsuccessful one lets the device do one task
+// What is queued behind a gate waits until the host has opened it; those of a stream are opened in their order.
+Point gate(Stream* stream);
+void open(Stream* stream);
+
+bool query(Point point);  // each unsuccessful one lets the device do one task, if it can
+void wait_quietly(Point point);  // for a part of the device that is in the host: not counted, and nothing runs for it
 void wait_on_host(const std::vector<Point>& points, const std::string& reason);
 void wait_for_device(int device, const std::string& reason);
 std::string host_waits();  // "reason=count" lines since the last configure

@@ -52,7 +52,7 @@ OPTIMIZERS = {"adamw": AdamW, "muon": MuonAndAdamW, "none": lambda: lambda param
 def fingerprint(state: Mapping[str, Tensor]) -> dict[str, str]:
     """Every tensor by the sha256 of its bytes, with dtype and shape."""
     return {name: f"{t.dtype} {list(t.shape)} " + hashlib.sha256(
-        t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest() for name, t in state.items()}
+        t.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest() for name, t in state.items()}
 
 
 def decay(update: int) -> float:

@@ -43,8 +43,10 @@ class SilenceError(AssertionError):
 class World:
     """Ranks that are started when the first job comes, and anew after a job that failed."""
 
-    def __init__(self, ranks: int, folder: Path, *, gloo_timeout_s: float = 50.0) -> None:
+    def __init__(self, ranks: int, folder: Path, *, gloo_timeout_s: float = 50.0,
+                 program: Path | None = None) -> None:
         self.ranks, self._folder, self._gloo_timeout_s = ranks, folder, gloo_timeout_s
+        self._program = program or Path(__file__).with_name("rank_process.py")
         self.processes: list[Process] = []
         self._starts = 0
 
@@ -127,7 +129,7 @@ class World:
                            "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2])),
                            REPLIES: str(writer), "VPIPE_TEST_TIMEOUT_S": str(self._gloo_timeout_s)}
             with log.open("wb") as output:
-                popen = Popen([sys.executable, Path(__file__).with_name("rank_process.py")], env=environment,
+                popen = Popen([sys.executable, self._program], env=environment,
                               pass_fds=[writer], stdin=subprocess.PIPE, stdout=output, stderr=output)
             os.close(writer)
             self.processes.append(Process(popen, reader, log))

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from vpipe.runtime.transport import process_group
 
-NAME = "nccl_rules"
-_HELLO, _CLEAR, _DATA = range(3)
+HELLO, CLEAR, DATA = range(3)
 
 
 @dataclass
@@ -72,18 +71,15 @@ class Ended(dist._Work):  # type: ignore[name-defined,misc] # torch's own name o
         return self.ended.is_set()
 
 
-class Device:
-    """What carries out a rank's operations, one after the other."""
+class InTurn:
+    """What carries out operations, one after the other."""
 
-    def __init__(self, carrier: Any) -> None:
-        self.carrier = carrier
-        self.groups: list[NcclRules] = []
-        self.unsent: list[Any] = []  # buffered sends
+    def __init__(self) -> None:
         self.queue: queue.SimpleQueue[tuple[Callable[[], None], Ended]] = queue.SimpleQueue()
         threading.Thread(target=self._carry_out, daemon=True, name="device").start()
 
-    def issue(self, operation: Callable[[], None]) -> Ended:
-        work = Ended()
+    def issue(self, operation: Callable[[], None], work: Ended | None = None) -> Ended:
+        work = work or Ended()
         self.queue.put((operation, work))
         return work
 
@@ -97,33 +93,55 @@ class Device:
             work.ended.set()
 
 
+class Device(InTurn):
+    """That of this rank.
+
+    Attributes:
+        carrier: the gloo group that carries what is sent.
+        groups: that keep the rules.
+        unsent: buffered sends.
+    """
+
+    def __init__(self, carrier: Any) -> None:
+        super().__init__()
+        self.carrier = carrier
+        self.groups: list[NcclRules] = []
+        self.unsent: list[Any] = []
+
+
 _device: Device | None = None
 
 
 class NcclRules(dist.ProcessGroup):
-    """A process group with the rules; only sends and receives."""
+    """A process group with the rules; only sends and receives.
+
+    Attributes:
+        NAME: of the backend.
+        KIND: of the devices whose tensors it carries.
+    """
+
+    NAME, KIND = "nccl_rules", "cpu"
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # its stub lacks this form
         assert _device is not None
+        self._device = _device
         _device.groups.append(self)
         self._number = len(_device.groups)
         self.met: set[int] = set()  # peers with which there is a communicator
 
     def getBackendName(self) -> str:  # noqa: N802
-        return NAME
+        return self.NAME
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Ended:
         self._meet(peer)
         (tensor,) = tensors
-        assert _device is not None
-        return _device.issue(lambda: self._send(tensor, peer))
+        return self._device.issue(lambda: self._send(tensor, peer))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Ended:
         self._meet(peer)
         (tensor,) = tensors
-        assert _device is not None
-        return _device.issue(lambda: self._receive(tensor, peer))
+        return self._device.issue(lambda: self._receive(tensor, peer))
 
     def _meet(self, peer: int) -> None:
         """Make the communicator of a pair when it is used first."""
@@ -133,42 +151,40 @@ class NcclRules(dist.ProcessGroup):
         if rules.communicators is not None:
             rules.communicators.add((self._number, peer))
         if not rules.eager:
-            assert _device is not None
-            here = _device.carrier.send([torch.zeros(1)], peer, self._tag(_HELLO))
-            _device.carrier.recv([torch.zeros(1)], peer, self._tag(_HELLO)).wait(rules.limit)
+            here = self._device.carrier.send([torch.zeros(1)], peer, self._tag(HELLO))
+            self._device.carrier.recv([torch.zeros(1)], peer, self._tag(HELLO)).wait(rules.limit)
             here.wait(rules.limit)
 
     def _send(self, tensor: Tensor, peer: int) -> None:
-        assert _device is not None
         if rules.buffered:
             copied = tensor.clone()
-            _device.unsent.append((_device.carrier.send([copied], peer, self._tag(_DATA)), copied))
+            self._device.unsent.append((self._device.carrier.send([copied], peer, self._tag(DATA)), copied))
             return
-        _device.carrier.recv([torch.zeros(1)], peer, self._tag(_CLEAR)).wait(rules.limit)
-        _device.carrier.send([tensor], peer, self._tag(_DATA)).wait(rules.limit)
+        self._device.carrier.recv([torch.zeros(1)], peer, self._tag(CLEAR)).wait(rules.limit)
+        self._device.carrier.send([tensor], peer, self._tag(DATA)).wait(rules.limit)
 
     def _receive(self, tensor: Tensor, peer: int) -> None:
-        assert _device is not None
         if not rules.buffered:
-            _device.carrier.send([torch.zeros(1)], peer, self._tag(_CLEAR)).wait(rules.limit)
-        _device.carrier.recv([tensor], peer, self._tag(_DATA)).wait(rules.limit)
+            self._device.carrier.send([torch.zeros(1)], peer, self._tag(CLEAR)).wait(rules.limit)
+        self._device.carrier.recv([tensor], peer, self._tag(DATA)).wait(rules.limit)
 
     def _tag(self, kind: int) -> int:
         return self._number * 3 + kind
 
 
 @contextmanager
-def nccl_rules(*, eager: bool, buffered: bool, limit_s: float = 30.0) -> Iterator[Rules]:
-    """Let tensors between ranks go over the backend. All ranks must enter together."""
+def nccl_rules(*, eager: bool, buffered: bool, limit_s: float = 30.0,
+               backend: type[NcclRules] = NcclRules) -> Iterator[Rules]:
+    """Let tensors between ranks go over a backend, one and the same in a process. All ranks must enter together."""
     global _device
     if _device is None:
-        dist.Backend.register_backend(NAME, NcclRules, devices=["cpu"])
+        dist.Backend.register_backend(backend.NAME, backend, devices=[backend.KIND])
         _device = Device(dist.new_group(backend="gloo"))
     for group in _device.groups:
         group.met.clear()
     rules.eager, rules.buffered, rules.limit_s, rules.communicators = eager, buffered, limit_s, set()
     backend_of = process_group.backend_of
-    process_group.backend_of = lambda device: NAME
+    process_group.backend_of = lambda device: backend.NAME
     try:
         yield rules
     finally:

@@ -1,0 +1,186 @@
+"""Ranks on the late device compute the bits of one process on a processor, over gloo and by nccl's rules, where streams
+wait for transfers (late_nccl.py)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jobs
+import late_device
+import pytest
+import rank_checks
+import test_pipeline_checkpoint
+from everywhere import without_rates
+from test_replicas_gloo import DOWN_AND_UP, FOLDED, FOUR, MIDDLE, ONE_THREE, TWO_ONE_ONE, TWO_TWO
+from world import World
+
+from vpipe.schedules.registry import RegisteredSchedule
+
+Ended = Callable[..., subprocess.CompletedProcess[str]]
+
+SYSTEM = [pytest.mark.system, pytest.mark.long]
+HARDEST = {"eager": False, "buffered": False}
+RULES: Mapping[str, Mapping[str, bool] | None] = {
+    "hardest": HARDEST, "apart": {**HARDEST, "apart": True}, "eager-buffered": {"eager": True, "buffered": True},
+    "gloo": None}
+RULES_OF_NCCL = ("hardest", "apart", "eager-buffered")
+SEEDS = 5
+
+pytestmark = pytest.mark.timeout(300)  # the first builds the device
+
+
+@pytest.fixture(scope="module")
+def four(ended: Ended, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Four ranks with the device; ``ended`` skips where no compiler builds it."""
+    late_device.built()
+    world = World(4, tmp_path_factory.mktemp("four"), program=Path(__file__).with_name("rank_with_late.py"))
+    yield world
+    statuses = world.close()
+    assert not any(statuses), f"ranks ended with {statuses}"
+
+
+# -- the rules themselves ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rules", RULES_OF_NCCL)
+@pytest.mark.parametrize("wrong", [wrong.__name__ for wrong in rank_checks.WRONG])
+def test_what_is_not_waited_for_goes_wrong(four: World, wrong: str, rules: str) -> None:
+    job: dict[str, Any] = {"wrong": wrong, "rules": RULES[rules], "seeds": SEEDS}
+    found = four.run(rank_checks.tried, mended=False, **job)
+    for sender, receiver in (found[:2], found[2:]):
+        assert sender == [True] * SEEDS
+        if rules == "eager-buffered":  # a send that waits for nobody may have read its tensor in time
+            assert False in receiver
+        else:
+            assert receiver == [False] * SEEDS
+    assert four.run(rank_checks.tried, mended=True, **job) == [[True] * SEEDS] * 4
+
+
+@pytest.mark.parametrize("rules", RULES_OF_NCCL)
+def test_order_matches_and_the_host_does_not_wait(four: World, rules: str) -> None:
+    assert four.run(rank_checks.order_of_a_pair, rules=RULES[rules]) == [[[0, 11, 2, 13], {}]] * 4
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+@cache
+def here(text: str) -> dict[str, Any]:
+    """What a run shows in one process, on the processor."""
+    with rank_checks.without_dropout():
+        return json.loads(json.dumps(without_rates(jobs.train(**json.loads(text)))))  # type: ignore[no-any-return]
+
+
+def check(four: World, expected: dict[str, Any], rules: str, seed: int, words: dict[str, Any]) -> None:
+    found = four.run(rank_checks.under, run="jobs.train", rules=RULES[rules], seed=seed, **words)
+    for rank, told in enumerate(map(without_rates, found)):
+        assert not [name for name in expected if told[name] != expected[name]], f"rank {rank}"
+        assert told == expected, f"rank {rank}"
+
+
+def words_of(schedule: str, **changes: Any) -> dict[str, Any]:
+    stages = len(changes["placement"]) if "placement" in changes else 4 * RegisteredSchedule.named(schedule).chunks
+    return {"model": "rich", "schedule": schedule, "microbatches": 4, "batches": 2, "stages": stages, "recompute": 0.5,
+            "grad_clip": 0.5, **changes}
+
+
+FAST = {"1f1b hardest": ("hardest", words_of("1f1b")), "1f1b gloo": ("gloo", words_of("1f1b")),
+        "pipedream hardest": ("hardest", words_of("pipedream")),
+        "replicas": ("hardest", words_of("pipedream", placement=TWO_TWO))}
+
+SHAPES: dict[str, Any] = {"lengths": [6, 9, 3], "batches": 4, "samples": 4, "microbatches": 2, "evaluate_after": [1]}
+SETTINGS = {
+    "shapes that change": words_of("1f1b", **SHAPES), "shapes that change in a stream": words_of("pipedream", **SHAPES),
+    "buffers": words_of("pipedream", model="norm", partition=[1, 2, 2, 1], stages=None, microbatches=2, samples=4),
+    "all recomputed": words_of("1f1b", recompute=1.0), "streams": words_of("gpipe", executor="async_threaded"),
+    "streams and buffers": words_of("gpipe", model="norm", executor="async_threaded", stages=4, samples=4),
+    "naive": words_of("1f1b", executor="naive"), "codec": words_of("zb_h1", compress="int8"),
+    "skipped if not finite": words_of("gpipe", skip_not_finite=True),
+    "bf16_pure": words_of("1f1b", precision="bf16_pure"),
+    "bf16_pure in a stream": words_of("pipedream", precision="bf16_pure"),
+    "evaluation of a stream": words_of("pipedream", microbatches=2, samples=4, batches=6, more=2,
+                                       evaluate_after=[1, 3]),
+    "fewer updates": words_of("pipedream", update_every=2), "2bw": words_of("2bw", update_every=4, batches=3),
+    "extrapolation": words_of("pipedream", update_every=2, delay_correction="extrapolate"),
+    "Muon": words_of("1f1b", optimizer="muon"),
+    **{f"replicas {name} {number}": words_of(name, placement=placement, microbatches=7, samples=14, lengths=[6, 9])
+       for name, placements in (("1f1b", (TWO_ONE_ONE, MIDDLE, ONE_THREE)), ("zb_h1", (ONE_THREE,)), ("gpipe", (FOUR,)),
+                                ("zb_v", (FOLDED,)))
+       for number, placement in enumerate(placements)},
+    **{f"replicas {name} {number}": words_of(name, placement=placement, microbatches=5, samples=5, batches=6, more=2,
+                                             update_every=1, evaluate_after=[1])
+       for name, placements in (("pipedream", (TWO_ONE_ONE, MIDDLE, FOUR)), ("pipedream_vertical_sync", (TWO_TWO,)))
+       for number, placement in enumerate(placements)},
+    "both directions": words_of("chimera", placement=DOWN_AND_UP, microbatches=8),
+    "replicas that update seldom": words_of("2bw", placement=TWO_TWO, update_every=2, batches=3)}
+
+LIKE_ONE_PROCESS = {
+    f"{precision} {name}": words_of(name.split()[0], precision=precision, **changes)
+    for precision in ("fp16", "bf16")
+    for name, changes in (
+        ("1f1b", {}), ("pipedream", {}), ("dualpipe", {"microbatches": 8}), ("1f1b replicas", {"placement": TWO_TWO}),
+        ("pipedream replicas", {"placement": TWO_ONE_ONE, "samples": 4}))}
+"""Autocast computes otherwise on a processor: these are compared with one process that has the device."""
+
+
+def every(schedule: str) -> dict[str, Any]:
+    """A tied weight, recompute, clipping."""
+    return words_of(schedule, microbatches=8)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_as_one_process(four: World, name: str) -> None:
+    rules, words = FAST[name]
+    check(four, here(json.dumps(words)), rules, 1, words)
+
+
+@pytest.mark.parametrize("rules", ["hardest", "gloo"])
+@pytest.mark.parametrize("schedule", [pytest.param(name, marks=SYSTEM) for name in RegisteredSchedule.names()])
+def test_every_schedule(four: World, schedule: str, rules: str) -> None:
+    words = every(schedule)
+    for seed in (1, 2):
+        check(four, here(json.dumps(words)), rules, seed, words)
+
+
+@pytest.mark.parametrize("rules", [pytest.param(name, marks=SYSTEM) for name in ("apart", "eager-buffered")])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "chimera", "dualpipe", "pipedream"])
+def test_every_way_to_make_communicators_and_to_send(four: World, schedule: str, rules: str) -> None:
+    check(four, here(json.dumps(every(schedule))), rules, 1, every(schedule))
+
+
+@pytest.mark.parametrize("rules", [pytest.param(name, marks=SYSTEM) for name in ("hardest", "apart", "gloo")])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting(four: World, setting: str, rules: str) -> None:
+    words = SETTINGS[setting]
+    check(four, here(json.dumps(words)), rules, 2, words)
+
+
+@pytest.mark.parametrize("rules", [pytest.param(name, marks=SYSTEM) for name in ("hardest", "gloo")])
+@pytest.mark.parametrize("setting", LIKE_ONE_PROCESS)
+def test_as_one_process_with_the_device(four: World, ended: Ended, setting: str, rules: str) -> None:
+    words = LIKE_ONE_PROCESS[setting]
+    process = ended("rank_checks.py", json.dumps({"run": "jobs.train", "rules": None, "seed": 1, **words}))
+    assert process.returncode == 0, process.stderr
+    check(four, without_rates(json.loads(process.stdout)), rules, 2, words)
+
+
+@pytest.mark.parametrize("rules", [pytest.param(name, marks=SYSTEM) for name in ("hardest", "apart", "gloo")])
+@pytest.mark.parametrize("arguments", [
+    {"schedule": "1f1b", "grad_clip": 0.5}, {"schedule": "pipedream", "update_every": 1, "cadence": 3},
+    {"schedule": "pipedream", "placement": TWO_TWO, "update_every": 2}], ids=["flush", "drained", "replicas"])
+def test_a_checkpoint_and_what_goes_on_from_it(four: World, tmp_path: Path, arguments: dict[str, Any],
+                                               rules: str) -> None:
+    words = {"microbatches": 4, "batches": 10, "steps": 2, "stages": len(arguments.get("placement", range(4))),
+             **arguments}
+    for begin, end in ((None, 2), (2, 4)):
+        with rank_checks.without_dropout():
+            expected = test_pipeline_checkpoint.stretch(folder=begin and str(tmp_path / f"here {begin}"),
+                                                        into=str(tmp_path / f"here {end}"), **words)
+        words_there = {**words, "folder": begin and str(tmp_path / f"there {begin}"),
+                       "into": str(tmp_path / f"there {end}")}
+        found = four.run(rank_checks.under, run="test_pipeline_checkpoint.stretch", rules=RULES[rules], seed=end,
+                         **words_there)
+        assert found == [json.loads(json.dumps(expected))] * 4
