@@ -22,9 +22,13 @@ hypothesis.settings.register_profile("tests", deadline=None, max_examples=20,  #
                                      suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("tests")
 
+HIDDEN = "VPIPE_TESTS_HIDDEN_GPUS"
+if HIDDEN in os.environ:  # by the process that has started this one to share the tests
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[HIDDEN]
 GPUS = torch.cuda.device_count()
 if GPUS:
     torch.cuda.init()  # type: ignore[no-untyped-call] # so that it keeps those that this hides from the tests' processes
+    os.environ[HIDDEN] = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

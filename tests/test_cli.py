@@ -191,7 +191,7 @@ def test_nccl_without_gpus(refused: Refused, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_gpu_that_is_not_there_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     assert refused(*settings("parallel.device=cuda")) == [
         (f"device is cuda, but this process sees no GPU (torch {torch.__version__} is built for processors alone)",
          "leave device out, or set it to cpu")]

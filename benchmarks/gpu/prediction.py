@@ -6,6 +6,7 @@ torch's allocator had given out at most (``torch.cuda.max_memory_allocated``) du
 
 from __future__ import annotations
 
+import gc
 import resource
 from itertools import repeat
 from statistics import median
@@ -38,6 +39,7 @@ def compare(part: Part, name: str, job: Job) -> None:
         plan = Plan(Cut((len(job.model),), recompute=(recompute,)), Order("1f1b"),
                     microbatches=training.num_microbatches)
         predicted = predict(profile, plan).prediction
+        gc.collect()  # an earlier pipeline
         before = torch.cuda.memory_allocated() if part.device.type == "cuda" else 0
         pipe = Pipeline(job.model, factory, stages=plan, precision=training.precision,
                         execution=Execution(device=part.device))

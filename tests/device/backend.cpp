@@ -535,6 +535,7 @@ class Call {
       wait_for(current_stream(index_), (depends_on_data() ? "shape of " : "fallback of ") + schema_.name());
     }
     Stack computed = shadows();
+    const Stack kept = computed;  // see kernel()
     {
       const at::AutoDispatchBelowADInplaceOrView below;
       op_.callBoxed(&computed);
@@ -588,6 +589,7 @@ class Call {
     }
     return [op = op_, stack = shadows(), outputs]() mutable {
       const at::AutoDispatchBelowADInplaceOrView below;
+      const Stack kept = stack;  // torch 2.11 drops two arguments that a kernel returns by reference before it copies them
       op.callBoxed(&stack);
       for (size_t i = 0; i < outputs.size(); ++i) {
         std::vector<at::Tensor> computed;

@@ -77,6 +77,7 @@ def test_it_prints_the_same_under_torchrun(tmp_path: Path) -> None:
     assert printed(shorter, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4") == alone
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 opens its connections otherwise, and fails")
 @pytest.mark.usefixtures("forked")
 def test_torch_prints_under_a_schedule_of_ours_what_the_model_prints_without(tmp_path: Path) -> None:
     """Two stages on a rank, halved backwards; torch goes through all others in tests/schedules/test_csv_format.py."""

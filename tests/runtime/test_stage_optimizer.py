@@ -598,6 +598,7 @@ def test_a_step_of_ones_own_is_called() -> None:
     assert stepped(optimizer) == 0
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # by torch 2.11
 def test_a_profiler_names_a_step_and_a_scheduler_sees_it() -> None:
     optimizer = one_weight()
     with torch.profiler.profile() as profile:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -121,6 +122,7 @@ def run_all(world: World, schedules: dict[str, Schedule], folder: Path) -> None:
     assert world.run(run_files, paths=paths) == [{f"{name}.csv": [] for name in schedules}] * world.ranks
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 opens its connections otherwise, and fails")
 def test_every_schedule_with_a_flush(world: World, tmp_path: Path) -> None:
     out_of_turn = tmp_path / "turns"
     out_of_turn.write_text("0F1,0F0,0B0,0B1\n1F0,1F1,1B1,1B0\n2F1,2F0,2B1,2B0\n3F0,3F1,3B1,3B0\n")

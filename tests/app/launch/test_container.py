@@ -59,7 +59,8 @@ def binds(command: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["apptainer", "singularity"])
-def test_command_of_a_rank_in_a_container(here: Path, name: str) -> None:
+def test_command_of_a_rank_in_a_container(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("vpipe.app.launch.container.NVIDIA", here / "nowhere")
     found = program(here, name)
     config = load(here, dataset__path="/data/text", dataset__cache_directory=str(here / "cache"))
     ranks = HostRanks.alone(2, 1234, threads=1, container=Container.from_config(config))
