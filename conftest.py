@@ -28,6 +28,7 @@ if HIDDEN in os.environ:  # by the process that has started this one to share th
 GPUS = torch.cuda.device_count()
 if GPUS:
     torch.cuda.init()  # type: ignore[no-untyped-call] # so that it keeps those that this hides from the tests' processes
+    torch.cuda.device_count()  # which torch keeps from then on
     os.environ[HIDDEN] = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -26,6 +26,20 @@ def test_a_processor_has_its_name_and_the_memory_of_its_host() -> None:
     assert 0 < accelerator.free_bytes(cpu) <= accelerator.total_bytes(cpu)
 
 
+def test_on_a_gpu_kernels_add_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of attention all but the plain form are left out: where torch only warns, their backwards add in any order."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    kernels = ("flash", "mem_efficient", "cudnn")
+    try:
+        accelerator.add_in_fixed_order(torch.device("cuda:0"))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not any(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in kernels)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        for kernel in kernels:
+            getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(True)
+
+
 def test_a_torch_without_devices_has_none() -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is a device")

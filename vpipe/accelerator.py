@@ -44,8 +44,6 @@ VISIBILITY = {USUAL: "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "
 LISTED_BY = {USUAL: "nvidia-smi", "xpu": "xpu-smi", "npu": "npu-smi", "hpu": "hl-smi"}
 """The program that lists the devices of a kind."""
 
-_TRITON = frozenset({USUAL, "xpu"})
-
 
 def kind() -> str:
     """Return the kind of the devices that this torch is built for."""
@@ -296,7 +294,7 @@ def multiplies_in_tf32(device: torch.device) -> bool:
 
 def needs_triton(device: torch.device) -> bool:
     """Return whether torch.compile makes kernels for the device by triton."""
-    return device.type in _TRITON
+    return device.type in (USUAL, "xpu")
 
 
 def add_in_fixed_order(device: torch.device) -> None:
@@ -306,6 +304,8 @@ def add_in_fixed_order(device: torch.device) -> None:
     if device.type != "cpu":
         if device.type == USUAL:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
+            for kernel in ("flash", "mem_efficient", "cudnn"):  # whose backwards add in any order if torch only warns
+                getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 

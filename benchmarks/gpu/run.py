@@ -1,4 +1,4 @@
-"""Test and measure vpipe on the GPUs of this machine, in one command and under twelve minutes. See README.md.
+"""Test and measure vpipe on the GPUs of this machine, in one command and under 14 minutes. See README.md.
 
 python benchmarks/gpu/run.py [--device cuda|cpu] [--only PART ...] [--out FOLDER]
 """
@@ -21,14 +21,14 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PARTS = {
     "suite": ("the suite's tests that need a GPU, bugs of streams", 100),
-    "exactness": ("every schedule on the device beside its oracle", 120),
+    "exactness": ("every schedule on the device beside its oracle", 200),
     "ranks": ("several processes: a shared GPU over gloo, nccl", 110),
     "prediction": ("predicted memory and step time beside the measured ones", 90),
     "utilization": ("a stage beside the plain model", 80),
     "host": ("cost of an action on the host, gaps between kernels, executors", 70),
     "orion": ("kernels of microbatches through the gate of Orion", 180),
 }
-"""Each a program beside this one, what it is about, and the seconds that it may take on a GPU: 750 in all."""
+"""Each a program beside this one, what it is about, and the seconds that it may take on a GPU: 830 in all."""
 NEEDED = {"torch": "everything", "numpy": "everything", "pydantic": "configs", "yaml": "configs",
           "safetensors": "checkpoints"}
 """Modules without which nothing runs, and what for."""

@@ -34,6 +34,8 @@ def fixed_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     accelerator.add_in_fixed_order(torch.device(GPU))
     yield
     torch.use_deterministic_algorithms(False)
+    for kernel in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(True)
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation:UserWarning")
