@@ -10,10 +10,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import jobs
 import late_device
 import late_nccl
 import torch
 import torch.distributed as dist
+import waits
+from models import rich_batches
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -46,6 +49,20 @@ def under(*, run: str, rules: Mapping[str, bool] | None, seed: int, **arguments:
         returned = getattr(importlib.import_module(module), function)(**arguments)
         assert rules is None or carried.communicators
     return returned
+
+
+def without_a_wait(*, place: str, **arguments: Any) -> Any:
+    """What :func:`under` returns where the wait at a place is taken away."""
+    with waits.without(place):
+        return under(**arguments)
+
+
+def ended(*, place: str | None, **arguments: Any) -> bool:
+    """Whether the device has done all, sends too, when the batches have ended: the process may end then."""
+    late.configure(1, patience_ms=500)  # longer than a rank waits for a processor
+    with nullcontext() if place is None else waits.without(place), late_nccl.late_rules(eager=False, buffered=False):
+        list(jobs.pipeline(jobs.MODELS["rich"](), **arguments).train(rich_batches(2, 8)))
+        return bool(late.current_stream().query())
 
 
 # -- transfers that are wrong, and mended, between the ranks of a pair -------------------------------------------------

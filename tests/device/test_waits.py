@@ -1,0 +1,75 @@
+"""Without any one of vpipe's waits for a device something goes wrong on the late device: in one process
+(wait_checks.py), or between ranks (rank_checks.py)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import late_device
+import pytest
+import rank_checks
+import wait_checks
+import waits
+from world import World
+
+Ended = Callable[..., subprocess.CompletedProcess[str]]
+
+HARDEST = {"eager": False, "buffered": False}
+TRANSFERS: Mapping[str, Mapping[str, bool] | None] = {
+    "runtime/collectives.py broadcast_tensors.transfer: work.wait(*limit)": None,
+    "runtime/transport/process_group.py DistributedTransport._wait: work.wait(self._timeout)": None,
+    "runtime/transport/process_group.py DistributedTransport._wait: work.wait()": HARDEST}
+"""Waits for transfers, and the rules by which they show: those of nccl, or None for gloo."""
+AT_THE_END = "runtime/engine.py Engine._end_batches: accelerator.current_stream(device).synchronize()"
+
+slowly = [pytest.mark.system, pytest.mark.long, pytest.mark.timeout(300)]
+
+
+def test_every_wait_of_the_sources_is_checked() -> None:
+    """A new one comes with a check of what goes wrong without it."""
+    assert sorted(waits.places()) == sorted([*wait_checks.CHECKS, *TRANSFERS, AT_THE_END])
+
+
+@pytest.fixture(scope="module")
+def told(ended: Ended) -> dict[str, dict[str, list[str]]]:
+    process = ended("wait_checks.py")
+    assert process.returncode == 0, process.stderr
+    found: dict[str, dict[str, list[str]]] = json.loads(process.stdout)
+    return found
+
+
+@pytest.mark.parametrize("place", [pytest.param(place, marks=slowly) for place in wait_checks.CHECKS])
+def test_without_a_wait_something_goes_wrong(told: dict[str, dict[str, list[str]]], place: str) -> None:
+    assert not told[place]["with"]
+    assert len(told[place]["without"]) == wait_checks.SEEDS
+
+
+@pytest.fixture(scope="module")
+def two(ended: Ended, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Two ranks with the device; ``ended`` skips where no compiler builds it."""
+    late_device.built()
+    world = World(2, tmp_path_factory.mktemp("two"), program=Path(__file__).with_name("rank_with_late.py"))
+    yield world
+    world.kill()
+
+
+@pytest.mark.parametrize("place", [pytest.param(place, marks=slowly) for place in TRANSFERS])
+def test_without_a_wait_for_a_transfer_something_goes_wrong(two: World, place: str) -> None:
+    words: dict[str, Any] = {"model": "rich", "schedule": "1f1b", "microbatches": 4, "stages": 2, "seed": 1,
+                             "run": "jobs.train", "rules": TRANSFERS[place]}
+    kept = two.run(rank_checks.under, **words)
+    found: Any = None
+    with suppress(pytest.fail.Exception):  # a rank has read what had not come
+        found = two.run(rank_checks.without_a_wait, place=place, **words)
+    assert found != kept
+
+
+@pytest.mark.parametrize("place", [pytest.param(None, marks=slowly), pytest.param(AT_THE_END, marks=slowly)])
+def test_when_training_ends_its_sends_have_ended(two: World, place: str | None) -> None:
+    ended = two.run(rank_checks.ended, place=place, schedule="pipedream", microbatches=4, stages=2)
+    assert ended == [place is None] * 2
