@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -342,6 +342,16 @@ def queued_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if hasattr(module_of(device), "recommended_max_memory"):  # that it shares with the processor
         return tensor.to(device)
     return tensor.new_empty(tensor.shape, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
+
+
+def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors in the host's memory, contiguous; the host waits for their device once, however many they are."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    queued = all(hasattr(module_of(device), "current_stream") for device in devices)
+    copies = [tensor.contiguous().to("cpu", non_blocking=queued) for tensor in tensors]
+    for device in devices if queued else ():
+        current_stream(device).synchronize()
+    return copies
 
 
 def pinned_bytes(count: int) -> torch.Tensor:

@@ -5,20 +5,30 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jobs
-import late_device
-import late_nccl
-import torch
-import torch.distributed as dist
-import waits
-from models import rich_batches
-from torch import Tensor
-from torch.nn import functional as F
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "runtime")]
+
+import jobs  # noqa: E402
+import late_device  # noqa: E402
+import late_nccl  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import waits  # noqa: E402
+from models import rich_batches  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from vpipe.distributed.watchdog import watch  # noqa: E402
+from vpipe.schedules.action import Action, Op  # noqa: E402
 
 SIZE = 512
 
@@ -63,6 +73,70 @@ def ended(*, place: str | None, **arguments: Any) -> bool:
     with nullcontext() if place is None else waits.without(place), late_nccl.late_rules(eager=False, buffered=False):
         list(jobs.pipeline(jobs.MODELS["rich"](), **arguments).train(rich_batches(2, 8)))
         return bool(late.current_stream().query())
+
+
+def evaluated_by_slow_ranks(**words: Any) -> list[float]:
+    """The ranks behind the first come later: its sends wait for them, while it has far more than it may have under
+    way."""
+    pipe = jobs.pipeline(jobs.MODELS["rich"](), **words)
+    losses = [step.loss for step in pipe.train(rich_batches(1, words["microbatches"]))]
+    if dist.is_initialized() and dist.get_rank():
+        time.sleep(0.3)
+    return [*losses, pipe.evaluate(rich_batches(2, words["microbatches"], seed=9))]
+
+
+def host_waits(**words: Any) -> dict[str, float]:
+    """How often the host waits for the device, per update, after the first."""
+    pipe = jobs.pipeline(jobs.MODELS["untied"](), **words)
+    batches = rich_batches(8, 8)
+    list(pipe.train(batches[:4]))
+    before = late.host_waits()
+    count = len(list(pipe.train(batches[4:])))
+    return {reason: (number - before.get(reason, 0)) / count for reason, number in late.host_waits().items()
+            if number != before.get(reason, 0)}
+
+
+def in_time(**words: Any) -> list[tuple[str, float]]:
+    """When, in seconds of the device, transfers could begin, streams waited for them, and computations of a second each
+    ended; with the action, as they were queued. Of the second batch, when shapes are known."""
+    pipe = jobs.pipeline(jobs.MODELS["untied"](), **words)
+    events: list[tuple[str, Any]] = []
+    begin, wait, receive = late_nccl.LateRules._begin, late_nccl.Transfer.wait, dist.irecv
+
+    def note(what: object, stream: Any = None) -> None:
+        events.append((str(what), (stream or late.current_stream()).record_event(late.Event(enable_timing=True))))
+
+    def beginning(self: late_nccl.LateRules, tensor: Tensor, peer: int) -> Any:
+        line, host = begin(self, tensor, peer)
+        note(watch.activity.now[0], line.stream)
+        return line, host
+
+    def waiting(self: late_nccl.Transfer, timeout: timedelta | None = None) -> bool:
+        note(f"wait in {watch.activity.now[0]}")
+        return wait(self, timeout)
+
+    def posting(*arguments: Any) -> Any:
+        note(f"post in {watch.activity.now[0]}")
+        return receive(*arguments)
+
+    def lasting(operation: Callable[[int, int], None], op: Any, stage: int, index: int) -> None:
+        operation(stage, index)
+        late.busy()
+        note(Action(op, stage, index))
+
+    batches = rich_batches(2, words["microbatches"])
+    list(pipe.train(batches[:1]))
+    [worker] = pipe.engine.workers.values()
+    for op in (Op.FORWARD, Op.BACKWARD, Op.STEP):
+        worker.operations[op] = partial(lasting, worker.operations[op], op)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(late_nccl.LateRules, "_begin", beginning)
+        patch.setattr(late_nccl.Transfer, "wait", waiting)
+        patch.setattr(dist, "irecv", posting)
+        began = late.current_stream().record_event(late.Event(enable_timing=True))
+        list(pipe.train(batches[1:]))
+        late.synchronize()
+    return [(what, round(began.elapsed_time(event) / 1000, 1)) for what, event in events]
 
 
 # -- transfers that are wrong, and mended, between the ranks of a pair -------------------------------------------------
@@ -164,8 +238,6 @@ def order_of_a_pair(*, rules: Mapping[str, bool]) -> list[Any]:
 
 
 if __name__ == "__main__":  # in one process, the same device
-    HERE = Path(__file__).parent
-    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "runtime")]
     torch.set_num_threads(1)
     late = late_device.load()
     print(json.dumps(under(**json.loads(sys.argv[1]))))

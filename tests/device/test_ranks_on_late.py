@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,71 @@ def test_as_one_process_with_the_device(four: World, ended: Ended, setting: str,
     process = ended("rank_checks.py", json.dumps({"run": "jobs.train", "rules": None, "seed": 1, **words}))
     assert process.returncode == 0, process.stderr
     check(four, without_rates(json.loads(process.stdout)), rules, 2, words)
+
+
+WAITS: dict[str, tuple[dict[str, Any], Sequence[int], Sequence[int]]] = {
+    "1f1b": ({"schedule": "1f1b", "stages": 4}, (0, 0, 0, 1), (4, 8, 8, 4)),
+    "pipedream": ({"schedule": "pipedream", "stages": 4}, (0, 0, 0, 1), (1, 2, 2, 1)),
+    "clipping": ({"schedule": "1f1b", "stages": 4, "grad_clip": 0.5}, (1, 1, 1, 2), (4, 8, 8, 4)),
+    "replicas": ({"schedule": "1f1b", "stages": 2, "placement": TWO_TWO}, (1, 1, 2, 2), (4, 4, 4, 4)),
+    "streams": ({"schedule": "gpipe", "stages": 4, "executor": "async_threaded"}, (0, 0, 0, 1), (4, 8, 8, 4))}
+"""By nccl's rules the waits of each rank per update: one for the losses on the last stage, one for norms, one for which
+gradients replicas have. Over gloo these, and one for each transfer that leaves the rank, however many tensors it has;
+receives are copied to the device without a wait."""
+
+
+@pytest.mark.parametrize("rules", ["hardest", pytest.param("gloo", marks=SYSTEM)])
+@pytest.mark.parametrize("name", ["1f1b", *[pytest.param(name, marks=SYSTEM) for name in list(WAITS)[1:]]])
+def test_how_often_the_host_waits(four: World, name: str, rules: str) -> None:
+    words, on_host, sent = WAITS[name]
+    found = four.run(rank_checks.under, run="rank_checks.host_waits", rules=RULES[rules], seed=1, microbatches=4,
+                     **words)
+    for rank, waits in enumerate(found):
+        # A call of train, here of four batches, waits until its transfers have ended.
+        streams = sent[rank] if rules == "gloo" else 1 / (16 if name == "pipedream" else 4)
+        assert waits == {"stream": streams, **({"copy to host": on_host[rank]} if on_host[rank] else {})}, rank
+
+
+@pytest.mark.parametrize("rules", [pytest.param("hardest", marks=SYSTEM), "apart"])
+def test_transfers_go_on_beside_computation(four: World, rules: str) -> None:
+    """A rank between others receives activations while it computes the backward before their forward; where
+    communicators progress apart, gradients, too. A step waits for no send of its update; a send for one of old."""
+    found = four.run(rank_checks.under, run="rank_checks.in_time", rules=RULES[rules], seed=1, schedule="1f1b",
+                     stages=4, microbatches=8)
+    for rank in (1, 2):
+        names = [what for what, _ in found[rank]]
+        for kind in ("F", "B") if rules == "apart" else ("F",):
+            for microbatch in range(4, 8 if kind == "F" else 5):
+                at = names.index(f"{rank}RECV_{kind}{microbatch}")
+                ended = next(time for what, time in reversed(found[rank][:at]) if what[1:2] in "FB")
+                assert found[rank][at][1] < ended - 0.5, (found[rank][at], ended)
+    for rank in (1, 2, 3):
+        names = [what for what, _ in found[rank]]
+        since = Counter(names[names.index(f"{rank}SEND_B7"):names.index(f"{rank}STEP0")])
+        assert since.pop(f"wait in {rank}SEND_B7", 0) <= since.pop(f"{rank}SEND_B7")
+        assert not since
+
+
+@pytest.mark.system
+@pytest.mark.long
+def test_over_gloo_receives_are_posted_before_the_computation_before_their_use(four: World) -> None:
+    found = four.run(rank_checks.under, run="rank_checks.in_time", rules=None, seed=1, schedule="1f1b", stages=4,
+                     microbatches=8)
+    for rank in (1, 2):
+        names = [what for what, _ in found[rank]]
+        for kind, microbatch in product("FB", range(1, 8)):
+            use = names.index(f"{rank}{kind}{microbatch}")
+            before = max(at for at, what in enumerate(names[:use]) if what[1] in "FB")
+            assert names.index(f"post in {rank}RECV_{kind}{microbatch}") < before, (kind, microbatch)
+
+
+@pytest.mark.parametrize("rules", ["hardest", *[pytest.param(name, marks=SYSTEM) for name in ("apart", "gloo")]])
+def test_a_tensor_is_kept_until_a_slow_rank_has_it(four: World, rules: str) -> None:
+    words = {"schedule": "1f1b", "stages": 4, "microbatches": 20}
+    with rank_checks.without_dropout():
+        expected = rank_checks.evaluated_by_slow_ranks(**words)
+    assert four.run(rank_checks.under, run="rank_checks.evaluated_by_slow_ranks", rules=RULES[rules], seed=1,
+                    **words) == [expected] * 4
 
 
 @pytest.mark.parametrize("rules", [pytest.param(name, marks=SYSTEM) for name in ("hardest", "apart", "gloo")])

@@ -23,7 +23,10 @@ HARDEST = {"eager": False, "buffered": False}
 TRANSFERS: Mapping[str, Mapping[str, bool] | None] = {
     "runtime/collectives.py broadcast_tensors.transfer: work.wait(*limit)": None,
     "runtime/transport/process_group.py DistributedTransport._wait: work.wait(self._timeout)": None,
-    "runtime/transport/process_group.py DistributedTransport._wait: work.wait()": HARDEST}
+    "runtime/transport/process_group.py DistributedTransport._wait: work.wait()": HARDEST,
+    "runtime/transport/process_group.py DistributedTransport.receive: "
+    "buffer.record_stream(accelerator.current_stream(device))": HARDEST,
+    "accelerator.py on_host: current_stream(device).synchronize()": None}
 """Waits for transfers, and the rules by which they show: those of nccl, or None for gloo."""
 AT_THE_END = "runtime/engine.py Engine._end_batches: accelerator.current_stream(device).synchronize()"
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vpipe import accelerator
 from vpipe.distributed.init import exchange
 from vpipe.distributed.sockets import closed_afterwards
 from vpipe.distributed.watchdog import watch
@@ -269,6 +271,8 @@ class DistributedTransport:
         self._control = control_group(self._timeout)
         self.ordered = is_ordered(device)
         self._groups = tensor_groups(device, self._timeout) if self.ordered else None
+        # A receive waits for the stream in which it is posted: in one of its own for nothing that is being computed.
+        self._receives = accelerator.new_stream(device) if self.ordered and device.type != "cpu" else None
         # Transfers that an abandoned pipeline left must not match a later one's; every rank builds them in one order.
         self._generation = next(_generations)
         links = None if self.ordered else host_links(shared_memory and device.type == "cpu", timeout_s)
@@ -286,7 +290,8 @@ class DistributedTransport:
                 and self._send_shared(self._shared, peer, key, tensors, announce):
             return
         group, device = self._group_and_device(key)
-        carried = [t.detach().to(device).contiguous() for t in tensors]
+        detached = [t.detach() for t in tensors]
+        carried = accelerator.on_host(detached) if device == _HOST else [t.to(device).contiguous() for t in detached]
         # Even an empty tensor keeps its number, so that both sides count alike.
         with PeerTransfer(peer, "sending", self.timeout_s, key, self):
             header = [(MOST_TENSORS, _header(tensors))] if announce else []
@@ -332,8 +337,10 @@ class DistributedTransport:
             self._announced[peer, key.stage + 1].discard(key.number)
         assert specs is not None, "announced specs are received first"
         device = _HOST if for_host else self._device
-        return [buffer.to(device).requires_grad_(spec.wants_gradient)
-                for buffer, spec in zip(buffers, specs, strict=True)]
+        for buffer in () if for_host or self._receives is None else buffers:
+            buffer.record_stream(accelerator.current_stream(device))  # or the next receive could have its memory
+        arrived = [b if b.device == device else accelerator.queued_copy(b, device) for b in buffers]
+        return [tensor.requires_grad_(spec.wants_gradient) for tensor, spec in zip(arrived, specs, strict=True)]
 
     def wait_sent(self, kind: TransferKind) -> None:
         started = perf_counter()
@@ -418,8 +425,9 @@ class DistributedTransport:
 
     def _post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec]) -> _Posted:
         group, device = self._group_and_device(key)
-        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
-        return _Posted(specs, self._start(dist.irecv, peer, key, group, enumerate(buffers)), buffers)
+        with nullcontext() if self._receives is None else accelerator.using(self._device, self._receives):
+            buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
+            return _Posted(specs, self._start(dist.irecv, peer, key, group, enumerate(buffers)), buffers)
 
     def _group_and_device(self, key: TransferKey) -> tuple[dist.ProcessGroup, torch.device]:
         """Return the group that carries a transfer, and where its tensors must be."""
