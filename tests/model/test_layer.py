@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
-from vpipe.model.layer import seed_of, set_parameter, split_target
+from vpipe.model.layer import moved, seed_of, set_parameter, split_target
 
 
 def linear() -> nn.Module:
@@ -153,6 +153,16 @@ def test_the_whole_model_shares_tied_parameters_through_ties_of_ties() -> None:
 def test_layer_names_with_dots_become_keys_of_the_whole_model() -> None:
     whole = Model([Layer("block0.mlp", linear, ("x",)), LAST], ("x",)).materialize()
     assert list(whole.state_dict()) == ["block0.mlp.weight", "block0.mlp.bias", "last.weight", "last.bias"]
+
+
+def test_a_parameter_of_several_names_stays_one_where_it_is_moved() -> None:
+    """torch itself makes two on meta, and on devices that another package brings."""
+    table = nn.Embedding(3, 3)
+    module = nn.ModuleDict({"first": table, "second": nn.Sequential(linear())})
+    set_parameter(module["second"], "0.weight", table.weight)
+    moved(module, "meta")
+    assert module["second"].get_parameter("0.weight") is table.weight
+    assert table.weight.device.type == "meta"
 
 
 def test_set_parameter_reaches_into_submodules() -> None:

@@ -197,3 +197,19 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
     """Put ``parameter`` where ``module`` keeps the one called ``name`` (dots lead into submodules)."""
     path, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(path), leaf, parameter)
+
+
+def moved(module: nn.Module, device: torch.device | str) -> nn.Module:
+    """Move a module, and return it; a parameter of several names stays one.
+
+    Where another package than torch brings the device, ``Module.to`` makes a parameter of each name.
+    """
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((part, name))
+    module.to(device)
+    for (first, own), *others in places.values():
+        for part, name in others:
+            setattr(part, name, getattr(first, own))
+    return module

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vpipe import accelerator
 from vpipe.description.precision import Precision
 from vpipe.errors import UserError
-from vpipe.model.layer import LOSS, check_alike, kind_of, parameter_of, set_parameter, share_modules
+from vpipe.model.layer import LOSS, check_alike, kind_of, moved, parameter_of, set_parameter, share_modules
 from vpipe.model.model import Model
 from vpipe.model.sequential import rounded_module
 from vpipe.model.split import StageSpec
@@ -74,7 +74,7 @@ class StageLayers:
         self.spec, self.seed, self.device, self.precision = spec, seed, device, precision
         self.rounding = None if precision.dtype is None else Rounding(precision.dtype)
         self.layer_names = {i: model.layers[i].name for i in spec.layers}
-        named = {self.layer_names[i]: model.layers[i].materialize(i, seed).to(device) for i in spec.layers}
+        named = {self.layer_names[i]: moved(model.layers[i].materialize(i, seed), device) for i in spec.layers}
         self.generators = accelerator.generators_of(device)
         share_modules(named, {self.layer_names[i]: model.layers[i].shared for i in spec.layers})
         self.modules = {i: named[name] for i, name in self.layer_names.items()}

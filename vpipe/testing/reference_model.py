@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.description.precision import Precision
-from vpipe.model.layer import LOSS, Layer, set_parameter, split_target
+from vpipe.model.layer import LOSS, Layer, moved, set_parameter, split_target
 from vpipe.model.model import Model
 from vpipe.model.sequential import rounded_module
 from vpipe.runtime.compiled import compile_layers
@@ -91,7 +91,8 @@ class ReferenceModel:
 
     def __init__(self, model: Model, seed: int, partition: Sequence[int], widths: Sequence[int],
                  precision: ReferencePrecision = FP32, device: torch.device | str = "cpu") -> None:
-        self._model, self._modules, self.widths = model, model.materialize(seed).to(device), tuple(widths)
+        self._model, self._modules, self.widths = model, model.materialize(seed), tuple(widths)
+        moved(self._modules, device)
         self.layers = [self._modules[layer.name] for layer in model.layers]
         specs = model.split(partition)
         assert len(specs) == len(widths), "one width per stage"
