@@ -5,7 +5,8 @@
 # make test-system    every failure at every moment of a run; over several hosts: ssh between network namespaces, a
 #              SLURM; the site and its playground in Chromium; installs these when root on Debian
 # make orion   builds the library that lets microbatches share a GPU by priority; needs a C++ compiler, no CUDA
-# make gpu     on a machine with a GPU, with the Python that is there: tests and measures, under 14 minutes; installs nothing
+# make gpu     on a machine with a GPU or another accelerator, with the Python that is there: tests and measures, under 14
+#              minutes; installs nothing
 
 PYTHON ?= python3
 SOAK_MINUTES ?= 60

@@ -26,7 +26,7 @@ USUAL = "cuda"
 """The kind that is meant where torch knows none: it is asked how many devices there are, and says none."""
 
 KINDS = (USUAL, "xpu", "npu", "hpu", "mps")
-"""Kinds that a config may name; a torch is built for one of them at most."""
+"""Kinds that a config may name before torch is asked (:func:`kind`); a torch is built for one of them at most."""
 
 COLLECTIVES = {USUAL: "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}
 """The backend of torch.distributed that carries tensors of a kind between devices; gloo, over the host, of others."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+
+from vpipe import accelerator
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,19 @@ class Part:
     """A part of the report, run as a program of its own: ``part.py --device cuda --out FILE [--small]``.
 
     Attributes:
-        device: to compute on.
-        small: sizes for a rehearsal on a processor.
+        device: to compute on, without an index.
+        on_processor: whether that is a processor, which stands in for a device.
+        small: sizes for a rehearsal, of whose speed nothing is demanded.
     """
 
     def __init__(self, description: str | None) -> None:
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+        parser.add_argument("--device", required=True, help="cpu, or the kind that torch names")
+        parser.add_argument("--small", action="store_true", help="sizes for a rehearsal")
         parser.add_argument("--out", type=Path, required=True, help="JSON lines, one per finding")
         options = parser.parse_args()
-        self.device, self.small = torch.device(options.device), options.device == "cpu"
+        self.device, self.on_processor = torch.device(options.device), options.device == "cpu"
+        self.small: bool = options.small
         self._out: Path = options.out
         torch.set_num_threads(1 if self.small else max(1, (os.cpu_count() or 1) // 4))
 
@@ -51,8 +57,13 @@ class Part:
 
     def wait(self) -> None:
         """Wait until the device has done all that it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        accelerator.synchronize(self.device)
+
+    def free(self) -> None:
+        """Give back what no tensor needs: the next model may need it in one piece."""
+        gc.collect()
+        if not self.on_processor:
+            getattr(accelerator.module_of(self.device), "empty_cache", lambda: None)()
 
 
 def read(path: Path) -> list[Finding]:

@@ -18,7 +18,7 @@ from findings import Part
 from models import published_jobs
 from torch import Tensor
 
-from vpipe import Execution, Pipeline
+from vpipe import Execution, Pipeline, accelerator
 
 sys.path.append(str(Path(__file__).parent.parent / "host"))
 
@@ -49,12 +49,13 @@ def trainings(pipes: Mapping[str, Pipeline], batch: dict[str, Tensor], batches: 
 
 def cost_of_actions(part: Part) -> None:
     """Time batches of layers so small that only the host's work takes time, beside the same layers in a loop."""
-    optimizer, times, pairs = partial(torch.optim.SGD, lr=0.01), 4, STAGES * MICROBATCHES
+    optimizer, pairs = partial(torch.optim.SGD, lr=0.01), STAGES * MICROBATCHES
+    times, rounds = (1, 1) if part.small else (4, 5)
     bare = {"layers": bare_layers(part.device), "steps": bare_steps(optimizer, part.device)}
     batch = {name: field.to(part.device) for name, field in BATCH.items()}
     systems = trainings(pipelines(optimizer, part.device), batch, times)
     systems |= {name: partial(lambda run: [run() for _ in range(times)], run) for name, run in bare.items()}
-    found = seconds_per_batch(part, systems, times, 5)
+    found = seconds_per_batch(part, systems, times, rounds)
     for schedule, actions in (("1f1b", 2), ("pipedream", 3)):
         alone = found["layers"] + (found["steps"] if actions == 3 else 0)
         each = 1e6 * (found[schedule] - alone) / pairs / actions
@@ -81,17 +82,25 @@ def busy_share(kernels: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def gaps(part: Part, pipe: Pipeline, batch: dict[str, Tensor]) -> None:
     """Profile two batches and say how much of the time kernels run."""
     from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity, profile, supported_activities
 
-    kind = DeviceType.CPU if part.small else DeviceType.CUDA
+    name, subject = part.device.type.upper(), "kernels of successive actions"
+    activity = getattr(ProfilerActivity, name, None)
+    if activity not in supported_activities():
+        part.add(subject, f"left out: torch's profiler does not record kernels of {part.device.type}")
+        return
     list(pipe.train([batch]))
     part.wait()
-    with profile(activities=[ProfilerActivity.CPU, *([] if part.small else [ProfilerActivity.CUDA])]) as profiled:
+    with profile(activities={ProfilerActivity.CPU, activity}) as profiled:
         list(pipe.train([batch] * 2))
         part.wait()
-    events: list[Any] = [event for event in profiled.events() or () if event.device_type == kind]
+    events: list[Any] = [event for event in profiled.events() or () if event.device_type == getattr(DeviceType, name)]
+    if not events:
+        part.add(subject, f"torch's profiler has recorded none on {part.device.type}",
+                 False if part.device.type == accelerator.USUAL else None)
+        return
     share, longest = busy_share([(event.time_range.start, event.time_range.end) for event in events])
-    part.add("kernels of successive actions" + " (here operators on the processor)" * part.small,
+    part.add(subject + " (here operators on the processor)" * part.on_processor,
              f"{len(events):,} in two batches; one runs {share:.1%} of the time, the longest gap is {longest:.0f} us")
 
 
@@ -100,13 +109,14 @@ def main() -> None:
     cost_of_actions(part)
     job = published_jobs(part.small)["GPT 124M"]
     batch = {name: value.to(part.device) for name, value in next(job.training_batches(job.model.batch)).items()}
-    pipes = {executor: Pipeline(job.model, lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True), stages=1,
+    adamw = partial(torch.optim.AdamW, lr=1e-4, fused=part.device.type in accelerator.FUSED or None)
+    pipes = {executor: Pipeline(job.model, adamw, stages=1,
                                 schedule="gpipe", microbatches=job.config.training.num_microbatches,
                                 precision=job.config.training.precision,
                                 execution=Execution(device=part.device, executor=executor))
              for executor in ("overlapped", "async_threaded", "naive")}
     gaps(part, pipes["overlapped"], batch)
-    seconds = seconds_per_batch(part, trainings(pipes, batch, 3), 3, 4)
+    seconds = seconds_per_batch(part, trainings(pipes, batch, 3), 3, 1 if part.small else 4)
     for executor, each in seconds.items():
         part.add(f"executor {executor}, GPT 124M, gpipe, one stage",
                  f"{1e3 * each:.1f} ms per batch, {seconds['overlapped'] / each:.2f} of overlapped's speed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -14,6 +15,9 @@ from vpipe.app.train.job import Job
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 VOCABULARY, WIDTH, LENGTH = 211, 64, 32
+SMALL = "--small" in sys.argv
+STEPS = 2 if SMALL else 3
+"""Batches that the small transformer is trained on."""
 
 
 class Embed(nn.Module):
@@ -54,7 +58,7 @@ class Head(nn.Module):
         return F.cross_entropy((self.norm(h) @ self.table.T).flatten(0, 1), labels.flatten())
 
 
-def small_model(blocks: int = 14, dropout: float = 0.1) -> Model:
+def small_model(blocks: int, dropout: float = 0.1) -> Model:
     """A transformer of ``blocks`` + 2 layers: a mask skips stages, the last layer is tied to the first."""
     return Model([Layer("embed", Embed, ("ids",), ("h", "mask")),
                   *(Layer(f"block{number}", lambda: Block(dropout), ("h", "mask"), ("h",)) for number in range(blocks)),
@@ -62,10 +66,10 @@ def small_model(blocks: int = 14, dropout: float = 0.1) -> Model:
                  batch=("ids", "labels"))
 
 
-def small_batches(number: int, samples: int) -> list[dict[str, Tensor]]:
+def small_batches(samples: int) -> list[dict[str, Tensor]]:
     """Random batches, the same everywhere, on the processor; the last tokens of every sample are padding."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, VOCABULARY, (number, samples, LENGTH), generator=generator)
+    ids = torch.randint(1, VOCABULARY, (STEPS, samples, LENGTH), generator=generator)
     ids[:, :, -3:] = 0
     labels = torch.randint(VOCABULARY, ids.shape, generator=generator)
     return [{"ids": one, "labels": other} for one, other in zip(ids, labels, strict=True)]

@@ -18,10 +18,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from findings import Part
 from orion_checks import Checks
 from orion_devices import Device, FakeDevice, TorchDevice
 
+from vpipe import accelerator
 from vpipe.app.launch.network import free_port
 from vpipe.extras.orion.scheduler import LIBRARY, OrionScheduler, get_scheduler
 
@@ -78,16 +80,15 @@ def overhead(device: Device, role: str) -> dict[str, float]:
     return found
 
 
-def build(part: Part, folder: Path) -> dict[str, str]:
+def build(part: Part, folder: Path, compiler: str) -> dict[str, str]:
     """Build the library, and for a rehearsal the fake driver; returns the environment that loads them."""
-    done = subprocess.run(["make", "orion"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(["make", "orion", f"CXX={compiler}"], cwd=ROOT, capture_output=True, text=True, check=False)
     part.add("make orion", "built" if done.returncode == 0 else done.stderr[-500:], done.returncode == 0)
     if done.returncode:
         sys.exit(1)
     variables = {"LD_PRELOAD": str(LIBRARY)}
-    if part.small:
-        tests, compiler = ROOT / "kernel_intercept" / "tests", shutil.which("g++") or shutil.which("clang++")
-        assert compiler is not None, "make orion has found one"
+    if part.on_processor:
+        tests = ROOT / "kernel_intercept" / "tests"
         subprocess.run([compiler, "-std=c++17", "-pthread", "-fPIC", "-shared", f"-I{tests}",
                         f"-I{tests.parent / 'src'}", f"-I{tests.parent / 'include'}", tests / "fake_driver.cpp",
                         "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1"], check=True)
@@ -124,8 +125,8 @@ def costs(part: Part, variables: dict[str, str]) -> None:
 
 def traced(part: Part, variables: dict[str, str]) -> None:
     """Record a process that has the library with Nsight Systems, where it is installed."""
-    if part.small or shutil.which("nsys") is None:
-        part.add("Nsight Systems", "not tried: a rehearsal" if part.small else "not installed")
+    if part.on_processor or shutil.which("nsys") is None:
+        part.add("Nsight Systems", "left out: " + ("a rehearsal" if part.on_processor else "not installed"))
         return
     with tempfile.TemporaryDirectory() as name:
         done = subprocess.run(["nsys", "profile", "--trace=cuda", "--output", f"{name}/trace", sys.executable, "-c",
@@ -154,7 +155,7 @@ def train(folder: Path, ranks: int, variables: dict[str, str], settings: list[st
 
 def runs(part: Part, folder: Path) -> None:
     """Train with and without Orion, by vpipe's launcher and under torchrun."""
-    own = ["parallel.device=cpu", "model.hidden_size=64", "model.sequence_length=16"] if part.small else [
+    own = ["parallel.device=cpu", "model.hidden_size=64", "model.sequence_length=16"] if part.on_processor else [
         "parallel.device=cuda"]
     plain, _, without = train(folder / "without", 1, {}, own)
     gated, said, summary = train(folder / "with", 1, {}, [*own, "parallel.use_orion_scheduler=true"])
@@ -162,7 +163,7 @@ def runs(part: Part, folder: Path) -> None:
     ratio = without["samples_per_s"] / summary["samples_per_s"]
     part.add("time of an update with Orion", f"{ratio:.2f} of that without (at most 1.10)",
              None if part.small else ratio <= 1.10)
-    word = "inactive (ranks compute on cpu" if part.small else "active"
+    word = "inactive (ranks compute on cpu" if part.on_processor else "active"
     part.add("vpipe train", next((line for line in said.splitlines() if line.startswith("orion:")), "no line"),
              f"orion: {word}" in said)
     for ranks in (1, 2):
@@ -170,7 +171,8 @@ def runs(part: Part, folder: Path) -> None:
                                  {"LD_PRELOAD": str(LIBRARY), "USE_ORION_SCHEDULER": "1"}, own, torchrun=True)
         grants = [rank["gated"] for rank in summary["orion"].get("ranks", ())]
         part.add("torchrun, 1 rank" if ranks == 1 else "torchrun, 2 ranks that share the GPU, gloo",
-                 f"launches through the gate: {grants}", f"orion: {word}" in said and (part.small or min(grants) > 0))
+                 f"launches through the gate: {grants}",
+                 f"orion: {word}" in said and (part.on_processor or min(grants) > 0))
     part.add("several GPUs, nccl", "not tried by this check")
 
 
@@ -185,14 +187,21 @@ def attempt(part: Part, name: str, work: Callable[[], None]) -> None:
 def main() -> None:
     part, role = Part(__doc__), os.environ.get(ROLE)
     if role is not None:
-        device: Device = FakeDevice(timeless=role != "checks") if part.small else TorchDevice()
+        device: Device = FakeDevice(timeless=role != "checks") if part.on_processor else TorchDevice()
         if role == "checks":
             Checks(part, device).run()
         else:
             print(json.dumps(overhead(device, role)))
         return
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))), None)
+    if part.device.type not in ("cpu", accelerator.USUAL) or torch.version.hip:
+        part.add("all checks", "left out: Orion stands before CUDA's driver, and this is another")
+        return
+    if compiler is None or shutil.which("make") is None:
+        part.add("all checks", "left out: no C++ compiler, or no make, builds its library")
+        return
     with tempfile.TemporaryDirectory() as name:
-        variables = build(part, Path(name))
+        variables = build(part, Path(name), compiler)
         done = child("checks", part, variables)
         print(done.stdout, end="")
         part.add("the process of the checks", f"ended with status {done.returncode} {done.stderr[-300:]}".strip(),

@@ -1,22 +1,19 @@
 """Compare predictions with what happens: the memory and the step time of GPT 124M and BERT-large, one stage.
 
 A profile is measured as ``vpipe profile`` does, each plan is predicted from it and trained. Memory is that which
-torch's allocator had given out at most (``torch.cuda.max_memory_allocated``) during the steps.
+torch's allocator had given out at most (such as ``torch.cuda.max_memory_allocated``) during the steps.
 """
 
 from __future__ import annotations
 
-import gc
-import resource
 from itertools import repeat
 from statistics import median
 from time import perf_counter
 
-import torch
 from findings import Part
 from models import published_jobs
 
-from vpipe import Cut, Execution, Order, Pipeline, Plan
+from vpipe import Cut, Execution, Order, Pipeline, Plan, accelerator
 from vpipe.app.train.job import Job, microbatch_of
 from vpipe.plan.prediction import predict
 from vpipe.profiling import RankGroup, measure
@@ -39,15 +36,16 @@ def compare(part: Part, name: str, job: Job) -> None:
         plan = Plan(Cut((len(job.model),), recompute=(recompute,)), Order("1f1b"),
                     microbatches=training.num_microbatches)
         predicted = predict(profile, plan).prediction
-        gc.collect()  # an earlier pipeline
-        before = torch.cuda.memory_allocated() if part.device.type == "cuda" else 0
+        part.free()  # an earlier pipeline
+        counted = not part.on_processor and accelerator.counts_memory(part.device)
+        before = accelerator.held_bytes(part.device) if counted else 0
         pipe = Pipeline(job.model, factory, stages=plan, precision=training.precision,
                         execution=Execution(device=part.device))
         steps = pipe.train(repeat(batch))
         next(steps), next(steps)  # warm up
         part.wait()
-        if part.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        if counted:
+            accelerator.reset_peak(part.device)
         seconds = []
         for _ in range(BATCHES):
             started = perf_counter()
@@ -55,20 +53,17 @@ def compare(part: Part, name: str, job: Job) -> None:
             part.wait()
             seconds.append(perf_counter() - started)
         step_s, expected = median(seconds), predicted.stages[0].memory.peak
-        if part.device.type == "cuda":
-            used = torch.cuda.max_memory_allocated() - before
+        if counted:
+            used = accelerator.peak_bytes(part.device) - before
             memory, near = f"{used / 2**20:,.0f} MiB ({expected / used - 1:+.0%})", abs(expected / used - 1) <= WITHIN
         else:
-            process = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            memory, near = f"{process / 2**20:,.0f} MiB of the whole process, not comparable", True
+            memory, near = f"torch counts none on {part.device.type}", True
         off = predicted.step_s / step_s - 1
         part.add(f"{name}: {recompute:.0%} recomputed",
                  f"step {1e3 * predicted.step_s:.1f} ms predicted, {1e3 * step_s:.1f} ms measured ({off:+.0%}); "
                  f"memory {expected / 2**20:,.0f} MiB predicted, {memory}",
                  None if part.small else near and abs(off) <= WITHIN)
         del pipe, steps
-        if part.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Train over several processes: 2 and 4 that share a GPU over gloo, nccl with one rank, and between all GPUs there are.
+"""Train over several processes: 2 and 4 that share a device over gloo; one, and one per device, over its own backend.
 
 Every run is compared with the same schedule in one process on the same device. A world of processes trains all of its
-settings one after the other, each in a pipeline of its own.
+settings one after the other, each in a pipeline of its own. The backend is nccl, or that of another kind of device.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from findings import Part
-from models import small_batches, small_model
+from models import SMALL, small_batches, small_model
 
-from vpipe import Cut, Execution, Order, Pipeline, Transfers, Update
+from vpipe import Cut, Execution, Order, Pipeline, Transfers, Update, accelerator
 
 WORLD = "VPIPE_GPU_WORLD"
 """The environment variable that tells a process of a world what to do, as JSON."""
-STEPS, MICROBATCHES, LIMIT_S = 3, 8, 45.0
+MICROBATCHES, LIMIT_S = 8, 45.0  # a rehearsal may take four times as long
 SETTINGS: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"}, "1f1b": {"schedule": "1f1b", "grad_clip": 0.5},
     "1f1b, recompute": {"schedule": "1f1b", "recompute": 1.0}, "zb_h1": {"schedule": "zb_h1"},
@@ -42,22 +43,29 @@ def stages_of(setting: dict[str, Any], ranks: int) -> int:
 def losses(setting: dict[str, Any], ranks: int, device: str, backend: str | None = None) -> list[float]:
     """Train a setting made for ``ranks`` ranks; in this process, or as a rank of them."""
     cut = Cut(stages_of(setting, ranks), recompute=setting.get("recompute", 0.0), ranks=setting.get("replicas", 1))
-    pipe = Pipeline(small_model(), Update(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-                                          grad_clip=setting.get("grad_clip")),
+    model = small_model(6 if SMALL else 14)
+    pipe = Pipeline(model, Update(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+                                  grad_clip=setting.get("grad_clip")),
                     stages=cut, schedule=Order(setting["schedule"], chunks=setting.get("chunks")),
                     microbatches=MICROBATCHES, transfers=Transfers(backend, timeout_s=30),
                     execution=Execution(device), seed=1)
-    return [step.loss for step in pipe.train(small_batches(STEPS, 16))]
+    return [step.loss for step in pipe.train(small_batches(16))]
+
+
+@cache
+def losses_alone(name: str, ranks: int, device: str) -> list[float]:
+    """Return what a setting must give: the losses of one process."""
+    return losses(SETTINGS[name], ranks, device)
 
 
 def work(world: dict[str, Any]) -> None:
     """Be a rank of a world."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    rank = int(os.environ["RANK"])
-    device = "cpu" if world["device"] == "cpu" else f"cuda:{rank % torch.cuda.device_count()}"
+    rank, device = int(os.environ["RANK"]), world["device"]
+    accelerator.add_in_fixed_order(torch.device(device))
+    if device != "cpu":
+        device = f"{device}:{rank % accelerator.count()}"
     if world["own_group"]:  # as a script makes it
-        if device != "cpu":
-            torch.cuda.set_device(device)
+        accelerator.make_current(torch.device(device))
         dist.init_process_group(world["backend"])
     for name in world["settings"]:
         found = losses(SETTINGS[name], world["ranks"], device, world["backend"])
@@ -70,7 +78,7 @@ def work(world: dict[str, Any]) -> None:
 
 def run_world(part: Part, title: str, ranks: int, backend: str, names: list[str], own_group: bool = False) -> None:
     """Start the processes of a world, wait for them, and compare each setting with one process."""
-    started = time.monotonic()
+    started, limit_s = time.monotonic(), LIMIT_S * (4 if part.small else 1)
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -86,9 +94,9 @@ def run_world(part: Part, title: str, ranks: int, backend: str, names: list[str]
         said = []
         try:
             for process in processes:
-                said.append(process.communicate(timeout=max(1.0, started + LIMIT_S - time.monotonic()))[0])
+                said.append(process.communicate(timeout=max(1.0, started + limit_s - time.monotonic()))[0])
         except subprocess.TimeoutExpired:
-            said.append(f"not finished after {LIMIT_S:.0f} s")
+            said.append(f"not finished after {limit_s:.0f} s")
         finally:
             for process in processes:
                 process.kill()
@@ -99,7 +107,7 @@ def run_world(part: Part, title: str, ranks: int, backend: str, names: list[str]
             part.add(f"{title}: {name}", "did not end: " + " / ".join("; ".join(one.strip().splitlines()[-3:])
                                                                       for one in said if one.strip()), False)
             break
-        alone = losses(SETTINGS[name], ranks, part.device.type)
+        alone = losses_alone(name, ranks, part.device.type)
         off = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found[name], alone, strict=True))
         part.add(f"{title}: {name}", "losses equal those of one process to the last bit" if off == 0 else
                  f"losses differ from those of one process by {off:.1e}", off <= 1e-5)
@@ -111,19 +119,20 @@ def main() -> None:
         work(json.loads(os.environ[WORLD]))
         return
     part = Part(__doc__)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    rehearsal = part.device.type == "cpu"
-    nccl, gpus = ("gloo" if rehearsal else "nccl"), (2 if rehearsal else torch.cuda.device_count())
-    standing_in = " (here gloo)" if rehearsal else ""
+    accelerator.add_in_fixed_order(part.device)
+    own = "gloo" if part.on_processor or not accelerator.has_collectives() else accelerator.collectives()
+    devices = 2 if part.on_processor else accelerator.count()
+    if own == "gloo":
+        part.add("a backend between devices", f"none for {part.device.type}: gloo takes its place")
     plain = [name for name, setting in SETTINGS.items() if "replicas" not in setting]
     run_world(part, "2 ranks share a device, gloo", 2, "gloo", [*plain, "1f1b, 2 replicas"])
     run_world(part, "4 ranks share a device, gloo", 4, "gloo", ["1f1b", "zb_v", "pipedream", "1f1b, 2 replicas"])
-    run_world(part, f"1 rank, nccl{standing_in}, a group that the script made", 1, nccl, ["1f1b", "pipedream"], True)
-    if gpus > 1:
-        ranks = 4 if gpus >= 4 else 2
-        run_world(part, f"{ranks} ranks, nccl{standing_in}", ranks, nccl, list(SETTINGS))
+    run_world(part, f"1 rank, {own}, a group that the script made", 1, own, ["1f1b", "pipedream"], True)
+    if devices > 1:
+        ranks = 4 if devices >= 4 else 2
+        run_world(part, f"{ranks} ranks, a device each, {own}", ranks, own, list(SETTINGS))
     else:
-        part.add("nccl between GPUs", "not run: one GPU is visible")
+        part.add(f"{own} between devices", "left out: one is visible")
 
 
 if __name__ == "__main__":

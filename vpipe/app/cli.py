@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vpipe import accelerator
 from vpipe.app.command_line import COMMANDS, Parser, add_command, add_config, add_import, add_overrides
 from vpipe.app.progress import LOADING_TORCH, accept_any_text, message_if_slow
 from vpipe.errors import RunError, VpipeError
@@ -147,9 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     add_config(verify)
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="updates to compare (default: 3; a schedule "
                         "without a flush runs more if it needs them to use every weight version)")
-    verify.add_argument("--device", choices=("cpu", *accelerator.KINDS), default="cpu",
-                        help="compute on the processors, where the numbers are equal to the last bit (default), or on "
-                        "a GPU that all ranks share")
+    verify.add_argument("--device", default="cpu", metavar="DEVICE",
+                        help="compute on the processors, where the numbers are equal to the last bit (cpu, default), "
+                        "or on a GPU that all ranks share (cuda, or another kind that torch has)")
 
     profile = _add(commands, "profile", "profile.run_profile",
                    "measure the time and the memory of every layer on the ranks of a config")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from small_run import job_of, write_config
 
+from vpipe import accelerator
 from vpipe.app.config.config import load_config
 from vpipe.app.train.job import device_of, on_processors
 from vpipe.errors import UserError
@@ -50,3 +51,11 @@ def test_devices_known_before_a_run(keys: dict[str, str], words: str, asks: bool
     parallel = job_of(tmp_path).config.with_parallel(**keys).parallel
     assert parallel.devices == f"ranks compute on {words}"
     assert parallel.asks_for_gpus == asks
+
+
+def test_a_config_may_name_a_kind_that_only_torch_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, settings = write_config(tmp_path), ["parallel.device=late:1"]
+    with pytest.raises(UserError, match="must be cpu, cuda or a GPU such as cuda:1, got 'late:1'"):
+        load_config(file, settings)
+    monkeypatch.setattr(accelerator, "kind", lambda: "late")
+    assert load_config(file, settings).parallel.device == "late:1"

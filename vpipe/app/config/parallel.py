@@ -92,11 +92,9 @@ def _size(value: Any) -> Any:
         raise MistakesError(Mistake((), problem.what.lstrip(), problem.hint)) from None
 
 
-_DEVICES = rf"cpu|({'|'.join(accelerator.KINDS)})(:\d{{1,4}})?"
-
-
 def _device(value: Any) -> Any:
-    if value is None or (isinstance(value, str) and re.fullmatch(_DEVICES, value, re.ASCII)):
+    named = re.fullmatch(r"(\w+?)(:\d{1,4})?", value, re.ASCII) if isinstance(value, str) else None
+    if value in (None, "cpu") or (named and (named[1] in accelerator.KINDS or named[1] == accelerator.kind())):
         return value
     raise MistakesError(Mistake((), f"must be cpu, cuda or a GPU such as cuda:1, got {describe(value)}",
                                 "device: leave it out to compute on GPUs where there are any"))
