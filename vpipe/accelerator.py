@@ -416,6 +416,13 @@ def current_stream(device: torch.device) -> torch.Stream:
     return stream
 
 
+def mark(device: torch.device) -> torch.Event:
+    """Note in the queue of this thread when the device comes to here; two marks tell the time between them."""
+    event: torch.Event = module_of(device).Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def using(device: torch.device, stream: torch.Stream) -> AbstractContextManager[None]:
     """Return the context in which a stream of a device takes the work of this thread."""
     within: AbstractContextManager[None] = module_of(device).stream(stream)

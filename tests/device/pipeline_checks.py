@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -367,6 +367,26 @@ def check_recorded() -> None:
         assert not differences({**recorded, "actions": []}, plain)
 
 
+def check_records_have_the_times_of_the_device() -> None:
+    """Where the host only queues forwards that take a second of the device each."""
+    late.configure(1, patience_ms=0)
+    pipe = pipeline_of(untied_model, device="late:0", schedule="1f1b", **CUT)
+    list(pipe.train(rich_batches(1, 8)))
+    for stage in pipe.engine.local_stages:
+        stage.modules[stage.spec.layers[0]].register_forward_hook(lambda *_: late.busy(1))
+    recorders = pipe.record()
+    list(pipe.train(rich_batches(2, 8)))
+    before = late.host_waits().get("event", 0)
+    found = {rank: recorder.pop_records() for rank, recorder in recorders.items()}
+    assert late.host_waits().get("event", 0) - before == len(recorders)
+    for notes in found.values():
+        took = [note.end_s - note.start_s for note in notes if note.op == "F"]
+        assert len(took) == 8
+        assert all(1 <= seconds < 1.1 for seconds in took), took
+        assert all(note.waited_s <= note.end_s - note.start_s < 0.1 for note in notes if note.op != "F")
+        assert all(before.end_s <= after.start_s + 1e-6 for before, after in pairwise(notes))
+
+
 def check_forwards_on_streams_overlap() -> None:
     """Each takes a second of the device's time, all together less than two; the fields of the last microbatch are
     copied meanwhile. Where buffers are written they follow one another."""
@@ -445,6 +465,7 @@ CHECKS: dict[str, dict[str, Callable[[], None]]] = {
               "evaluation": check_waits_of_evaluation, "batches in pinned memory": check_waits_from_pinned_memory},
     "whole": {"saved while training goes on": check_saved_while_training_goes_on,
               "saved and resumed from files": check_saved_and_resumed_from_files, "recorded": check_recorded,
+              "records have the times of the device": check_records_have_the_times_of_the_device,
               "forwards on streams overlap": check_forwards_on_streams_overlap,
               "offloaded memory is used again": check_offloaded_memory_is_used_again,
               "memory in the summary": check_memory_in_the_summary, "profile": check_profile},

@@ -139,6 +139,17 @@ def in_time(**words: Any) -> list[tuple[str, float]]:
     return [(what, round(began.elapsed_time(event) / 1000, 1)) for what, event in events]
 
 
+def recorded(*, rules: Mapping[str, bool] | None) -> list[list[Any]]:
+    """The records of a step, as text, how long each action took, and how long it waited for another rank."""
+    late.configure(1, patience_ms=5)
+    with carried_by(rules):
+        pipe = jobs.pipeline(jobs.MODELS["rich"](), schedule="1f1b", stages=2, microbatches=4)
+        list(pipe.train(rich_batches(1, 8)))
+        [recorder] = pipe.record().values()
+        list(pipe.train(rich_batches(1, 8)))
+        return [[str(note.action), note.end_s - note.start_s, note.waited_s] for note in recorder.pop_records()]
+
+
 # -- transfers that are wrong, and mended, between the ranks of a pair -------------------------------------------------
 
 def full(value: float) -> Tensor:

@@ -76,3 +76,13 @@ def test_without_a_wait_for_a_transfer_something_goes_wrong(two: World, place: s
 def test_when_training_ends_its_sends_have_ended(two: World, place: str | None) -> None:
     ended = two.run(rank_checks.ended, place=place, schedule="pipedream", microbatches=4, stages=2)
     assert ended == [place is None] * 2
+
+
+@pytest.mark.parametrize("rules", [pytest.param(rules, marks=slowly) for rules in (None, HARDEST)])
+def test_records_tell_how_long_an_action_waited_for_another_rank(two: World, rules: Mapping[str, bool] | None) -> None:
+    """By nccl's rules the device waits within the action; without its marks all would be the action's own time."""
+    for notes in two.run(rank_checks.recorded, rules=rules):
+        assert all(-1e-6 <= waited <= took + 1e-6 for _, took, waited in notes)
+    first, second = two.run(rank_checks.recorded, rules=rules)
+    assert sum(waited for what, _, waited in second if what.startswith("1F")) > 0
+    assert sum(waited for what, _, waited in first if what.startswith("0B")) > 0

@@ -30,7 +30,10 @@ from vpipe.app.train import peak_flops  # noqa: E402
 from vpipe.app.train.torch_profiler import TorchProfiler  # noqa: E402
 from vpipe.checkpoint.shards import HostBuffer  # noqa: E402
 from vpipe.profiling import links  # noqa: E402
+from vpipe.runtime.action_recorder import _DeviceTimes  # noqa: E402
 from vpipe.runtime.executors.async_threaded import DeviceStreams  # noqa: E402
+from vpipe.schedules.action_record import RecordedAction  # noqa: E402
+from vpipe.schedules.kinds import Op  # noqa: E402
 
 late: Any = late_device.load() if __name__ == "__main__" else None
 DEVICE: Any = torch.device("late", 0) if late else None
@@ -127,6 +130,26 @@ def check_links() -> None:
     assert done()
 
 
+def check_begin_of_records() -> None:
+    """Seconds of the host and of the device are compared when the device has nothing to do."""
+    late.busy()
+    before = accelerator.mark(DEVICE)
+    _DeviceTimes(DEVICE)
+    assert before.query()
+
+
+def check_end_of_records() -> None:
+    times = _DeviceTimes(DEVICE)
+    started = times.mark()
+    late.busy(3)
+    waits = [(started, times.mark())]
+    late.busy(2)
+    [record] = times.read([(Op.FORWARD, 0, 0, started, times.mark(), (0.0, waits), 0, 0)])
+    assert isinstance(record, RecordedAction)
+    assert 5 <= record.end_s - record.start_s < 5.1
+    assert 3 <= record.waited_s < 3.1
+
+
 STREAMS = "runtime/executors/async_threaded.py "
 CHECKS: dict[str, Callable[[], None]] = {
     "accelerator.py clock_of.synchronised: synchronize(device)": check_clock,
@@ -134,6 +157,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "app/train/peak_flops.py _multiply: accelerator.synchronize(a.device)": check_peak,
     "app/train/torch_profiler.py TorchProfiler.before_step: accelerator.synchronize(self._run.pipe.device)":
         check_torch_profiler,
+    "runtime/action_recorder.py _DeviceTimes.__init__: accelerator.synchronize(device)": check_begin_of_records,
+    "runtime/action_recorder.py _DeviceTimes.read: actions[-1][4].synchronize()": check_end_of_records,
     "checkpoint/shards.py HostBuffer.copy: accelerator.synchronize(device)": check_copies_of_a_save,
     "profiling/links.py _back_and_forth: accelerator.synchronize(device)": check_links,
     **{f"{STREAMS}{wait}": check_forwards for wait in (
@@ -157,7 +182,7 @@ def failures(check: Callable[[], None]) -> list[str]:
         late.configure(seed, patience_ms=0)
         try:
             check()
-        except AssertionError:
+        except (AssertionError, RuntimeError):
             found.append(f"seed {seed}: {traceback.format_exc()}")
     return found
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
+from typing import Any
 
+import torch
 from torch.profiler import record_function
 
+from vpipe import accelerator
 from vpipe.errors import RunError
 from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.microbatches import Signature
@@ -43,6 +46,36 @@ class _InFlight:
     bytes: int = 0
 
 
+class _DeviceTimes:
+    """When a device came to marks in its queue, in seconds of ``perf_counter``: the host only launches, and goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        accelerator.synchronize(device)  # it comes to this mark now
+        self._last, self._at_s = self.mark(), perf_counter()
+
+    def mark(self) -> torch.Event:
+        return accelerator.mark(self._device)
+
+    def read(self, records: Sequence[Any]) -> Iterator[RecordedAction | RecordedEvaluation]:
+        """Return records with the device's times, once it has come to the last mark."""
+        if actions := [each for each in records if not isinstance(each, RecordedEvaluation)]:
+            actions[-1][4].synchronize()
+        for each in records:
+            if isinstance(each, RecordedEvaluation):
+                yield each
+                continue
+            op, stage, number, started, ended, (host_s, waits), held, versions = each
+            start_s, end_s = self._second(started), self._second(ended)
+            waited_s = min(host_s, end_s - start_s) + sum(1e-3 * begun.elapsed_time(end) for begun, end in waits)
+            yield RecordedAction(op, stage, number, start_s, end_s, waited_s, held, versions)
+
+    def _second(self, mark: torch.Event) -> float:
+        self._at_s += 1e-3 * self._last.elapsed_time(mark)  # of the last, not of the first: they are given in fp32
+        self._last = mark
+        return self._at_s
+
+
 class Recorder:
     """Execute the actions of a worker and record each; ``USE`` as taking no time.
 
@@ -55,7 +88,13 @@ class Recorder:
     def __init__(self, worker: Worker, limit: int) -> None:
         self.worker, self.count = worker, 0
         self._limit = limit
-        self._records: list[tuple[Kind, int, int, float, float, float, int, int] | RecordedEvaluation] = []
+        self._records: list[tuple[Kind, int, int, Any, Any, Any, int, int] | RecordedEvaluation] = []
+        device = next(iter(worker.stages.values())).device
+        self._device_times = None if device.type == "cpu" else _DeviceTimes(device)
+        self._now: Callable[[], Any] = perf_counter if self._device_times is None else self._device_times.mark
+        self._waits: list[tuple[torch.Event, torch.Event]] = []  # of the device in the present action
+        if self._device_times is not None and worker.transport.ordered:  # else the host waits
+            worker.transport.receive = partial(self._receive, worker.transport.receive)  # type: ignore[method-assign]
         self._held = 0
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._sizes: dict[tuple[int, bool, Signature], _Sizes] = defaultdict(_Sizes)
@@ -73,6 +112,8 @@ class Recorder:
     def pop_records(self) -> list[RecordedAction | RecordedEvaluation]:
         """Return the records since the last call, in order, and drop them here."""
         records, self._records = self._records, []
+        if self._device_times is not None:
+            return list(self._device_times.read(records))
         return [each if isinstance(each, RecordedEvaluation) else RecordedAction(*each) for each in records]
 
     def stop(self) -> None:
@@ -88,20 +129,30 @@ class Recorder:
             return
         counter = self._counter_for(op, stage, index) if op.uses_version or op.remembers else None
         transport = worker.transport
-        waited, started = transport.wait_s, perf_counter()
+        waited, started = transport.wait_s, self._now()
         if counter is None:
             worker.execute(action)
         else:
             self._execute_counted(action, counter)
-        ended = started if op.chooses else perf_counter()
+        ended, waited = started if op.chooses else self._now(), transport.wait_s - waited
+        waits, self._waits = self._waits, []
         self.count += 1
         if op.uses_version or op.remembers or op.first_half:
             self._keep(op, stage, index)
         elif op.completes:
             self._drop(stage, index)
         here = worker.stages.get(stage)
-        self._records.append((op, stage, worker.segment.number_of(action), started, ended, transport.wait_s - waited,
-                              self._held, 0 if here is None else here.weights.version_count))
+        self._records.append((op, stage, worker.segment.number_of(action), started, ended,
+                              waited if self._device_times is None else (waited, waits), self._held,
+                              0 if here is None else here.weights.version_count))
+
+    def _receive(self, receive: Callable[..., list[torch.Tensor]], *key: Any) -> list[torch.Tensor]:
+        """Receive, and mark when the device waited for it."""
+        if self.full:
+            return receive(*key)
+        begun, received = self._now(), receive(*key)
+        self._waits.append((begun, self._now()))
+        return received
 
     def abandon(self) -> None:
         """Forget microbatches that failed; their actions stay recorded."""
