@@ -28,6 +28,8 @@ TRANSFERS: Mapping[str, Mapping[str, bool] | None] = {
     "buffer.record_stream(accelerator.current_stream(device))": HARDEST,
     "accelerator.py on_host: current_stream(device).synchronize()": None}
 """Waits for transfers, and the rules by which they show: those of nccl, or None for gloo."""
+ELSEWHERE = "accelerator.py clock_of.synchronised: synchronize(device)"
+"""A wait that training does without."""
 AT_THE_END = "runtime/engine.py Engine._end_batches: accelerator.current_stream(device).synchronize()"
 
 slowly = [pytest.mark.system, pytest.mark.long, pytest.mark.timeout(300)]
@@ -66,6 +68,7 @@ def test_without_a_wait_for_a_transfer_something_goes_wrong(two: World, place: s
     words: dict[str, Any] = {"model": "rich", "schedule": "1f1b", "microbatches": 4, "stages": 2, "seed": 1,
                              "run": "jobs.train", "rules": TRANSFERS[place]}
     kept = two.run(rank_checks.under, **words)
+    assert two.run(rank_checks.without_a_wait, place=ELSEWHERE, **words) == kept
     found: Any = None
     with suppress(pytest.fail.Exception):  # a rank has read what had not come
         found = two.run(rank_checks.without_a_wait, place=place, **words)
