@@ -26,7 +26,7 @@ from vpipe import Cut, Execution, Order, Pipeline, Transfers, Update, accelerato
 
 WORLD = "VPIPE_GPU_WORLD"
 """The environment variable that tells a process of a world what to do, as JSON."""
-MICROBATCHES, LIMIT_S = 8, 45.0  # a rehearsal may take four times as long
+MICROBATCHES, LIMIT_S = 4 if SMALL else 8, 45.0  # a rehearsal may take four times as long
 SETTINGS: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"}, "1f1b": {"schedule": "1f1b", "grad_clip": 0.5},
     "1f1b, recompute": {"schedule": "1f1b", "recompute": 1.0}, "zb_h1": {"schedule": "zb_h1"},
