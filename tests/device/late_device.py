@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 NAME = "late"
@@ -95,6 +96,17 @@ def load() -> types.ModuleType:
         atexit.register(library.late_configure, 0, 0, False)  # no kernel runs while torch is taken apart
     module: types.ModuleType = torch.get_device_module(NAME)
     return module
+
+
+@contextlib.contextmanager
+def without_dropout() -> Iterator[None]:
+    """Each device draws its own random numbers."""
+    dropout = F.dropout
+    F.dropout = lambda given, *_: given  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.dropout = dropout
 
 
 class Stream(torch.Stream):

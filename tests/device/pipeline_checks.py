@@ -11,7 +11,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
@@ -38,7 +38,6 @@ from test_exact_in_every_precision import pushed, pushed_model  # noqa: E402
 from test_executors import out_of_turn  # noqa: E402
 from test_offload import offloading  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
 
 from vpipe import Model, Pipeline, accelerator  # noqa: E402
 from vpipe.app.train.optimizers import MATRIX_OPTIMIZERS, OptimizerSettings, hidden_matrices  # noqa: E402
@@ -193,16 +192,6 @@ EVALUATION = {"copy to host": 2}
 """Of four batches: one per twelve microbatches, as many as go through at a time."""
 
 
-@contextmanager
-def without_dropout() -> Iterator[None]:
-    dropout = F.dropout
-    F.dropout = lambda given, *_: given  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.dropout = dropout
-
-
 def told(steps: Sequence[Any]) -> list[list[str]]:
     return [[repr(step.index), repr(step.loss), repr(step.gradient_norm), repr(step.skipped)] for step in steps]
 
@@ -218,7 +207,7 @@ def pipeline(wanted: Case, device: str) -> Pipeline:
 
 def run_of(wanted: Case, device: str) -> Found:
     """All that a run shows; the host fills each batch with other numbers once it may, as loaders do."""
-    with nullcontext() if wanted.draws else without_dropout():
+    with nullcontext() if wanted.draws else late_device.without_dropout():
         pipe, batches = pipeline(wanted, device), wanted.batches()
 
         def read() -> Iterator[dict[str, Tensor]]:
@@ -329,7 +318,7 @@ def check_saved_while_training_goes_on() -> None:
                 "state": on_host(resumed.state_dict()),
                 "same": on_host(pipe.state_dict())}
 
-    with without_dropout():
+    with late_device.without_dropout():
         for name in ("1f1b", "pipedream"):
             compare(partial(run, name=name))
 
@@ -346,7 +335,7 @@ def check_saved_and_resumed_from_files() -> None:
             steps = list(resumed.train(batches[2:]))
         return {"steps": told(steps), "state": on_host(resumed.state_dict())}
 
-    with without_dropout():
+    with late_device.without_dropout():
         compare(run)
 
 
@@ -361,7 +350,7 @@ def check_recorded() -> None:
         return {"steps": told(steps), "state": on_host(pipe.state_dict()), "actions": [
             (str(note.op), note.stage, note.number, note.held_bytes, note.versions) for note in notes]}
 
-    with without_dropout():
+    with late_device.without_dropout():
         compare(run)
         plain, recorded = run("late:0", record=False), run("late:0")
         assert not differences({**recorded, "actions": []}, plain)
@@ -408,7 +397,7 @@ def check_forwards_on_streams_overlap() -> None:
         list(pipe.train(rich_batches(1, 8)))
         return [began.elapsed_time(end) for end in ends], began.elapsed_time(copied[-1])
 
-    with without_dropout():
+    with late_device.without_dropout():
         times, copied = ended(untied_model)
         assert len(times) == 4
         assert max(times) < 2000, times
@@ -429,7 +418,7 @@ def check_offloaded_memory_is_used_again() -> None:
         list(pipe.train(rich_batches(1, 64)))
         return int(late.max_memory_allocated()) - before
 
-    with without_dropout():
+    with late_device.without_dropout():
         assert peak("away gpipe") < 0.9 * peak("gpipe"), (peak("away gpipe"), peak("gpipe"))
 
 
@@ -456,7 +445,7 @@ def check_profile() -> None:
                             layer.weight_half_bytes, layer.forward_flops, layer.frozen_bytes)
                            for layer in profile.layers]}
 
-    with without_dropout():
+    with late_device.without_dropout():
         compare(run)
 
 

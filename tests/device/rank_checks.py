@@ -6,8 +6,8 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ import torch.distributed as dist  # noqa: E402
 import waits  # noqa: E402
 from models import rich_batches  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
 
 from vpipe.distributed.watchdog import watch  # noqa: E402
 from vpipe.schedules.action import Action, Op  # noqa: E402
@@ -33,17 +32,6 @@ from vpipe.schedules.action import Action, Op  # noqa: E402
 SIZE = 512
 
 late: Any = torch.get_device_module("late") if late_device._libraries else None
-
-
-@contextmanager
-def without_dropout() -> Iterator[None]:
-    """Each device draws its own random numbers."""
-    dropout = F.dropout
-    F.dropout = lambda given, *_: given  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.dropout = dropout
 
 
 def carried_by(rules: Mapping[str, bool] | None) -> AbstractContextManager[Any]:
@@ -55,7 +43,7 @@ def under(*, run: str, rules: Mapping[str, bool] | None, seed: int, **arguments:
     """What a job, ``module.function``, returns."""
     module, _, function = run.rpartition(".")
     late.configure(seed, patience_ms=5)
-    with without_dropout(), carried_by(rules) as carried:
+    with late_device.without_dropout(), carried_by(rules) as carried:
         returned = getattr(importlib.import_module(module), function)(**arguments)
         assert rules is None or carried.communicators
     return returned

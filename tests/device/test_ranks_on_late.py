@@ -72,7 +72,7 @@ def test_order_matches_and_the_host_does_not_wait(four: World, rules: str) -> No
 @cache
 def here(text: str) -> dict[str, Any]:
     """What a run shows in one process, on the processor."""
-    with rank_checks.without_dropout():
+    with late_device.without_dropout():
         return json.loads(json.dumps(without_rates(jobs.train(**json.loads(text)))))  # type: ignore[no-any-return]
 
 
@@ -228,7 +228,7 @@ def test_over_gloo_receives_are_posted_before_the_computation_before_their_use(f
 @pytest.mark.parametrize("rules", [pytest.param(name, marks=SYSTEM) for name in ("hardest", "apart", "gloo")])
 def test_a_tensor_is_kept_until_a_slow_rank_has_it(four: World, rules: str) -> None:
     words = {"schedule": "1f1b", "stages": 4, "microbatches": 20}
-    with rank_checks.without_dropout():
+    with late_device.without_dropout():
         expected = rank_checks.evaluated_by_slow_ranks(**words)
     assert four.run(rank_checks.under, run="rank_checks.evaluated_by_slow_ranks", rules=RULES[rules], seed=1,
                     **words) == [expected] * 4
@@ -243,7 +243,7 @@ def test_a_checkpoint_and_what_goes_on_from_it(four: World, tmp_path: Path, argu
     words = {"microbatches": 4, "batches": 10, "steps": 2, "stages": len(arguments.get("placement", range(4))),
              **arguments}
     for begin, end in ((None, 2), (2, 4)):
-        with rank_checks.without_dropout():
+        with late_device.without_dropout():
             expected = test_pipeline_checkpoint.stretch(folder=begin and str(tmp_path / f"here {begin}"),
                                                         into=str(tmp_path / f"here {end}"), **words)
         words_there = {**words, "folder": begin and str(tmp_path / f"there {begin}"),

@@ -149,7 +149,8 @@ class _Measurement:
         self._structures = [structure(layer) for layer in model.layers]
         self._cores = self._group.cores()
         sharing = 1 if self._cores is None else self._group.ranks_per_host
-        self._room_bytes = min(self._group.all_gather(accelerator.free_bytes(self._device))) // (2 * sharing)  # on all
+        free = self._group.all_gather(accelerator.free_bytes(self._device))
+        self._room_bytes = min(free) // (2 * sharing)  # all ranks cut equal windows
         self._runners: dict[int, LayerRunner] = {}
         self._steps: list[dict[int, list[float]]] = []  # per rank, by kind: they do not depend on the microbatch
 

@@ -92,7 +92,7 @@ class Recorder:
         device = next(iter(worker.stages.values())).device
         self._device_times = None if device.type == "cpu" else _DeviceTimes(device)
         self._now: Callable[[], Any] = perf_counter if self._device_times is None else self._device_times.mark
-        self._waits: list[tuple[torch.Event, torch.Event]] = []  # of the device in the present action
+        self._waits: list[tuple[torch.Event, torch.Event]] | None = None  # of the device, while an action is recorded
         if self._device_times is not None and worker.transport.ordered:  # else the host waits
             worker.transport.receive = partial(self._receive, worker.transport.receive)  # type: ignore[method-assign]
         self._held = 0
@@ -129,13 +129,14 @@ class Recorder:
             return
         counter = self._counter_for(op, stage, index) if op.uses_version or op.remembers else None
         transport = worker.transport
+        waits = self._waits = []
         waited, started = transport.wait_s, self._now()
         if counter is None:
             worker.execute(action)
         else:
             self._execute_counted(action, counter)
         ended, waited = started if op.chooses else self._now(), transport.wait_s - waited
-        waits, self._waits = self._waits, []
+        self._waits = None
         self.count += 1
         if op.uses_version or op.remembers or op.first_half:
             self._keep(op, stage, index)
@@ -148,7 +149,7 @@ class Recorder:
 
     def _receive(self, receive: Callable[..., list[torch.Tensor]], *key: Any) -> list[torch.Tensor]:
         """Receive, and mark when the device waited for it."""
-        if self.full:
+        if self._waits is None:
             return receive(*key)
         begun, received = self._now(), receive(*key)
         self._waits.append((begun, self._now()))
