@@ -22,8 +22,9 @@ CASES = pipeline_checks.SCHEDULES | pipeline_checks.SINGLE
 WAITS = {name: wanted for name, wanted in pipeline_checks.WAITS.items() if "device" not in wanted.each}
 GPU = "cuda:0"
 NEAR = {"fp32": 1e-3}
-"""Relative differences of losses; 0.03 in reduced precision. Weights are not compared: an optimizer such as Adam makes
-a whole step of the last bit of a gradient near zero."""
+"""Relative differences of losses; 0.03 in reduced precision and under SOAP, which turns rounding errors into directions
+of whole size. Weights are not compared: an optimizer such as Adam makes a whole step of the last bit of a gradient near
+zero."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def test_pipeline_on_a_gpu(name: str) -> None:
     assert not (apart := pipeline_checks.differences(again, first)), apart
     if wanted.other != pipeline_checks.OWN_NUMBERS:
         expected = pipeline_checks.losses_of(pipeline_checks.run_of(wanted, "cpu"))
-        near = NEAR.get(wanted.words.get("precision", "fp32"), 0.03)
+        near = 0.03 if "soap" in name else NEAR.get(wanted.words.get("precision", "fp32"), 0.03)
         assert pipeline_checks.losses_of(first) == pytest.approx(expected, rel=near, nan_ok=True)
 
 
@@ -56,12 +57,12 @@ def test_the_host_waits_for_a_gpu_as_for_the_late_device(name: str) -> None:
     batches = rich_batches(8, 8)
     pipe = pipeline_of(untied_model, device=GPU, **{**pipeline_checks.CUT, **WAITS[name].words})
     list(pipe.train(batches[:4]))
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")  # itself warns that it is a prototype
+        try:
             steps = list(pipe.train(batches[4:]))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     waits = [f"{one.filename}:{one.lineno}" for one in found if "synchronizing CUDA operation" in str(one.message)]
     assert len(waits) / len(steps) == sum(WAITS[name].each.values()), sorted(set(waits))

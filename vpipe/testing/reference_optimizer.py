@@ -314,7 +314,7 @@ class TrainingRecipe:
         overflow = overflow or not all(bool(torch.linalg.vector_norm(gradient).isfinite())
                                        for gradient in gradients.values() if gradient is not None)
         skipped = overflow and (self.skip or scale is not None)
-        norm = None if self.clip is None else float(nn.utils.clip_grad_norm_(parameters.values(), self.clip))
+        norm = None if self.clip is None else self._clip(list(parameters.values()), self.clip)
         if extrapolation is not None and not skipped:
             extrapolation.before_step()
         for optimizer in () if skipped else optimizers:
@@ -330,6 +330,20 @@ class TrainingRecipe:
         if scale is not None:
             scale.update(overflow)
         return UpdateResult(norm, skipped)
+
+    @staticmethod
+    def _clip(parameters: list[Tensor], clip: float) -> float:
+        """Clip as plain PyTorch does, and return the norm; on a device, add up the norms of gradients on the host.
+
+        A pipeline adds them up there, as they come from several devices. A device has another order of its own, with
+        another last bit.
+        """
+        norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
+        if not norms or norms[0].device.type == "cpu":
+            return float(nn.utils.clip_grad_norm_(parameters, clip))
+        norm = torch.linalg.vector_norm(torch.stack(norms).cpu())
+        nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+        return float(norm)
 
 
 Versions = Callable[[int, int, Sequence[int], int], int]
