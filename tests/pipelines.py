@@ -6,7 +6,8 @@ from typing import Any
 
 from vpipe.old_calls import OLD, OLD_FIRST, PARTS, part_of
 
-NEW = {"ranks": ("stages", "ranks"), "transfers": ("transfers", ""), "execution": ("execution", "")}
+NEW = {"ranks": ("stages", "ranks"), "transfers": ("transfers", ""), "execution": ("execution", ""),
+       "mesh": ("execution", "mesh")}
 
 
 def parts(**words: Any) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def test_the_files_of_a_room_import_only_what_it_may(room: str) -> None:
 
 
 STANDARD_LIBRARY_ALONE = {"errors", "schedules", "app.visualize", "distributed", "app.report"}
-NEED_TORCH = {ROOT / "distributed" / name for name in ("device.py", "init.py", "rendezvous.py", "store.py")}
+NEED_TORCH = {ROOT / "distributed" / name for name in ("device.py", "init.py", "lanes.py", "rendezvous.py", "store.py")}
 
 
 def test_schedules_and_their_pictures_need_nothing_but_the_standard_library() -> None:

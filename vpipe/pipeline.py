@@ -110,10 +110,12 @@ class Pipeline:
             plan.check_fits(len(model))
         if not isinstance(cut.stages, tuple):
             cut = replace(cut, stages=model.balanced(cut.count))
-        world = join_world(transfers.backend, transfers.timeout_s, execution.device)
+        world = join_world(transfers.backend, transfers.timeout_s, execution.device, execution.mesh)
         description = Description(cut, order, microbatches, update, computed, transfers, execution, seed)
+        if world.lanes.count > 1:
+            _check_lanes(description)
         lowered = prepare_schedule(model, cut, order, microbatches, execution, needs_norms=description.needs_norms,
-                                   ranks=world.ranks if world.ranks > 1 else None)
+                                   ranks=len(world.lanes.own) if len(world.lanes.own) > 1 else None)
         if refused := [Problem(f"{name} {what}", hint) for name, what, hint in computed.refused(
                 transfers.codecs(cut.count))]:
             raise UserError.all_of(refused)
@@ -142,13 +144,14 @@ class Pipeline:
             world: the ranks, as :func:`~vpipe.distributed.init.join_world` returns them.
         """
         excepthook.install()
-        assert world.ranks in (1, schedule.ranks), f"{world.ranks} processes for {schedule.ranks} ranks"
+        assert len(world.lanes.own) in (1, schedule.ranks), f"{world.lanes} for {schedule.ranks} ranks"
         pipe = cls.__new__(cls)
         pipe._set_up(model, description, schedule, world)
         return pipe
 
     def _set_up(self, model: Model, description: Description, schedule: Schedule, world: DeviceMap) -> None:
         self.model, self._trained, self.rank, self.description = model, False, world.rank, description
+        self.lane = world.lanes.number
         self.lowered = schedule
         self.schedule, self.microbatches = description.order.schedule, description.microbatches
         self.partition, self.recomputed = description.cut.partition, description.cut.recomputed
@@ -291,7 +294,7 @@ class Pipeline:
 
     def clock_offset(self) -> float:
         """Return what to add to this process's ``perf_counter`` to have that of rank 0. Every rank must call it."""
-        return clock_offset() if self.engine.collectives.exchange.ranks > 1 else 0.0
+        return clock_offset() if self.engine.collectives.job.ranks > 1 else 0.0
 
     def record(self, limit: int = MOST_ACTIONS) -> Mapping[int, Recorder]:
         """Record the actions of training from now on, at most ``limit`` per rank; return the recorders by rank.
@@ -377,6 +380,19 @@ def _check_once(given: Arguments, plan: Plan, order: Order, microbatches: object
         if value and (planned := vars(plan.order).get(name)):
             given.refuse(f"{name} is {shown(value)} beside a plan with {shown(planned)}",
                          "leave it out, or take the plan without: dataclasses.replace(plan, order=Order())")
+
+
+def _check_lanes(description: Description) -> None:
+    """Refuse what does not go together with layers that compute over several lanes."""
+    execution, codecs = description.execution, set(description.transfers.codecs(description.cut.count)) - {"none"}
+    refused = [Problem(f"{what} beside a mesh whose layers compute over several lanes", hint) for what, there, hint in (
+        (f"the executor is {execution.executor}", execution.threaded,
+         "threads would begin the collectives of layers in another order in each lane: use the executor overlapped"),
+        (f"compile is {execution.compile}", execution.backend is not None, "leave it out"),
+        (f"compress is {', '.join(sorted(codecs))}", bool(codecs),
+         "lanes would round what they hold in common apart: leave it out")) if there]
+    if refused:
+        raise UserError.all_of(refused)
 
 
 def _check_batches(batches: object) -> None:

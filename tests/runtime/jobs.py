@@ -206,10 +206,11 @@ def nothing_to_evaluate() -> str:
 # -- jobs that fail, for worlds of two -----------------------------------------------------------------
 
 
-def endless(*, schedule: str, timeout_s: float, stages: int = 2, shared_memory: bool = True) -> None:
+def endless(*, schedule: str, timeout_s: float, stages: int = 2, shared_memory: bool = True, model: str = "rich",
+            **arguments: Any) -> None:
     """Train for ever; tells of every step."""
-    pipe = pipeline(rich_model(), schedule=schedule, stages=stages, microbatches=2, timeout_s=timeout_s,
-                    shared_memory=shared_memory)
+    pipe = pipeline(MODELS[model](), schedule=schedule, stages=stages, microbatches=2, timeout_s=timeout_s,
+                    shared_memory=shared_memory, **arguments)
 
     def batches() -> Iterator[Batch]:
         while True:

@@ -63,7 +63,7 @@ class Ranks:
         self._placement = tuple(map(tuple, placement))
         self._microbatches, self._training, self._flush = microbatches, training, flush
         self._room: Mailbox = {}
-        self.ranks = {rank: BatchComparison(InProcessTransport(rank, self._room), self._placement, ("x", "y"))
+        self.ranks = {rank: BatchComparison(InProcessTransport(rank, self._room), self._placement, ("x", "y"), range(9))
                       for ranks in placement for rank in ranks}
 
     def run(self, batches_of: Callable[[int], list[Batch]], count: int) -> None:

@@ -10,6 +10,7 @@ from vpipe.errors import nearest
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class Execution:
             ``gpipe``, ``async_threaded``. The numbers are the same; see docs/executors.md.
         compile: compile every layer with torch.compile: True for its default backend, or the name of another one.
             Schedules that split the backward are refused.
+        mesh: of all ranks, one of whose dimensions is called ``pp``: along it lie the ranks of a pipeline, and each
+            combination of its other coordinates is a lane with a pipeline of its own, whose layers compute together
+            with those of the lanes beside it. All ranks are one pipeline when None.
 
     Raises:
         UserError: a value is of another kind.
@@ -37,6 +41,7 @@ class Execution:
     device: torch.device | str | None = None
     executor: Executor = "overlapped"
     compile: bool | str = False
+    mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         given = Arguments()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from vpipe import accelerator
 from vpipe.accelerator import Visible
 from vpipe.distributed.environment import RankEnvironment, read_number
+from vpipe.distributed.lanes import Lanes
 from vpipe.errors import UserError, counted
 
 
@@ -57,11 +58,17 @@ class DeviceMap:
         rank: of this process.
         devices: by rank.
         backend: ``gloo``, ``nccl``, or another one of a process group that the user made.
+        lanes: of the pipelines of the job; one of all ranks without a mesh.
     """
 
     rank: int
     devices: tuple[RankDevice, ...]
     backend: str
+    lanes: Lanes = field(default=None)  # type: ignore[assignment] # set below
+
+    def __post_init__(self) -> None:
+        if self.lanes is None:
+            object.__setattr__(self, "lanes", Lanes((tuple(range(self.ranks)),)))
 
     @property
     def ranks(self) -> int:

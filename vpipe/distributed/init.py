@@ -6,10 +6,12 @@ import atexit
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from vpipe.distributed.descriptors import named_if_none_left, reserve_for_joinin
 from vpipe.distributed.device import DeviceMap, RankDevice, check_backend, choose_backend, visible_here
 from vpipe.distributed.environment import RankEnvironment, read_number, read_text
 from vpipe.distributed.failure_detector import WatchdogTiming
+from vpipe.distributed.lanes import Lanes
 from vpipe.distributed.network import Host
 from vpipe.distributed.rendezvous import (
     Rendezvous,
@@ -32,6 +35,9 @@ from vpipe.distributed.sockets import break_off, closed_afterwards, connections,
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 WAITING = "waiting for all ranks"
 
@@ -56,7 +62,7 @@ _groups_made, _groups_watched = count(), count()
 
 @named_if_none_left()
 def join_world(backend: str | None = None, timeout_s: float = 60.0,
-               device: torch.device | str | None = None) -> DeviceMap:
+               device: torch.device | str | None = None, mesh: DeviceMesh | None = None) -> DeviceMap:
     """Join the job that torchrun, srun or vpipe's own launcher started; return the device of every rank.
 
     The launchers describe the job in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, or those
@@ -67,6 +73,7 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
     Args:
         backend: ``nccl`` or ``gloo``; None takes nccl where each rank has a GPU of its own.
         device: of this rank, see :func:`vpipe.accelerator.choose`; it becomes the current one.
+        mesh: of all ranks; its dimension ``pp`` makes the lanes.
 
     Raises:
         RunError: a rank did not join in time, or failed meanwhile; it is named.
@@ -80,7 +87,10 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
     own = accelerator.choose(device, backend, visible_here())
     accelerator.make_current(own)
     if dist.is_initialized():
-        return _join_group(own, backend, timeout_s)
+        devices = _join_group(own, backend, timeout_s)
+        if mesh is None:
+            return devices
+        return replace(devices, lanes=Lanes.of_mesh(mesh, dist.get_rank(), dist.get_world_size()))
     if _is_alone():
         return DeviceMap(0, (_here(own),), backend or ("gloo" if own.type == "cpu" else accelerator.collectives()))
     return _make_group(own, backend, timeout_s)
@@ -112,7 +122,7 @@ def _meet(timing: WatchdogTiming) -> Rendezvous:
     return met
 
 
-def exchange(channel: str = "", timeout_s: float | None = None) -> Exchange:
+def exchange(channel: str = "", timeout_s: float | None = None, among: Sequence[int] | None = None) -> Exchange:
     """Return the exchange with the other ranks of this process's job.
 
     Ranks that the environment names and that have not joined yet (:func:`join_world`) meet first: while they prepare
@@ -130,7 +140,7 @@ def exchange(channel: str = "", timeout_s: float | None = None) -> Exchange:
         watchdog = None
     else:
         watchdog = (_met or _meet(STARTING)).watchdog
-    return Exchange(watchdog, channel, timeout_s)
+    return Exchange(watchdog, channel, timeout_s, among)
 
 
 def _is_alone() -> bool:

@@ -6,7 +6,7 @@ thread may exchange values while the main thread trains. Tensors go another way:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 DOING = "sharing what each has"
@@ -44,18 +44,24 @@ class Exchange:
         channel: of this object's calls; threads that work beside each other have one each.
         timeout_s: how long a rank may wait for the others; None leaves dead ones to the watchdog, and waits for slow
             ones.
+        among: the ranks that take part, in the order in which this object counts them; None: all.
     """
 
-    def __init__(self, line: ExchangeLine | None = None, channel: str = "", timeout_s: float | None = None) -> None:
-        self._line, self._channel, self._timeout_s = line, channel, timeout_s
-        self.rank, self.ranks = (0, 1) if line is None else (line.rank, line.ranks)
+    def __init__(self, line: ExchangeLine | None = None, channel: str = "", timeout_s: float | None = None,
+                 among: Sequence[int] | None = None) -> None:
+        self._line, self._timeout_s = line, timeout_s
+        self._among = list(range(1 if line is None else line.ranks) if among is None else among)
+        self._channel = channel if among is None else f"{channel} of {','.join(map(str, among))}"
+        self.rank, self.ranks = self._among.index(0 if line is None else line.rank), len(self._among)
+        if self.ranks == 1:
+            self._line = None
 
     def all_gather(self, value: Any, doing: str = DOING) -> list[Any]:
         """Return the values of all ranks, by rank, on every rank."""
         if self._line is None:
             return [value]
         name = self._line.next_name(self._channel)
-        self._line.give({"give": name, "value": value})
+        self._line.give({"give": name, "value": value, "of": self._among})
         return self._line.take(name, doing, self._timeout_s)
 
     def from_rank(self, value: Any, source: int = 0, doing: str = DOING) -> Any:
@@ -75,8 +81,8 @@ class Exchange:
         if (line := self._line) is None:
             return lambda: [value]
         name = line.next_name(self._channel)
-        line.give({"give": name, "value": value, "to": 0})
-        return lambda: line.take(name, doing, self._timeout_s) if line.rank == 0 else []
+        line.give({"give": name, "value": value, "of": self._among, "to": self._among[0]})
+        return lambda: line.take(name, doing, self._timeout_s) if self.rank == 0 else []
 
     def agree(self, vote: str, decide: Callable[[list[str]], str], doing: str = DOING) -> str:
         """Return the decision on the votes of all ranks, by rank, on every rank.
@@ -106,32 +112,35 @@ class Relay:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._given: dict[str, dict[int, Any]] = {}
+        self._among: dict[str, Sequence[int]] = {}
         self._left: set[int] = set()
 
     def give(self, rank: int, message: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Take a rank's value of an exchange; yield the values of all when it is the last.
 
         Args:
-            message: ``give``, the name of the exchange; ``value``; ``to``, the only rank that is to have them.
+            message: ``give``, the name of the exchange; ``value``; ``of``, the ranks that take part; ``to``, the only
+                rank that is to have them.
         """
-        name = message["give"]
+        name, among = message["give"], message["of"]
         values = self._given.setdefault(name, {})
+        self._among[name] = among
         values[rank] = message["value"]
-        if len(values) == self._ranks:
-            del self._given[name]
-            for listener in [message["to"]] if "to" in message else range(self._ranks):
-                yield listener, {"given": name, "values": [values[other] for other in range(self._ranks)]}
-        elif missing := self._left - values.keys():
+        if len(values) == len(among):
+            del self._given[name], self._among[name]
+            for listener in [message["to"]] if "to" in message else among:
+                yield listener, {"given": name, "values": [values[other] for other in among]}
+        elif missing := self._left.intersection(among) - values.keys():
             yield rank, {"given": name, "without": min(missing)}
 
     def late(self, rank: int, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """Tell a rank that gave up an exchange for whom it waited."""
-        if missing := set(range(self._ranks)) - self._given.get(name, {}).keys():
+        if missing := set(self._among.get(name, range(self._ranks))) - self._given.get(name, {}).keys():
             yield rank, {"given": name, "late": min(missing)}
 
     def leave(self, rank: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """Note that a rank has ended its program: an exchange that waits for it has no end."""
         self._left.add(rank)
         for name, values in self._given.items():
-            if rank not in values:
+            if rank in self._among[name] and rank not in values:
                 yield from ((listener, {"given": name, "without": rank}) for listener in values)

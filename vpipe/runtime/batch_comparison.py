@@ -7,6 +7,9 @@ replicas of the last stage send theirs to the first of them, which compares befo
 rank waits longer than without, and the error comes before an update uses the batch.
 
 At the end of its batches a rank sends a message in the same way, and checks whether the ranks before it have more.
+
+Lanes read the same batches, too: their layers compute with shards of one another's. The ranks with the same place in
+all lanes compare each batch when they read it; they wait for one another in every layer anyway.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from math import lcm
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.distributed.value_exchange import Exchange
@@ -77,6 +81,14 @@ def _spread_values(field: Tensor) -> Tensor:
     return field[tuple(slice(None, None, step) for step in steps)]
 
 
+def checksums(batch: Batch, fields: Sequence[str], rank: int) -> tuple[int, Checksums]:
+    """Return the number of samples of a batch that a rank of the job has read, and its checksums."""
+    return next(iter(batch.values())).shape[0], {
+        name: [zlib.crc32(str(tuple(batch[name].shape)).encode()),
+               *((None, None) if batch[name].is_meta else (checksum(batch[name]), rank))]
+        for name in fields}
+
+
 class BatchComparison:
     """Compare the batches of one rank with those of its neighbours.
 
@@ -88,10 +100,11 @@ class BatchComparison:
     Args:
         placement: ranks per stage.
         fields: of a batch.
+        lane: of every rank of the pipeline the job's, for messages.
     """
 
-    def __init__(self, transport: Transport, placement: Placement, fields: Sequence[str]) -> None:
-        self._transport, self._fields, self._rank = transport, fields, transport.rank
+    def __init__(self, transport: Transport, placement: Placement, fields: Sequence[str], lane: Sequence[int]) -> None:
+        self._transport, self._fields, self._rank, self._lane = transport, fields, transport.rank, lane
         self._last, self._stages = len(placement) - 1, stages_of_rank(placement, self._rank)
         self._period = lcm(*map(len, placement))
         # The way of a microbatch; from the last stage on to the first of its replicas.
@@ -119,10 +132,7 @@ class BatchComparison:
 
     def checksums(self, batch: Batch) -> tuple[int, Checksums]:
         """Return the number of samples, and the checksums."""
-        return next(iter(batch.values())).shape[0], {
-            name: [zlib.crc32(str(tuple(batch[name].shape)).encode()),
-                   *((None, None) if batch[name].is_meta else (checksum(batch[name]), self._rank))]
-            for name in self._fields}
+        return checksums(batch, self._fields, self._lane[self._rank])
 
     def begin(self, segment: Segment) -> None:
         """Begin a segment."""
@@ -204,8 +214,8 @@ class BatchComparison:
                 if loader.error is not None:
                     watch.failed(loader.error)
                     raise loader.error
-                self._fail(f"batches differ between ranks: there are {loader.batches_read} on rank {self._rank} and "
-                           f"more on rank {peer}", SAME_BATCHES)
+                self._fail(f"batches differ between ranks: there are {loader.batches_read} on {self._name()} and "
+                           f"more on {self._name(peer)}", SAME_BATCHES)
             self._transport.wait_sent(TransferKind.CHECKSUMS)
             failures = exchange.all_gather(self._failure_of(loader))
         except RunError as error:
@@ -214,7 +224,7 @@ class BatchComparison:
             raise loader.error from error
         if any(failures) and not all(failures):
             raise loader.error or RunError(f"{next(filter(None, failures))}; on other ranks the batches ended before",
-                                           hint=_SEE_THERE, rank=self._rank)
+                                           hint=_SEE_THERE, rank=self._lane[self._rank])
 
     def _send_end(self, loader: MicrobatchLoader, peer: int) -> None:
         del self._sent_until[peer]
@@ -223,7 +233,11 @@ class BatchComparison:
     def _failure_of(self, loader: MicrobatchLoader) -> str:
         """Return which batch could not be read and why; nothing where the batches have ended."""
         return "" if loader.error is None else (
-            f"rank {self._rank} could not read batch {loader.batches_read}: {_first_line(loader.error)}")
+            f"{self._name()} could not read batch {loader.batches_read}: {_first_line(loader.error)}")
+
+    def _name(self, rank: int | None = None) -> str:
+        """Return a rank of the pipeline, this one by default, as the job counts it."""
+        return f"rank {self._lane[self._rank if rank is None else rank]}"
 
     def _batch_of(self, microbatch: int) -> int:
         return self._segment.loader.batch_of(self._segment.first + microbatch)
@@ -243,22 +257,22 @@ class BatchComparison:
             return
         self._compared_until[peer] = self._end_of_batch(microbatch)
         kind, number, content = self._receive(peer)
-        batch, here = self._batch_of(microbatch), f"rank {self._rank}"
+        batch, here, there = self._batch_of(microbatch), self._name(), self._name(peer)
         if kind == _ENDED and content:
             self._fail(content, _SEE_THERE, peer)
         if kind == _ENDED:
-            self._fail(f"batches differ between ranks: there are {number} on rank {peer} and more on {here}",
+            self._fail(f"batches differ between ranks: there are {number} on {there} and more on {here}",
                        SAME_BATCHES)
         if (kind, number) != (self._kind, batch):
-            self._fail(f"rank {peer} is at {kind} {number}, {here} at {self._kind} {batch}",
+            self._fail(f"{there} is at {kind} {number}, {here} at {self._kind} {batch}",
                        "every rank must go through the same batches and calls")
         samples, mine = self._segment.loader.checksums[batch]
         if samples != content[0]:
-            self._fail(f"batches differ between ranks: batch {batch} has {content[0]} samples on rank {peer} and "
+            self._fail(f"batches differ between ranks: batch {batch} has {content[0]} samples on {there} and "
                        f"{samples} on {here}", SAME_BATCHES)
         for name, theirs in content[1].items():
             if mine[name][0] != theirs[0]:
-                self._fail(f"batches differ between ranks: the shape of field '{name}' of batch {batch} on rank {peer} "
+                self._fail(f"batches differ between ranks: the shape of field '{name}' of batch {batch} on {there} "
                            f"and {here}", SAME_BATCHES)
             if mine[name][1] is None:
                 mine[name] = theirs
@@ -267,7 +281,7 @@ class BatchComparison:
                            f"and rank {mine[name][2]}", SAME_BATCHES)
 
     def _fail(self, what: str, hint: str, peer: int | None = None) -> NoReturn:
-        error = RunError(what, hint=hint, rank=self._rank, peer=peer)
+        error = RunError(what, hint=hint, rank=self._lane[self._rank], peer=None if peer is None else self._lane[peer])
         watch.failed(error)
         raise error
 
@@ -290,6 +304,48 @@ class BatchComparison:
         posted = self._posted[peer]
         (message,) = self._transport.receive(peer, posted.popleft() if posted else self._post(peer))
         return from_bytes(message)
+
+
+class LaneComparison:
+    """Compare batches with those that the ranks with the same place in other lanes read.
+
+    Args:
+        exchange: between these ranks.
+        fields: of a batch.
+    """
+
+    def __init__(self, exchange: Exchange, fields: Sequence[str]) -> None:
+        self._exchange, self._fields = exchange, fields
+
+    def compare(self, number: int, batch: Batch | None, error: BaseException | None) -> BaseException | None:
+        """Compare a batch, or that there is none; return the error with which training is to end before it."""
+        mine = [dist.get_rank(), None if error is None else _first_line(error),
+                None if batch is None else checksums(batch, self._fields, dist.get_rank())]
+        of_all = self._exchange.all_gather(mine, "comparing batches")
+        if error is not None:
+            return error
+        what, hint = None, SAME_BATCHES
+        if failed := next(((rank, text) for rank, text, _ in of_all if text is not None), None):
+            what, hint = f"rank {failed[0]} could not read batch {number}: {failed[1]}", _SEE_THERE
+        elif (ended := {there is None for _, _, there in of_all}) == {True, False}:
+            over, more = (next(rank for rank, _, there in of_all if (there is None) is none) for none in (True, False))
+            what = f"batches differ between lanes: there are {number} on rank {over} and more on rank {more}"
+        elif ended == {False}:
+            what = next(filter(None, (self._difference(number, of_all[0], other) for other in of_all[1:])), None)
+        return None if what is None else RunError(what, hint=hint)
+
+    def _difference(self, number: int, first: Sequence[Any], other: Sequence[Any]) -> str | None:
+        """Return how a batch differs between two ranks."""
+        (rank, _, (samples, mine)), (peer, _, (theirs, fields)) = first, other
+        if samples != theirs:
+            return (f"batches differ between lanes: batch {number} has {samples} samples on rank {rank} and {theirs} "
+                    f"on rank {peer}")
+        for name in self._fields:
+            (shape, values, _), (their_shape, their_values, _) = mine[name], fields[name]
+            if shape != their_shape or (None not in (values, their_values) and values != their_values):
+                return (f"batches differ between lanes: {'the shape of ' * (shape != their_shape)}field '{name}' of "
+                        f"batch {number} on rank {rank} and rank {peer}")
+        return None
 
 
 def _first_line(error: BaseException) -> str:

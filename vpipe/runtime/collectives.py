@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.distributed.init import exchange
+from vpipe.distributed.lanes import Lanes
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import Problem, RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
@@ -34,8 +35,9 @@ ROUND_TRIPS = 40
 """Round trips of a comparison of two clocks."""
 
 
-def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, timeout_s: float | None = None) -> dict[str, Tensor]:
-    """Return the named tensors of one rank on every rank, in host memory. All ranks must call it.
+def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, among: Sequence[int],
+                      timeout_s: float | None = None) -> dict[str, Tensor]:
+    """Return the named tensors of one rank on every rank, in host memory. All these ranks must call it.
 
     Sent from rank to rank, as everything else: the worker threads behind gloo's collectives may outlive the
     interpreter and then abort the process at its exit.
@@ -43,6 +45,7 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, timeout_s: flo
     Args:
         tensors: of the source; the other ranks give none.
         source: the rank that has them.
+        among: the ranks that are to have them.
         timeout_s: how long one tensor may take; None: as long as the process group says.
 
     Raises:
@@ -67,7 +70,7 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int, timeout_s: flo
                     for name, shape, dtype in from_bytes(text)}
     shared = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     text = as_bytes([[name, t.shape, str(t.dtype).removeprefix("torch.")] for name, t in shared.items()])
-    for peer in (other for other in range(dist.get_world_size()) if other != source):
+    for peer in (other for other in among if other != source):
         with PeerTransfer(peer, doing, timeout_s):
             for tensor in (torch.tensor([text.numel()]), text, *shared.values()):
                 transfer(tensor, dist.isend, peer)
@@ -108,17 +111,20 @@ class Collectives:
 
     Args:
         specs: of all stages.
+        lanes: of the job.
         timeout_s: how long one transfer may take.
 
     Attributes:
         exchange: of values between the processes of the pipeline.
+        job: of values between those of all lanes.
     """
 
     def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
-                 distributed: bool, timeout_s: float) -> None:
+                 lanes: Lanes, timeout_s: float) -> None:
         self._workers, self._specs, self._placement = workers, specs, placement
-        self._distributed, self._timeout_s = distributed, timeout_s
-        self.exchange = exchange(timeout_s=timeout_s) if distributed else Exchange()
+        self._lane, self._timeout_s = lanes.own, timeout_s
+        self.job = exchange(timeout_s=timeout_s) if lanes.count * len(lanes.own) > 1 else Exchange()
+        self.exchange = self.job if lanes.count == 1 else exchange(timeout_s=timeout_s, among=lanes.own)
 
     def state(self, corrected: bool = True) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, of first replicas, in the order of the layers."""
@@ -131,7 +137,7 @@ class Collectives:
                 if (extrapolation := steps.extrapolations.get(stage)) is not None:
                     own |= extrapolation.uncorrected(own)
             shared = self._broadcast(ranks[0], own)
-            whole.update(shared if self._distributed else {name: t.clone() for name, t in shared.items()})
+            whole.update(shared if len(self._lane) > 1 else {name: t.clone() for name, t in shared.items()})
         return whole
 
     @contextmanager
@@ -146,7 +152,7 @@ class Collectives:
             yield
         except UserError as error:
             mine = error.problems
-        of_all = self.exchange.all_gather([kinds, *(asdict(problem) for problem in mine)])
+        of_all = self.job.all_gather([kinds, *(asdict(problem) for problem in mine)])
         if found := next((problems for _, *problems in of_all if problems), None):
             raise UserError.all_of([Problem(**problem) for problem in found])
         differing = (f"{theirs} on rank {rank}" for rank, (theirs, *_) in enumerate(of_all) if theirs != kinds)
@@ -166,7 +172,7 @@ class Collectives:
 
     def check_same(self, name: str, value: str, hint: str) -> None:
         """Refuse an argument that differs between ranks, on every rank."""
-        values = self.exchange.all_gather(value)
+        values = self.job.all_gather(value)
         other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
         if other is not None:
             raise UserError(f"{name} is {values[0]} on rank 0 and {values[other]} on rank {other}", hint=hint)
@@ -245,7 +251,8 @@ class Collectives:
             own = sums[f"{stage} {first}"]
             for rank in others:
                 theirs = sums[f"{stage} {rank}"]
-                yield from ((stage, name, first, rank) for name in own if own[name] != theirs[name])
+                yield from ((stage, name, self._lane[first], self._lane[rank]) for name in own
+                            if own[name] != theirs[name])
 
     @contextmanager
     def first_buffers(self) -> Iterator[None]:
@@ -273,7 +280,9 @@ class Collectives:
 
     def _broadcast(self, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a rank on every rank."""
-        return broadcast_tensors(tensors, rank, self._timeout_s) if self._distributed else dict(tensors)
+        if len(self._lane) == 1:
+            return dict(tensors)
+        return broadcast_tensors(tensors, self._lane[rank], self._lane, self._timeout_s)
 
 
 def _checksum(tensor: Tensor) -> str:

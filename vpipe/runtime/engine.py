@@ -17,11 +17,12 @@ from vpipe.checkpoint.manifest import Position
 from vpipe.description.description import Description
 from vpipe.description.execution import Execution
 from vpipe.distributed.device import DeviceMap
+from vpipe.distributed.init import exchange
 from vpipe.errors import RunError, UserError, counted
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec, ties_between
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
-from vpipe.runtime.batch_comparison import BatchComparison
+from vpipe.runtime.batch_comparison import BatchComparison, LaneComparison
 from vpipe.runtime.collectives import Collectives
 from vpipe.runtime.compiled import check_compiled, compile_layers
 from vpipe.runtime.delay_correction import Extrapolation, describe_other_factors
@@ -71,12 +72,16 @@ class Engine:
     def __init__(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, description: Description,
                  world: DeviceMap) -> None:
         self._schedule, self._description, self._fields, self._labels = schedule, description, model.batch, model.labels
-        self._device, distributed, timeout_s = world.own, world.ranks > 1, description.transfers.timeout_s
+        self._device, self._lanes, timeout_s = world.own, world.lanes, description.transfers.timeout_s
+        distributed = len(world.lanes.own) > 1
         self._placement: Placement = schedule.placement
         self.workers: dict[int, Worker] = {}
-        self.collectives = Collectives(self.workers, specs, self._placement, distributed, timeout_s)
+        self.collectives = Collectives(self.workers, specs, self._placement, world.lanes, timeout_s)
+        self._lane_comparison = None if world.lanes.count == 1 else LaneComparison(
+            exchange(timeout_s=timeout_s, among=world.lanes.beside(world.lanes.own.index(world.rank))), model.batch)
         if distributed and is_ordered(self._device):  # refuses while another pipeline has transfers under way
             tensor_groups(self._device, timedelta(seconds=timeout_s))
+        self.collectives.check_same("the mesh", str(world.lanes), "give every rank the same mesh")
         foreign = ", ".join(sorted(kind.meaning for kind in schedule.kinds if not kind.is_own)) or "none"
         with self.collectives.problems_of_all(foreign):
             check_runnable(schedule.kinds)
@@ -93,7 +98,7 @@ class Engine:
         self._made: deque[Step] = deque()  # steps of the latest batch that were not yielded yet
         self._stream: RunningSegment | None = None
         self._results = StepResults(self.workers, schedule, distributed)
-        self.interrupts = Interrupts(alone=not distributed)
+        self.interrupts = Interrupts(alone=world.ranks == 1)
         self._interpreter = Interpreter(self.workers, self._results, schedule.ties, self.interrupts, distributed)
         self._interpreter.exchange_tied_weights()
         self._replicas_compared = False
@@ -373,7 +378,7 @@ class Engine:
         used = {name for stage in self.local_stages for name in stage.spec.fields}
         comparison = next((worker.comparison for worker in self.workers.values()), None)
         return MicrobatchLoader(iter(batches), self._description.microbatches, self._fields, uses, limit, used,
-                                self._device if copied else None, comparison, equal=equal)
+                                self._device if copied else None, comparison, self._lane_comparison, equal=equal)
 
     @property
     def local_stages(self) -> list[Stage]:
@@ -403,7 +408,8 @@ class Engine:
         """
         self._interpreter.check_usable()
         self.drain()
-        return {name: tensor for part in self.parts for name, tensor in part.state().items()}
+        state = {name: tensor for part in self.parts for name, tensor in part.state().items()}
+        return {} if self._lanes.number else state  # each lane has all of it
 
     def wants(self, name: str) -> bool:
         """Return whether :meth:`restore` of this process needs a tensor of this name."""
@@ -450,10 +456,11 @@ def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, d
     Raises:
         UserError: a layer cannot work, or two stages share one.
     """
-    ranks = [world.rank] if world.ranks > 1 else list(range(len(schedule.programs)))
+    lane = world.lanes.own
+    ranks = [lane.index(world.rank)] if len(lane) > 1 else list(range(len(schedule.programs)))
     built = {rank: {spec.index: Stage(model, spec, seed=description.seed, device=world.own,
                                       recomputed=description.cut.recomputed[spec.index],
-                                      precision=description.precision)
+                                      precision=description.precision, in_lanes=world.lanes.count > 1)
                     for spec in specs if rank in schedule.placement[spec.index]} for rank in ranks}
     check_not_shared(stage for stages in built.values() for stage in stages.values())
     return built
@@ -466,7 +473,8 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
     Raises:
         UserError: a layer cannot work in this precision under this schedule, or not compiled.
     """
-    placement, ties, distributed = schedule.placement, ties_between(specs), world.ranks > 1
+    placement, ties, lanes = schedule.placement, ties_between(specs), world.lanes
+    distributed = len(lanes.own) > 1
     update, execution, precision = description.update, description.execution, description.precision
     worker_of: dict[Execution.Executor, Callable[..., Worker]] = {
         "overlapped": Worker, "naive": NaiveWorker, "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
@@ -486,8 +494,9 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
         replicated = [stage for s, stage in stages.items() if len(placement[s]) > 1]
         transport: Transport = (
             DistributedTransport(world.own, description.transfers.timeout_s, max(schedule.peak_activations),
-                                 partial(describe_rank, placement), count_buckets(replicated) if replicated else 0,
-                                 description.transfers.shared_memory)
+                                 partial(describe_rank, placement, lanes=lanes.ranks),
+                                 count_buckets(replicated) if replicated else 0,
+                                 description.transfers.shared_memory, lanes.own)
             if distributed else InProcessTransport(rank, mailbox))
         scaler = LossScaler.build(precision, stages, schedule) if precision.scaled else None
         tied = TiedWeights(ties, placement, stages, transport,
@@ -499,6 +508,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                                 for s, factor in factors.items() if factor})
         workers[rank] = worker_of[execution.executor](
             rank, placement, stages, steps, tied, transport,
-            BatchComparison(transport, placement, model.batch) if distributed else None, schedule.offloaded_stages,
+            BatchComparison(transport, placement, model.batch, lanes.own) if distributed else None,
+            schedule.offloaded_stages,
             Compression.described(description.transfers, len(specs), description.seed))
     return workers

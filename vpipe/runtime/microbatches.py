@@ -42,6 +42,13 @@ class BatchChecker(Protocol):
         """Note that there are no more batches."""
 
 
+class LaneChecker(Protocol):
+    """Compare batches with those of other lanes (:class:`~vpipe.runtime.batch_comparison.LaneComparison`)."""
+
+    def compare(self, number: int, batch: Batch | None, error: BaseException | None) -> BaseException | None:
+        """Compare a batch when it is read, or that there is none; return the error with which to end instead."""
+
+
 @dataclass
 class _OpenBatch:
     """A batch in use; ``uses`` counts those that are left, of all its microbatches by all stages."""
@@ -76,6 +83,7 @@ class MicrobatchLoader:
         copy_to: device to which these are copied, where the user may fill the same memory with the next batch while
             they are in use; None: they are not copied.
         comparison: with the batches of other ranks; None where there are none.
+        lanes: comparison with the batches of other lanes; None where there are none.
         equal: whether a batch is refused that cannot be cut into so many equal microbatches. Otherwise their sizes
             differ by at most one sample, and a batch of fewer samples has a microbatch for each.
 
@@ -89,11 +97,11 @@ class MicrobatchLoader:
 
     def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...],
                  uses: Callable[[int], int], limit: int | None = None, used: Collection[str] = (),
-                 copy_to: torch.device | None = None, comparison: BatchChecker | None = None, *,
-                 equal: bool = True) -> None:
+                 copy_to: torch.device | None = None, comparison: BatchChecker | None = None,
+                 lanes: LaneChecker | None = None, *, equal: bool = True) -> None:
         self._batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
         self._limit, self._used, self._copy_to, self._comparison = limit, used, copy_to, comparison
-        self._equal = equal
+        self._equal, self._lanes = equal, lanes
         self._open: dict[int, _OpenBatch] = {}
         self._exhausted = False
         self.batches_read = self._read = 0  # and their microbatches
@@ -117,9 +125,11 @@ class MicrobatchLoader:
                 batch = next(self._batches, _END)
             fields = None if batch is _END else self._check(batch)
         except (Exception, KeyboardInterrupt) as error:  # raised when the batches before are done
-            if self._comparison is not None and isinstance(error, KeyboardInterrupt):
+            if (self._comparison is not None or self._lanes is not None) and isinstance(error, KeyboardInterrupt):
                 raise
             self.error, fields = error, None
+        if self._lanes is not None and (found := self._lanes.compare(self.batches_read, fields, self.error)):
+            self.error, fields = found, None
         if fields is None:
             self._exhausted = True
             if self._comparison is not None:

@@ -39,7 +39,7 @@ class PipelineCheckpoint:
         about = Manifest(position.steps, position.samples, self._seed, numbers=position.as_numbers(self._batch),
                          arrangement={**arrangement, **self._optimizers()})
         with watch.activity.during("saving a checkpoint"):
-            save_checkpoint(self._folder, about, tensors, self._engine.collectives.exchange, self._engine.interrupts)
+            save_checkpoint(self._folder, about, tensors, self._engine.collectives.job, self._engine.interrupts)
 
     def load(self, model: Model) -> Position:
         """Load the checkpoint, or the newest of a run's folder; return its position. See :meth:`vpipe.Pipeline.load`.
@@ -57,7 +57,7 @@ class PipelineCheckpoint:
             tensors = Checkpoint(folder, manifest).tensors(filter(self._engine.wants, manifest.tensors),
                                                            resume_hint=_load_call)
         for warning in (manifest.no_longer_used, self._engine.restore(position, tensors)):
-            if self._engine.collectives.exchange.rank == 0 and warning is not None:
+            if self._engine.collectives.job.rank == 0 and warning is not None:
                 warnings.warn(warning, stacklevel=3)
         return position
 

@@ -55,7 +55,7 @@ class Stage(StageLayers):
     """
 
     def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device,
-                 recomputed: Collection[int], precision: Precision = FP32) -> None:
+                 recomputed: Collection[int], precision: Precision = FP32, in_lanes: bool = False) -> None:
         assert set(recomputed) <= set(spec.layers), "they are the stage's own"
         super().__init__(model, spec, seed=seed, device=device, precision=precision)
         self._autocast = torch.autocast(device.type, precision.dtype) if precision.autocasts else None
@@ -64,6 +64,7 @@ class Stage(StageLayers):
                             if any(p.requires_grad for p in module.parameters())
                             and not any(map(_sees_its_operation, module.modules()))}
         self._weights_by_owner = {spec.index: self.weights, **self.borrowed}
+        self._in_lanes = in_lanes
         self._observed: list[LayerOutputs] | None = None  # outputs of each layer, while a failure is repeated
         self._spans = list(self._cut_into_spans(model, recomputed))
         self.recomputes = bool(recomputed)
@@ -342,7 +343,9 @@ class Stage(StageLayers):
             except VpipeError:
                 raise
             except Exception as error:
-                found = self._layer_at_fault(span, saved, record, gradients, error) if may_repeat(error) else None
+                # The layers of other lanes would not compute it again with these.
+                repeats = may_repeat(error) and not self._in_lanes
+                found = self._layer_at_fault(span, saved, record, gradients, error) if repeats else None
                 raise backward_error(span, gradients, error, found) from error
         return {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
                 for name, leaf in saved.inputs.items() if leaf.requires_grad}, graph.weight_grads

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import isfinite, nan
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.distributed.value_exchange import Exchange
@@ -65,7 +64,8 @@ class StepResults:
     """
 
     def __init__(self, workers: Mapping[int, Worker], schedule: Schedule, distributed: bool) -> None:
-        self._workers, self._sources, self._distributed = workers, schedule.placement[-1], distributed
+        self._workers, self._sources = workers, schedule.placement[-1]
+        self._listeners = range(schedule.ranks if distributed else 0)
         self._last_stage = schedule.stages - 1
         # Reading a loss waits for the GPU; so it is read when the whole batch has been queued.
         self._on_gpu = any(stage.device.type != "cpu" for worker in workers.values()
@@ -92,7 +92,7 @@ class StepResults:
         losses = [known[segment.base + i] for i in self._share(segment.assignment.in_step(step), rank)]
         stop = float(rank == self._sources[0] and self.stop())
         own = self._own[step, rank] = [stop, *read_at_once(losses)]
-        for peer in range(dist.get_world_size() if self._distributed else 0):
+        for peer in self._listeners:
             if peer != rank:
                 self._worker.transport.send(peer, self._key(segment, step), [torch.tensor(own, dtype=torch.float64)])
 

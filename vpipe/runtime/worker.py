@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vpipe import accelerator
+from vpipe.distributed.fault import may_follow
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.runtime.activations import DropoutKey, Record
@@ -129,7 +130,8 @@ class Worker:
         try:
             self.operations[op](stage, index)
         except RunError as error:
-            self._report_failure(error, action)
+            if (first := self._report_failure(error, action)) is not None:
+                raise first from error
             raise
         except VpipeError as error:
             watch.activity.rest()
@@ -138,8 +140,7 @@ class Worker:
         except Exception as error:
             who = "the optimizer step raised " if op.makes_version else ""
             failure = RunError(f"{who}{type(error).__name__}: {error}", hint=hint_of(error))
-            self._report_failure(failure, action)
-            raise failure from error
+            raise self._report_failure(failure, action) or failure from error
         self.seconds[stage, op] += perf_counter() - started - (transport.wait_s - waited)
 
     def end(self) -> None:
@@ -355,11 +356,20 @@ class Worker:
 
     # -- failures --------------------------------------------------------------------------------------
 
-    def _report_failure(self, error: RunError, action: Action) -> None:
-        """Add the place to an error, and report it to all ranks."""
+    def _report_failure(self, error: RunError, action: Action) -> RunError | None:
+        """Add the place to an error, and report it to all ranks; return the error to raise instead where a layer or an
+        optimizer only lost its connection with a rank that failed first."""
         watch.activity.rest()
-        error.rank, error.stage, error.action = self.rank, action.stage, str(action)
+        watchdog = watch.watchdog
+        error.rank = self.rank if watchdog is None else watchdog.rank
+        error.stage, error.action = action.stage, str(action)
         if action.op.computes:
             error.microbatch = self.segment.base + action.index
             error.action += "" if self.segment.training else " of an evaluation"
         watch.failed(error)
+        if watchdog is None or error.peer is not None or not may_follow(error.what) or \
+                (fault := watchdog.fault) is None or watchdog.rank in fault.ranks:
+            return None
+        first = watchdog.error(fault, f"{watchdog.place(watchdog.rank)} was running {error.action}")
+        first.stage, first.action, first.microbatch = error.stage, error.action, error.microbatch
+        return first

@@ -140,7 +140,14 @@ def passes(placement: Placement, rank: int) -> int:
                for microbatch in range(lcm(*(width for _, width in own))))
 
 
-def describe_rank(placement: Placement, rank: int) -> str:
-    """Return a rank with its stages for messages: ``rank 2 (stage 2)``."""
-    stages = stages_of_rank(placement, rank)
-    return f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
+def describe_rank(placement: Placement, rank: int, lanes: Sequence[Sequence[int]] = ()) -> str:
+    """Return a rank with its stages for messages: ``rank 2 (stage 2)``, ``rank 5 (lane 1, stage 2)``.
+
+    Args:
+        rank: of the job where there are several pipelines side by side.
+        lanes: the job's ranks of each of these.
+    """
+    lane, place = next(((f"lane {number}, " * (len(lanes) > 1), own.index(rank)) for number, own in enumerate(lanes)
+                        if rank in own), ("", rank))
+    stages = stages_of_rank(placement, place)
+    return f"rank {rank} ({lane}stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"

@@ -243,7 +243,7 @@ class DistributedTransport:
         ordered: whether tensors are sent over a backend with nccl's rules. Transfers must then be posted and sent in
             the order of :mod:`vpipe.schedules.transfer_order`.
         watch: the watchdog of this process.
-        describe: ``rank -> "rank 2 (stage 2)"``, for messages.
+        describe: ``rank of the job -> "rank 2 (stage 2)"``, for messages.
         timeout_s: how long a transfer may take before the run fails.
 
     Args:
@@ -251,11 +251,13 @@ class DistributedTransport:
         in_flight: most microbatch-stages whose activations a rank holds at once.
         buckets: transfers that a sum over replicas takes per peer.
         shared_memory: whether ranks of one host may use it, where they compute on processors.
+        lane: of every rank of the pipeline the job's; None where the pipeline has all ranks of the job.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, in_flight: int, describe: Callable[[int], str],
-                 buckets: int, shared_memory: bool = True) -> None:
-        self.rank = dist.get_rank()
+                 buckets: int, shared_memory: bool = True, lane: Sequence[int] | None = None) -> None:
+        self._lane = lane = range(dist.get_world_size()) if lane is None else lane
+        self.rank = lane.index(dist.get_rank())
         self.bytes_sent = 0
         self.wait_s = 0.0
         self.timeout_s, self.describe = timeout_s, describe
@@ -263,7 +265,7 @@ class DistributedTransport:
         self.watch = watch.watchdog
         if self.watch is not None:
             self.watch.describe = describe
-        self._most_under_way = dict.fromkeys(TransferKind, SENDS_UNDER_WAY + dist.get_world_size())
+        self._most_under_way = dict.fromkeys(TransferKind, SENDS_UNDER_WAY + len(lane))
         self._most_under_way |= dict.fromkeys((TransferKind.ACTIVATIONS, TransferKind.GRADIENTS),
                                               max(SENDS_UNDER_WAY, in_flight))
         # A sum over replicas waits for all peers, so the sends of the update before have ended.
@@ -285,7 +287,10 @@ class DistributedTransport:
         # not have received them, and does not post the receives after them.
         self._announced: dict[tuple[int, int], set[int]] = defaultdict(set)
 
+    # Methods of the protocol take the pipeline's ranks, all others the job's.
+
     def send(self, peer: int, key: TransferKey, tensors: Sequence[Tensor], announce: bool = False) -> None:
+        peer = self._lane[peer]
         if self._shared is not None and self._shared.carries(peer) \
                 and self._send_shared(self._shared, peer, key, tensors, announce):
             return
@@ -306,6 +311,7 @@ class DistributedTransport:
             self._complete(peer, *under_way.popleft())  # only now: the peer waits for what was just sent
 
     def post(self, peer: int, key: TransferKey, specs: Sequence[TensorSpec] | None) -> None:
+        peer = self._lane[peer]
         if self._shared is not None and peer in self._shared.links.links:
             self._shared.post(peer, key, specs)
             return
@@ -313,6 +319,7 @@ class DistributedTransport:
             self._post_gloo(peer, key, specs)
 
     def receive_specs(self, peer: int, key: TransferKey) -> list[TensorSpec]:
+        peer = self._lane[peer]
         if self._shared is not None and self._shared.is_posted(peer, key) and self._await(self._shared, peer, key):
             return self._shared.specs(peer, key)
         posted = self._posted[peer, key]
@@ -325,6 +332,7 @@ class DistributedTransport:
         return specs
 
     def receive(self, peer: int, key: TransferKey) -> list[Tensor]:
+        peer = self._lane[peer]
         if self._shared is not None and self._shared.is_posted(peer, key) and self._await(self._shared, peer, key):
             return self._shared.take(peer, key)
         specs, works, buffers = self._posted.pop((peer, key))
@@ -370,7 +378,7 @@ class DistributedTransport:
                 self._complete(peer, *under_way.popleft())
         self._announced.clear()
         self.wait_s += perf_counter() - started
-        check_all_taken(untaken, self.rank)
+        check_all_taken(untaken, self._lane[self.rank])
         if self._groups is not None:
             self._groups.idle = True
 
