@@ -15,13 +15,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe import Model
+from vpipe.app.families import tensor_parallel as tp
 from vpipe.app.families.kv_cache import KeyValueCache, PerToken
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
 from vpipe.app.families.transformer import (
@@ -156,7 +157,13 @@ def _flops(settings: ModelSettings) -> list[int]:
     return [*(attention, mlp) * config.n_layer, 2 * (norm + config.vocab_size * h)]
 
 
-@register_model("gpt", flops=_flops, presets=KEYS.presets, datasets=(
+def _tensor_sizes(settings: ModelSettings) -> dict[str, int]:
+    config = config_from_settings(settings)
+    return {"vocab_size": config.vocab_size, "num_heads": config.n_head, "n_inner": config.inner,
+            "sequence_length": settings.sequence_length or config.n_positions}
+
+
+@register_model("gpt", flops=_flops, tensor_sizes=_tensor_sizes, presets=KEYS.presets, datasets=(
     "code_search_net", "huggingface", "text"), huggingface=HuggingFace(
     "gpt2", "GPT2LMHeadModel", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
     decoder_copies, huggingface_spelled, TRANSPOSED))
@@ -170,10 +177,13 @@ def gpt_from_settings(settings: ModelSettings) -> Model:
 class GptEmbeddings(nn.Module):
     """Token + position embeddings: int64 [B, S] -> [B, S, H]."""
 
+    tensor_plan: ClassVar = {"token": tp.vocabulary, "position": tp.table, "part": tp.part, "dropout": tp.dropout}
+
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.token = nn.Embedding(config.vocab_size, config.n_embd)
         self.position = nn.Embedding(config.n_positions, config.n_embd)
+        self.part = nn.Identity()
         self.dropout = nn.Dropout(config.embd_pdrop)
         for table in (self.token, self.position):
             nn.init.normal_(table.weight, std=config.initializer_range)
@@ -181,7 +191,8 @@ class GptEmbeddings(nn.Module):
     def forward(self, ids_bs: Tensor, start: int = 0) -> Tensor:
         end = start + ids_bs.shape[1]
         KEYS.check_length(end, self.position.num_embeddings, "n_positions")
-        return self.dropout(self.token(ids_bs) + self.position.weight[start:end])  # type: ignore[no-any-return]
+        position_1sh = self.part(self.position.weight[None, start:end])
+        return self.dropout(self.token(ids_bs) + position_1sh)  # type: ignore[no-any-return]
 
     def step(self, ids_bs: Tensor, cache: KeyValueCache) -> Tensor:
         return self(ids_bs, cache.length)  # type: ignore[no-any-return]
@@ -190,11 +201,14 @@ class GptEmbeddings(nn.Module):
 class GptAttention(nn.Module):
     """Norm, causal self-attention, add: [B, S, H] -> [B, S, H]."""
 
+    tensor_plan: ClassVar = {"norm": tp.gathered, "qkv": tp.fused(3), "attention_dropout": tp.dropout_along(1),
+                             "output": tp.row, "dropout": tp.dropout}
+
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
         size = config.n_embd
-        self.heads = config.n_head
-        self.attention_dropout = config.attn_pdrop
+        self.head_size = size // config.n_head
+        self.attention_dropout = nn.Dropout(config.attn_pdrop)
         self.norm = nn.LayerNorm(size, eps=config.layer_norm_epsilon)
         self.qkv = _linear(size, 3 * size, config)
         self.output = _linear(size, size, config, residual=True)
@@ -202,12 +216,12 @@ class GptAttention(nn.Module):
 
     def forward(self, h_bsh: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         start = 0 if cache is None else cache.length
-        qkv_bs3ad = self.qkv(self.norm(h_bsh)).unflatten(-1, (3, self.heads, -1))
+        qkv_bs3ad = self.qkv(self.norm(h_bsh)).unflatten(-1, (3, -1, self.head_size))
         query_basd, key_basd, value_basd = qkv_bs3ad.permute(2, 0, 3, 1, 4)
         if cache is not None:
             key_basd, value_basd = cache.append(key_basd, value_basd)
         mixed_basd = attention(query_basd, key_basd, value_basd, causal=start == 0,
-                               dropout=self.attention_dropout if self.training else 0.0)
+                               dropout=self.attention_dropout)
         mixed_bsh = self.output(mixed_basd.transpose(1, 2).flatten(2))
         return h_bsh + self.dropout(mixed_bsh)  # type: ignore[no-any-return]
 
@@ -217,6 +231,8 @@ class GptAttention(nn.Module):
 
 class GptMlp(PerToken):
     """Norm, expand to I, GELU, contract, add: [B, S, H] -> [B, S, H]."""
+
+    tensor_plan: ClassVar = {"norm": tp.gathered, "expand": tp.column, "contract": tp.row, "dropout": tp.dropout}
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()

@@ -16,13 +16,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe import Model
+from vpipe.app.families import tensor_parallel as tp
 from vpipe.app.families.kv_cache import KeyValueCache, PerToken
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
 from vpipe.app.families.transformer import (
@@ -221,7 +222,14 @@ def _flops(settings: ModelSettings) -> list[int]:
     return [*(attention, mlp) * config.num_hidden_layers, 2 * (h + config.vocab_size * h)]
 
 
-@register_model("llama", flops=_flops, presets=KEYS.presets, datasets=(
+def _tensor_sizes(settings: ModelSettings) -> dict[str, int]:
+    config = config_from_settings(settings)
+    return {"vocab_size": config.vocab_size, "num_heads": config.num_attention_heads, "num_kv_heads": config.groups,
+            "intermediate_size": config.inner,
+            "sequence_length": settings.sequence_length or config.max_position_embeddings}
+
+
+@register_model("llama", flops=_flops, tensor_sizes=_tensor_sizes, presets=KEYS.presets, datasets=(
     "code_search_net", "huggingface", "text"), huggingface=HuggingFace(
     "llama", "LlamaForCausalLM", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
     decoder_copies, huggingface_spelled))
@@ -272,6 +280,8 @@ def rotate(x_basd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
 class LlamaEmbeddings(PerToken):
     """Word embeddings: int64 [B, S] -> [B, S, H]."""
 
+    tensor_plan: ClassVar = {"token": tp.vocabulary}
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.token = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -284,13 +294,15 @@ class LlamaEmbeddings(PerToken):
 class LlamaAttention(nn.Module):
     """Norm, causal self-attention with rotary positions, add: [B, S, H] -> [B, S, H]."""
 
+    tensor_plan: ClassVar = {"norm": tp.gathered, "query": tp.column, "key": tp.column, "value": tp.column,
+                             "attention_dropout": tp.dropout_along(1), "output": tp.row}
     cos_sd: Tensor
     sin_sd: Tensor
 
     def __init__(self, config: LlamaConfig, positions: int) -> None:
         super().__init__()
         size, self.head_size = config.hidden_size, config.head_size
-        self.attention_dropout = config.attention_dropout
+        self.attention_dropout = nn.Dropout(config.attention_dropout)
         self.norm = LlamaRMSNorm(config)
         self.query = _linear(size, size, config)
         self.key = _linear(size, config.groups * self.head_size, config)
@@ -302,7 +314,7 @@ class LlamaAttention(nn.Module):
 
     def forward(self, h_bsh: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         start, normed_bsh = 0 if cache is None else cache.length, self.norm(h_bsh)
-        end = start + h_bsh.shape[1]
+        end = start + normed_bsh.shape[1]
         KEYS.check_length(end, len(self.cos_sd), "max_position_embeddings")
         query_basd, key_bgsd, value_bgsd = (projection(normed_bsh).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
                                             for projection in (self.query, self.key, self.value))
@@ -311,7 +323,7 @@ class LlamaAttention(nn.Module):
         if cache is not None:
             key_bgsd, value_bgsd = cache.append(key_bgsd, value_bgsd)
         mixed_basd = attention(query_basd, key_bgsd, value_bgsd, causal=start == 0,
-                               dropout=self.attention_dropout if self.training else 0.0)
+                               dropout=self.attention_dropout)
         return h_bsh + self.output(mixed_basd.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def step(self, h_bsh: Tensor, cache: KeyValueCache) -> Tensor:
@@ -320,6 +332,8 @@ class LlamaAttention(nn.Module):
 
 class LlamaMlp(PerToken):
     """Norm, SwiGLU, add: [B, S, H] -> [B, S, H]."""
+
+    tensor_plan: ClassVar = {"norm": tp.gathered, "gate": tp.column, "up": tp.column, "down": tp.row}
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -98,6 +98,9 @@ class Family:
             token is multiplied with, biases and norms too, look-up tables not, and 4 H S for the scores and the mixing
             of attention (H = the width of all heads together, S = ``sequence_length``, else the model's positions;
             nothing is taken off for a causal mask). A backward has twice as many. None for a family without.
+        tensor_sizes: settings -> what the ranks of tensor parallelism share, by the names of settings; it has
+            ``sequence_length`` where activations between layers are shards of the sequence. None for a family without
+            plans (:mod:`vpipe.app.families.tensor_parallel`).
         options: a frozen dataclass of the keys in ``model.options``; None for a family that has none.
         presets: sizes by name, for ``vpipe init``.
         datasets: names of the data sets that it is trained on, for ``vpipe init``, which leaves out a family without;
@@ -108,6 +111,7 @@ class Family:
     huggingface: HuggingFace | None = None
     stage_order: Callable[[ModelSettings], list[str]] | None = None
     flops: Callable[[ModelSettings], Sequence[int]] | None = None
+    tensor_sizes: Callable[[ModelSettings], Mapping[str, int]] | None = None
     options: type | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     datasets: tuple[str, ...] = ()
@@ -119,6 +123,7 @@ _families: dict[str, Family] = {}
 def register_model(name: str, *, huggingface: HuggingFace | None = None,
                    stage_order: Callable[[ModelSettings], list[str]] | None = None,
                    flops: Callable[[ModelSettings], Sequence[int]] | None = None,
+                   tensor_sizes: Callable[[ModelSettings], Mapping[str, int]] | None = None,
                    options: type | None = None, presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
                    datasets: tuple[str, ...] = ()) -> Callable[[Factory], Factory]:
     """Register the decorated factory.
@@ -128,6 +133,7 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
         huggingface: as in :class:`Family`.
         stage_order: as in :class:`Family`.
         flops: as in :class:`Family`.
+        tensor_sizes: as in :class:`Family`.
         options: a frozen dataclass whose fields are the keys of ``model.options``, each with a type (``int``,
             ``float``, ``bool``, ``str``, ``Path``, ``Literal``, a tuple, or one of them or None) and a default. The
             ``metadata`` of a field may have ``help``, a text for errors, and the bounds ``gt``, ``ge``, ``lt``, ``le``.
@@ -147,7 +153,7 @@ def register_model(name: str, *, huggingface: HuggingFace | None = None,
         if holder != factory.__module__:  # the same module again is a reload
             raise UserError(f"two modules register the model '{name}': {holder} and {factory.__module__}",
                             hint="give one of them another name")
-        _families[name] = Family(factory, huggingface, stage_order, flops, options, presets, datasets)
+        _families[name] = Family(factory, huggingface, stage_order, flops, tensor_sizes, options, presets, datasets)
         return factory
 
     return register

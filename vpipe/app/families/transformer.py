@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vpipe import Layer, Model
 from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS
+from vpipe.app.families import tensor_parallel as tp
 from vpipe.app.families.kv_cache import KeyValueCache
 from vpipe.app.families.registry import ModelSettings
 from vpipe.errors import Problem, UserError, nearest
@@ -162,7 +163,7 @@ def decoder_copies(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def attention(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *, mask: Tensor | None = None,
-              causal: bool = False, dropout: float = 0.0) -> Tensor:
+              causal: bool = False, dropout: nn.Dropout | None = None) -> Tensor:
     """Return scaled dot-product attention, [B, A, S, D] in the dtype of the input.
 
     On the CPU it computes in fp32 at least: torch's backward in bf16 takes three times as long there (8.7 against 2.7
@@ -172,16 +173,31 @@ def attention(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *, mask:
         key_bgsd, value_bgsd: of G heads, which divides A: groups of A / G heads share them.
         mask: bool, broadcast to [B, A, S, S]: True where a token is seen.
         causal: a token sees itself and those before it.
-        dropout: share of the weights that is dropped.
+        dropout: of the weights.
     """
-    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal,
+    share = dropout.p if dropout is not None and dropout.training else 0.0
+    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": share, "is_causal": causal,
                                "enable_gqa": key_bgsd.shape[1] < query_basd.shape[1]}
+    attend: Callable[..., Tensor] = F.scaled_dot_product_attention
+    if share and isinstance(dropout, tp.ShardedDropout):
+        attend = partial(_attend_to_part, dropout)
     if query_basd.device.type == "cpu" and query_basd.dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", enabled=False):
-            mixed_basd = F.scaled_dot_product_attention(
-                query_basd.float(), key_bgsd.float(), value_bgsd.float(), **options)
+            mixed_basd = attend(query_basd.float(), key_bgsd.float(), value_bgsd.float(), **options)
         return mixed_basd.to(query_basd.dtype)
-    return F.scaled_dot_product_attention(query_basd, key_bgsd, value_bgsd, **options)
+    return attend(query_basd, key_bgsd, value_bgsd, **options)
+
+
+def _attend_to_part(dropout: tp.ShardedDropout, query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *,
+                    attn_mask: Tensor | None, is_causal: bool, **_: object) -> Tensor:
+    """Attend with some of the heads. Torch's own function cannot be told what to drop."""
+    key_basd, value_basd = (x.repeat_interleave(query_basd.shape[1] // x.shape[1], 1) for x in (key_bgsd, value_bgsd))
+    scores_bass = query_basd @ key_basd.transpose(-1, -2) / math.sqrt(query_basd.shape[-1])
+    if is_causal:
+        attn_mask = torch.ones(scores_bass.shape[-2:], dtype=torch.bool, device=scores_bass.device).tril()
+    if attn_mask is not None:
+        scores_bass = scores_bass.masked_fill(~attn_mask, -math.inf)
+    return dropout(scores_bass.softmax(-1)) @ value_basd  # type: ignore[no-any-return]
 
 
 def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -192,9 +208,7 @@ def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor, smoothing: float = 0.
         labels_bs: int64 [B, S]: the next token, already shifted; :attr:`vpipe.Model.NO_LABEL` where there is none.
         smoothing: share of a label's probability that is spread evenly over all V tokens.
     """
-    precision = torch.promote_types(logits_bsv.dtype, torch.float32)
-    total = F.cross_entropy(logits_bsv.to(precision).flatten(0, 1), labels_bs.flatten(), ignore_index=Model.NO_LABEL,
-                            reduction="sum", label_smoothing=smoothing)
+    total = tp.cross_entropy(logits_bsv, labels_bs, Model.NO_LABEL, smoothing)
     return total / (labels_bs != Model.NO_LABEL).sum().clamp(min=1)
 
 
@@ -215,6 +229,8 @@ class EmbeddingsAndAttention(nn.Module):
 
 class NextTokenHead(nn.Module):
     """The last layer of a decoder: norm, logits and their loss, [B, S, H] and int64 labels [B, S] -> a scalar."""
+
+    tensor_plan: ClassVar = {"norm": tp.gathered, "decoder": tp.scores}
 
     def __init__(self, norm: nn.Module, decoder: nn.Linear) -> None:
         super().__init__()

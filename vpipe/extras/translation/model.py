@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vpipe import Layer, Model
+from vpipe.app.families import tensor_parallel as tp
 from vpipe.app.families.kv_cache import KeyValueCache
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
 from vpipe.app.families.transformer import (
@@ -290,8 +291,17 @@ def _flops(settings: ModelSettings) -> list[int]:
     return layers
 
 
-@register_model("translation", flops=_flops, options=TranslationOptions, presets=KEYS.presets, datasets=(
-    "pairs",), huggingface=HuggingFace(
+def _tensor_sizes(settings: ModelSettings) -> dict[str, int]:
+    """Return no length: those of sentences are what they are, so that activations between layers are whole."""
+    config = config_from_settings(settings)
+    return {"vocab_size": config.vocab_size, "decoder_vocab_size": config.target_vocab_size,
+            "encoder_attention_heads": config.encoder_attention_heads,
+            "decoder_attention_heads": config.decoder_attention_heads,
+            "encoder_ffn_dim": config.inner("encoder"), "decoder_ffn_dim": config.inner("decoder")}
+
+
+@register_model("translation", flops=_flops, tensor_sizes=_tensor_sizes, options=TranslationOptions,
+                presets=KEYS.presets, datasets=("pairs",), huggingface=HuggingFace(
     "marian", "MarianMTModel", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
     huggingface_copies, huggingface_spelled, special={
         "eos_token": ("</s>", "eos_token_id", "forced_eos_token_id"),
@@ -318,6 +328,7 @@ def sinusoids(length: int, size: int) -> Tensor:
 class TranslationEmbeddings(nn.Module):
     """Token embeddings + sinusoidal positions: int64 [B, S] -> [B, S, H]."""
 
+    tensor_plan: ClassVar = {"token": tp.vocabulary, "part": tp.part, "dropout": tp.dropout}
     positions_sh: Tensor
 
     def __init__(self, config: TranslationConfig, vocabulary: int, length: int) -> None:
@@ -325,6 +336,7 @@ class TranslationEmbeddings(nn.Module):
         self.scale = math.sqrt(config.d_model) if config.scale_embedding else 1.0
         self.token = nn.Embedding(vocabulary, config.d_model)
         nn.init.normal_(self.token.weight, std=config.init_std or config.d_model ** -0.5)
+        self.part = nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
         self.register_buffer("positions_sh", sinusoids(length, config.d_model), persistent=False)
 
@@ -332,11 +344,14 @@ class TranslationEmbeddings(nn.Module):
         end = start + ids_bs.shape[1]
         KEYS.check_length(end, len(self.positions_sh), "max_position_embeddings")
         token_bsh = self.token(ids_bs) * self.scale
-        return self.dropout(token_bsh + self.positions_sh[start:end].to(token_bsh.dtype))  # type: ignore[no-any-return]
+        position_1sh = self.part(self.positions_sh[None, start:end].to(token_bsh.dtype))
+        return self.dropout(token_bsh + position_1sh)  # type: ignore[no-any-return]
 
 
 class _Sublayer(nn.Module):
     """A sublayer between its norm and its sum, with dropout (Vaswani et al., sections 3.1 and 5.4)."""
+
+    tensor_plan: ClassVar[tp.Plan] = {"norm": tp.norm, "dropout": tp.dropout}
 
     def __init__(self, config: TranslationConfig) -> None:
         super().__init__()
@@ -351,24 +366,29 @@ class _Sublayer(nn.Module):
 
 
 class _Attention(_Sublayer):
+    tensor_plan: ClassVar = {**_Sublayer.tensor_plan, "whole": tp.gathered, "query": tp.column, "key": tp.column,
+                             "value": tp.column, "attention_dropout": tp.dropout_along(1), "output": tp.row}
+
     def __init__(self, config: TranslationConfig, heads: int) -> None:
         super().__init__(config)
-        self.heads, self.attention_dropout, size = heads, config.attention_dropout, config.d_model
+        self.head_size, size = config.d_model // heads, config.d_model
+        self.whole, self.attention_dropout = nn.Identity(), nn.Dropout(config.attention_dropout)
         self.query, self.key, self.value, self.output = (_linear(size, size, config) for _ in range(4))
 
     def _mixed(self, h_bth: Tensor, read_bsh: Tensor, mask_bs: Tensor | None, causal: bool) -> Tensor:
         """Return, for every token of ``h``, a mixture of the tokens of ``read`` that it sees."""
-        return self._attended(self._heads(self.query, h_bth), self._heads(self.key, read_bsh),
-                              self._heads(self.value, read_bsh), mask_bs, causal)
+        whole_bsh = self.whole(read_bsh)
+        return self._attended(self._heads(self.query, whole_bsh if h_bth is read_bsh else h_bth),
+                              self._heads(self.key, whole_bsh), self._heads(self.value, whole_bsh), mask_bs, causal)
 
     def _heads(self, projection: nn.Module, tokens_bsh: Tensor) -> Tensor:
-        return projection(tokens_bsh).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # type: ignore[no-any-return]
+        return projection(tokens_bsh).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # type: ignore[no-any-return]
 
     def _attended(self, query_batd: Tensor, key_basd: Tensor, value_basd: Tensor, mask_bs: Tensor | None,
                   causal: bool) -> Tensor:
         mask = None if mask_bs is None else (mask_bs != 0)[:, None, None, :]
         mixed_batd = attention(query_batd, key_basd, value_basd, mask=mask, causal=causal,
-                               dropout=self.attention_dropout if self.training else 0.0)
+                               dropout=self.attention_dropout)
         return self.output(mixed_batd.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -428,6 +448,9 @@ class TranslationMlp(_Sublayer):
         last: of the encoder, where ``pre_norm`` ends with a norm.
     """
 
+    tensor_plan: ClassVar = {**_Sublayer.tensor_plan, "expand": tp.column, "inner_dropout": tp.dropout_along(-1),
+                             "contract": tp.row, "final_norm": tp.norm}
+
     def __init__(self, config: TranslationConfig, inner: int, last: bool = False) -> None:
         super().__init__(config)
         self.activation = config.activation_function
@@ -453,6 +476,7 @@ class TranslationHead(nn.Module):
     cross entropy. ``logits_bias`` is of files of Marian's; it is 0 otherwise, and not trained.
     """
 
+    tensor_plan: ClassVar = {"norm": tp.gathered, "decoder": tp.scores}
     logits_bias: Tensor
 
     def __init__(self, config: TranslationConfig) -> None:
@@ -465,7 +489,8 @@ class TranslationHead(nn.Module):
 
     def scores(self, h_bth: Tensor) -> Tensor:
         """Return the logits [B, T, V] of the next token."""
-        return self.decoder(self.norm(h_bth)) + self.logits_bias  # type: ignore[no-any-return]
+        scores_btv = self.decoder(self.norm(h_bth))
+        return scores_btv + tp.cut_like(self.logits_bias, scores_btv)  # type: ignore[no-any-return]
 
     def forward(self, h_bth: Tensor, labels_bt: Tensor) -> Tensor:
         return next_token_loss(self.scores(h_bth), labels_bt, self.label_smoothing if self.training else 0.0)

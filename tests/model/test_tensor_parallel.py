@@ -1,0 +1,189 @@
+"""The families' layers, split over two and four ranks, compute what they compute whole, dropout included.
+
+In fp64, where 2^-53 is so much smaller than what a wrong plan changes that the bound may be coarse. Splitting leaves
+all products as they are and changes the order of sums. A value is the end of a chain of sums, whose terms
+:func:`roundings` counts; every term is rounded once, which moves the value by 2^-53 of the largest that meets it, in
+either of the two computations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from world import World
+
+from vpipe import Layer, Model
+from vpipe.accelerator import seeded
+from vpipe.app.families import tensor_parallel as tp
+from vpipe.app.families.gpt import GptAttention
+from vpipe.app.families.registry import ModelSettings, family_named
+from vpipe.errors import UserError
+from vpipe.model.layer import seed_of, set_parameter, split_target
+
+WORDS, HIDDEN, HEADS, LENGTH, SAMPLES, BLOCKS = 24, 16, 8, 8, 3, 2
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "gpt": {}, "llama": {"num_kv_heads": 4, "overrides": {"intermediate_size": 24}}, "bert": {"preset": "tiny"},
+    "translation": {"preset": "tiny", "overrides": {"attention_dropout": 0.1, "activation_dropout": 0.1}}}
+
+
+def settings(family: str) -> ModelSettings:
+    """Two blocks, with ties and every dropout that the family has."""
+    options = family_named(family).options
+    return ModelSettings(
+        WORDS, hidden_size=HIDDEN, num_layers=BLOCKS, num_heads=HEADS, sequence_length=LENGTH, dropout=0.1,
+        tie_weights=True, options=None if options is None else options(), **SETTINGS[family])
+
+
+def model(family: str) -> Model:
+    return family_named(family).factory(settings(family))
+
+
+def batch(family: str, length: int = LENGTH) -> dict[str, Tensor]:
+    """Random words, of which some are padding, and some labels none; those of the mask are the first."""
+    generator = torch.Generator().manual_seed(7)
+
+    def ids(high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, (SAMPLES, *shape), generator=generator)
+
+    labels, mask = ids(WORDS, length), torch.ones(SAMPLES, length, dtype=torch.int64)
+    labels[0, 2:5], mask[1, 5:] = Model.NO_LABEL, 0
+    if family == "bert":
+        return {"input_ids": ids(WORDS, length), "segment_ids": ids(2, length), "input_mask": mask,
+                "masked_lm_positions": ids(length, 3), "masked_lm_ids": ids(WORDS, 3),
+                "next_sentence_labels": ids(2)}
+    if family == "translation":
+        return {"source_ids": ids(WORDS, length), "source_mask": mask, "target_ids": ids(WORDS, length),
+                "labels": labels}
+    return {"input_ids": ids(WORDS, length), "labels": labels}
+
+
+def roundings() -> int:
+    """The longest chain: forward and backward through as many layers as translation has, each with its two matrices,
+    norms, softmax and scores, then the loss over the vocabulary and all tokens, and a gradient's sum over those."""
+    layer = 4 * HIDDEN + HIDDEN + 4 * HIDDEN + LENGTH
+    return 2 * ((5 * BLOCKS + 1) * layer + WORDS + SAMPLES * LENGTH)
+
+
+BOUND = 2 * roundings() * 2.0 ** -53
+
+
+def built(layer: Layer, index: int) -> nn.Module:
+    with seeded(seed_of(3, index)):
+        return layer.build()
+
+
+def run(model: Model, fields: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
+    """All tensors that the layers write, the last of each name, after the backward; and the parameters."""
+    layers = {layer.name: built(layer, index).double() for index, layer in enumerate(model.layers)}
+    tensors = dict(fields)
+    for index, layer in enumerate(model.layers):
+        for own, target in layer.ties.items():
+            other, name = split_target(target, model.layers)
+            set_parameter(layers[layer.name], own, layers[other].get_parameter(name))
+        torch.manual_seed(100 + index)
+        outputs = layers[layer.name](*(tensors[name] for name in layer.inputs))
+        tensors |= dict(zip(layer.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
+    tensors["loss"].backward()
+    return tensors, {f"{name}.{own}": p for name, module in layers.items() for own, p in module.named_parameters()}
+
+
+def compare(family: str, parts: int, sequence: bool, planted: str | None = None) -> dict[str, Any]:
+    """On every rank: the layers whole, and split over ``parts`` ranks; how far they are apart, and what a rank has."""
+    mesh = init_device_mesh("cpu", (4 // parts, parts), mesh_dim_names=("pp", "tp"))["tp"]
+    at = tp.TensorMesh(mesh, Shard(1) if sequence else Replicate())
+    patch = pytest.MonkeyPatch()
+    if planted == "heads":
+        patch.setitem(GptAttention.tensor_plan, "qkv", tp.fused(1))
+    if planted == "loss":
+        patch.setattr(tp, "_over_ranks", lambda tensor, mesh, operation: tensor)
+    whole, expected = run(model(family), batch(family))
+    fresh = tp.parallel(model(family), lambda: at)
+    begun = {f"{layer.name}.{name}": p.detach() for index, layer in enumerate(fresh.layers)
+             for name, p in built(layer, index).named_parameters()}
+    split, found = run(fresh, batch(family))
+    patch.undo()
+    assert found.keys() == expected.keys()
+    first = {f"{layer.name}.{name}": p.detach() for index, layer in enumerate(model(family).layers)
+             for name, p in built(layer, index).named_parameters()}
+    gradients = {name: p.grad.to_local() if planted == "norm" and p.grad.placements[0].is_partial() else
+                 p.grad.full_tensor() for name, p in found.items()}
+    between = {name: list(split[name].shape) for layer in fresh.layers for name in layer.outputs}
+    return {"begins": all(torch.equal(p.full_tensor(), first[name]) for name, p in begun.items()),
+            "held": {name: p.to_local().untyped_storage().nbytes() / p.nbytes for name, p in begun.items()},
+            "loss": split["loss"].item(), "loss off": abs((split["loss"] - whole["loss"]).item()), "between": between,
+            "scale": max(p.grad.abs().max().item() for p in expected.values()),
+            "gradient off": max((gradients[name] - p.grad).abs().max().item() for name, p in expected.items()),
+            "placed": all(isinstance(p.grad, DTensor) and (p.grad.placements == p.placements
+                          or p.grad.placements[0].is_partial()) for p in found.values())}
+
+
+CASES = [(family, parts, sequence) for family in SETTINGS for parts, sequence in ((2, True), (4, True), (2, False))]
+
+
+@pytest.mark.parametrize(("family", "parts", "sequence"), CASES)
+def test_a_split_model_is_the_whole_one(world: World, family: str, parts: int, sequence: bool) -> None:
+    ranks = world.run(compare, family=family, parts=parts, sequence=sequence)
+    assert len({rank["loss"] for rank in ranks}) == 1, "all ranks have the same loss, to the last bit"
+    for rank in ranks:
+        assert rank["begins"]
+        assert rank["placed"]
+        assert rank["loss off"] < BOUND * max(1, rank["loss"])
+        assert rank["gradient off"] < BOUND * rank["scale"]
+        length = LENGTH // parts if sequence else LENGTH
+        assert rank["between"].pop("loss") == []
+        assert set(map(tuple, rank["between"].values())) == {(SAMPLES, length, HIDDEN)}
+        assert {name.rpartition(".")[0].rpartition(".")[2] for name, share in rank["held"].items() if share == 1} <= {
+            "norm", "final_norm", "position", "segment", "transform", "pooler", "next_sentence", "output", "contract"}
+        assert {share for share in rank["held"].values() if share < 1} == {1 / parts}
+
+
+@pytest.mark.parametrize(("planted", "what"), [("norm", "gradient off"), ("heads", "gradient off"),
+                                               ("loss", "loss off")])
+def test_a_wrong_plan_is_found(world: World, planted: str, what: str) -> None:
+    """Gradients of norms that nobody has summed; a plain split of queries, keys and values; the cross entropy of a
+    part of the vocabulary."""
+    for rank in world.run(compare, family="gpt", parts=2, sequence=True, planted=planted):
+        assert rank[what] > 1e6 * BOUND
+
+
+def refused(length: int) -> str:
+    """What the embeddings say to a sequence."""
+    at = tp.TensorMesh(init_device_mesh("cpu", (4,)), Shard(1))
+    with pytest.raises(UserError) as raised:
+        run(tp.parallel(model("gpt"), lambda: at), batch("gpt", length))
+    return str(raised.value)
+
+
+def test_a_sequence_that_is_no_multiple_is_refused(world: World) -> None:
+    assert set(world.run(refused, length=6)) == {
+        "error: sequence_length is 6, which 4 ranks of tensor parallelism cannot share evenly\n"
+        "hint: the next that they can is 8; or choose another parallel.tensor"}
+
+
+def test_sizes_that_cannot_be_split_are_named() -> None:
+    """Of every family: the vocabulary, heads, the width of its MLP, and the sequence where it is split."""
+    found = {}
+    for family in SETTINGS:
+        assert list(tp.problems(4, family_named(family).tensor_sizes(settings(family)))) == []
+        found[family] = {problem.what.partition(" ")[0] for problem in tp.problems(
+            5, family_named(family).tensor_sizes(settings(family)))}
+    assert found == {"gpt": {"vocab_size", "num_heads", "n_inner", "sequence_length"},
+                     "llama": {"vocab_size", "num_heads", "num_kv_heads", "intermediate_size", "sequence_length"},
+                     "bert": {"vocab_size", "num_heads", "intermediate_size", "sequence_length"},
+                     "translation": {"vocab_size", "decoder_vocab_size", "encoder_attention_heads",
+                                     "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim"}}
+    assert [str(problem) for problem in tp.problems(4, {"vocab_size": 50257})] == [
+        "error: vocab_size is 50,257, which 4 ranks of tensor parallelism cannot share evenly\n"
+        "hint: the next that they can is 50,260; or choose another parallel.tensor"]
+
+
+def test_a_layer_without_a_plan_is_refused() -> None:
+    split = tp.parallel(Model([Layer("a", lambda: nn.Linear(2, 2), ("x",), ("loss",))], ("x",)), lambda: None)
+    with pytest.raises(UserError, match="Linear has no plan for tensor parallelism that names 'weight'"):
+        split.layers[0].build()

@@ -1,0 +1,310 @@
+"""Tensor parallelism: a layer is built whole, and then split over the ranks of one dimension of a mesh.
+
+A module of a family says in ``tensor_plan`` what becomes of each of its submodules; the words are the functions below.
+They are PyTorch's own styles (:mod:`torch.distributed.tensor.parallel`) where it has one. All parameters are DTensors
+then, of the shapes and names that they have in one process, and begin with the same values: each rank builds the layer
+under the same seed, and takes its part. So a stage needs the memory of one whole layer while it is built.
+
+Shoeybi et al. 2019 (arXiv:1909.08053) split attention by heads and the MLP by columns, then rows. Between layers, and
+for norms and dropout, activations are whole on every rank, or shards of the sequence, [B, S / t, H] (Korthikanti et al.
+2022, arXiv:2205.05198), which makes as many bytes of collectives, and saves memory and bytes between stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from vpipe import Model
+from vpipe.errors import Problem, UserError
+
+
+@dataclass(frozen=True)
+class TensorMesh:
+    """The ranks that split a layer.
+
+    Attributes:
+        mesh: of one dimension.
+        between: placement of the activations between layers: shards of the sequence, or whole.
+    """
+
+    mesh: DeviceMesh
+    between: Placement
+
+    def part(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's part of a tensor that all ranks have."""
+        return tensor.chunk(self.mesh.size(), dim)[self.mesh.get_local_rank()]
+
+    def whole(self, tensor: Tensor) -> DTensor:
+        """Return, as one tensor that every rank has, what is between layers here."""
+        return _placed(tensor, self.mesh, self.between).redistribute(placements=[Replicate()])
+
+
+Split = Callable[[Any, TensorMesh], nn.Module]
+"""Takes a submodule, and returns what stands in its place."""
+
+Plan = Mapping[str, Split]
+"""What becomes of the submodules of a module, by their names."""
+
+
+def parallel(model: Model, at: Callable[[], TensorMesh]) -> Model:
+    """Return the model with layers that are split when they are built; ``at`` tells then over what."""
+    return Model([replace(layer, build=partial(_split, layer.build, at)) for layer in model.layers], model.batch,
+                 model.labels)
+
+
+def _split(build: Callable[[], nn.Module], at: Callable[[], TensorMesh]) -> nn.Module:
+    layer, mesh = build(), at()
+    for path, module in list(layer.named_modules()):
+        plan: Plan = getattr(type(module), "tensor_plan", {})
+        for name, split in plan.items():
+            place = f"{path}.{name}" if path else name
+            layer.set_submodule(place, split(layer.get_submodule(place), mesh))
+    for name, parameter in layer.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise UserError(f"{type(layer).__name__} has no plan for tensor parallelism that names '{name}'",
+                            hint="give its class a tensor_plan, as those of vpipe/app/families have, or train without "
+                                 "tensor parallelism")
+    return layer
+
+
+def problems(parts: int, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """Yield what ``parts`` ranks cannot split, of sizes by the names of their settings."""
+    for name, size in sizes.items():
+        if size % parts:
+            yield Problem(f"{name} is {size:,}, which {parts} ranks of tensor parallelism cannot share evenly",
+                          f"the next that they can is {-(-size // parts) * parts:,}; or choose another parallel.tensor")
+
+
+# The words of the plans.
+
+def column(module: nn.Linear, at: TensorMesh) -> nn.Module:
+    """Split a matrix by its outputs, such as the first of an MLP: each rank computes some of them for all tokens."""
+    return _styled(module, at, ColwiseParallel(input_layouts=at.between))
+
+
+def row(module: nn.Linear, at: TensorMesh) -> nn.Module:
+    """Split a matrix by its inputs, which each rank has some of; the sum over the ranks is between layers."""
+    return _styled(module, at, RowwiseParallel(output_layouts=at.between))
+
+
+def scores(module: nn.Linear, at: TensorMesh) -> nn.Module:
+    """Split a head by its vocabulary; the scores stay split, for :func:`cross_entropy`."""
+    return _styled(module, at, ColwiseParallel(input_layouts=Replicate(), use_local_output=False))
+
+
+def fused(parts: int) -> Split:
+    """Split ``parts`` matrices whose outputs are one after the other in one, such as queries, keys and values."""
+    return lambda module, at: _FusedColumns(module, at, parts)
+
+
+def vocabulary(module: nn.Embedding, at: TensorMesh) -> nn.Module:
+    """Split a table of embeddings by its rows."""
+    return _VocabularyRows(module, at)
+
+
+def norm(module: nn.Module, at: TensorMesh) -> nn.Module:
+    """Give every rank all parameters of a module that computes each token by itself."""
+    return _replicated(module, at, at.between)
+
+
+def gathered(module: nn.Module, at: TensorMesh) -> nn.Module:
+    """Do as :func:`norm`, and gather what comes out, once for all that read it; also of an ``nn.Identity``."""
+    distribute_module(module, at.mesh, _replicate, _input(at.between), lambda module, output, mesh: at.whole(output))
+    return module
+
+
+def whole(module: nn.Identity, at: TensorMesh) -> nn.Module:
+    """Gather what is between layers, for modules of which each rank computes all."""
+    return _Function(lambda x: at.whole(x).to_local())
+
+
+def replicated(module: nn.Module, at: TensorMesh) -> nn.Module:
+    """Give every rank all parameters of a module, which computes the same on each."""
+    return _replicated(module, at, Replicate())
+
+
+def table(module: nn.Embedding, at: TensorMesh) -> nn.Module:
+    """Give every rank all rows of a table whose ``weight`` is read in place of calling it."""
+    distribute_module(module, at.mesh, _replicate)
+    return module
+
+
+def part(module: nn.Identity, at: TensorMesh) -> nn.Module:
+    """Take, of what every rank has for all tokens, [1 or B, S, ...], that for the tokens between layers here."""
+    return _Function(lambda x: _moved(x, at.mesh, Replicate(), at.between))
+
+
+def dropout(module: nn.Dropout, at: TensorMesh) -> nn.Module:
+    """Drop of the activations between layers what one process drops of them."""
+    return ShardedDropout(module.p, at, at.between.dim) if isinstance(at.between, Shard) else module
+
+
+def dropout_along(dim: int) -> Split:
+    """Drop what one process drops, of a tensor of which every rank has a part along ``dim``."""
+    return lambda module, at: ShardedDropout(module.p, at, dim)
+
+
+def _styled(module: nn.Module, at: TensorMesh, style: ParallelStyle) -> nn.Module:
+    # Without a rank of the source, each takes its part of what it has built: nothing is sent.
+    parallelize_module(module, at.mesh, style, src_data_rank=None)
+    return module
+
+
+def _replicated(module: nn.Module, at: TensorMesh, placement: Placement) -> nn.Module:
+    distribute_module(module, at.mesh, _replicate, _input(placement), lambda module, output, mesh: output.to_local())
+    return module
+
+
+def _replicate(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    for own, parameter in list(module.named_parameters(recurse=False)):
+        _distribute(module, own, parameter, mesh, Replicate())
+
+
+def _distribute(module: nn.Module, name: str, parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> None:
+    module.register_parameter(name, nn.Parameter(
+        distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)))
+
+
+def _input(placement: Placement) -> Callable[[nn.Module, tuple[Tensor, ...], DeviceMesh], Tensor]:
+    return lambda module, inputs, mesh: _placed(inputs[0], mesh, placement)
+
+
+def _placed(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """Return what every rank has a tensor of as one DTensor, if it is none."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, [placement], run_check=False)
+
+
+def _moved(tensor: Tensor, mesh: DeviceMesh, placement: Placement, to: Placement) -> Tensor:
+    """Return what this rank has of a tensor when it is placed in another way."""
+    moved: Tensor = _placed(tensor, mesh, placement).redistribute(placements=[to]).to_local()
+    return moved
+
+
+class _Function(nn.Module):
+    """A function that stands in the place of an ``nn.Identity``."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class _FusedColumns(nn.Module):
+    """A linear layer, split so that each rank has the same share of every part of its outputs.
+
+    The rows of a rank do not lie one after the other. DTensor has a placement for it, which its own ``flatten`` makes;
+    so the parameter keeps the shape [3H, H] that optimizers and checkpoints know. DTensor's matrix product would gather
+    it, so that the product here is that of what the rank has.
+    """
+
+    weight: DTensor
+    bias: DTensor
+
+    def __init__(self, linear: nn.Linear, at: TensorMesh, parts: int) -> None:
+        super().__init__()
+        self.at = at
+        for name, parameter in linear.named_parameters():
+            of_parts = distribute_tensor(parameter.detach().view(parts, -1, *parameter.shape[1:]), at.mesh, [Shard(1)],
+                                         src_data_rank=None)
+            self.register_parameter(name, nn.Parameter(of_parts.flatten(0, 1)))
+
+    def forward(self, h_bsh: Tensor) -> Tensor:
+        h_bsh = self.at.whole(h_bsh).to_local(grad_placements=[Partial()])
+        return F.linear(h_bsh, self.weight.to_local(), self.bias.to_local())
+
+
+class _VocabularyRows(nn.Module):
+    """Embeddings of which each rank has some rows: int64 [B, S] -> [B, S or S / t, H].
+
+    In place of ``RowwiseParallel``, which in torch 2.13 makes of the gradient a table of all rows on every rank.
+    """
+
+    weight: DTensor
+
+    def __init__(self, embedding: nn.Embedding, at: TensorMesh) -> None:
+        super().__init__()
+        self.at, self.padding_idx = at, embedding.padding_idx
+        _distribute(self, "weight", embedding.weight, at.mesh, Shard(0))
+
+    def forward(self, ids_bs: Tensor) -> Tensor:
+        parts, length = self.at.mesh.size(), ids_bs.shape[1]
+        if isinstance(self.at.between, Shard) and length % parts:
+            raise UserError.all_of(list(problems(parts, {"sequence_length": length})))
+        rows = self.weight.to_local()
+        first = self.at.mesh.get_local_rank() * len(rows)
+        index_bs = ids_bs - first
+        here_bs = (index_bs >= 0) & (index_bs < len(rows))
+        padding = None if self.padding_idx is None or not 0 <= self.padding_idx - first < len(rows) else (
+            self.padding_idx - first)
+        h_bsh = F.embedding(index_bs.where(here_bs, 0), rows, padding).masked_fill(~here_bs[..., None], 0)
+        return _moved(h_bsh, self.at.mesh, Partial(), self.at.between)
+
+
+class ShardedDropout(nn.Dropout):
+    """Dropout of a part of a tensor along ``dim``, which drops of it what dropout of the whole drops in one process.
+
+    DTensor's own random state does so on some kinds of devices only. This draws for the whole tensor on every rank.
+    """
+
+    def __init__(self, p: float, at: TensorMesh, dim: int) -> None:
+        super().__init__(p)
+        self.at, self.dim = at, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.noise(x) if self.training and self.p else x
+
+    def noise(self, x: Tensor) -> Tensor:
+        """Return the factors, 0 or 1 / (1 - p), of a part ``x``."""
+        shape = list(x.shape)
+        shape[self.dim] *= self.at.mesh.size()
+        return self.at.part(F.dropout(x.new_ones(shape), self.p), self.dim)
+
+
+def cut_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return a tensor that all ranks have, cut as ``other`` is."""
+    if not isinstance(other, DTensor):
+        return tensor
+    cut: Tensor = distribute_tensor(tensor, other.device_mesh, [Shard(tensor.dim() - 1)], src_data_rank=None)
+    return cut
+
+
+def cross_entropy(scores: Tensor, labels: Tensor, ignored: int, smoothing: float = 0.0) -> Tensor:
+    """Return the sum of the cross entropy, in fp32 at least, of scores [..., V] that may be split by vocabulary.
+
+    In half precision a sum over V exponentials loses too much. ``loss_parallel`` of torch, which splits it too, would
+    have to be entered around the backward, which is the pipeline's, and fails for smoothed labels (torch 2.13).
+    """
+    precision = torch.promote_types(scores.dtype, torch.float32)
+    if not isinstance(scores, DTensor):
+        return F.cross_entropy(scores.to(precision).flatten(0, -2), labels.flatten(), ignore_index=ignored,
+                               reduction="sum", label_smoothing=smoothing)
+    mesh, scores_nv, labels_n = scores.device_mesh, scores.to_local().to(precision).flatten(0, -2), labels.flatten()
+    index_n = labels_n - mesh.get_local_rank() * scores_nv.shape[1]
+    here_n = (index_n >= 0) & (index_n < scores_nv.shape[1])
+    shifted_nv = scores_nv - _over_ranks(scores_nv.detach().amax(1), mesh, "max")[:, None]
+    own_n = shifted_nv.gather(1, index_n.where(here_n, 0)[:, None])[:, 0].where(here_n, 0)
+    exponentials_n, label_n, all_n = _over_ranks(
+        torch.stack((shifted_nv.exp().sum(1), own_n, shifted_nv.sum(1))), mesh, "sum")
+    mean_n = all_n / (scores_nv.shape[1] * mesh.size())
+    loss_n = exponentials_n.log() - (1 - smoothing) * label_n - smoothing * mean_n
+    total: Tensor = loss_n.where(labels_n != ignored, 0).sum()
+    return total
+
+
+def _over_ranks(tensor: Tensor, mesh: DeviceMesh, operation: str) -> Tensor:
+    """Return the sum or maximum over the ranks on each of them; the gradient of a term is that of the sum, unsummed."""
+    return _moved(tensor, mesh, Partial(operation), Replicate())
