@@ -181,8 +181,9 @@ def parameter_of(layer: str, module: nn.Module, name: str) -> nn.Parameter:
 
 
 def kind_of(parameter: Tensor) -> str:
-    """Return shape and dtype as text."""
-    return f"{list(parameter.shape)} ({str(parameter.dtype).removeprefix('torch.')})"
+    """Return shape and dtype as text, of a DTensor its placements, too."""
+    placed = "".join(f", {place}" for place in getattr(parameter, "placements", ()))
+    return f"{list(parameter.shape)} ({str(parameter.dtype).removeprefix('torch.')}{placed})"
 
 
 def check_alike(tied: Mapping[str, str]) -> None:

@@ -21,6 +21,7 @@ from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import Problem, RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
+from vpipe.runtime.sharded_tensors import local, whole
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.transport.process_group import PeerTransfer, control_group
@@ -128,7 +129,7 @@ class Collectives:
 
     def state(self, corrected: bool = True) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, of first replicas, in the order of the layers."""
-        whole: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
         for stage, ranks in enumerate(self._placement):
             here = self._stage(stage, ranks[0])
             own = here.state() if here else {}
@@ -136,9 +137,9 @@ class Collectives:
                 steps = self._workers[ranks[0]].optimizer_steps
                 if (extrapolation := steps.extrapolations.get(stage)) is not None:
                     own |= extrapolation.uncorrected(own)
-            shared = self._broadcast(ranks[0], own)
-            whole.update(shared if len(self._lane) > 1 else {name: t.clone() for name, t in shared.items()})
-        return whole
+            shared = self._broadcast(ranks[0], {name: whole(tensor) for name, tensor in own.items()})
+            state.update(shared if len(self._lane) > 1 else {name: t.clone() for name, t in shared.items()})
+        return state
 
     @contextmanager
     def problems_of_all(self, kinds: str = "none") -> Iterator[None]:
@@ -262,12 +263,13 @@ class Collectives:
             if len(ranks) == 1:
                 continue
             first = self._stage(stage, ranks[0])
-            shared = self._broadcast(ranks[0], dict(first.named_buffers()) if first else {})
+            shared = self._broadcast(ranks[0], {name: local(buffer) for name, buffer in first.named_buffers()}
+                                     if first else {})
             for rank in ranks[1:]:
                 if (here := self._stage(stage, rank)) is not None:
                     for name, buffer in here.named_buffers():
                         own.append((buffer, buffer.clone()))
-                        buffer.copy_(shared[name])
+                        local(buffer).copy_(shared[name])
         try:
             yield
         finally:
@@ -286,7 +288,7 @@ class Collectives:
 
 
 def _checksum(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(local(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _weights(stage: Stage) -> Iterator[tuple[str, Tensor]]:

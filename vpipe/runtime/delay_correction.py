@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from vpipe.errors import counted
+from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.weight_versions import WeightVersions
 
@@ -56,18 +57,18 @@ class Extrapolation:
         if not self.last_changes:
             self._optimizer.step()
             return
-        masters, before = self._own(list(self._weights.masters.values())), self._weights.version_before
+        masters, before = self._own([*self._weights.masters.values()]), self._weights.version_before
         # A version that microbatches still use is there after the step; without one the step writes over it.
         before = [master.clone() for master in masters] if before is None else self._own(before)
         self._optimizer.step()
-        for after, earlier, last in _groups(masters, before, list(self.last_changes.values())):
+        for after, earlier, last in _groups(masters, before, list(map(local, self.last_changes.values()))):
             changes = torch._foreach_sub(after, earlier)
             torch._foreach_sub_(last, changes)  # with all signs turned, which changes no number
             torch._foreach_add_(after, last, alpha=-self.factor)
             torch._foreach_copy_(last, changes)
 
     def _own(self, of_stage: Sequence[Tensor]) -> list[Tensor]:
-        return [of_stage[i] for i in self._positions]
+        return [local(of_stage[i]).data for i in self._positions]
 
     def changes_of(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the last changes by the names in the state of the stage, where a parameter may have several."""
@@ -75,9 +76,9 @@ class Extrapolation:
         by_memory: dict[tuple[int, torch.Size], Tensor] = {}
         for name, leaf, master in zip(weights.names, weights.leaves(), weights.masters.values(), strict=True):
             if name in self.last_changes:
-                by_memory |= dict.fromkeys(((leaf.data_ptr(), leaf.shape), (master.data_ptr(), master.shape)),
-                                           self.last_changes[name])
-        found = ((name, by_memory.get((value.data_ptr(), value.shape))) for name, value in state.items())
+                by_memory |= dict.fromkeys(((local(leaf).data_ptr(), leaf.shape),
+                                            (local(master).data_ptr(), master.shape)), self.last_changes[name])
+        found = ((name, by_memory.get((local(value).data_ptr(), value.shape))) for name, value in state.items())
         return {name: change for name, change in found if change is not None}
 
     def uncorrected(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

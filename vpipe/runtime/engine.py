@@ -34,6 +34,7 @@ from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.reducer import count_buckets
+from vpipe.runtime.sharded_tensors import check_meshes, whole
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_layers import check_not_shared
 from vpipe.runtime.stage_optimizer import StageOptimizer, check_rescheduled
@@ -408,8 +409,13 @@ class Engine:
         """
         self._interpreter.check_usable()
         self.drain()
-        state = {name: tensor for part in self.parts for name, tensor in part.state().items()}
-        return {} if self._lanes.number else state  # each lane has all of it
+        state: dict[str, Tensor] = {}
+        for part in self.parts:
+            for name, tensor in part.state().items():
+                full = whole(tensor)  # one after the other; of a DTensor by all lanes, the first of which keeps it
+                if not self._lanes.number:
+                    state[name] = full.cpu() if full is not tensor else full
+        return state
 
     def wants(self, name: str) -> bool:
         """Return whether :meth:`restore` of this process needs a tensor of this name."""
@@ -463,6 +469,9 @@ def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, d
                                       precision=description.precision, in_lanes=world.lanes.count > 1)
                     for spec in specs if rank in schedule.placement[spec.index]} for rank in ranks}
     check_not_shared(stage for stages in built.values() for stage in stages.values())
+    for stages in built.values() if len(lane) > 1 else ():
+        for stage in stages.values():
+            check_meshes(dict(stage.named_parameters()), world.rank, lane)
     return built
 
 

@@ -17,6 +17,7 @@ from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.reducer import Reducer
+from vpipe.runtime.sharded_tensors import any_of_all, local, norms_of
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.tied_weights import TiedWeights
@@ -136,8 +137,9 @@ class OptimizerSteps:
         """Add the gradients of all replicas and borrowers; an incomplete update takes the mean of its microbatches."""
         if stage in self.reducers:
             self.reducers[stage].gather(self._number(stage, update))
-        self._tied.add_gradients(stage, update)
         weights, count = self._stages[stage].weights, len(self._assignment.in_update(stage, update))
+        weights.complete_gradients()
+        self._tied.add_gradients(stage, update)
         for position in self.optimizers[stage].untrained:
             weights.graded()[position].grad = None
         weights.widen_gradients()
@@ -201,7 +203,8 @@ class OptimizerSteps:
             norms = self._norms_of_all(number) if self.global_norms else _gradient_norms(weights)
             if self._update.grad_clip is not None:
                 self._clip_gradients(weights, norms, self._update.grad_clip)
-            if (self.scaler is not None and stage in self.scaler.overflowed) or (
+            scaler = self.stage_scaler
+            if (scaler is not None and any_of_all(stage in scaler.overflowed, weights.leaves())) or (
                     (self.skip or self.scaler is not None) and not norms.isfinite().all()):
                 weights.pop_gradients()
                 weights.step(None)
@@ -212,7 +215,7 @@ class OptimizerSteps:
 
     def _clip_gradients(self, weights: WeightVersions, norms: Tensor, clip: float) -> None:
         """Clip by the operations of ``torch.nn.utils.clip_grad_norm_``, to get the same numbers."""
-        gradients = [g for g in weights.gradients if g is not None]
+        gradients = [local(g) for g in weights.gradients if g is not None]
         dtype = gradients[0].dtype if gradients else torch.float32
         norm = torch.linalg.vector_norm(norms[norms != ABSENT].to(dtype))
         if self.global_norms:
@@ -246,7 +249,5 @@ class OptimizerSteps:
 
 def _gradient_norms(weights: WeightVersions) -> Tensor:
     """Return the norm of each gradient, in double precision, which holds any of them exactly."""
-    norms = [None if g is None else torch.linalg.vector_norm(g) for g in weights.gradients]
-    present = [norm for norm in norms if norm is not None]
-    values = iter(torch.stack(present).double().tolist() if present else [])
-    return torch.tensor([ABSENT if norm is None else next(values) for norm in norms], dtype=torch.float64)
+    values = iter(norms_of([g for g in weights.gradients if g is not None]).tolist())
+    return torch.tensor([ABSENT if g is None else next(values) for g in weights.gradients], dtype=torch.float64)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.loss_scaler import LossScaler
+from vpipe.runtime.sharded_tensors import is_sharded, local, wrapped
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 from vpipe.runtime.weight_versions import WeightVersions
@@ -62,7 +63,7 @@ class _Bucket:
             if gradient is None:
                 part.zero_()
             elif gradient.layout == torch.strided:
-                part.copy_(gradient.reshape(-1))
+                part.copy_(local(gradient).reshape(-1))
             else:
                 raise UserError(f"'{names[i]}' has a gradient in the layout {gradient.layout}: replicas cannot sum it",
                                 hint="make it dense (nn.Embedding(sparse=False)), or give its stage one rank")
@@ -108,7 +109,8 @@ class Reducer:
         self._late = {weights.names.index(name) for name in late}
         self._me = ranks.index(transport.rank)
         self._others = [rank for rank in ranks if rank != transport.rank]
-        leaves = weights.leaves()
+        leaves = list(map(local, weights.leaves()))
+        self._sharded = any(map(is_sharded, weights.leaves()))
         self._buckets = [_Bucket(members, leaves, len(ranks)) for members in _grouped(leaves)]
         self._refuse_hooks()
         self._bucket_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.members}
@@ -124,7 +126,7 @@ class Reducer:
         if self._transport.ordered:  # transfers have a fixed order: REDUCE_GRAD sends them
             yield
             return
-        if not early:
+        if not early or self._sharded:  # parts of a gradient that other ranks have are added first
             yield
             self.send(update, contributors)
             return
@@ -157,6 +159,8 @@ class Reducer:
 
     def send(self, update: int, contributors: Sequence[int]) -> None:
         """Send the rest; a replica without a microbatch of the update only posts receives."""
+        if not self._sent:
+            self._weights.complete_gradients()
         while self._sent < len(self._buckets):
             self._send_next(update, contributors)
         self._sent = 0
@@ -222,7 +226,8 @@ class Reducer:
             gradients.update(bucket.gradients(list(islice(present, len(bucket.members)))))
         if self._scaler is not None and any(map(isnan, counts)):
             self._scaler.overflowed.add(self._stage)
-        self._weights.put_gradients([gradients[i] for i in range(len(self._weights.names))])
+        self._weights.put_gradients([None if (gradient := gradients[i]) is None else wrapped(gradient, leaf)
+                                     for i, leaf in enumerate(self._weights.leaves())])
 
     def _refuse_hooks(self) -> None:
         for name in self._weights.hooked(["_post_accumulate_grad_hooks"]):
@@ -238,7 +243,7 @@ class Reducer:
 
 def count_buckets(stages: Iterable[Stage]) -> int:
     """Return the number of buckets that the stages of a rank have together."""
-    return sum(len(list(_grouped(stage.weights.leaves()))) for stage in stages)
+    return sum(len(list(_grouped([*map(local, stage.weights.leaves())]))) for stage in stages)
 
 
 def _grouped(leaves: Sequence[Tensor]) -> Iterator[list[int]]:

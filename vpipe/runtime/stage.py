@@ -32,6 +32,7 @@ from vpipe.runtime.layer_errors import (
     may_repeat,
 )
 from vpipe.runtime.recompute import forward_without_activations, recompute_span
+from vpipe.runtime.sharded_tensors import is_sharded
 from vpipe.runtime.side_effects import SideEffects
 from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage_layers import StageLayers
@@ -241,6 +242,10 @@ class Stage(StageLayers):
             raise UserError(f"layer '{layer.name}' returned {len(outputs)} value(s) ({kinds}) for its "
                             f"{len(layer.outputs)} outputs {list(layer.outputs)}",
                             hint="forward must return one tensor per name in outputs, as a tuple if there are several")
+        if (sharded := next((name for name, t in zip(layer.outputs, outputs, strict=True) if is_sharded(t)), None)):
+            raise UserError(f"layer '{layer.name}' returned '{sharded}' as a DTensor, but stages exchange plain "
+                            "tensors", hint="return the part of this rank: use_local_output=True in the layer's plan, "
+                                            "or to_local()")
         if self.rounding is None:
             return outputs
         return tuple(self.rounding.round_output(name, t) for name, t in zip(layer.outputs, outputs, strict=True))

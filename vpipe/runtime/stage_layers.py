@@ -19,6 +19,7 @@ from vpipe.model.model import Model
 from vpipe.model.sequential import rounded_module
 from vpipe.model.split import StageSpec
 from vpipe.model.wrappers import find_wrapper
+from vpipe.runtime.sharded_tensors import parted, set_data
 from vpipe.runtime.weight_versions import Slot, WeightVersions, has_hooks, replace_parameter
 
 
@@ -46,7 +47,7 @@ class Rounding:
         for module in modules:
             before |= {id(p): p.data for p in module.parameters() if p.dtype is torch.float32}
             for tensor in chain(module.parameters(), module.buffers()):
-                tensor.data = self.rounded(tensor.data)
+                set_data(tensor, self.rounded(tensor.data))
         return before
 
 
@@ -225,14 +226,14 @@ class StageLayers:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy in what :meth:`state` returned, perhaps of other stages; to be called while nothing is in flight."""
-        self.use_latest()
+        own = self.state()
         for i, module in self.modules.items():
             prefix = f"{self.layer_names[i]}."
-            module.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()
-                                    if name.startswith(prefix)}, strict=False)  # ties are their owner's
+            module.load_state_dict({name.removeprefix(prefix): parted(value, own[name]) for name, value in state.items()
+                                    if name in own and name.startswith(prefix)}, strict=False)  # ties are their owner's
         if self._weight_rounding is not None:
             for name, value in self.state().items():
-                value.copy_(state[name])
+                value.copy_(parted(state[name], value))
 
 
 def check_not_shared(stages: Iterable[StageLayers]) -> None:

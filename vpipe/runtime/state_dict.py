@@ -27,6 +27,7 @@ from vpipe.checkpoint.manifest import factor_of, last_change_of
 from vpipe.errors import UserError, counted
 from vpipe.model.sequential import WithLoss, loss_buffers
 from vpipe.runtime.loss_scaler import LossScaleState
+from vpipe.runtime.sharded_tensors import parted
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import RATES, StageOptimizer, first_of
 from vpipe.runtime.worker import Worker
@@ -152,7 +153,7 @@ class NamedBuffers(StatePart):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for name, buffer in self._find():
             if name in tensors:
-                buffer.copy_(tensors[name])
+                buffer.copy_(parted(tensors[name], buffer))
 
 
 def _replica_buffers(stages: Sequence[LocalStage]) -> Iterator[tuple[str, Tensor]]:
@@ -245,7 +246,7 @@ class LastChanges(StatePart):
                     if (saved := tensors.get(last_change_of(name))) is None:
                         change.zero_()
                     else:
-                        change.copy_(saved)
+                        change.copy_(parted(saved, change))
             changed: dict[str, Tensor] = {}
             for name, value in state.items():
                 saved, stated = tensors.get(last_change_of(name)), tensors.get(factor_of(name))
@@ -256,7 +257,8 @@ class LastChanges(StatePart):
                 if each.replica == 0:
                     self.other_factors[name] = f"{'?' if before is None else f'{before:.3g}'} -> {now:.3g}"
                 if saved is not None and before is not None:
-                    changed[name] = torch.add(value, saved.to(value), alpha=now - before)
+                    changed[name] = torch.add(value, parted(saved.to(value.device, value.dtype), value),
+                                              alpha=now - before)
             if changed:
                 each.stage.load(state | changed)
 
@@ -316,4 +318,5 @@ def _as_value(key: str, tensor: Tensor, parameter: nn.Parameter, group: Mapping[
     if kind:
         return name, tensor.item()
     on_host = name in ("step", "mu_product") and not (group.get("capturable") or group.get("fused"))
-    return name, tensor.to("cpu" if on_host else parameter.device, copy=True)
+    return name, parted(tensor.to("cpu" if on_host else parameter.device, copy=True),
+                        tensor if on_host or not tensor.dim() else parameter)

@@ -22,6 +22,7 @@ from torch import Tensor
 from vpipe.errors import UserError
 from vpipe.model.split import Ties
 from vpipe.runtime.loss_scaler import LossScaler
+from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
 from vpipe.runtime.weight_versions import WeightVersions
@@ -152,7 +153,8 @@ class TiedWeights:
         """Send the gradients accumulated for an update, and reset them."""
         for borrower, weights in self._borrowed(owner):
             _refuse_hooks(weights, weights.names)
-            gradients = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in
+            weights.complete_gradients()
+            gradients = [torch.zeros_like(value) if gradient is None else local(gradient) for value, gradient in
                          zip(weights.values(weights.names), weights.pop_gradients(), strict=True)]
             if self._scaler is not None:
                 torch._foreach_mul_(gradients, 1 / self._scaler[borrower].value)

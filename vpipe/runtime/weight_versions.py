@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from vpipe.errors import UserError
+from vpipe.runtime.sharded_tensors import completed, is_sharded, local, set_data, wrapped
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where torch keeps the hooks of a tensor, by their handles: a table, or None."""
@@ -48,7 +49,7 @@ class Steps(Protocol):
 class _Mark(NamedTuple):
     """Show a change of a parameter or of its gradient, when two marks are compared."""
 
-    version: int
+    version: tuple[int, int]
     memory: int
     gradient: Tensor | None
     gradient_version: int
@@ -111,8 +112,8 @@ class WeightVersions:
 
     def marks(self) -> list[_Mark]:
         """Return marks by which :meth:`check_forward` sees a change of the parameters in use."""
-        return [_Mark(leaf._version, leaf.data_ptr(), leaf.grad, 0 if leaf.grad is None else leaf.grad._version)
-                for leaf in self._active]
+        return [_Mark((leaf._version, local(leaf)._version), local(leaf).data_ptr(), leaf.grad,
+                      0 if leaf.grad is None else leaf.grad._version) for leaf in self._active]
 
     def check_forward(self, marks: Sequence[_Mark], recomputed: bool) -> None:
         """Check what a forward, which is ``recomputed`` or not, did to the parameters since :meth:`marks`.
@@ -248,24 +249,31 @@ class WeightVersions:
         for leaf, gradient in zip(self._graded, gradients, strict=True):
             leaf.grad = gradient
 
+    def complete_gradients(self) -> None:
+        """Add up the gradients that the ranks of a mesh have in parts."""
+        self.put_gradients(completed(self.gradients, self._graded, self.names))
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply the accumulated gradients."""
         if present := [gradient for gradient in self.gradients if gradient is not None]:
-            torch._foreach_mul_(present, factor)
+            torch._foreach_mul_(list(map(local, present)), factor)
 
     def leaves(self) -> list[nn.Parameter]:
         """Return the latest version as autograd sees it, in the order of ``names``."""
         return self._leaves[self.latest]
 
     def values(self, names: Sequence[str]) -> list[Tensor]:
-        """Return the latest version of some parameters."""
-        return [self._leaves[self.latest][self.names.index(name)].data for name in names]
+        """Return the latest version of some parameters; of those that are sharded, this process's shards."""
+        return [local(self._leaves[self.latest][self.names.index(name)]).data for name in names]
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Add another stage's gradient of a tied weight."""
         leaf = self._graded[self.names.index(name)]
-        # A copy: in one process the replicas of a stage are given the same tensor, and each scales its own.
-        leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient)
+        if leaf.grad is None:
+            # A copy: in one process the replicas of a stage are given the same tensor, and each scales its own.
+            leaf.grad = wrapped(gradient.clone(), leaf)
+        else:
+            local(leaf.grad).add_(gradient)
 
     @contextmanager
     def added_at_once(self, names: Sequence[str]) -> Iterator[None]:
@@ -314,7 +322,7 @@ class WeightVersions:
             both = [(mine, more) for mine, more, alone in zip(total, each, plain, strict=True)
                     if alone and mine is not None and more is not None]
             if both:
-                torch._foreach_add_([mine for mine, _ in both], [more for _, more in both])
+                torch._foreach_add_([local(mine) for mine, _ in both], [local(more) for _, more in both])
             total = [more if mine is None and alone else mine
                      for mine, more, alone in zip(total, each, plain, strict=True)]
         self.put_gradients(total)
@@ -339,7 +347,7 @@ class WeightVersions:
 
     def install(self, version: int, tensors: Sequence[Tensor]) -> None:
         """Make received values (owned by the caller no longer) the latest version."""
-        leaves = [new_leaf(tensor, leaf) for tensor, leaf in zip(tensors, self.leaves(), strict=True)]
+        leaves = [new_leaf(wrapped(tensor, leaf), leaf) for tensor, leaf in zip(tensors, self.leaves(), strict=True)]
         if self.latest not in self._pins:
             del self._leaves[self.latest]
         self._free.clear()  # received values bring their own memory
@@ -356,8 +364,8 @@ class WeightVersions:
                 self._apply(optimizer)
             self._make_next()
             if self.names:
-                torch._foreach_copy_([leaf.data for leaf in self.leaves()],
-                                     [master.data for master in self.masters.values()])
+                torch._foreach_copy_([local(leaf).data for leaf in self.leaves()],
+                                     [local(master).data for master in self.masters.values()])
             return
         self._make_next()
         if optimizer is not None:
@@ -378,15 +386,15 @@ class WeightVersions:
         optimizer.step()
         for master, leaf in zip(masters, self.leaves(), strict=True):
             master.grad = None
-            if self._unrounded is None and master.data_ptr() != leaf.data_ptr():  # p.data = ...
-                leaf.data = master.data
+            if self._unrounded is None and local(master).data_ptr() != local(leaf).data_ptr():  # p.data = ...
+                set_data(leaf, master.data)
 
     def _make_next(self) -> None:
         latest = self._leaves[self.latest]
         if self.latest not in self._pins and self._chosen is None:
             if self._moves and self._unrounded is None:
                 for master, leaf in zip(self.masters.values(), latest, strict=True):
-                    master.data = leaf.data
+                    set_data(master, leaf.data)
             self._leaves[self.latest + 1] = self._leaves.pop(self.latest)
             self.latest += 1
             return
@@ -396,9 +404,9 @@ class WeightVersions:
                 share_hooks(leaf, before)
         if latest and self._unrounded is None:
             memory = [leaf.data for leaf in fresh]
-            torch._foreach_copy_(memory, tuple(latest))
+            torch._foreach_copy_(list(map(local, memory)), list(map(local, latest)))
             for master, data in zip(self.masters.values(), memory, strict=True):
-                master.data = data
+                set_data(master, data)
         self._add(self.latest + 1, fresh)
 
     def _add(self, version: int, leaves: list[nn.Parameter]) -> None:
@@ -420,10 +428,15 @@ def accumulate_gradient(leaf: nn.Parameter, gradient: Tensor) -> None:
     strided = gradient.layout is torch.strided and not has_hooks(leaf)
     if leaf.grad is None and strided and gradient.stride() == leaf.stride():
         leaf.grad = gradient
-    elif leaf.grad is not None and strided and leaf.grad.layout is torch.strided:
-        leaf.grad.add_(gradient)
+    elif leaf.grad is not None and strided and leaf.grad.layout is torch.strided and _placed(leaf.grad) == _placed(
+            gradient):
+        local(leaf.grad).add_(local(gradient))
     else:
         torch.autograd.backward(leaf, gradient)
+
+
+def _placed(gradient: Tensor) -> object:
+    return gradient.placements if is_sharded(gradient) else None
 
 
 def has_hooks(leaf: nn.Parameter) -> bool:
@@ -471,7 +484,7 @@ class ReplacedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = next((found._replaced_name for found in tree_leaves((args, kwargs))
-                     if isinstance(found, ReplacedParameter)), "a parameter")
+                     if hasattr(found, "_replaced_name")), "a parameter")
         raise UserError(f"'{name}' is used through a reference that its layer keeps beside the module's own: there it "
                         "would stay as it was at first, whatever is trained",
                         hint="read the parameter from its module in every forward, as in self.weight, instead of from "
@@ -481,4 +494,12 @@ class ReplacedParameter(nn.Parameter):
 def replace_parameter(parameter: nn.Parameter, name: str) -> None:
     """Refuse from now on to compute with a parameter; errors call it ``name``."""
     parameter._replaced_name = name  # type: ignore[attr-defined]
-    parameter.__class__ = ReplacedParameter
+    kind: Any = type(parameter)
+    parameter.__class__ = _replaced_dtensor(kind) if is_sharded(parameter) else ReplacedParameter
+
+
+@cache
+def _replaced_dtensor(kind: Any) -> Any:
+    """Return :class:`ReplacedParameter` with the memory layout of a DTensor, which is no nn.Parameter."""
+    return type("ReplacedParameter", (kind,), {
+        "__slots__": (), "__torch_function__": vars(ReplacedParameter)["__torch_function__"]})

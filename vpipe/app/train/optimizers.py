@@ -53,7 +53,7 @@ class OptimizerSettings:
         Two parameter groups, in this order and left out when empty: the parameters that decay (see
         :func:`decays`), and those that do not; LAMB scales the second by no trust ratio, as its authors' code. A
         parameter under two names (tied) counts once, under the first. torch's fused kernels are used where they
-        exist (floating tensors on CPU or CUDA).
+        exist (floating tensors on CPU or CUDA). DTensors have groups of their own, after those of plain tensors.
 
         Muon or SOAP comes in a list, with AdamW of the other parameters after it; each is left out where it has none.
         """
@@ -71,10 +71,12 @@ class OptimizerSettings:
         if not first_names:
             return None
         plain = {"weight_decay": 0.0} | ({"trust_ratio": False} if kind == "lamb" else {})
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p, name in first_names.items() if decays(name)], "weight_decay": self.weight_decay},
-            {"params": [p for p, name in first_names.items() if not decays(name)]} | plain]
-        groups = [group for group in groups if group["params"]]
+        groups: list[dict[str, Any]] = [  # apart by kind: torch steps no list of DTensors and plain tensors
+            {"params": params, **({"weight_decay": self.weight_decay} if decayed else plain)}
+            | ({"fused": None} if sharded and kind == "sgd" else {})  # whose kernel torch lets DTensors not use
+            for decayed in (True, False) for sharded in (False, True)
+            if (params := [p for p, name in first_names.items()
+                           if decays(name) is decayed and _is_dtensor(p) is sharded])]
         # None, not False: torch then still picks its foreach kernels.
         fused = all(p.is_floating_point() and p.device.type in accelerator.FUSED for p in first_names) or None
         match kind:
@@ -292,7 +294,8 @@ class Soap(_Grouped):
     late gradients arXiv:2602.03515.
 
     State per parameter: ``step`` (scalar on the CPU), ``exp_avg`` and ``exp_avg_sq`` (M and V), and of each side that
-    is rotated ``factor_left`` and ``basis_left`` (m x m), ``factor_right`` and ``basis_right`` (n x n).
+    is rotated ``factor_left`` and ``basis_left`` (m x m), ``factor_right`` and ``basis_right`` (n x n). Every rank that
+    has a shard of a DTensor keeps those of the whole matrix, and computes the same with them.
     """
 
     def __init__(self, params: ParamsT, lr: float = 3e-3, betas: tuple[float, float] = (0.95, 0.95),
@@ -310,6 +313,8 @@ class Soap(_Grouped):
     def _update_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, is_new = self._state_of(parameter)
         beta1, beta2 = group["betas"]
+        gradient = _whole(gradient)
+        state.update({key: _whole(value) for key, value in state.items()})
         if is_new:
             for side, factor in _kronecker_factors(gradient, group["max_precond_dim"]).items():
                 state[f"factor_{side}"] = factor * (1 - beta2)
@@ -321,13 +326,32 @@ class Soap(_Grouped):
         mean = state["exp_avg"].lerp_(rotated, 1 - beta1)
         square = state["exp_avg_sq"].mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
         update = _rotate(mean / square.sqrt().add_(group["eps"]), state, back=True)
-        parameter.add_(update, alpha=-group["lr"] * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
+        parameter.add_(_parted(update, parameter), alpha=-group["lr"] * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
         for side, factor in _kronecker_factors(gradient, group["max_precond_dim"]).items():
             state[f"factor_{side}"].lerp_(factor, 1 - beta2)
         if t % group["precondition_frequency"] == 0:
             _renew_bases(state)
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return hasattr(tensor, "placements")  # torch.distributed.tensor takes as long to import as all of vpipe
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Return the whole of a DTensor, on all of its ranks."""
+    full: Tensor = tensor.full_tensor() if _is_dtensor(tensor) else tensor
+    return full
+
+
+def _parted(update: Tensor, parameter: Any) -> Tensor:
+    """Return what a parameter, perhaps a DTensor, gets of an update: this rank's part."""
+    if not _is_dtensor(parameter):
+        return update
+    from torch.distributed.tensor import distribute_tensor
+    mine: Tensor = distribute_tensor(update, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return mine
 
 
 def _kronecker_factors(gradient: Tensor, longest: int) -> dict[str, Tensor]:

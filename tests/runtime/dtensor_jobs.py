@@ -1,0 +1,100 @@
+"""Models with DTensors, and jobs for a test world that compute with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.errors import UserError
+from vpipe.runtime.sharded_tensors import any_of_all, completed, local, norms_of, parted, whole
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.down(F.gelu(self.up(h)))
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, h: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.out(h), y)
+
+
+def parallel(mesh: DeviceMesh) -> Callable[[nn.Module], nn.Module]:
+    return lambda block: parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def model(wrap: Callable[[nn.Module], nn.Module], ties: Mapping[str, str] = {}) -> Model:
+    """Three blocks and a loss; ``ties`` are of the last block."""
+    blocks = [Layer(f"b{i}", lambda: wrap(Block()), inputs=("x" if i == 0 else "h",), ties=ties if i == 2 else {})
+              for i in range(3)]
+    return Model([*blocks, Layer("loss", Loss, inputs=("h", "y"), outputs=("loss",))], batch=("x", "y"))
+
+
+def batches(count: int = 3) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [{"x": torch.randn(8, 6, generator=generator), "y": torch.randn(8, 2, generator=generator)}
+            for _ in range(count)]
+
+
+def on_a_mesh() -> dict[str, Any]:
+    """What ranks of a 2 x 2 mesh tell of shards, beside what one process computes."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(5, 3, generator=generator) for _ in range(6)]
+    kinds: list[list[Placement]] = [[Shard(0), Replicate()], [Shard(0), Shard(1)], [Replicate(), Replicate()],
+                                    [Replicate(), Shard(1)]]
+    sharded = [distribute_tensor(t, mesh, kind) for t, kind in zip(tensors, kinds, strict=False)] + tensors[4:]
+    flags = [any_of_all(mesh.get_rank() == rank, sharded) for rank in (3, -1)]
+    return {"norms": norms_of(sharded).tolist(), "expected": [t.norm().item() for t in tensors], "flags": flags,
+            "whole": all(torch.equal(whole(t), full) for t, full in zip(sharded, tensors, strict=True)),
+            "parted": all(torch.equal(local(parted(full, t)), local(t))
+                          for t, full in zip(sharded, tensors, strict=True)),
+            "sums": _partial_sums(mesh)}
+
+
+def _partial_sums(mesh: DeviceMesh) -> list[list[float]]:
+    """Gradients of parameters placed in several ways, of which ranks have parts: rank r's are 10^-7 + r."""
+    kinds = {"whole": ([Partial(), Partial()], [Replicate(), Replicate()]),
+             "rows": ([Partial(), Replicate()], [Shard(0), Replicate()]),
+             "gathered": ([Shard(0), Partial()], [Replicate(), Replicate()])}
+    parameters, gradients = [], []
+    for parts, own in kinds.values():
+        parameter = distribute_tensor(torch.zeros(4, 2), mesh, own)
+        mine = 2 if isinstance(parts[0], Shard) else 4
+        column = mesh.get_coordinate()[0] if parts[1].is_replicate() else mesh.get_rank()  # equal where replicated
+        gradients.append(DTensor.from_local(torch.full((mine, 2), 1e-7 + column), mesh, parts, run_check=False))
+        parameters.append(parameter)
+    done = completed([*gradients, None], [*parameters, parameters[0]], ["w"] * 4)
+    assert done.pop() is None
+    assert [g.placements for g in done] == [p.placements for p in parameters]
+    return [whole(gradient)[:, 0].tolist() for gradient in done]
+
+
+def refused_over_one_pipeline() -> str:
+    """Why ranks of one pipeline cannot share a layer's parameters out among themselves."""
+    mesh = init_device_mesh("cpu", (4,))
+
+    def shared_out(block: nn.Module) -> nn.Module:
+        block.up.bias = nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Shard(0)]))
+        return block
+
+    with pytest.raises(UserError) as error:
+        Pipeline(model(shared_out), lambda p: torch.optim.SGD(p, lr=0.1), stages=4)
+    return str(error.value)

@@ -1,0 +1,156 @@
+"""Parameters that are DTensors: on a mesh of one rank, pipelines compute what they do with plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dtensor_jobs
+import pytest
+import torch
+import torch.distributed as dist
+from oracles import pipeline_of
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from world import World
+
+from vpipe import Pipeline
+from vpipe.app.train.optimizers import OPTIMIZERS, OptimizerSettings, hidden_matrices
+from vpipe.errors import UserError
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+@pytest.fixture
+def sharded() -> Iterator[Wrap]:
+    """Shard a block as tensor parallelism does, over one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dtensor_jobs.parallel(torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    dist.destroy_process_group()
+
+
+class AdamW:
+    """A factory for both kinds of parameters: torch steps no list that mixes them."""
+
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(named.values(), lr=1e-2)
+
+
+@dataclass(frozen=True)
+class Unfused:
+    """The settings' optimizer by the operations that DTensors have: their SGD is not fused, which rounds otherwise."""
+
+    settings: OptimizerSettings
+
+    def from_named(self, named: Mapping[str, nn.Parameter]) -> Any:
+        made = self.settings.from_named(named)
+        for group in made.param_groups if isinstance(made, torch.optim.SGD) else ():
+            group["fused"] = None
+        return made
+
+
+def plainly(module: nn.Module) -> nn.Module:
+    return module
+
+
+def pipeline(wrap: Wrap, ties: Mapping[str, str] = {}, **words: Any) -> Pipeline:
+    return pipeline_of(dtensor_jobs.model(wrap, ties), **{"stages": 3, "optimizer": AdamW()} | words)
+
+
+def run(pipe: Pipeline) -> tuple[list[float], dict[str, Tensor]]:
+    losses = [step.loss for step in pipe.train(dtensor_jobs.batches())]
+    return losses, pipe.state_dict()
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return list(one) == list(other) and all(type(one[n]) is Tensor and torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.parametrize("words", [
+    {"schedule": "1f1b", "grad_clip": 0.1}, {"schedule": "zb_h1", "recompute": 0.5}, {"schedule": "2bw"},
+    {"schedule": "pipedream", "update_every": 1, "grad_clip": 0.1},
+    {"schedule": "pipedream", "update_every": 1, "delay_correction": 0.5},
+    {"schedule": "pipedream", "precision": "bf16_pure"}, {"schedule": "pipedream", "precision": "fp16"},
+    {"schedule": "1f1b", "precision": "bf16"}, {"schedule": "pipedream", "replicas": 2},
+    {"schedule": "1f1b", "ties": {"up.weight": "b0.up.weight"}, "grad_clip": 0.1},
+    {"schedule": "pipedream", "ties": {"up.weight": "b0.up.weight"}, "replicas": 2, "stages": 2}],
+    ids=lambda words: " ".join(map(str, words.values())))
+def test_trains_as_with_plain_tensors(sharded: Wrap, words: dict[str, Any], tmp_path: Path) -> None:
+    """And a checkpoint of either loads into the other."""
+    plain, pipe = pipeline(plainly, **words), pipeline(sharded, **words)
+    (expected, weights), (losses, found) = run(plain), run(pipe)
+    assert losses == expected
+    assert same(found, weights)
+    pipe.save(tmp_path / "sharded")
+    plain.save(tmp_path / "plain")
+    later, _ = run(plain)
+    for folder, wrap in (("sharded", plainly), ("plain", sharded)):
+        resumed = pipeline(wrap, **words)
+        resumed.load(tmp_path / folder)
+        assert run(resumed)[0] == later
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS])
+def test_steps_as_with_plain_tensors(sharded: Wrap, name: str, tmp_path: Path) -> None:
+    """Those of ``vpipe train``, whose groups hold one kind of parameters each."""
+    settings = OptimizerSettings(name, 0.01, 0.1, matrices=hidden_matrices(dtensor_jobs.model(plainly)))
+    plain, pipe = pipeline(plainly, optimizer=Unfused(settings)), pipeline(sharded, optimizer=settings)
+    (expected, weights), (losses, found) = run(plain), run(pipe)
+    assert losses == expected
+    assert same(found, weights)
+    plain.save(tmp_path / "plain")
+    resumed = pipeline(sharded, optimizer=settings)
+    resumed.load(tmp_path / "plain")
+    assert run(resumed)[0] == run(plain)[0]
+
+
+def test_shards_on_a_mesh(world: World) -> None:
+    """Norms count every shard once. A norm of n numbers is within (n / 2 + 2) roundings of the exact one in any order
+    of its sum: squares cost one each, their sum n - 1, and the root halves the relative error of both and adds one.
+
+    Parts of a sum are added in the order of the ranks: in others 1e-7 would be lost elsewhere.
+    """
+    first, *others = world.run(dtensor_jobs.on_a_mesh)
+    assert all(other == first for other in others)
+    assert first["norms"] == pytest.approx(first["expected"], rel=2 * (15 / 2 + 2) * 2**-24)
+    assert first["flags"] == [True, False]
+    assert first["whole"]
+    assert first["parted"]
+    rank = [torch.tensor(1e-7 + number) for number in range(4)]
+    both, column, *rows = (rank[0] + rank[2]) + (rank[1] + rank[3]), rank[0] + rank[1], *(
+        rank[i] + rank[i + 1] for i in (0, 2))
+    assert first["sums"] == [[both.item()] * 4, [column.item()] * 4, [row.item() for row in rows for _ in range(2)]]
+
+
+def test_a_mesh_over_ranks_of_one_pipeline_is_refused(world: World) -> None:
+    assert set(world.run(dtensor_jobs.refused_over_one_pipeline)) == {
+        "error: 'b0.up.bias' is a DTensor over ranks 0, 1, 2, 3, which are one pipeline: each has stages of its own\n"
+        "hint: shard over ranks beside the pipeline: give the pipeline one dimension of a mesh, and the layer another"}
+
+
+def refusal(wrap: Wrap, **words: Any) -> str:
+    with pytest.raises(UserError) as error:
+        list(pipeline(wrap, **words).train(dtensor_jobs.batches()))
+    return str(error.value)
+
+
+def test_what_is_refused(sharded: Wrap) -> None:
+    def keeping_its_output(block: nn.Module) -> nn.Module:
+        block = sharded(block)
+        mesh = block.up.weight.device_mesh
+        block.register_forward_hook(lambda *seen: DTensor.from_local(seen[-1], mesh, [Replicate()]))
+        return block
+
+    def used_beside(block: nn.Module) -> nn.Module:
+        block, weight = sharded(block), block.up.weight
+        block.register_forward_hook(lambda *seen: seen[-1] + weight.sum())
+        return block
+
+    assert refusal(sharded, optimizer=lambda params: torch.optim.AdamW(params, fused=True)) == (
+        "error: AdamW of stage 2 has 4 DTensors and 2 plain tensors in a parameter group with fused=True, by which "
+        "torch steps lists of one kind\n"
+        "hint: leave fused out, or give it two parameter groups: isinstance(p, DTensor) tells them apart")
+    assert "layer 'b0' returned 'h' as a DTensor, but stages exchange plain tensors" in refusal(keeping_its_output)
+    assert "up.weight' is used through a reference that its layer keeps" in refusal(used_beside, schedule="pipedream")

@@ -1,0 +1,177 @@
+"""Compute with DTensors: parameters that layers share out over the ranks of a mesh beside the pipeline.
+
+The rest of the runtime works on :func:`local` shards, which are plain tensors, and asks here for what needs the other
+ranks: sums of partial gradients, norms, whole tensors. Those functions are collectives of the ranks that hold the
+tensors; they run the same program, so all of them call it in the same order. What they add up they add in the order of
+the ranks, so that all get the same bits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vpipe.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """Return whether a tensor is a DTensor, sharded or replicated."""
+    # What nobody has imported is not in use, and torch.distributed.tensor takes as long to import as all of vpipe.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds, in the same memory; a plain tensor is its own."""
+    if not is_sharded(tensor):
+        return tensor
+    part: Any = tensor._local_tensor  # to_local() would be recorded by autograd, which sees neither reads nor writes
+    done: Tensor = part.wait() if hasattr(part, "wait") else part  # of a collective that may still be under way
+    return done
+
+
+def set_data(tensor: Tensor, data: Tensor) -> None:
+    """Give a tensor other memory: ``tensor.data = data``, which leaves a DTensor its old shard and does not say so."""
+    tensor.data = data
+    if is_sharded(tensor) and is_sharded(data):
+        tensor._local_tensor, tensor._spec = data._local_tensor, data._spec
+
+
+def wrapped(part: Tensor, tensor: Tensor, placements: Sequence[Placement] | None = None) -> Tensor:
+    """Return a part that this process has as the kind of tensor that another one is, without a copy.
+
+    Args:
+        placements: other ones than the tensor's.
+    """
+    if not is_sharded(tensor):
+        return part
+    kind, places = sys.modules["torch.distributed.tensor"].DTensor, placements or tensor.placements
+    found: Tensor = kind.from_local(part, tensor.device_mesh, places, run_check=False, shape=tensor.shape,
+                                    stride=tensor.stride())
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor as a plain one, on every rank of its mesh; a collective."""
+    if not is_sharded(tensor):
+        return tensor
+    detached: Any = tensor.detach()
+    full: Tensor = detached.full_tensor()
+    return full
+
+
+def parted(tensor: Tensor, model: Tensor) -> Tensor:
+    """Return a whole tensor as the kind of tensor that ``model`` is: this process takes its part. No collective."""
+    if not is_sharded(model) or is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    places = model.placements if tensor.shape == model.shape else [Replicate()] * model.device_mesh.ndim
+    found: Tensor = distribute_tensor(tensor, model.device_mesh, places, src_data_rank=None)
+    return found
+
+
+def check_meshes(named: Mapping[str, Tensor], rank: int, pipeline: Iterable[int]) -> None:
+    """Refuse parameters that are shared out over several ranks of one pipeline, which have different stages.
+
+    Args:
+        named: parameters of a rank.
+        rank, pipeline: that one and all of its pipeline, as the job counts them.
+    """
+    for name, tensor in named.items():
+        if is_sharded(tensor) and (others := {*tensor.device_mesh.mesh.flatten().tolist()} & {*pipeline} - {rank}):
+            raise UserError(f"'{name}' is a DTensor over ranks {', '.join(map(str, sorted({rank, *others})))}, which "
+                            "are one pipeline: each has stages of its own",
+                            hint="shard over ranks beside the pipeline: give the pipeline one dimension of a mesh, "
+                                 "and the layer another")
+
+
+def completed(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], names: Sequence[str],
+              ) -> list[Tensor | None]:
+    """Return gradients that are placed as their parameters: of partial ones the parts of all ranks are added.
+
+    A collective of one message per group of ranks and dtype; a gradient that is placed otherwise has its own.
+
+    Raises:
+        UserError: a gradient is a part of something else than a sum.
+    """
+    done = list(gradients)
+    if not any(map(is_sharded, done)):
+        return done
+    partial: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)
+    for i, gradient in enumerate(done):
+        if not is_sharded(gradient):
+            continue
+        for dim, place in enumerate(gradient.placements):
+            if place.is_partial():
+                if not place.is_partial("sum"):
+                    raise UserError(f"the gradient of '{names[i]}' is {place}, a part of something else than a sum",
+                                    hint="let its layer give every rank a part of a sum, Partial()")
+                partial[gradient.device_mesh, dim, gradient.dtype].append(i)
+    for (mesh, dim, _), members in partial.items():
+        parts = [local(gradient) for i in members if (gradient := done[i]) is not None]
+        total, *others = _gathered(torch.cat([part.reshape(-1) for part in parts]), mesh, dim)
+        for other in others:
+            total += other
+        for i, part, summed in zip(members, parts, torch.split(total, [p.numel() for p in parts]), strict=True):
+            done[i] = _replicated(done[i], summed.view(part.shape), dim)
+    return [gradient.redistribute(placements=parameter.placements)
+            if is_sharded(gradient) and is_sharded(parameter) and gradient.placements != parameter.placements
+            else gradient for gradient, parameter in zip(done, parameters, strict=True)]
+
+
+def _replicated(gradient: Tensor | None, summed: Tensor, dim: int) -> Tensor:
+    """Return the sum of a partial gradient over a dimension of its mesh."""
+    from torch.distributed.tensor import Replicate
+    assert is_sharded(gradient)
+    return wrapped(summed, gradient, [Replicate() if i == dim else p for i, p in enumerate(gradient.placements)])
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norm of each tensor, in double precision on the host: every shard counts once, a replica not again.
+
+    A collective of one message per group of ranks.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    found = torch.stack([torch.linalg.vector_norm(local(tensor)) for tensor in tensors]).double()
+    for mesh in _meshes(tensors):
+        for dim in reversed(range(mesh.ndim)):
+            divided = [is_sharded(tensor) and tensor.device_mesh == mesh and not tensor.placements[dim].is_replicate()
+                       for tensor in tensors]
+            if any(divided):
+                squares = torch.zeros_like(found)
+                for part in _gathered(found, mesh, dim):
+                    squares += part.square()
+                found = torch.where(torch.tensor(divided, device=found.device), squares.sqrt(), found)
+    return found.cpu()
+
+
+def any_of_all(flag: bool, tensors: Iterable[Tensor]) -> bool:
+    """Return whether a flag is set on any of the ranks that hold shards of the tensors; a collective."""
+    for mesh in _meshes(tensors):
+        for dim in range(mesh.ndim):
+            number = torch.tensor([float(flag)], device=mesh.device_type)
+            flag = any(bool(part.item()) for part in _gathered(number, mesh, dim))
+    return flag
+
+
+def _meshes(tensors: Iterable[Tensor]) -> Iterator[DeviceMesh]:
+    """Yield the meshes of DTensors, in the order in which they appear."""
+    yield from dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor))
+
+
+def _gathered(flat: Tensor, mesh: DeviceMesh, dim: int) -> Sequence[Tensor]:
+    """Return the vectors of all ranks along a dimension of a mesh, in their order."""
+    parts = [torch.empty_like(flat) for _ in range(mesh.size(dim))]
+    dist.all_gather(parts, flat, group=mesh.get_group(dim))
+    return parts
