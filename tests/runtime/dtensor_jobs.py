@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import fingerprint
+from pipelines import parts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -14,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from vpipe import Layer, Model, Pipeline
+from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import UserError
 from vpipe.runtime.sharded_tensors import any_of_all, completed, local, norms_of, parted, whole
 
@@ -75,11 +78,11 @@ def _partial_sums(mesh: DeviceMesh) -> list[list[float]]:
              "rows": ([Partial(), Replicate()], [Shard(0), Replicate()]),
              "gathered": ([Shard(0), Partial()], [Replicate(), Replicate()])}
     parameters, gradients = [], []
-    for parts, own in kinds.values():
+    for places, own in kinds.values():
         parameter = distribute_tensor(torch.zeros(4, 2), mesh, own)
-        mine = 2 if isinstance(parts[0], Shard) else 4
-        column = mesh.get_coordinate()[0] if parts[1].is_replicate() else mesh.get_rank()  # equal where replicated
-        gradients.append(DTensor.from_local(torch.full((mine, 2), 1e-7 + column), mesh, parts, run_check=False))
+        mine = 2 if isinstance(places[0], Shard) else 4
+        column = mesh.get_coordinate()[0] if places[1].is_replicate() else mesh.get_rank()  # equal where replicated
+        gradients.append(DTensor.from_local(torch.full((mine, 2), 1e-7 + column), mesh, places, run_check=False))
         parameters.append(parameter)
     done = completed([*gradients, None], [*parameters, parameters[0]], ["w"] * 4)
     assert done.pop() is None
@@ -98,3 +101,31 @@ def refused_over_one_pipeline() -> str:
     with pytest.raises(UserError) as error:
         Pipeline(model(shared_out), lambda p: torch.optim.SGD(p, lr=0.1), stages=4)
     return str(error.value)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "1f1b": {"schedule": "1f1b", "grad_clip": 0.1},
+    "zb_h1": {"schedule": "zb_h1", "grad_clip": 0.1, "recompute": 1.0, "skip_not_finite": True},
+    "pipedream": {"schedule": "pipedream", "grad_clip": 0.1, "delay_correction": 0.5, "precision": "bf16_pure"},
+    "soap": {"schedule": "1f1b", "optimizer": "soap"}}
+
+
+def trained(mesh: DeviceMesh, **words: Any) -> dict[str, Any]:
+    """Losses and the state that two stages reach, whose blocks are shared out over a mesh's ``tp``."""
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-2)
+
+    wanted = words.get("optimizer", optimizer)
+    if isinstance(wanted, str):
+        words["optimizer"] = OptimizerSettings(wanted, 0.01, 0.1, matrices=hidden_matrices(model(lambda m: m)))
+    pipe = Pipeline(model(parallel(mesh["tp"])), **parts(**{
+        "stages": 2, "optimizer": optimizer, "microbatches": 4, "mesh": mesh} | words))
+    losses = [step.loss for step in pipe.train(batches(2))]
+    return {"losses": losses, "state": fingerprint(pipe.state_dict())}
+
+
+def pipelines_of_two_lanes() -> dict[str, list[dict[str, Any]]]:
+    """What the settings reach in two lanes of two ranks, and without a pipeline, in lanes of one."""
+    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=names) for shape, names in (
+        ((2, 2), ("pp", "tp")), ((2, 1, 2), ("dp", "pp", "tp")))]
+    return {name: [trained(mesh, **words) for mesh in meshes] for name, words in SETTINGS.items()}

@@ -154,3 +154,11 @@ def test_what_is_refused(sharded: Wrap) -> None:
         "hint: leave fused out, or give it two parameter groups: isinstance(p, DTensor) tells them apart")
     assert "layer 'b0' returned 'h' as a DTensor, but stages exchange plain tensors" in refusal(keeping_its_output)
     assert "up.weight' is used through a reference that its layer keeps" in refusal(used_beside, schedule="pipedream")
+
+
+def test_lanes_of_a_pipeline_have_the_bits_of_lanes_without_one(world: World) -> None:
+    first, *others = world.run(dtensor_jobs.pipelines_of_two_lanes)
+    assert all(other == first for other in others)
+    for name, (pipelined, alone) in first.items():
+        assert pipelined == alone, name
+    assert first["zb_h1"] == first["1f1b"]

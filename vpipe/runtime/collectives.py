@@ -21,7 +21,7 @@ from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import Problem, RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
-from vpipe.runtime.sharded_tensors import local, whole
+from vpipe.runtime.sharded_tensors import local, shard_of, whole
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.transport.process_group import PeerTransfer, control_group
@@ -123,7 +123,7 @@ class Collectives:
     def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
                  lanes: Lanes, timeout_s: float) -> None:
         self._workers, self._specs, self._placement = workers, specs, placement
-        self._lane, self._timeout_s = lanes.own, timeout_s
+        self._lanes, self._lane, self._timeout_s = lanes, lanes.own, timeout_s
         self.job = exchange(timeout_s=timeout_s) if lanes.count * len(lanes.own) > 1 else Exchange()
         self.exchange = self.job if lanes.count == 1 else exchange(timeout_s=timeout_s, among=lanes.own)
 
@@ -229,31 +229,43 @@ class Collectives:
             raise RunError(f"stage {stage}: '{name}' on rank {rank} is not what it is on rank {first}",
                            hint="replicas that start alike and get the same gradients stay alike: look for a layer or "
                                 "an optimizer that draws random numbers outside torch, or for ranks with different "
-                                "libraries", rank=rank, stage=stage)
+                                f"libraries{self._in_lanes}", rank=rank, stage=stage)
 
     def check_replicas_begin(self, buffers: bool) -> None:
         """Refuse replicas with different initial weights, or with ``buffers`` different buffers, on every rank."""
         for stage, name, first, rank in self._differences(partial(_tensors, buffers=buffers)):
             raise UserError(f"stage {stage}: '{name}' begins with other values on rank {rank} than on rank {first}",
                             hint="replicas must begin alike: call torch.manual_seed with the same number on every rank "
-                                 "before an nn.Sequential is built, and let layers draw from torch's generator alone")
+                                 "before an nn.Sequential is built, and let layers draw from torch's generator alone"
+                                 + self._in_lanes)
+
+    @property
+    def _in_lanes(self) -> str:
+        return "" if self._lanes.count == 1 else (
+            "; so do lanes: give them parts of a tensor as a DTensor, by parallelize_module or distribute_tensor")
 
     def _differences(self, tensors: Callable[[Stage], Iterator[tuple[str, Tensor]]]
                      ) -> Iterator[tuple[int, str, int, int]]:
-        """Yield for each tensor that differs: stage, name, rank of the first replica, rank of one that differs."""
-        replicated = [stage for stage, ranks in enumerate(self._placement) if len(ranks) > 1]
-        if not replicated:
+        """Yield for each tensor that differs: stage, name, first rank of the job that holds it, one that differs.
+
+        Lanes hold the same, but of a DTensor each its shard.
+        """
+        compared = [stage for stage, ranks in enumerate(self._placement) if len(ranks) * self._lanes.count > 1]
+        if not compared:
             return
-        sums = self.exchange.united({
-            f"{stage} {rank}": {name: _checksum(value) for name, value in tensors(here)}
-            for rank, worker in self._workers.items() for stage, here in worker.stages.items() if stage in replicated})
-        for stage in replicated:
-            first, *others = self._placement[stage]
-            own = sums[f"{stage} {first}"]
-            for rank in others:
-                theirs = sums[f"{stage} {rank}"]
-                yield from ((stage, name, self._lane[first], self._lane[rank]) for name in own
-                            if own[name] != theirs[name])
+        sums = self.job.united({
+            f"{self._lanes.number} {stage} {rank}": {f"{name} {shard_of(value)}": _checksum(value)
+                                                     for name, value in tensors(here)}
+            for rank, worker in self._workers.items() for stage, here in worker.stages.items() if stage in compared})
+        for stage in compared:
+            first: dict[str, tuple[int, str]] = {}
+            for lane, own in enumerate(self._lanes.ranks):
+                for rank in self._placement[stage]:
+                    holder = rank if self.job.ranks == 1 else own[rank % len(own)]
+                    for name, found in sums[f"{lane} {stage} {rank}"].items():
+                        other, theirs = first.setdefault(name, (holder, found))
+                        if found != theirs:
+                            yield stage, name.rpartition(" ")[0], other, holder
 
     @contextmanager
     def first_buffers(self) -> Iterator[None]:
@@ -292,7 +304,7 @@ def _checksum(tensor: Tensor) -> str:
 
 
 def _weights(stage: Stage) -> Iterator[tuple[str, Tensor]]:
-    yield from zip(stage.weights.names, stage.weights.values(stage.weights.names), strict=True)
+    yield from zip(stage.weights.names, stage.weights.leaves(), strict=True)
 
 
 def _tensors(stage: Stage, buffers: bool) -> Iterator[tuple[str, Tensor]]:

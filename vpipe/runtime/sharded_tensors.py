@@ -80,6 +80,14 @@ def parted(tensor: Tensor, model: Tensor) -> Tensor:
     return found
 
 
+def shard_of(tensor: Tensor) -> str:
+    """Return which shard of a tensor this process holds: the same for ranks that must hold the same numbers."""
+    if not is_sharded(tensor):
+        return ""
+    places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=False)
+    return ",".join("" if place.is_replicate() else str(at) for at, place in places)
+
+
 def check_meshes(named: Mapping[str, Tensor], rank: int, pipeline: Iterable[int]) -> None:
     """Refuse parameters that are shared out over several ranks of one pipeline, which have different stages.
 
