@@ -7,7 +7,7 @@ from typing import Any
 from vpipe.old_calls import OLD, OLD_FIRST, PARTS, part_of
 
 NEW = {"ranks": ("stages", "ranks"), "transfers": ("transfers", ""), "execution": ("execution", ""),
-       "mesh": ("execution", "mesh")}
+       "mesh": ("execution", "mesh"), "data": ("execution", "data")}
 
 
 def parts(**words: Any) -> dict[str, Any]:

@@ -110,7 +110,8 @@ class Pipeline:
             plan.check_fits(len(model))
         if not isinstance(cut.stages, tuple):
             cut = replace(cut, stages=model.balanced(cut.count))
-        world = join_world(transfers.backend, transfers.timeout_s, execution.device, execution.mesh)
+        world = join_world(transfers.backend, transfers.timeout_s, execution.device, execution.mesh,
+                           execution.data)
         description = Description(cut, order, microbatches, update, computed, transfers, execution, seed)
         if world.lanes.count > 1:
             _check_lanes(description)
@@ -391,6 +392,13 @@ def _check_lanes(description: Description) -> None:
         (f"compile is {execution.compile}", execution.backend is not None, "leave it out"),
         (f"compress is {', '.join(sorted(codecs))}", bool(codecs),
          "lanes would round what they hold in common apart: leave it out")) if there]
+    widths = [len(ranks) for ranks in description.cut.placement or ()] or [description.cut.replicas]
+    if execution.data is not None and max(widths) > 1:
+        refused.append(Problem(f"stages have {max(widths)} replicas, and data is '{execution.data}'",
+                               "let either replicas or lanes train on batches of their own"))
+    if execution.data is not None and description.precision.pure:
+        refused.append(Problem(f"precision is {description.precision.name}, and data is '{execution.data}'",
+                               "fully_shard has the weights in their own precision: use bf16 or fp16"))
     if refused:
         raise UserError.all_of(refused)
 

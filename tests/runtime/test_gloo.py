@@ -191,7 +191,12 @@ def test_schedulers_of_torchs_on_every_rank(world: World, arguments: dict[str, A
         assert len(steps) == 5
 
 
-def test_a_rank_opens_as_many_files_as_are_reserved_for_it(world: World) -> None:
-    world.run(jobs.train, model="rich", schedule="1f1b", microbatches=4, batches=1, partition=EVEN)
-    for rank, files in enumerate(world.run(jobs.open_files)):
+def test_a_rank_opens_as_many_files_as_are_reserved_for_it(tmp_path: Path) -> None:
+    world = World(4, tmp_path)  # groups of meshes, which other tests have made, stay open
+    try:
+        world.run(jobs.train, model="rich", schedule="1f1b", microbatches=4, batches=1, partition=EVEN)
+        files_of_ranks = world.run(jobs.open_files)
+    finally:
+        world.kill()
+    for rank, files in enumerate(files_of_ranks):
         assert joining(rank, 4) - 8 < files <= AT_START + joining(rank, 4) + SPARE, f"rank {rank}"

@@ -56,8 +56,8 @@ def test_a_sharded_layer() -> None:
     assert refusal(lambda module: fully_shard(module, mesh=mesh)) == (
         "error: layer 'raw1' is sharded by fully_shard, which gathers weights and adds gradients when no schedule says "
         "so: some would be lost\n"
-        "hint: give the module without fully_shard: replicas=2 has every stage on two ranks, and adds their gradients, "
-        "and more stages leave less of the model on each rank")
+        "hint: give the module without fully_shard: replicas=2 has every stage on two ranks, and adds their gradients; "
+        "or the pipeline one dimension of a mesh, and fully_shard another: Execution(mesh=mesh, data='dp')")
     pipe = Pipeline(model(lambda module: module), AdamW(), stages=2, microbatches=2)
     steps = pipe.train(rich_batches(2, 4))
     next(steps)

@@ -28,6 +28,8 @@ class Execution:
         mesh: of all ranks, one of whose dimensions is called ``pp``: along it lie the ranks of a pipeline, and each
             combination of its other coordinates is a lane with a pipeline of its own, whose layers compute together
             with those of the lanes beside it. All ranks are one pipeline when None.
+        data: the dimension of the mesh along which lanes train on batches of their own, if any: ``fully_shard`` must
+            divide all their parameters over it.
 
     Raises:
         UserError: a value is of another kind.
@@ -42,11 +44,14 @@ class Execution:
     executor: Executor = "overlapped"
     compile: bool | str = False
     mesh: DeviceMesh | None = None
+    data: str | None = None
 
     def __post_init__(self) -> None:
         given = Arguments()
         if self.executor not in (known := get_args(Execution.Executor)):
             given.refuse(f"no executor is called {shown(self.executor)}", nearest(str(self.executor), known))
+        if self.data is not None and self.mesh is None:
+            given.refuse(f"data is {shown(self.data)} without a mesh", "give the mesh that has this dimension, too")
         if not isinstance(self.compile, bool | None):
             given.name("compile", self.compile, "aot_eager")
         given.check()

@@ -62,7 +62,8 @@ _groups_made, _groups_watched = count(), count()
 
 @named_if_none_left()
 def join_world(backend: str | None = None, timeout_s: float = 60.0,
-               device: torch.device | str | None = None, mesh: DeviceMesh | None = None) -> DeviceMap:
+               device: torch.device | str | None = None, mesh: DeviceMesh | None = None,
+               data: str | None = None) -> DeviceMap:
     """Join the job that torchrun, srun or vpipe's own launcher started; return the device of every rank.
 
     The launchers describe the job in the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, or those
@@ -74,6 +75,7 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
         backend: ``nccl`` or ``gloo``; None takes nccl where each rank has a GPU of its own.
         device: of this rank, see :func:`vpipe.accelerator.choose`; it becomes the current one.
         mesh: of all ranks; its dimension ``pp`` makes the lanes.
+        data: its dimension along which lanes train on batches of their own.
 
     Raises:
         RunError: a rank did not join in time, or failed meanwhile; it is named.
@@ -90,7 +92,7 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
         devices = _join_group(own, backend, timeout_s)
         if mesh is None:
             return devices
-        return replace(devices, lanes=Lanes.of_mesh(mesh, dist.get_rank(), dist.get_world_size()))
+        return replace(devices, lanes=Lanes.of_mesh(mesh, dist.get_rank(), dist.get_world_size(), data))
     if _is_alone():
         return DeviceMap(0, (_here(own),), backend or ("gloo" if own.type == "cpu" else accelerator.collectives()))
     return _make_group(own, backend, timeout_s)

@@ -21,17 +21,22 @@ class Lanes:
     Attributes:
         ranks: of the job, per lane in the pipeline's order: ``((0, 2), (1, 3))`` are two pipelines of two ranks.
         number: of the lane of this process.
+        alike: the numbers of the lanes that train on the same batches as this one.
+        averaged: the numbers of the lanes whose gradients are averaged with those of this one, which train on others.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     number: int = 0
+    alike: tuple[int, ...] = (0,)
+    averaged: tuple[int, ...] = (0,)
 
     @classmethod
-    def of_mesh(cls, mesh: DeviceMesh, rank: int, ranks: int) -> Lanes:
+    def of_mesh(cls, mesh: DeviceMesh, rank: int, ranks: int, data: str | None = None) -> Lanes:
         """Return the lanes along the dimension ``pp`` of a mesh, in the order of its other dimensions.
 
         Args:
             rank, ranks: of this process in the job, and of the job.
+            data: the dimension along which lanes train on batches of their own.
 
         Raises:
             UserError: the mesh has no such dimension, or not every rank of the job.
@@ -45,9 +50,19 @@ class Lanes:
         if sorted(mesh.mesh.flatten().tolist()) != list(range(ranks)):
             raise UserError(f"the mesh {shape} has {counted(mesh.mesh.numel(), 'rank')}, the job {ranks}",
                             hint="give a mesh in which every rank of the job has one place")
+        if data is not None and (data == PIPELINE or data not in names):
+            others = ", ".join(name for name in names if name != PIPELINE) or "none"
+            raise UserError(f"data is '{data}', but the mesh's dimensions beside '{PIPELINE}' are: {others}",
+                            hint="name the dimension along which lanes train on batches of their own")
         along = mesh.mesh.movedim(names.index(PIPELINE), -1)
         lanes = tuple(map(tuple, along.reshape(-1, along.shape[-1]).tolist()))
-        return cls(lanes, next(number for number, own in enumerate(lanes) if rank in own))
+        own = next(number for number, lane in enumerate(lanes) if rank in lane)
+        if data is None:
+            return cls(lanes, own, tuple(range(len(lanes))), (own,))
+        places = [names.index(data), *(i for i, name in enumerate(names) if name not in (PIPELINE, data))]
+        at = [[(mesh.mesh == lane[0]).nonzero()[0].tolist()[i] for i in places] for lane in lanes]
+        return cls(lanes, own, tuple(i for i, place in enumerate(at) if place[0] == at[own][0]),
+                   tuple(i for i, place in enumerate(at) if place[1:] == at[own][1:]))
 
     @property
     def own(self) -> tuple[int, ...]:

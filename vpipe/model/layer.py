@@ -108,7 +108,7 @@ class Layer:
 def check_module(name: str, module: nn.Module) -> None:
     """Raise UserError for a module that is wrapped or sharded, or has parameters or buffers without a shape, or that
     belong to TorchScript."""
-    if (wrapper := find_wrapper(name, module)) is not None:
+    if (wrapper := find_wrapper(name, module, divided=True)) is not None:
         raise UserError.all_of([wrapper])
     for own, tensor in chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):

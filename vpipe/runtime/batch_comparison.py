@@ -312,10 +312,11 @@ class LaneComparison:
     Args:
         exchange: between these ranks.
         fields: of a batch.
+        alike: the lanes that read the same batches as this one; others read as many, of as many samples.
     """
 
-    def __init__(self, exchange: Exchange, fields: Sequence[str]) -> None:
-        self._exchange, self._fields = exchange, fields
+    def __init__(self, exchange: Exchange, fields: Sequence[str], alike: Sequence[int]) -> None:
+        self._exchange, self._fields, self._alike = exchange, fields, alike
 
     def compare(self, number: int, batch: Batch | None, error: BaseException | None) -> BaseException | None:
         """Compare a batch, or that there is none; return the error with which training is to end before it."""
@@ -331,16 +332,18 @@ class LaneComparison:
             over, more = (next(rank for rank, _, there in of_all if (there is None) is none) for none in (True, False))
             what = f"batches differ between lanes: there are {number} on rank {over} and more on rank {more}"
         elif ended == {False}:
-            what = next(filter(None, (self._difference(number, of_all[0], other) for other in of_all[1:])), None)
+            first = of_all[self._alike[0]]
+            what = next(filter(None, (self._difference(number, first, other, lane in self._alike)
+                                      for lane, other in enumerate(of_all))), None)
         return None if what is None else RunError(what, hint=hint)
 
-    def _difference(self, number: int, first: Sequence[Any], other: Sequence[Any]) -> str | None:
-        """Return how a batch differs between two ranks."""
+    def _difference(self, number: int, first: Sequence[Any], other: Sequence[Any], alike: bool) -> str | None:
+        """Return how a batch differs between two ranks, which read ``alike`` ones or others."""
         (rank, _, (samples, mine)), (peer, _, (theirs, fields)) = first, other
         if samples != theirs:
             return (f"batches differ between lanes: batch {number} has {samples} samples on rank {rank} and {theirs} "
                     f"on rank {peer}")
-        for name in self._fields:
+        for name in self._fields if alike else ():
             (shape, values, _), (their_shape, their_values, _) = mine[name], fields[name]
             if shape != their_shape or (None not in (values, their_values) and values != their_values):
                 return (f"batches differ between lanes: {'the shape of ' * (shape != their_shape)}field '{name}' of "

@@ -28,6 +28,7 @@ from vpipe.runtime.compiled import check_compiled, compile_layers
 from vpipe.runtime.delay_correction import Extrapolation, describe_other_factors
 from vpipe.runtime.executors.async_threaded import ThreadedWorker
 from vpipe.runtime.executors.naive import NaiveWorker
+from vpipe.runtime.fully_sharded import FullyShardedStages, check_divided
 from vpipe.runtime.interpreter import Interpreter, RankPrograms, RunningSegment
 from vpipe.runtime.interrupts import Interrupts
 from vpipe.runtime.loss_scaler import LossScaler
@@ -78,8 +79,9 @@ class Engine:
         self._placement: Placement = schedule.placement
         self.workers: dict[int, Worker] = {}
         self.collectives = Collectives(self.workers, specs, self._placement, world.lanes, timeout_s)
-        self._lane_comparison = None if world.lanes.count == 1 else LaneComparison(
-            exchange(timeout_s=timeout_s, among=world.lanes.beside(world.lanes.own.index(world.rank))), model.batch)
+        beside = exchange("lanes", timeout_s, world.lanes.beside(world.lanes.own.index(world.rank)))
+        self._lane_comparison = None if world.lanes.count == 1 else LaneComparison(beside, model.batch,
+                                                                                   world.lanes.alike)
         if distributed and is_ordered(self._device):  # refuses while another pipeline has transfers under way
             tensor_groups(self._device, timedelta(seconds=timeout_s))
         self.collectives.check_same("the mesh", str(world.lanes), "give every rank the same mesh")
@@ -98,7 +100,7 @@ class Engine:
         self._begun = 0  # microbatches that a resumed run has done of its first batch
         self._made: deque[Step] = deque()  # steps of the latest batch that were not yielded yet
         self._stream: RunningSegment | None = None
-        self._results = StepResults(self.workers, schedule, distributed)
+        self._results = StepResults(self.workers, schedule, distributed, world.lanes, beside)
         self.interrupts = Interrupts(alone=world.ranks == 1)
         self._interpreter = Interpreter(self.workers, self._results, schedule.ties, self.interrupts, distributed)
         self._interpreter.exchange_tied_weights()
@@ -355,9 +357,9 @@ class Engine:
         weights: list[float] = list(samples)
         if self._labels is not None:
             weights = self._results.gather(labels, len(samples), self.collectives.exchange)
-        total = sum(loss * size for loss, size in zip(in_order, weights, strict=True))
+        total, weight = sum(loss * size for loss, size in zip(in_order, weights, strict=True)), sum(weights)
         self._interpreter.finish()
-        return total / (sum(weights) or 1.0)
+        return self._results.over_lanes(total, weight)
 
     def _loader(self, batches: Iterable[Batch], limit: int | None, period: int | None, begun: int = 0,
                 copied: bool = False, equal: bool = True) -> MicrobatchLoader:
@@ -468,6 +470,11 @@ def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, d
                                       recomputed=description.cut.recomputed[spec.index],
                                       precision=description.precision, in_lanes=world.lanes.count > 1)
                     for spec in specs if rank in schedule.placement[spec.index]} for rank in ranks}
+    for stage in (stage for stages in built.values() for stage in stages.values()):
+        stage.divided = description.execution.data is not None
+        stage.check_not_wrapped("")
+        if stage.divided:
+            check_divided(stage)
     check_not_shared(stage for stages in built.values() for stage in stages.values())
     for stages in built.values() if len(lane) > 1 else ():
         for stage in stages.values():
@@ -491,6 +498,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
         check_compiled(backend, schedule, world.own)
         compile_layers([layer for stages in built.values() for stage in stages.values()
                         for layer in stage.modules.values()], backend)
+    group = execution.mesh.get_group(execution.data) if execution.mesh is not None and execution.data else None
     mailbox: Mailbox = {}
     workers: dict[int, Worker] = {}
     for rank, stages in built.items():
@@ -519,5 +527,6 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
             rank, placement, stages, steps, tied, transport,
             BatchComparison(transport, placement, model.batch, lanes.own) if distributed else None,
             schedule.offloaded_stages,
-            Compression.described(description.transfers, len(specs), description.seed))
+            Compression.described(description.transfers, len(specs), description.seed),
+            FullyShardedStages(stages, group))
     return workers

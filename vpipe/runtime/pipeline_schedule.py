@@ -37,7 +37,7 @@ def prepare_schedule(model: Model | None, cut: Cut, order: Order, microbatches: 
         from vpipe.model.split import ties_between  # here, for a config is read without torch
 
         ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(model.split(cut.partition)).items()}
-    schedule = ScheduleSpec(order, cut, microbatches, ranks, ties, needs_norms,
+    schedule = ScheduleSpec(order, cut, microbatches, ranks, ties, needs_norms, execution.data is not None,
                             last_first=execution.threaded).prepare(proved=proved)
     if execution.backend is not None:
         from vpipe.runtime.compiled import check_compiled

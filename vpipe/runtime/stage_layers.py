@@ -61,6 +61,7 @@ class StageLayers:
         all_weights: both.
         generators: of random numbers, that the layers draw from.
         rounding: of the layers' outputs; None in fp32.
+        divided: whether the schedule gathers the weights that ``fully_shard`` has divided.
 
     Args:
         model: the whole model; only this stage's layers are built.
@@ -72,7 +73,7 @@ class StageLayers:
 
     def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device,
                  precision: Precision) -> None:
-        self.spec, self.seed, self.device, self.precision = spec, seed, device, precision
+        self.spec, self.seed, self.device, self.precision, self.divided = spec, seed, device, precision, False
         self.rounding = None if precision.dtype is None else Rounding(precision.dtype)
         self.layer_names = {i: model.layers[i].name for i in spec.layers}
         named = {self.layer_names[i]: moved(model.layers[i].materialize(i, seed), device) for i in spec.layers}
@@ -169,11 +170,11 @@ class StageLayers:
                                 "optimizer steps it",
                                 hint="save, and load into a pipeline that is built with what is trained from here on")
 
-    def check_not_wrapped(self) -> None:
-        """Refuse a layer that was wrapped or sharded after the stage was built."""
+    def check_not_wrapped(self, when: str = "; it was not when the pipeline was built") -> None:
+        """Refuse a layer that is wrapped, or sharded where the schedule does not gather weights."""
         for i, module in self.modules.items():
-            if (wrapper := find_wrapper(self.layer_names[i], module)) is not None:
-                raise UserError(f"{wrapper.what}; it was not when the pipeline was built", hint=wrapper.hint)
+            if (wrapper := find_wrapper(self.layer_names[i], module, self.divided)) is not None:
+                raise UserError(f"{wrapper.what}{when}", hint=wrapper.hint)
 
     def use_latest(self) -> None:
         """Point the modules to the latest weights."""

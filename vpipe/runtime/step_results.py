@@ -9,6 +9,7 @@ from math import isfinite, nan
 import torch
 from torch import Tensor
 
+from vpipe.distributed.lanes import Lanes
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
@@ -56,6 +57,9 @@ class StepResults:
     Each replica of the last stage sends the losses of its microbatches; every rank puts them in order, so that all
     have the same mean. The first replica sends the stop flag.
 
+    Args:
+        beside: the exchange between the ranks with the same place in all lanes.
+
     Attributes:
         stop: called once per step on the rank of the last stage.
         last_forwards: by rank, the last forward of a batch, where a program is one update. The losses are then sent at
@@ -63,8 +67,9 @@ class StepResults:
             between two updates. Empty where losses are sent with the step.
     """
 
-    def __init__(self, workers: Mapping[int, Worker], schedule: Schedule, distributed: bool) -> None:
-        self._workers, self._sources = workers, schedule.placement[-1]
+    def __init__(self, workers: Mapping[int, Worker], schedule: Schedule, distributed: bool, lanes: Lanes,
+                 beside: Exchange) -> None:
+        self._workers, self._sources, self._lanes, self._beside = workers, schedule.placement[-1], lanes, beside
         self._listeners = range(schedule.ranks if distributed else 0)
         self._last_stage = schedule.stages - 1
         # Reading a loss waits for the GPU; so it is read when the whole batch has been queued.
@@ -107,6 +112,11 @@ class StepResults:
             for rank in self._workers:
                 self.send(segment, step, rank)
         loss, stop, not_finite = self._receive_results(segment, step, microbatches)
+        if self._lanes.count > 1:  # each asks whether to stop; the first decides for all
+            of_all = self._beside.all_gather([loss, stop, not_finite])
+            own = [of_all[lane] for lane in self._lanes.averaged]
+            loss, stop = sum(one for one, _, _ in own) / len(own), of_all[0][1]
+            not_finite = next((one for _, _, one in own if one is not None), None)
         norm = self._steps[0][1].gradient_norm
         # Computed here: within one process a later stage may already have set the rate of its next update.
         rate = next((rate for stage, steps in self._steps if (rate := steps.learning_rate(stage, step)) is not None),
@@ -132,6 +142,14 @@ class StepResults:
         not_finite = None if isfinite(loss) else segment.base + next(
             (i for i, each in zip(microbatches, losses, strict=True) if not isfinite(each)), microbatches[0])
         return loss, bool(results[0][0]), not_finite
+
+    def over_lanes(self, total: float, weight: float) -> float:
+        """Return the mean of an evaluation over the lanes that read batches of their own, from the sums of this one."""
+        sums = [[total, weight]]
+        if len(self._lanes.averaged) > 1:
+            of_all = self._beside.all_gather(sums[0])
+            sums = [of_all[lane] for lane in self._lanes.averaged]
+        return sum(total for total, _ in sums) / (sum(weight for _, weight in sums) or 1.0)
 
     def gather(self, numbers: Mapping[int, Sequence[float]], count: int, exchange: Exchange) -> list[float]:
         """Return numbers of an evaluation in the order of its ``count`` microbatches, on every rank.

@@ -110,6 +110,14 @@ class WeightVersions:
         for name, parameter in zip(self.names, before, strict=True):
             replace_parameter(parameter, name)
 
+    def adopt(self) -> None:
+        """Make the only version of the parameters that the modules have now: ``fully_shard`` exchanges them when it
+        gathers or divides them. The optimizer goes on with the masters of the first ones."""
+        _ = self.masters
+        self._leaves[self.latest] = self._active = self._graded = self._first = [
+            module.get_parameter(own) for (module, own), *_ in self.slots.values()]
+        self._hooked = None
+
     def marks(self) -> list[_Mark]:
         """Return marks by which :meth:`check_forward` sees a change of the parameters in use."""
         return [_Mark((leaf._version, local(leaf)._version), local(leaf).data_ptr(), leaf.grad,

@@ -20,6 +20,7 @@ from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.runtime.activations import DropoutKey, Record
 from vpipe.runtime.batch_comparison import BatchComparison
+from vpipe.runtime.fully_sharded import FullyShardedStages
 from vpipe.runtime.layer_errors import hint_of
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Segment, Signature
@@ -74,11 +75,14 @@ class Worker:
         comparison: of batches, where other processes read them, too.
         offloaded: stages of which the schedule offloads activations.
         compression: of activations and gradients.
+        fully_sharded: these stages where lanes share out their weights.
     """
 
     def __init__(self, rank: int, placement: Placement, stages: Mapping[int, Stage], steps: OptimizerSteps,
                  tied: TiedWeights, transport: Transport, comparison: BatchComparison | None = None,
-                 offloaded: Collection[int] = (), compression: Compression | None = None) -> None:
+                 offloaded: Collection[int] = (), compression: Compression | None = None,
+                 fully_sharded: FullyShardedStages | None = None) -> None:
+        self.fully_sharded = FullyShardedStages(stages) if fully_sharded is None else fully_sharded
         self.rank, self.stages, self.transport, self.optimizer_steps = rank, stages, transport, steps
         self.tied, self.comparison, self.offloads = tied, comparison, Offloads(stages, offloaded)
         self._stage_scaler = steps.stage_scaler
@@ -180,8 +184,11 @@ class Worker:
         counted = dict(self.seconds), self.transport.wait_s, self.transport.bytes_sent
         try:
             with ExitStack() as stack:
-                for stage in self.stages.values():
+                for number, stage in self.stages.items():
                     stack.enter_context(stage.evaluating())
+                    if number in self.fully_sharded:
+                        self.fully_sharded.unshard(number)
+                        stack.callback(self.fully_sharded.reshard, number)
                 stack.enter_context(watch.activity.during("evaluating"))
                 yield
         finally:
@@ -236,6 +243,7 @@ class Worker:
         if self.comparison is not None and microbatch >= self.comparison.compared_until[stage_index]:
             self.comparison.compare(stage_index, microbatch)
         update, within = divmod(number, segment.assignment.update_every)
+        within = within * self.fully_sharded.lanes + self.fully_sharded.place  # as if lanes took them in turn
         if segment.training:
             pins = stage.pin({owner: self.tied.install(owner, self._tied_version_of(owner, microbatch))
                               for owner in stage.borrowed})
@@ -320,7 +328,10 @@ class Worker:
     def _reduce(self, stage_index: int, update: int) -> None:
         if self.comparison is not None and stage_index == self._last:
             self.comparison.compare_replicas(self.segment.assignment.in_update(stage_index, update))
-        self.optimizer_steps.reduce(stage_index, update)
+        if stage_index in self.fully_sharded:
+            self.fully_sharded.reduce(stage_index, update)
+        else:
+            self.optimizer_steps.reduce(stage_index, update)
 
     def _recompute(self, stage_index: int, microbatch: int) -> None:
         self.stages[stage_index].recompute(self.records[stage_index, microbatch])
@@ -334,7 +345,7 @@ class Worker:
         if stage_index == self._last:
             loss, steps = self.losses[self.segment.base + microbatch], self.optimizer_steps
             scale = 1 if steps.scaler is None else steps.scaler[stage_index].value
-            share = torch.full_like(loss, scale / self.segment.assignment.update_every)
+            share = torch.full_like(loss, scale / (self.segment.assignment.update_every * self.fully_sharded.lanes))
             # NaN reaches the gradients of every stage, also where the backward alone would give finite ones.
             return {"loss": share.masked_fill_(~loss.isfinite(), math.nan) if steps.skip else share}
         gradients = self._p2p.receive_gradients(stage_index, microbatch)

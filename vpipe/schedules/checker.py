@@ -316,9 +316,9 @@ def used_versions(graph: Graph) -> None:
 
 
 def reductions(graph: Graph) -> None:
-    """Check that the replicas of a stage sum their gradients once per update, after them and before norm and step."""
+    """Check that replicas and lanes sum their gradients once per update, after them and before norm and step."""
     for stage, rank in graph.replicas() if graph.setting.is_lowered else ():
-        if graph.schedule.assignment.width(stage) > 1:
+        if graph.setting.sums(stage):
             for update in range(graph.schedule.updates(stage)):
                 _once_between(graph, SUM, stage, update, rank,
                               "sum the gradients of a replicated stage once per update, on each of its ranks, right "
@@ -433,7 +433,7 @@ def nothing_freed_is_used(graph: Graph) -> None:
 
     Where all actions are of vpipe's usual kinds, completeness and precedence say so already.
     """
-    if all(kind.is_own and kind.host_bytes is None for kind in graph.schedule.kinds):
+    if not graph.setting.sharded and all(kind.is_own and kind.host_bytes is None for kind in graph.schedule.kinds):
         return
     for rank, program in enumerate(graph.schedule.programs):
         freed: dict[Needed, Action] = {}

@@ -16,7 +16,7 @@ from vpipe.schedules import kinds
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.error_grid import Spot, rule_error
-from vpipe.schedules.kinds import NORMS, PART, SUM, Kind, Needed, Value
+from vpipe.schedules.kinds import GATHERED, NORMS, PART, SUM, Kind, Needed, Value
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import Placement
@@ -98,7 +98,8 @@ class Graph:
                     registers[stage].follow(action)
         setting = Setting(schedule.assignment, schedule.ties, lambda owner, index: version.get((owner, index), 0),
                           is_lowered=schedule.is_lowered,
-                          normed=any((NORMS, 0) in kind.makes for kind in schedule.kinds))
+                          normed=any((NORMS, 0) in kind.makes for kind in schedule.kinds),
+                          sharded=any((GATHERED, 0) in kind.makes for kind in schedule.kinds))
         return cls(schedule, setting, where, last, version, _makers(schedule.kinds))
 
     # -- the programs ----------------------------------------------------------------------------------
@@ -352,7 +353,8 @@ class Dependencies:
         self.assignment = Assignment(placement, update_every, flush, lambda number: number >= 0)
         there = {value for kind in present for value, _ in kind.makes}
         # A simulated sum is a transfer, no action.
-        self._setting = Setting(self.assignment, is_lowered=SUM in there, normed=NORMS in there)
+        self._setting = Setting(self.assignment, is_lowered=SUM in there, normed=NORMS in there,
+                                sharded=GATHERED in there)
 
     def made(self, action: Action) -> list[Hashable]:
         """Return the values that an action made; a send of an update or a version, what it sent."""

@@ -66,10 +66,12 @@ GRADIENT = Value("weight gradient of a microbatch")
 PART = Value("a replica's gradient of an update",
              lambda at, stage, index, rank: at.assignment.contributors(stage, index, stage))
 SUM = Value("sum of gradients over replicas",
-            lambda at, stage, index, rank: at.placement[stage] if at.assignment.width(stage) > 1 else ())
+            lambda at, stage, index, rank: at.placement[stage] if at.sums(stage) else ())
 NORMS = Value("gradient norms",
               lambda at, stage, index, rank: () if rank in at.placement[stage] else at.placement[stage][:1])
 UPDATED = Value("weights after an update")
+GATHERED = Value("gathered weights")
+DIVIDED = Value("weights and gradients divided over lanes again")
 TIED_VERSION = Value("tied weights", lambda at, stage, index, rank: at.lenders(stage, rank), handed_over=True)
 TIED_GRADIENT = Value("gradient of tied weights",
                       lambda at, stage, index, rank: at.gradient_senders(stage, index), handed_over=True)
@@ -266,14 +268,19 @@ def _texts(field: object) -> Iterator[str]:
 
 # -- expressions that several rows share ---------------------------------------------------------------
 
+def _gathered(at: Setting, s: int, i: int) -> list[Needed]:
+    """What a computation with the weights of a stage needs where they are divided over lanes."""
+    return [(GATHERED, s, at.assignment.update_of(s, i))] if at.sharded else []
+
+
 def _forward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     tied = [(TIED_VERSION, owner, version) for owner in at.owners.get(s, ())
             if (version := at.tied_version_of(owner, i))] if at.ties else ()
-    return (OUTPUT, s - 1, i), *tied
+    return (OUTPUT, s - 1, i), *tied, *_gathered(at, s, i)
 
 
 def _backward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
-    return (SAVED, s, i), (RECOMPUTED, s, i), (OUTPUT_GRADIENT, s, i)
+    return (SAVED, s, i), (RECOMPUTED, s, i), (OUTPUT_GRADIENT, s, i), *_gathered(at, s, i)
 
 
 def _forward_bytes(cost: StageCosts) -> Number:
@@ -282,8 +289,8 @@ def _forward_bytes(cost: StageCosts) -> Number:
 
 
 def _sums(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
-    """What a norm or a step adds up: gradients of borrowers and replicas."""
-    return (TIED_GRADIENT, s, i), (SUM if at.is_lowered else PART, s, i)
+    """What a norm or a step adds up: gradients of borrowers, replicas and lanes."""
+    return (TIED_GRADIENT, s, i), (SUM if at.is_lowered else PART, s, i), *([(DIVIDED, s, i)] if at.sharded else [])
 
 
 def _gradients_of(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
@@ -344,12 +351,13 @@ class Op(metaclass=_Members):
         shades=("38;5;255;48;5;30", "38;5;16;48;5;73", "38;5;16;48;5;116", "38;5;16;48;5;152"))
     WEIGHT = Kind(
         "W", "weight half", MICROBATCH, "_backward_weight", generated=True, torch="",
-        needs=lambda at, s, i, rank: [(HALF, s, i)],
+        needs=lambda at, s, i, rank: [(HALF, s, i), *_gathered(at, s, i)],
         makes=((GRADIENT, 0), (PART, 0)), memory=Memory(frees=(HALF,)), seconds=lambda cost: cost.weight_s,
         colour="#f4b860",
         shades=("38;5;16;48;5;172", "38;5;16;48;5;179", "38;5;16;48;5;222", "38;5;16;48;5;230"))
     RECOMPUTE = Kind(
-        "R", "recompute", MICROBATCH, "_recompute", generated=True, needs=lambda at, s, i, rank: [(SAVED, s, i)],
+        "R", "recompute", MICROBATCH, "_recompute", generated=True,
+        needs=lambda at, s, i, rank: [(SAVED, s, i), *_gathered(at, s, i)],
         makes=((RECOMPUTED, 0),), memory=Memory(takes=(RECOMPUTED,)), seconds=lambda cost: cost.recompute_s,
         torch="R: a backward recomputes where your modules use torch.utils.checkpoint",
         colour="#b79cf0",
@@ -373,8 +381,17 @@ class Op(metaclass=_Members):
                torch="USE: with a flush there is one version of the weights")
     REDUCE = Kind(
         "REDUCE_GRAD", "sum of gradients over replicas", UPDATE, "_reduce", summed=True,
-        needs=lambda at, s, i, rank: [*_gradients_of(at, s, i, rank), (PART, s, i)],
+        needs=lambda at, s, i, rank: [*_gradients_of(at, s, i, rank), (PART, s, i),
+                                      *([(GATHERED, s, i)] if at.sharded else [])],
         makes=((SUM, 0),))
+    UNSHARD = Kind(
+        "UNSHARD", "gather weights from lanes", UPDATE, "fully_sharded.unshard",
+        needs=lambda at, s, i, rank: [(UPDATED, s, i - 1)] if i else [], makes=((GATHERED, 0),),
+        memory=Memory(takes=(GATHERED,)))
+    RESHARD = Kind(
+        "RESHARD", "give back gathered weights", UPDATE, "fully_sharded.reshard",
+        needs=lambda at, s, i, rank: [(GATHERED, s, i), (SUM, s, i)], makes=((DIVIDED, 0),),
+        memory=Memory(frees=(GATHERED,)))
     NORM = Kind("NORM", "gradient norms", UPDATE, "optimizer_steps.norm", of_model=True, needs=_sums,
                 makes=((NORMS, 0),))
     SEND_F = Kind(

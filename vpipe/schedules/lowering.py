@@ -25,6 +25,9 @@ gradients of a borrower on the same rank.
 
 The replicas of a stage send each other the gradients of an update after its last backward or weight half. Before the
 step each sums its share of them (REDUCE_GRAD) and sends the sum to the others; the step waits for theirs.
+
+Where the weights of stages are divided over lanes, those of a stage are gathered before its first forward of an update
+(UNSHARD), and given back (RESHARD) once lanes have summed its gradients, before the step.
 """
 
 from __future__ import annotations
@@ -54,16 +57,19 @@ class Lowering:
         ties: borrowing stages by owning stage.
         norm: add the exchange of gradient norms before every step.
         warmup: forwards of a replica of every stage before its first backward, where it is a stream.
+        sharded: the weights of stages are divided over lanes.
     """
 
     def __init__(self, assignment: Assignment, rank: int, compute: Compute, ties: Mapping[int, Sequence[int]],
-                 norm: bool = False, warmup: Sequence[int] = ()) -> None:
+                 norm: bool = False, warmup: Sequence[int] = (), sharded: bool = False) -> None:
         self._assignment, self._rank, self._compute, self._norm = assignment, rank, compute, norm
+        self._sharded, self._gathered = sharded, dict.fromkeys(stages_of_rank(assignment.placement, rank), -1)
         self._warmup = warmup
         placement = assignment.placement
         self._stages = stages_of_rank(placement, rank)
         self._ties = {owner: borrowers for owner, borrowers in ties.items() if owner in self._stages and borrowers}
-        self._setting = Setting(assignment)  # without ties, whose versions are asked for only when they are used
+        # Without ties, whose versions are asked for only when they are used.
+        self._setting = Setting(assignment, sharded=sharded)
         self._lent = {owner for owner in self._ties if Setting(assignment, ties).lending.get((owner, rank))}
         self._borrowers = {owner: sorted(here) for owner, borrowers in ties.items()
                            if (here := set(borrowers) & set(self._stages))}
@@ -76,7 +82,7 @@ class Lowering:
         self._forwards = (action for action in compute(rank) if action.op.uses_version)
         self._forwards_met = self._receives_met = 0
         self._steps: list[Action] = []  # that wait for the rank's other stages
-        self._steps_alone = not (norm or self._borrowers or self._ties
+        self._steps_alone = not (norm or sharded or self._borrowers or self._ties
                                  or any(assignment.width(stage) > 1 for stage in self._stages))
         self._followers: dict[Action, list[Action]] = defaultdict(list)  # what comes right after a step
         self._sent_behind: dict[Kind, list[tuple[Kind, int]]] = {}  # sends, with the stage of each less the action's
@@ -153,6 +159,10 @@ class Lowering:
             self._followers[due].append(action)
             return ()
         actions = [action]
+        if self._sharded and op.uses_version and (update := self._assignment.update_of(stage, index)) \
+                > self._gathered[stage]:
+            self._gathered[stage] = update
+            actions = [Action(Op.UNSHARD, stage, update), action]
         if op not in self._sent_behind:
             self._sent_behind[op] = [(carrier, offset - carrier.transfer.value_offset) for value, offset in op.makes
                                      if (carrier := value.carrier) is not None and carrier.transfer is not None
@@ -221,8 +231,11 @@ class Lowering:
         ready = [step for step in self._steps if step.index < self._closed.get(step.stage, step.index + 1)]
         if self._norm and len(ready) < len(self._stages):
             return
-        yield from (Action(Op.REDUCE, step.stage, step.index) for step in ready
-                    if self._assignment.width(step.stage) > 1)
+        for step in ready:
+            if self._setting.sums(step.stage):
+                yield Action(Op.REDUCE, step.stage, step.index)
+            if self._sharded:
+                yield Action(Op.RESHARD, step.stage, step.index)
         if self._norm:
             yield from (Action(Op.NORM, step.stage, step.index) for step in ready)
         for step in ready:
@@ -236,18 +249,19 @@ class Lowering:
                 yield Action(Op.SEND_W, step.stage, step.index + 1)
 
 
-def lower(schedule: Schedule, norm: bool = False) -> Schedule:
-    """Return the schedule with transfers, sums over replicas, tied exchanges and, with ``norm``, gradient norms."""
-    lowered = add_transfers(schedule, norm)
+def lower(schedule: Schedule, norm: bool = False, sharded: bool = False) -> Schedule:
+    """Return the schedule with transfers, sums over replicas, tied exchanges and, with ``norm``, gradient norms; with
+    ``sharded``, also the gathering of weights that are divided over lanes."""
+    lowered = add_transfers(schedule, norm, sharded)
     # A stream goes on beyond these programs, where nobody can look ahead, so its receives stay.
     return lowered if schedule.stream else post_in_time(lowered)
 
 
-def add_transfers(schedule: Schedule, norm: bool = False) -> Schedule:
+def add_transfers(schedule: Schedule, norm: bool = False, sharded: bool = False) -> Schedule:
     """Return the same, with every receive right before the action that precedes its use."""
     def compute(rank: int) -> Iterator[Action]:
         return iter(schedule.programs[rank])
 
     return schedule.with_programs([
-        list(Lowering(schedule.assignment, rank, compute, schedule.ties, norm, schedule.warmup).program())
+        list(Lowering(schedule.assignment, rank, compute, schedule.ties, norm, schedule.warmup, sharded).program())
         for rank in range(schedule.ranks)])

@@ -38,6 +38,7 @@ class ScheduleSpec:
         processes: how many there are; as many as the schedule has ranks when None.
         ties: borrowing stages by owning stage.
         norm: clip gradients by the norm over all stages.
+        sharded: the weights of stages are divided over lanes.
         last_first: run the backwards from the last microbatch to the first, see
             :func:`~vpipe.schedules.builder.reverse_backwards`.
     """
@@ -48,6 +49,7 @@ class ScheduleSpec:
     processes: int | None = None
     ties: Mapping[int, tuple[int, ...]] | None = None
     norm: bool = False
+    sharded: bool = False
     last_first: bool = False
 
     @property
@@ -82,7 +84,10 @@ class ScheduleSpec:
                 raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
         built = self._from_file() if CsvFile.is_path(self.schedule) else self._by_name(
             RegisteredSchedule.named(self.schedule))
-        schedule = lower(built, self.norm and built.flush)
+        if self.sharded and not built.flush:
+            raise UserError(f"'{built.name}' has no flush, but weights that fully_shard divides have one version",
+                            hint="choose a schedule with a flush, such as 1f1b, or replicas in place of fully_shard")
+        schedule = lower(built, self.norm and built.flush, self.sharded)
         if not proved:
             check(schedule)
         return schedule

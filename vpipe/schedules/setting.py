@@ -36,6 +36,7 @@ class Setting:
         tied_version_of: the version of tied weights that a microbatch uses.
         is_lowered: there are transfers or sums. Without any, actions wait directly for those that make their inputs.
         normed: gradient norms are exchanged before the steps.
+        sharded: the weights of stages are divided over lanes, and gathered for every update.
     """
 
     assignment: Assignment
@@ -43,10 +44,15 @@ class Setting:
     tied_version_of: TiedVersionOf = lambda owner, microbatch: 0
     is_lowered: bool = True
     normed: bool = False
+    sharded: bool = False
 
     @property
     def placement(self) -> Placement:
         return self.assignment.placement
+
+    def sums(self, stage: int) -> bool:
+        """Return whether gradients of a stage are summed over replicas or lanes."""
+        return self.sharded or self.assignment.width(stage) > 1
 
     @cached_property
     def owners(self) -> Mapping[int, Sequence[int]]:
