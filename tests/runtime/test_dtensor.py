@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from oracles import pipeline_of
 from safetensors.torch import load_file
+from stages import stage_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from world import World
@@ -20,6 +21,7 @@ from world import World
 from vpipe import Pipeline
 from vpipe.app.train.optimizers import OPTIMIZERS, OptimizerSettings, hidden_matrices
 from vpipe.errors import UserError
+from vpipe.runtime.sharded_random import DrawnAsOnOneDevice
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -130,6 +132,15 @@ def refusal(wrap: Wrap, **words: Any) -> str:
     return str(error.value)
 
 
+def test_weight_gradients_wait(sharded: Wrap) -> None:
+    stage = stage_of(dtensor_jobs.model(sharded), [3, 1])
+    [field] = dtensor_jobs.batches(1)
+    outputs, record = stage.forward([], field, (0, 0), stage.pin({}), split=True)
+    stage.prepare_backward(record.pins)
+    stage.backward_input(record, {"h": torch.ones_like(outputs[0])})
+    assert [len(half) for half in record.weight_grads] == [6], "of two matrices in each of three blocks"
+
+
 def test_what_is_refused(sharded: Wrap) -> None:
     def keeping_its_output(block: nn.Module) -> nn.Module:
         block = sharded(block)
@@ -146,6 +157,9 @@ def test_what_is_refused(sharded: Wrap) -> None:
         "error: AdamW of stage 2 has 4 DTensors and 2 plain tensors in a parameter group with fused=True, by which "
         "torch steps lists of one kind\n"
         "hint: leave fused out, or give it two parameter groups: isinstance(p, DTensor) tells them apart")
+    weights = DTensor.from_local(torch.ones(1, 1, 2, 4), sharded(dtensor_jobs.Block()).up.weight.device_mesh)
+    with DrawnAsOnOneDevice(), pytest.raises(UserError, match=r"attention drops 0.5 of its weights within one"):
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(weights, weights, weights, 0.5)
     assert "layer 'b0' returned 'h' as a DTensor, but stages exchange plain tensors" in refusal(keeping_its_output)
     assert "up.weight' is used through a reference that its layer keeps" in refusal(used_beside, schedule="pipedream")
 
@@ -159,8 +173,10 @@ def test_lanes_of_a_pipeline_have_the_bits_of_lanes_without_one(world: World) ->
 
 
 def test_shards_make_the_gradients_of_the_whole(world: World) -> None:
-    """Of numbers without roundings: a gradient that is counted twice, or of one rank alone, is another one. A clip far
-    above the norm changes none; the norm is of n = 144 numbers, see above, in double precision."""
+    """Of numbers without roundings: a gradient that is counted twice, or of one rank alone, is another one, as is that
+    with other dropout. A clip far above the norm changes none; the norm is of n = 144 numbers, see above, in double
+    precision.
+    """
     expected = dtensor_jobs.exactly_trained(plainly, schedule="1f1b", grad_clip=1e30)
     for runs in world.run(dtensor_jobs.exactly_trained_in_lanes):
         assert [run["state"] for run in runs] == [expected["state"]] * 4

@@ -22,6 +22,7 @@ from vpipe.model.split import StageSpec
 from vpipe.plan.profile import TensorBytes
 from vpipe.profiling.fingerprint import tied_owners
 from vpipe.runtime.activations import ActivationCounter, Record
+from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
 
@@ -56,7 +57,7 @@ class LayerRunner:
                     for own, (owner, parameter) in tied.items()}
         spec = StageSpec(number, range(number, number + 1), self.reads, self.writes, self.fields, borrowed)
         self.stage = Stage(model, spec, seed=seed, device=device, recomputed=(), precision=precision)
-        self.tied_bytes = {own: self.stage.modules[number].get_parameter(own).nbytes for own in tied}
+        self.tied_bytes = {own: local(self.stage.modules[number].get_parameter(own)).nbytes for own in tied}
 
     def forward(self, given: LayerInputs, *, split: bool = False) -> tuple[dict[str, Tensor], Record]:
         """Run one forward; return the layer's outputs and the record for its backward."""
@@ -241,7 +242,7 @@ class _PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
     """Return bytes by storage, of tensors that have one."""
-    storages = (t.untyped_storage() for t in tensors if t.layout is torch.strided)
+    storages = (local(t).untyped_storage() for t in tensors if t.layout is torch.strided)
     return {StorageWeakRef(storage): storage.nbytes() for storage in storages}  # type: ignore[no-untyped-call]
 
 

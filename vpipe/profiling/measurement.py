@@ -31,6 +31,7 @@ from vpipe.profiling.layer_runner import (
 from vpipe.profiling.layer_timer import LayerTimer, Samples, measure_overhead, run_rounds, summary
 from vpipe.profiling.links import measure_links
 from vpipe.profiling.rank_group import RankGroup
+from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.stage_layers import Rounding
 from vpipe.runtime.stage_optimizer import MakeOptimizer
 
@@ -282,4 +283,4 @@ def _checked(seen: Survey, shared: Sequence[Mapping[int, Samples]]) -> float:
 
 def _weight_bytes(runner: LayerRunner) -> int:
     """Return the bytes of a layer's weights, with gradients and an optimizer's state."""
-    return 4 * sum(p.nbytes for module in runner.stage.modules.values() for p in module.parameters())
+    return 4 * sum(local(p).nbytes for module in runner.stage.modules.values() for p in module.parameters())

@@ -17,6 +17,7 @@ from vpipe import accelerator
 from vpipe.errors import RunError
 from vpipe.runtime.activations import ActivationCounter
 from vpipe.runtime.microbatches import Signature
+from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Kind
@@ -170,7 +171,7 @@ class Recorder:
 
     def weight_bytes(self) -> dict[int, int]:
         """Return the bytes of one version of the weights of each stage of the rank, with those that it borrows."""
-        return {index: sum(leaf.nbytes for weights in (stage.weights, *stage.borrowed.values())
+        return {index: sum(local(leaf).nbytes for weights in (stage.weights, *stage.borrowed.values())
                            for leaf in weights.leaves()) for index, stage in self.worker.stages.items()}
 
     def static_bytes(self) -> dict[int, int]:
@@ -178,7 +179,7 @@ class Recorder:
         weights, last changes where late gradients are corrected, parameters that are not trained."""
         steps = self.worker.optimizer_steps
         changes = {index: each.last_changes.values() for index, each in steps.extrapolations.items()}
-        return {index: size + sum(tensor.nbytes for tensor in (*steps.optimizers[index].state_tensors(),
+        return {index: size + sum(local(tensor).nbytes for tensor in (*steps.optimizers[index].state_tensors(),
                                                                *changes.get(index, ())))
                 + _untrained_bytes(self.worker.stages[index]) for index, size in self.weight_bytes().items()}
 
@@ -221,8 +222,8 @@ class Recorder:
 def _untrained_bytes(stage: Stage) -> int:
     """Return the bytes of master weights in memory of their own and of parameters that are not trained."""
     masters = stage.weights.masters.values() if stage.precision.pure else ()
-    return sum(master.nbytes for master in masters) + sum(
-        p.nbytes for module in stage.modules.values() for p in module.parameters() if not p.requires_grad)
+    return sum(local(master).nbytes for master in masters) + sum(
+        local(p).nbytes for module in stage.modules.values() for p in module.parameters() if not p.requires_grad)
 
 
 def label_actions(worker: Worker) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vpipe.model.layer import Layer
+from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.side_effects import NOTHING, SideEffects, StateBefore
 from vpipe.runtime.weight_grad_store import WeightGradStore
 
@@ -140,12 +141,12 @@ def saving_hooks() -> SavingHooks | None:
 
 def _add(storages: dict[StorageWeakRef, int], tensor: Tensor) -> None:
     if tensor.layout is torch.strided:
-        storages.setdefault(storage_of(tensor), tensor.untyped_storage().nbytes())
+        storages.setdefault(storage_of(tensor), local(tensor).untyped_storage().nbytes())
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
     """Return a reference to the storage of a tensor, equal for all that share it."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(local(tensor).untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def unpack_unchanged(packed: tuple[Tensor, int]) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vpipe.errors import UserError
+from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.weight_versions import WeightVersions
 
 WATCHED = 3
@@ -388,6 +389,7 @@ def _numbers(state: Any) -> Any:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
+    one, other = local(one), local(other)
     if one.layout is not torch.strided:
         return True  # there is no copy of a tensor without strides
     return torch.equal(one, other) or (one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num())

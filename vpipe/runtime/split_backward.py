@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vpipe.runtime.activations import only_ours
+from vpipe.runtime.sharded_tensors import is_sharded, local
 from vpipe.runtime.weight_grad_store import WeightGradStore, is_trained
 
 Function = Callable[..., Any]
@@ -107,11 +108,11 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def _worth_it(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a matrix is among the parameters, not a bias alone, and all tensors are plain ones."""
+    """Return whether a matrix is among the parameters, not a bias alone, and all tensors are plain ones or DTensors."""
     values = (*args, *kwargs.values())
     tensors = [a for a in _flat(values) if isinstance(a, Tensor)]
     return ("out" not in kwargs and any(is_trained(a) and a.dim() > 1 for a in tensors)
-            and all(type(a) in (Tensor, nn.Parameter) for a in tensors)
+            and all(type(a) in (Tensor, nn.Parameter) or is_sharded(a) for a in tensors)
             and len(tensors) == sum(isinstance(a, Tensor) for a in values))  # none in a list
 
 
@@ -169,7 +170,7 @@ def _opened(func: Function) -> Function | None:
 def _linear(store: WeightGradStore, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:  # noqa: A002
     """Apply ``input [N, in] or [N, M, in], weight [out, in], bias [out]``; None for others."""
     if (input.dim() not in (2, 3) or weight.dim() != 2 or not input.is_contiguous()
-            or (bias is not None and bias.dim() != 1)
+            or is_sharded(input) or is_sharded(weight) or (bias is not None and bias.dim() != 1)
             or (torch.is_autocast_enabled(input.device.type)
                 and {t.dtype for t in (input, weight, bias) if t is not None}
                 != {torch.get_autocast_dtype(input.device.type)})):  # it would cast them
@@ -264,4 +265,5 @@ def _unaliased(edge: Any, leaves: Sequence[Tensor], gradient: Tensor) -> list[Te
     """Return the gradients of leaves, in memory of their own: that of an addend is the output's gradient itself."""
     found = torch.autograd.grad(edge, leaves, gradient, allow_unused=True)
     return [g.clone() if g is not None and g.layout is torch.strided
-            and g.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr() else g for g in found]
+            and local(g).untyped_storage().data_ptr() == local(gradient).untyped_storage().data_ptr() else g
+            for g in found]

@@ -32,6 +32,7 @@ from vpipe.runtime.layer_errors import (
     may_repeat,
 )
 from vpipe.runtime.recompute import forward_without_activations, recompute_span
+from vpipe.runtime.sharded_random import DrawnAsOnOneDevice
 from vpipe.runtime.sharded_tensors import is_sharded
 from vpipe.runtime.side_effects import SideEffects
 from vpipe.runtime.split_backward import SplitBackwardMode
@@ -64,6 +65,7 @@ class Stage(StageLayers):
         self._splittable = {i for i, module in self.modules.items()
                             if any(p.requires_grad for p in module.parameters())
                             and not any(map(_sees_its_operation, module.modules()))}
+        self._sharded = {i for i, module in self.modules.items() if any(map(is_sharded, module.parameters()))}
         self._weights_by_owner = {spec.index: self.weights, **self.borrowed}
         self._in_lanes = in_lanes
         self._observed: list[LayerOutputs] | None = None  # outputs of each layer, while a failure is repeated
@@ -202,11 +204,10 @@ class Stage(StageLayers):
                 for generator in self.generators:
                     generator.manual_seed(seed)
                 arguments = [tensors[name] for name in layer.inputs]
-                if store is None or i not in self._splittable:
+                with (DrawnAsOnOneDevice() if i in self._sharded else NOTHING,  # type: ignore[no-untyped-call]
+                      NOTHING if store is None or i not in self._splittable
+                      else SplitBackwardMode(store, self._autocast is not None)):
                     result = self._call(layer, module, arguments)
-                else:
-                    with SplitBackwardMode(store, self._autocast is not None):
-                        result = self._call(layer, module, arguments)
                 if self._observed is not None:
                     self._observed.append(LayerOutputs(i, layer, result))
                 tensors.update(zip(layer.outputs, result, strict=True))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vpipe.runtime.sharded_tensors import is_sharded
 from vpipe.runtime.weight_versions import accumulate_gradient
 
 
@@ -152,4 +153,5 @@ class WeightGradStore:
 
 def is_trained(argument: object) -> bool:
     """Return whether an argument is a parameter that wants a gradient."""
-    return type(argument) is nn.Parameter and argument.requires_grad
+    return isinstance(argument, nn.Parameter) and argument.requires_grad and (
+        type(argument) is nn.Parameter or is_sharded(argument))
