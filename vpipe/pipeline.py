@@ -116,6 +116,7 @@ class Pipeline:
         if world.lanes.count > 1:
             _check_lanes(description)
         lowered = prepare_schedule(model, cut, order, microbatches, execution, needs_norms=description.needs_norms,
+                                   zero1=update.zero1,
                                    ranks=len(world.lanes.own) if len(world.lanes.own) > 1 else None)
         if refused := [Problem(f"{name} {what}", hint) for name, what, hint in computed.refused(
                 transfers.codecs(cut.count))]:

@@ -55,5 +55,5 @@ def test_every_operation_is_of_one_kind() -> None:
     assert not computes & (sends | receives)
     copies = {op for op in Op if op.host_bytes is not None}
     assert set(Op) == sends | receives | computes | copies | {
-        Op.STEP, Op.USE, Op.NORM, Op.REDUCE, Op.UNSHARD, Op.RESHARD}
+        Op.STEP, Op.USE, Op.NORM, Op.REDUCE, Op.GATHER, Op.UNSHARD, Op.RESHARD}
     assert {op for op in Op if op.per_microbatch} >= computes >= {op for op in Op if op.returns or op.completes}

@@ -104,6 +104,16 @@ def replicated_stream(microbatches: int = 4) -> Schedule:
     return prove("pipedream", ((0, 1), (2,)), microbatches, 1)
 
 
+def owned() -> Schedule:
+    """The same, and each of the two replicas steps a part of stage 0."""
+    return prove("pipedream", ((0, 1), (2,)), 4, 1, {0: (1,)}, norm=True, zero1=True)
+
+
+def gathered() -> Schedule:
+    """The same without the tied weight, and with updates of two microbatches of each."""
+    return prove("pipedream", ((0, 1), (2,)), 8, 2, zero1=True)
+
+
 BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (broken schedule, its text, marked)
     "placement": [
         (lambda: added(good(), 0, "1F0", before="0F1"), "1F0 stands on rank 0, but stage 1 lives on rank 1", "1F0"),
@@ -309,6 +319,22 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
         (lambda: added(added(vee(), 0, "0OFFLOAD0", before="0B0"), 0, "0FETCH0", before="0B0"),
          "0B0 on rank 0 needs the recomputed activations of stage 0 and microbatch 0, which 0OFFLOAD0 has freed",
          "0B0"),
+    ],
+    "gathered_weights": [
+        (lambda: without(without(owned(), 0, "0GATHER_W0"), 1, "0GATHER_W0"),
+         "0GATHER_W0 is missing on rank 0 between 0STEP0 and 0SEND_TIED_W1", "0SEND_TIED_W1"),
+        (lambda: without(without(owned(), 0, "0GATHER_W1"), 1, "0GATHER_W1"),
+         "0GATHER_W1 is missing on rank 0 between 0STEP1 and 0SEND_TIED_W2", "0SEND_TIED_W2"),
+        (lambda: moved(moved(owned(), 0, "0GATHER_W0", before="0GATHER_W1"), 1, "0GATHER_W0", before="0GATHER_W1"),
+         "0GATHER_W0 is missing on rank 0 between 0STEP0 and 0SEND_TIED_W1", "0SEND_TIED_W1"),
+        (lambda: swapped(owned(), 0, "0GATHER_W0", "0SEND_TIED_W1"),
+         "0GATHER_W0 is missing on rank 0 between 0STEP0 and 0SEND_TIED_W1", "0SEND_TIED_W1"),
+        (lambda: without(without(gathered(), 0, "0GATHER_W0"), 1, "0GATHER_W0"),
+         "0GATHER_W0 is missing on rank 0 between 0STEP0 and 0F6", "0F6"),
+        (lambda: without(without(gathered(), 0, "0GATHER_W1"), 1, "0GATHER_W1"),
+         "0GATHER_W1 is missing on rank 0 between 0STEP1 and the end", "end"),
+        (lambda: added(added(gathered(), 0, "0GATHER_W1"), 1, "0GATHER_W1"),
+         "0GATHER_W1 on rank 0 does not follow the step of its update", "0GATHER_W1"),
     ],
 }
 

@@ -36,6 +36,8 @@ class Update:
         grad_clip: greatest gradient norm: over all stages with a flush, of each stage without one; None: any.
         skip_not_finite: skip an update when a loss or the norm of a gradient in it is not finite: with a flush on all
             stages, without one on each stage that has such a gradient. Weights and optimizer stay as they were.
+        zero1: each replica of a stage steps a part of its parameters, whole ones, and has the optimizer's state of
+            these alone; the numbers are the same. Without replicas it changes nothing.
 
     Raises:
         UserError: a value is of another kind.
@@ -45,6 +47,7 @@ class Update:
     learning_rate_factor: Callable[[int], float] = lambda step: 1.0
     grad_clip: float | None = None
     skip_not_finite: bool = False
+    zero1: bool = False
 
     def __post_init__(self) -> None:
         given = Arguments()
@@ -54,6 +57,7 @@ class Update:
                        "scheduler of torch's is made with the optimizer, see docs/optimizers.md")
         object.__setattr__(self, "grad_clip", given.number("grad_clip", self.grad_clip, 1.0, or_none=True))
         given.flag("skip_not_finite", self.skip_not_finite)
+        given.flag("zero1", self.zero1)
         given.check()
 
     def factor(self, step: int) -> float:

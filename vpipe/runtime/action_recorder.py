@@ -177,10 +177,7 @@ class Recorder:
     def static_bytes(self) -> dict[int, int]:
         """Return the bytes of each stage besides versions: gradients, the optimizer's present state, masters of rounded
         weights, last changes where late gradients are corrected, parameters that are not trained."""
-        steps = self.worker.optimizer_steps
-        changes = {index: each.last_changes.values() for index, each in steps.extrapolations.items()}
-        return {index: size + sum(local(tensor).nbytes for tensor in (*steps.optimizers[index].state_tensors(),
-                                                               *changes.get(index, ())))
+        return {index: size + self.worker.optimizer_steps.state_bytes(index)
                 + _untrained_bytes(self.worker.stages[index]) for index, size in self.weight_bytes().items()}
 
     def _counter_for(self, op: Kind, stage: int, microbatch: int) -> ActivationCounter | None:
@@ -220,10 +217,9 @@ class Recorder:
 
 
 def _untrained_bytes(stage: Stage) -> int:
-    """Return the bytes of master weights in memory of their own and of parameters that are not trained."""
-    masters = stage.weights.masters.values() if stage.precision.pure else ()
-    return sum(local(master).nbytes for master in masters) + sum(
-        local(p).nbytes for module in stage.modules.values() for p in module.parameters() if not p.requires_grad)
+    """Return the bytes of parameters that are not trained."""
+    return sum(local(p).nbytes for module in stage.modules.values() for p in module.parameters()
+               if not p.requires_grad)
 
 
 def label_actions(worker: Worker) -> Callable[[], None]:

@@ -114,6 +114,7 @@ class Collectives:
         specs: of all stages.
         lanes: of the job.
         timeout_s: how long one transfer may take.
+        zero1: whether each replica of a stage steps a part of its parameters.
 
     Attributes:
         exchange: of values between the processes of the pipeline.
@@ -121,7 +122,8 @@ class Collectives:
     """
 
     def __init__(self, workers: Mapping[int, Worker], specs: Sequence[StageSpec], placement: Placement,
-                 lanes: Lanes, timeout_s: float) -> None:
+                 lanes: Lanes, timeout_s: float, zero1: bool = False) -> None:
+        self._zero1 = zero1
         self._workers, self._specs, self._placement = workers, specs, placement
         self._lanes, self._lane, self._timeout_s = lanes, lanes.own, timeout_s
         self.job = exchange(timeout_s=timeout_s) if lanes.count * len(lanes.own) > 1 else Exchange()
@@ -131,15 +133,23 @@ class Collectives:
         """Return parameters and buffers of the whole model, of first replicas, in the order of the layers."""
         state: dict[str, Tensor] = {}
         for stage, ranks in enumerate(self._placement):
-            here = self._stage(stage, ranks[0])
-            own = here.state() if here else {}
-            if here is not None and not corrected:
-                steps = self._workers[ranks[0]].optimizer_steps
-                if (extrapolation := steps.extrapolations.get(stage)) is not None:
-                    own |= extrapolation.uncorrected(own)
-            shared = self._broadcast(ranks[0], {name: whole(tensor) for name, tensor in own.items()})
-            state.update(shared if len(self._lane) > 1 else {name: t.clone() for name, t in shared.items()})
+            for replica, rank in enumerate(ranks if self._is_parted(ranks) else ranks[:1]):
+                here = self._stage(stage, rank)
+                own = here.own_state(replica) if here else {}
+                if here is not None and not corrected:
+                    steps = self._workers[rank].optimizer_steps
+                    if (extrapolation := steps.extrapolations.get(stage)) is not None:
+                        own |= extrapolation.uncorrected(own)
+                own = {name: whole(tensor) for name, tensor in own.items()}
+                if here is not None and replica == 0:  # all names, in their order; other replicas fill them in
+                    own = {name: own.get(name, torch.empty(0)) for name in here.state()}
+                shared = self._broadcast(rank, own)
+                state.update(shared if len(self._lane) > 1 else {name: t.clone() for name, t in shared.items()})
         return state
+
+    def _is_parted(self, ranks: Sequence[int]) -> bool:
+        """Return whether the replicas on these ranks each step a part of their stage."""
+        return self._zero1 and len(ranks) > 1
 
     @contextmanager
     def problems_of_all(self, kinds: str = "none") -> Iterator[None]:
@@ -208,16 +218,19 @@ class Collectives:
             check_alike({own: kinds[own], target: kinds[target]})
 
     def agree_on_norms(self) -> None:
-        """Exchange the number of gradient norms of each stage, and set their senders and receivers on every rank."""
-        counts = self.exchange.united({str(stage): len(here.weights.names) for worker in self._workers.values()
-                                       for stage, here in worker.stages.items()})
+        """Exchange who has which gradient norms of each stage, and set their senders and receivers on every rank."""
+        owned = self.exchange.united({f"{stage} {rank}": worker.optimizer_steps.owned(stage)
+                                      for rank, worker in self._workers.items() for stage in worker.stages})
         everyone = {rank for ranks in self._placement for rank in ranks}
+        # Each replica of a stage publishes what it steps to all; where each steps all, the first to those without it.
+        audience = {(stage, source): everyone - ({source} if self._is_parted(ranks) else set(ranks))
+                    for stage, ranks in enumerate(self._placement)
+                    for source in (ranks if self._is_parted(ranks) else ranks[:1])}
         for rank, worker in self._workers.items():
             worker.optimizer_steps.use_global_norms(
-                {stage: (ranks[0], counts[str(stage)]) for stage, ranks in enumerate(self._placement)
-                 if stage not in worker.stages},
-                {stage: sorted(everyone - set(ranks)) if rank == (ranks := self._placement[stage])[0] else []
-                 for stage in worker.stages})
+                {stage: {source: owned[f"{stage} {source}"] for source in ranks
+                         if rank in audience.get((stage, source), ())} for stage, ranks in enumerate(self._placement)},
+                {stage: sorted(audience.get((stage, rank), ())) for stage in worker.stages})
 
     def check_replicas(self) -> None:
         """Compare the weights of the replicas of every stage by their checksums.

@@ -43,14 +43,14 @@ class Extrapolation:
         factor: strength times the mean delay of the stage; not 0.
 
     Attributes:
-        last_changes: of the parameters that optimizers step, by name: what the latest step added to them.
+        last_changes: of the parameters that this replica steps, by name: what the latest step added to them.
     """
 
     def __init__(self, weights: WeightVersions, optimizer: StageOptimizer, factor: float) -> None:
         self._weights, self._optimizer, self.factor = weights, optimizer, factor
-        self._positions = [i for i, name in enumerate(weights.names) if name in optimizer.of_parameter]
-        self.last_changes = {name: torch.zeros_like(master.data) for name, master in weights.masters.items()
-                             if name in optimizer.of_parameter}
+        own = [name for name in weights.names if name in optimizer.of_parameter and weights.owns(name)]
+        self._positions = list(map(weights.names.index, own))
+        self.last_changes = {name: torch.zeros_like(weights.masters[name].data) for name in own}
 
     def step(self) -> None:
         """Step the optimizers, and extrapolate what they changed."""
@@ -80,6 +80,14 @@ class Extrapolation:
                                             (local(master).data_ptr(), master.shape)), self.last_changes[name])
         found = ((name, by_memory.get((local(value).data_ptr(), value.shape))) for name, value in state.items())
         return {name: change for name, change in found if change is not None}
+
+    def factors_of(self, trained: Mapping[str, str]) -> dict[str, float]:
+        """Return the factor by the names in the state of the stage, also of what other replicas step.
+
+        Args:
+            trained: the stage's own weights by these names.
+        """
+        return {name: self.factor for name, own in trained.items() if own in self._optimizer.of_parameter}
 
     def uncorrected(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the parameters in the state of the stage without what extrapolation has added to them."""

@@ -34,7 +34,7 @@ from vpipe.runtime.interrupts import Interrupts
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.optimizer_step import OptimizerSteps
-from vpipe.runtime.reducer import count_buckets
+from vpipe.runtime.reducer import count_buckets, owners_of
 from vpipe.runtime.sharded_tensors import check_meshes, whole
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_layers import check_not_shared
@@ -48,6 +48,7 @@ from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Trans
 from vpipe.runtime.worker import Worker, check_runnable
 from vpipe.schedules.assignment import Assignment, describe_rank
 from vpipe.schedules.delays import mean_delay
+from vpipe.schedules.graph import exchanged_at_updates
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 
@@ -78,7 +79,8 @@ class Engine:
         distributed = len(world.lanes.own) > 1
         self._placement: Placement = schedule.placement
         self.workers: dict[int, Worker] = {}
-        self.collectives = Collectives(self.workers, specs, self._placement, world.lanes, timeout_s)
+        self.collectives = Collectives(self.workers, specs, self._placement, world.lanes, timeout_s,
+                                       description.update.zero1)
         beside = exchange("lanes", timeout_s, world.lanes.beside(world.lanes.own.index(world.rank)))
         self._lane_comparison = None if world.lanes.count == 1 else LaneComparison(beside, model.batch,
                                                                                    world.lanes.alike)
@@ -90,6 +92,8 @@ class Engine:
             check_runnable(schedule.kinds)
             stages = build_stages(model, specs, schedule, description, world)
         self.workers.update(build_workers(stages, model, specs, schedule, description, world))
+        exchanged, widest = exchanged_at_updates(schedule.kinds), max(map(len, self._placement))
+        assert exchanged["zero1"] == (description.update.zero1 and widest > 1), "lowered for another update"
         recompute = [stage for stage, layers in enumerate(description.cut.recomputed) if layers]
         self._programs = RankPrograms(schedule, recompute, any(
             worker.transport.ordered for worker in self.workers.values()))
@@ -102,7 +106,8 @@ class Engine:
         self._stream: RunningSegment | None = None
         self._results = StepResults(self.workers, schedule, distributed, world.lanes, beside)
         self.interrupts = Interrupts(alone=world.ranks == 1)
-        self._interpreter = Interpreter(self.workers, self._results, schedule.ties, self.interrupts, distributed)
+        self._interpreter = Interpreter(self.workers, self._results, schedule.ties, self.interrupts, distributed,
+                                        exchanged)
         self._interpreter.exchange_tied_weights()
         self._replicas_compared = False
 
@@ -433,6 +438,7 @@ class Engine:
         with self.interrupts:
             for part in self.parts:
                 part.load({name: tensor for name, tensor in tensors.items() if part.wants(name)})
+            self._interpreter.exchange_owned_weights()
             self._interpreter.exchange_tied_weights()
             self._replicas_compared = False
             self._begun = position.within(self._description.microbatches)
@@ -508,12 +514,17 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                       for s, stage in stages.items()}
         for stage in stages.values():
             stage.weights.adopt_hooks()
+        owners = assign_owners(stages, optimizers, placement) if update.zero1 else {}
+        for s, owned in owners.items():
+            names = stages[s].weights.names
+            own = [name for name, replica in zip(names, owned, strict=True) if placement[s][replica] == rank]
+            optimizers[s].own(own)
+            stages[s].weights.own(own)  # drops masters, which the optimizers have left then
         replicated = [stage for s, stage in stages.items() if len(placement[s]) > 1]
         transport: Transport = (
             DistributedTransport(world.own, description.transfers.timeout_s, max(schedule.peak_activations),
                                  partial(describe_rank, placement, lanes=lanes.ranks),
-                                 count_buckets(replicated) if replicated else 0,
-                                 description.transfers.shared_memory, lanes.own)
+                                 count_buckets(replicated, owners), description.transfers.shared_memory, lanes.own)
             if distributed else InProcessTransport(rank, mailbox))
         scaler = LossScaler.build(precision, stages, schedule) if precision.scaled else None
         tied = TiedWeights(ties, placement, stages, transport,
@@ -522,7 +533,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                    if description.delay_correction}
         steps = OptimizerSteps(placement, stages, optimizers, tied, transport, update, scaler,
                                {s: Extrapolation(stages[s].weights, optimizers[s], factor)
-                                for s, factor in factors.items() if factor})
+                                for s, factor in factors.items() if factor}, owners)
         workers[rank] = worker_of[execution.executor](
             rank, placement, stages, steps, tied, transport,
             BatchComparison(transport, placement, model.batch, lanes.own) if distributed else None,
@@ -530,3 +541,14 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
             Compression.described(description.transfers, len(specs), description.seed),
             FullyShardedStages(stages, group))
     return workers
+
+
+def assign_owners(stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer],
+                  placement: Placement) -> dict[int, list[int]]:
+    """Return of the stages of a rank that have replicas, which replica steps each parameter; balanced by their bytes.
+
+    Every replica comes to the same. What no optimizer steps weighs nothing.
+    """
+    return {s: owners_of([leaf.nbytes * (name in optimizers[s].of_parameter) for name, leaf in
+                          zip(stage.weights.names, stage.weights.leaves(), strict=True)], len(placement[s]))
+            for s, stage in stages.items() if len(placement[s]) > 1}

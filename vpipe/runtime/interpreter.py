@@ -15,7 +15,7 @@ from vpipe.runtime.worker import IsSplit, Worker
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.builder import build_evaluation, replica_views, stream_program
-from vpipe.schedules.graph import Flow, Graph
+from vpipe.schedules.graph import Flow, Graph, exchanged_at_updates
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
@@ -70,13 +70,17 @@ class RankPrograms:
 
         ties, versions = self._schedule.ties, StreamVersions(assignment, compute)
 
+        exchanged = exchanged_at_updates(self._schedule.kinds)
+
         def lowered(rank: int) -> Iterator[Action]:
-            return Lowering(assignment, rank, compute, ties, warmup=self._schedule.warmup).program()
+            return Lowering(assignment, rank, compute, ties, exchanged["normed"], self._schedule.warmup,
+                            zero1=exchanged["zero1"]).program()
 
         def program(rank: int) -> RankProgram:
             actions = lowered(rank)
             if self._ordered:
-                setting, every = Setting(assignment, ties, versions.of), range(self._schedule.ranks)
+                setting = Setting(assignment, ties, versions.of, **exchanged)
+                every = range(self._schedule.ranks)
                 actions = TransferOrder(setting, list(map(lowered, every)), ranks=[rank]).program(rank)
             return RankProgram(actions, versions.of, lambda stage, microbatch: stage in split)
 
@@ -103,6 +107,8 @@ class Interpreter:
         ties: stages that borrow a stage's tied weights, by owning stage.
         interrupts: of the user; one that waits is raised between two actions, while a batch can still be given up.
         distributed: whether there are other processes; then this one has one rank, which waits where it must.
+        exchanged: what replicas and stages exchange at an update, see
+            :func:`~vpipe.schedules.graph.exchanged_at_updates`.
 
     Attributes:
         broken: whether a segment failed: the stages may be at different versions.
@@ -110,8 +116,9 @@ class Interpreter:
     """
 
     def __init__(self, workers: Mapping[int, Worker], results: StepResults, ties: Mapping[int, Sequence[int]],
-                 interrupts: Interrupts, distributed: bool) -> None:
+                 interrupts: Interrupts, distributed: bool, exchanged: Mapping[str, bool]) -> None:
         self._workers, self._results, self._distributed = workers, results, distributed
+        self._exchanged = exchanged
         self._ties, self._interrupts = ties, interrupts
         self.broken = self._stepped = False
         self.recorders: Mapping[int, Recorder] = {}
@@ -197,8 +204,7 @@ class Interpreter:
     def _flow(self, programs: Mapping[int, RankProgram], segment: Segment) -> Flow:
         """Return what tells whether an action can be executed, where all ranks are in this process."""
         tied_version_of = next(iter(programs.values())).tied_version_of
-        normed = any(worker.optimizer_steps.global_norms for worker in self._workers.values())
-        return Flow(Setting(segment.assignment, self._ties, tied_version_of, normed=normed))
+        return Flow(Setting(segment.assignment, self._ties, tied_version_of, **self._exchanged))
 
     def _can_give_up(self, segment: Segment) -> bool:
         """Return whether a segment can be begun again as if it had not been: else it is better ended."""
@@ -227,6 +233,14 @@ class Interpreter:
         for worker in self._workers.values():
             worker.tied.install_all()
         self.finish()
+
+    def exchange_owned_weights(self) -> None:
+        """Give all replicas of a stage the weights of those that step them, as rounded there."""
+        steps = [worker.optimizer_steps for worker in self._workers.values()]
+        for each in steps:
+            each.send_owned()
+        for each in steps:
+            each.gather_owned()
 
     def finish(self) -> None:
         """Wait until all sends have arrived: then this process may end."""

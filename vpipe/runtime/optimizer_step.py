@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from math import nan
 from typing import Protocol
 
 import torch
@@ -25,6 +26,9 @@ from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferK
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.size import Placement
 
+_Together = tuple[int, int]
+"""A stage and an update whose norms are exchanged; -1 for all stages together."""
+
 ABSENT = -1.0
 """Norm of a parameter without a gradient, in the vector of norms: no norm is negative."""
 
@@ -33,7 +37,7 @@ class StepObserver(Protocol):
     """Observe every update of a stage, for comparison with a reference."""
 
     def gradients(self, update: int, named: Mapping[str, Tensor | None]) -> None:
-        """Observe the gradients before clipping."""
+        """Observe the gradients before clipping, of the parameters that this replica steps."""
 
     def weights(self, update: int, named: Mapping[str, Tensor]) -> None:
         """Observe the unrounded weights after the update; the tensors change later."""
@@ -52,6 +56,7 @@ class OptimizerSteps:
             is always skipped.
         scaler: of the losses; None: they are not scaled.
         extrapolations: of the stages whose late gradients are corrected.
+        owners: per stage whose replicas each step some of its parameters, the numbers of the replicas that do.
 
     Attributes:
         reducers: of the stages with replicas.
@@ -61,35 +66,45 @@ class OptimizerSteps:
 
     def __init__(self, placement: Placement, stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer],
                  tied: TiedWeights, transport: Transport, update: Update, scaler: LossScaler | None,
-                 extrapolations: Mapping[int, Extrapolation]) -> None:
+                 extrapolations: Mapping[int, Extrapolation], owners: Mapping[int, Sequence[int]]) -> None:
         self.optimizers, self.skip, self.scaler = optimizers, update.skip_not_finite, scaler
         self.extrapolations, self._update = extrapolations, update
         self._stages, self._tied, self._transport = stages, tied, transport
-        self.reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, self.stage_scaler)
-                         for s, stage in stages.items() if len(placement[s]) > 1}
+        self.reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, self.stage_scaler,
+                                    owners.get(s)) for s, stage in stages.items() if len(placement[s]) > 1}
+        self._owners = owners
+        # Who publishes norms of a stage to this rank, each with the positions of the parameters, and to whom this does.
+        self._sources: Mapping[int, Mapping[int, Sequence[int]]] = {
+            s: {rank: [i for i, replica in enumerate(owned) if placement[s][replica] == rank]
+                for rank in placement[s] if rank != transport.rank} for s, owned in owners.items()}
+        self._audience: Mapping[int, Sequence[int]] = {s: list(self._sources[s]) for s in owners}
         self.skipped: set[int] = set()
         self.observer: StepObserver | None = None
         self._completed: Counter[int] = Counter()  # by replicated stage: backwards of the update at hand
         self.gradient_norm: Tensor | None = None
         self.global_norms = False
-        self._others: dict[int, tuple[int, int]] = {}  # stages elsewhere: their rank, and how many norms they publish
-        self._audience: Mapping[int, Sequence[int]] = {}
-        self._norms: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by update and stage, own and others'
-        self._steps: Counter[int] = Counter()  # of own stages, by update
+        self._norms: dict[_Together, dict[int, Tensor]] = defaultdict(dict)  # by stage, own and others'
+        self._steps: Counter[_Together] = Counter()  # of own stages
 
     @property
     def stage_scaler(self) -> LossScaler | None:
         """Return the scaler of losses where stages differ in their scales; None elsewhere."""
         return self.scaler if self.scaler is not None and self.scaler.per_stage else None
 
-    def use_global_norms(self, others: Mapping[int, tuple[int, int]], audience: Mapping[int, Sequence[int]]) -> None:
+    def use_global_norms(self, sources: Mapping[int, Mapping[int, Sequence[int]]],
+                         audience: Mapping[int, Sequence[int]]) -> None:
         """Clip, and skip, by the norms of all stages, as a schedule with a flush can.
 
         Args:
-            others: per stage that is not on this rank, the rank that publishes its norms, and how many they are.
+            sources: per stage, the ranks that publish norms to this one, each with the positions of the parameters.
             audience: per stage of this rank, the ranks to which this one publishes its norms.
         """
-        self.global_norms, self._others, self._audience = True, dict(others), audience
+        self.global_norms, self._sources, self._audience = True, sources, audience
+
+    def owned(self, stage: int) -> list[int]:
+        """Return the positions of the parameters of a stage that this rank steps."""
+        weights = self._stages[stage].weights
+        return [i for i, name in enumerate(weights.names) if weights.owns(name)]
 
     def begin(self, segment: Segment) -> None:
         """Number updates from the versions that the stages have now."""
@@ -151,37 +166,54 @@ class OptimizerSteps:
     # -- norms of all stages ---------------------------------------------------------------------------
 
     def norm(self, stage: int, update: int) -> None:
-        """Send the norms of an update's gradients to the ranks without the stage; post the receives of theirs."""
-        number = self._number(stage, update)
+        """Send the norms of an update's gradients to the ranks that lack them; post the receives of theirs."""
+        number, weights = self._number(stage, update), self._stages[stage].weights
         self._complete_gradients(stage, update)
-        if not self._norms[number]:
-            for other, (rank, count) in self._others.items():
+        norms = self._norms[self._together(stage, number)]
+        if not norms:
+            for other, rank, positions in self._published(stage):
                 self._transport.post(rank, TransferKey(TransferKind.NORMS, other, number),
-                                     [TensorSpec((count,), torch.float64, wants_gradient=False)])
-        norms = self._norms[number][stage] = _gradient_norms(self._stages[stage].weights)
-        for rank in self._audience[stage]:
-            self._transport.send(rank, TransferKey(TransferKind.NORMS, stage, number), [norms])
+                                     [TensorSpec((len(positions),), torch.float64, wants_gradient=False)])
+        norms[stage] = _gradient_norms(weights)
+        if weights.owned is not None and self.stage_scaler is not None and stage in self.stage_scaler.overflowed:
+            norms[stage].fill_(nan)  # an overflow that the gradients need not show: replicas learn it so
+        if own := self.owned(stage):
+            for rank in self._audience[stage]:
+                self._transport.send(rank, TransferKey(TransferKind.NORMS, stage, number), [norms[stage][own]])
 
-    def _norms_of_all(self, number: int) -> Tensor:
-        """Return the norms of every stage, in their order; received at this rank's first step, dropped at its last."""
-        norms = self._norms[number]
-        if not self._steps[number]:
-            norms |= {other: self._transport.receive(rank, TransferKey(TransferKind.NORMS, other, number))[0].cpu()
-                      for other, (rank, _) in self._others.items()}
-        self._steps[number] += 1
-        if self._steps[number] == len(self.optimizers):
-            del self._norms[number], self._steps[number]
-        return torch.cat([norms[s] for s in sorted(norms)])
+    def _together(self, stage: int, number: int) -> _Together:
+        return (-1 if self.global_norms else stage), number
+
+    def _published(self, stage: int) -> Iterator[tuple[int, int, Sequence[int]]]:
+        """Yield what others publish before a step: a stage, one of its ranks, and the positions of the parameters."""
+        for other, ranks in self._sources.items():
+            if self.global_norms or other == stage:
+                yield from ((other, rank, positions) for rank, positions in ranks.items() if positions)
+
+    def _norms_before(self, stage: int, number: int) -> Mapping[int, Tensor]:
+        """Return the norms by which a stage steps, by stage; received at a rank's first step, dropped at its last."""
+        key = self._together(stage, number)
+        norms = self._norms[key]
+        for other, rank, positions in () if self._steps[key] else self._published(stage):
+            if other not in norms:
+                norms[other] = torch.empty(sum(map(len, self._sources[other].values())), dtype=torch.float64)
+            norms[other][positions] = self._transport.receive(
+                rank, TransferKey(TransferKind.NORMS, other, number))[0].cpu()
+        self._steps[key] += 1
+        if self._steps[key] == (len(self.optimizers) if self.global_norms else 1):
+            del self._norms[key], self._steps[key]
+        return norms
 
     # -- the step --------------------------------------------------------------------------------------
 
     def step(self, stage: int, update: int) -> None:
         """Make the next version of a stage's weights."""
         weights, number = self._stages[stage].weights, self._number(stage, update)
-        if not self.global_norms:
+        if not self._norms_come_first(stage):
             self._complete_gradients(stage, update)
         if self.observer is not None:
-            self.observer.gradients(number, dict(zip(weights.names, weights.gradients, strict=True)))
+            self.observer.gradients(number, {name: gradient for name, gradient in
+                                             zip(weights.names, weights.gradients, strict=True) if weights.owns(name)})
         step = update * self._assignment.per_update(stage) // self._assignment.per_step
         applied = self._apply(stage, weights, number, self._rate(stage, step))
         if not applied:
@@ -191,21 +223,53 @@ class OptimizerSteps:
             for borrowed in self._stages[stage].borrowed.values() if factor != 1 else ():
                 borrowed.scale_gradients(factor)
         if self.observer is not None:
-            self.observer.weights(number, {name: master.data for name, master in weights.masters.items()})
+            self.observer.weights(number, {name: master.data for name, master in weights.masters.items()
+                                           if weights.owns(name)})
+        if stage in self._owners:
+            self.reducers[stage].send_weights(number)
         watch.activity.rest()  # the caller's code may run next
+
+    def gather(self, stage: int, update: int) -> None:
+        """Complete the new version by the weights that other replicas have stepped."""
+        self.reducers[stage].gather_weights(self._number(stage, update))
+
+    def send_owned(self) -> None:
+        """Send the latest weights of what this rank steps to other replicas."""
+        for stage in self._owners:
+            self.reducers[stage].send_weights(self._stages[stage].weights.latest)
+
+    def gather_owned(self) -> None:
+        """Receive the latest weights of what other replicas step."""
+        for stage in self._owners:
+            self.reducers[stage].gather_weights(self._stages[stage].weights.latest)
+
+    @property
+    def _uses_norms(self) -> bool:
+        return self._update.grad_clip is not None or self.skip or self.scaler is not None
+
+    def _norms_come_first(self, stage: int) -> bool:
+        """Return whether an action NORM has completed the gradients before the step."""
+        return self.global_norms or (stage in self._owners and self._uses_norms)
 
     def _apply(self, stage: int, weights: WeightVersions, number: int, rate: float) -> bool:
         """Step the optimizers at their own learning rates times ``rate``; return False if the update is skipped.
 
         A skipped update makes a version that equals the one before; so does the state of the optimizers.
         """
-        if self.global_norms or self._update.grad_clip is not None or self.skip or self.scaler is not None:
-            norms = self._norms_of_all(number) if self.global_norms else _gradient_norms(weights)
+        if self._uses_norms:
+            of_stage = (self._norms_before(stage, number) if self._norms_come_first(stage) else
+                        {stage: _gradient_norms(weights)})
+            norms = torch.cat([of_stage[s] for s in sorted(of_stage)])
             if self._update.grad_clip is not None:
-                self._clip_gradients(weights, norms, self._update.grad_clip)
-            scaler = self.stage_scaler
-            if (scaler is not None and any_of_all(stage in scaler.overflowed, weights.leaves())) or (
-                    (self.skip or self.scaler is not None) and not norms.isfinite().all()):
+                # Of the first gradient of the stage, which may be another replica's.
+                dtype = next((master.dtype for master, norm in zip(weights.masters.values(), of_stage[stage].tolist(),
+                                                                   strict=True) if norm != ABSENT), torch.float32)
+                self._clip_gradients(weights, norms, self._update.grad_clip, dtype)
+            scaler, finite = self.stage_scaler, bool(norms.isfinite().all())
+            # A replica that steps a part learns of an overflow by norms that are not finite; other lanes, from it.
+            lost = weights.owned is not None and not finite
+            if (scaler is not None and any_of_all(lost or stage in scaler.overflowed, weights.leaves())) or (
+                    (self.skip or self.scaler is not None) and not finite):
                 weights.pop_gradients()
                 weights.step(None)
                 return False
@@ -213,10 +277,9 @@ class OptimizerSteps:
         optimizer.step_at_rate(rate, partial(weights.step, self.extrapolations.get(stage) or optimizer))
         return True
 
-    def _clip_gradients(self, weights: WeightVersions, norms: Tensor, clip: float) -> None:
+    def _clip_gradients(self, weights: WeightVersions, norms: Tensor, clip: float, dtype: torch.dtype) -> None:
         """Clip by the operations of ``torch.nn.utils.clip_grad_norm_``, to get the same numbers."""
         gradients = [local(g) for g in weights.gradients if g is not None]
-        dtype = gradients[0].dtype if gradients else torch.float32
         norm = torch.linalg.vector_norm(norms[norms != ABSENT].to(dtype))
         if self.global_norms:
             self.gradient_norm = norm
@@ -233,6 +296,13 @@ class OptimizerSteps:
         """Return the learning rate of the stage's first parameter group; None where nothing is trained."""
         rate = self.optimizers[stage].learning_rate
         return None if rate is None else rate * self._rate(stage, step)
+
+    def state_bytes(self, stage: int) -> int:
+        """Return the bytes of an optimizer's present state, of masters of rounded weights, and of last changes."""
+        extrapolation, here = self.extrapolations.get(stage), self._stages[stage]
+        return sum(local(tensor).nbytes for tensor in (
+            *self.optimizers[stage].state_tensors(), *(here.weights.masters.values() if here.precision.pure else ()),
+            *(() if extrapolation is None else extrapolation.last_changes.values())))
 
     def use(self, stage: int, version: int) -> None:
         """Give the following microbatches this version."""

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 
 def prepare_schedule(model: Model | None, cut: Cut, order: Order, microbatches: int, execution: Execution, *,
-                     needs_norms: bool, ranks: int | None = None, proved: bool = False) -> Schedule:
+                     needs_norms: bool, zero1: bool = False, ranks: int | None = None,
+                     proved: bool = False) -> Schedule:
     """Return the lowered and proved schedule that a pipeline of these parts runs.
 
     Args:
         model: None where only the ranks matter: then the schedule exchanges no weights that stages share.
         cut: with the layers of every stage.
         needs_norms: whether an update depends on the norms of gradients.
+        zero1: whether each replica of a stage steps a part of its parameters.
         ranks: how many processes there are; None where the schedule says it.
         proved: whether another process proves the same schedule at the same time.
 
@@ -38,7 +40,7 @@ def prepare_schedule(model: Model | None, cut: Cut, order: Order, microbatches: 
 
         ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(model.split(cut.partition)).items()}
     schedule = ScheduleSpec(order, cut, microbatches, ranks, ties, needs_norms, execution.data is not None,
-                            last_first=execution.threaded).prepare(proved=proved)
+                            last_first=execution.threaded, zero1=zero1).prepare(proved=proved)
     if execution.backend is not None:
         from vpipe.runtime.compiled import check_compiled
 

@@ -6,12 +6,16 @@ in the order of the replicas (the end of the reduce-scatter), and sends the sum 
 STEP puts the sums together. So every replica gets the same numbers in any order of arrival, and sends 2 (w-1)/w of the
 gradients' size, the least that is possible (Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms, 2009,
 section 3; buckets in the order of backward: Li et al., PyTorch Distributed, VLDB 2020, section 3.2).
+
+With ZeRO-1 (Rajbhandari et al., ZeRO, SC 2020, section 5.1) each replica owns whole parameters: a bucket has one owner,
+which alone gets its shares, sums them, and steps. It sends the new weights in place of the sums, and GATHER_W puts them
+into the version of the others. Whole parameters, since an optimizer or a norm of a part would give other numbers.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from math import isnan, nan
@@ -36,14 +40,19 @@ class _Bucket:
 
     Behind the gradients stands a number for each: 1 if the replica has one, so that the sum counts them. One of
     them is NaN if the replica's loss scaler has noted an overflow, which these gradients need not show.
+
+    Args:
+        members: positions of the parameters.
+        width: replicas among which the sum is divided.
+        owner: the replica that owns these parameters; then the matrix has one row. None where each steps all.
     """
 
-    def __init__(self, members: Sequence[int], leaves: Sequence[Tensor], width: int) -> None:
-        self.members = members
+    def __init__(self, members: Sequence[int], leaves: Sequence[Tensor], width: int, owner: int | None = None) -> None:
+        self.members, self.owner = members, owner
         self._shapes = [leaves[i].shape for i in members]
         self._sizes = [leaves[i].numel() for i in members]
         total, like = sum(self._sizes) + len(members), leaves[members[0]]
-        self.rows = like.new_empty((width, -(-total // width)))
+        self.rows = like.new_empty((width, -(-total // width)) if owner is None else (1, total))
         # Sums of this replica's row, double-buffered: the sum of a stream's last round, to which few replicas
         # contribute, may be made while the one before is still being sent.
         self._sums = like.new_empty((2, self.rows.shape[1]))
@@ -53,8 +62,23 @@ class _Bucket:
         return TensorSpec(tuple(self.rows[0].shape), self.rows.dtype, wants_gradient=False)
 
     def sum(self, update: int) -> Tensor:
-        """Return the memory of this replica's sum of an update."""
+        """Return the memory of this replica's sum of an update; then, with an owner, of the weights that it makes."""
         return self._sums[update % 2]
+
+    @property
+    def weights_spec(self) -> TensorSpec:
+        return TensorSpec((sum(self._sizes),), self.rows.dtype, wants_gradient=False)
+
+    def weights(self, update: int, leaves: Sequence[Tensor]) -> Tensor:
+        """Return the weights that this replica has made, in the memory of its sum."""
+        flat = self.sum(update)[:sum(self._sizes)]
+        torch._foreach_copy_(list(torch.split(flat, self._sizes)), [leaves[i].data.reshape(-1) for i in self.members])
+        return flat
+
+    def put_weights(self, flat: Tensor, leaves: Sequence[Tensor]) -> None:
+        """Copy in the weights that the owner has made."""
+        parts = [part.view(shape) for part, shape in zip(torch.split(flat, self._sizes), self._shapes, strict=True)]
+        torch._foreach_copy_([leaves[i].data for i in self.members], parts)
 
     def fill(self, gradients: Sequence[Tensor | None], names: Sequence[str], overflowed: bool) -> None:
         """Copy this replica's gradients in."""
@@ -100,10 +124,11 @@ class Reducer:
         ranks: of the replicas, in order.
         transport: of this rank.
         scaler: of the losses, where stages differ in their scales.
+        owners: of the parameters, by their positions: the numbers of replicas; None where each steps all.
     """
 
     def __init__(self, stage: int, weights: WeightVersions, late: Sequence[str], ranks: Sequence[int],
-                 transport: Transport, scaler: LossScaler | None = None) -> None:
+                 transport: Transport, scaler: LossScaler | None = None, owners: Sequence[int] | None = None) -> None:
         self._scaler = scaler
         self._stage, self._weights, self._ranks, self._transport = stage, weights, ranks, transport
         self._late = {weights.names.index(name) for name in late}
@@ -111,7 +136,8 @@ class Reducer:
         self._others = [rank for rank in ranks if rank != transport.rank]
         leaves = list(map(local, weights.leaves()))
         self._sharded = any(map(is_sharded, weights.leaves()))
-        self._buckets = [_Bucket(members, leaves, len(ranks)) for members in _grouped(leaves)]
+        self._buckets = [_Bucket(members, leaves, len(ranks), None if owners is None else owners[members[0]])
+                         for members in _grouped(leaves, owners)]
         self._refuse_hooks()
         self._bucket_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.members}
         self._sent = 0  # buckets, of the update at hand
@@ -176,8 +202,12 @@ class Reducer:
         if contributes:
             bucket.fill(self._weights.gradients, self._weights.names,
                         self._scaler is not None and self._stage in self._scaler.overflowed)
-        self._exchange(key, {rank: bucket.rows[i] for i, rank in enumerate(self._ranks) if contributes},
-                       contributors, bucket.spec)
+        if bucket.owner is None:
+            rows = dict(zip(self._ranks, bucket.rows, strict=True))
+        else:
+            rows = {self._ranks[bucket.owner]: bucket.rows[0]}
+        self._exchange(key, rows if contributes else {}, contributors if bucket.owner in (None, self._me) else (),
+                       bucket.spec)
 
     def _exchange(self, key: TransferKey, rows: dict[int, Tensor], senders: Sequence[int], spec: TensorSpec) -> None:
         """Send each other replica its row, and post receives from the ``senders``.
@@ -200,34 +230,66 @@ class Reducer:
         if self._transport.ordered or self._transport.rank not in contributors:
             self.send(update, contributors)
         for number, bucket in enumerate(self._buckets):
-            key = self._key(TransferKind.SHARES, update, number)
-            shares = [bucket.rows[self._me] if rank == self._transport.rank else self._transport.receive(rank, key)[0]
+            if bucket.owner not in (None, self._me):
+                continue
+            key, mine = self._key(TransferKind.SHARES, update, number), self._me if bucket.owner is None else 0
+            shares = [bucket.rows[mine] if rank == self._transport.rank else self._transport.receive(rank, key)[0]
                       for rank in contributors]
             total = bucket.sum(update).copy_(shares[0])
             for share in shares[1:]:
                 total.add_(share)
-            key = self._key(TransferKind.SUMS, update, number)
-            self._exchange(key, dict.fromkeys(self._others, total), self._others, bucket.spec)
+            if bucket.owner is None:
+                key = self._key(TransferKind.SUMS, update, number)
+                self._exchange(key, dict.fromkeys(self._others, total), self._others, bucket.spec)
 
     # -- NORM or STEP: the sums are put together
 
     def gather(self, update: int) -> None:
-        """Receive the sums, and make them the gradients of the stage."""
+        """Receive the sums, and make them the gradients of the stage; with owners, those of what this replica owns."""
         gradients: dict[int, Tensor | None] = {}
-        for number, bucket in enumerate(self._buckets):
-            for row, rank in zip(bucket.rows, self._ranks, strict=True):
+        buckets = [bucket for bucket in self._buckets if bucket.owner in (None, self._me)]
+        for number, bucket in enumerate(buckets):
+            for row, rank in zip(bucket.rows, self._ranks if bucket.owner is None else [self._transport.rank],
+                                 strict=True):
                 own = rank == self._transport.rank
                 row.copy_(bucket.sum(update) if own else
                           self._transport.receive(rank, self._key(TransferKind.SUMS, update, number))[0])
         # One copy to the host for all buckets: a GPU is synchronized once.
-        counts = torch.cat([bucket.present.float() for bucket in self._buckets]).tolist() if self._buckets else []
+        counts = torch.cat([bucket.present.float() for bucket in buckets]).tolist() if buckets else []
         present = iter(counts)
-        for bucket in self._buckets:
+        for bucket in buckets:
             gradients.update(bucket.gradients(list(islice(present, len(bucket.members)))))
         if self._scaler is not None and any(map(isnan, counts)):
             self._scaler.overflowed.add(self._stage)
-        self._weights.put_gradients([None if (gradient := gradients[i]) is None else wrapped(gradient, leaf)
+        self._weights.put_gradients([None if (gradient := gradients.get(i)) is None else wrapped(gradient, leaf)
                                      for i, leaf in enumerate(self._weights.leaves())])
+
+    # -- with owners: STEP sends the weights that it made, GATHER_W receives those of the others
+
+    def send_weights(self, update: int) -> None:
+        """Send the weights of what this replica owns, and post the receives of the others'."""
+        if not self._transport.ordered:
+            self._exchange_weights(update)
+
+    def gather_weights(self, update: int) -> None:
+        """Copy the weights that the other replicas have made into the latest version."""
+        if self._transport.ordered:
+            self._exchange_weights(update)
+        leaves = list(map(local, self._weights.leaves()))
+        for number, bucket in enumerate(self._buckets):
+            if bucket.owner is not None and bucket.owner != self._me:
+                key = self._key(TransferKind.WEIGHTS, update, number)
+                bucket.put_weights(self._transport.receive(self._ranks[bucket.owner], key)[0], leaves)
+
+    def _exchange_weights(self, update: int) -> None:
+        leaves = list(map(local, self._weights.leaves()))
+        for number, bucket in enumerate(self._buckets):
+            key = self._key(TransferKind.WEIGHTS, update, number)
+            if bucket.owner == self._me:
+                flat = bucket.weights(update, leaves)
+                self._exchange(key, dict.fromkeys(self._others, flat), (), bucket.weights_spec)
+            elif bucket.owner is not None:
+                self._exchange(key, {}, [self._ranks[bucket.owner]], bucket.weights_spec)
 
     def _refuse_hooks(self) -> None:
         for name in self._weights.hooked(["_post_accumulate_grad_hooks"]):
@@ -241,13 +303,37 @@ class Reducer:
         return TransferKey(kind, self._stage, update * len(self._buckets) + bucket)
 
 
-def count_buckets(stages: Iterable[Stage]) -> int:
-    """Return the number of buckets that the stages of a rank have together."""
-    return sum(len(list(_grouped([*map(local, stage.weights.leaves())]))) for stage in stages)
+def owners_of(sizes: Sequence[int], width: int) -> list[int]:
+    """Return for parameters of these sizes the replicas that own them: the largest first, each to the least loaded.
+
+    So none owns more than an equal part plus the largest parameter: before its last one it had at most an equal part.
+    """
+    loads, owners = [0] * width, [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += sizes[i]
+    return owners
 
 
-def _grouped(leaves: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield groups of parameters of one dtype, from the last to the first, the order of a backward."""
+def count_buckets(stages: Iterable[Stage], owners: Mapping[int, Sequence[int]]) -> int:
+    """Return the number of buckets that the stages of a rank have together, some of them with owners."""
+    return sum(len(list(_grouped([*map(local, stage.weights.leaves())], owners.get(stage.spec.index))))
+               for stage in stages)
+
+
+def _grouped(leaves: Sequence[Tensor], owners: Sequence[int] | None) -> Iterator[list[int]]:
+    """Yield groups of parameters of one dtype, and one owner, from the last to the first, the order of a backward."""
+    for members in _by_size(leaves):
+        if owners is None:
+            yield members
+        else:
+            of_owner: dict[int, list[int]] = defaultdict(list)
+            for i in members:
+                of_owner[owners[i]].append(i)
+            yield from of_owner.values()
+
+
+def _by_size(leaves: Sequence[Tensor]) -> Iterator[list[int]]:
     members: list[int] = []
     size = 0
     for i in reversed(range(len(leaves))):

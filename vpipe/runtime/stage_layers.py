@@ -221,9 +221,22 @@ class StageLayers:
                 raise UserError(f"'{name}' in the state of its layer is {type(value).__name__}, not a tensor",
                                 hint="let the layer keep a buffer instead of an extra state")
         if (rounding := self._weight_rounding) is not None:
-            masters = dict(zip(map(id, self.weights.leaves()), self.weights.masters.values(), strict=True))
+            masters = {id(leaf): master for leaf, (name, master) in
+                       zip(self.weights.leaves(), self.weights.masters.items(), strict=True) if self.weights.owns(name)}
             state = {name: masters.get(id(value), rounding.widened(value)) for name, value in state.items()}
         return {name: value.detach() for name, value in state.items()}
+
+    def own_state(self, replica: int) -> dict[str, Tensor]:
+        """Return of :meth:`state` what this replica answers for: what it steps, and the first one all else."""
+        state, trained = self.state(), self.trained_names()
+        return {name: value for name, value in state.items() if (
+            replica == 0 if self.weights.owned is None or name not in trained else self.weights.owns(trained[name]))}
+
+    def trained_names(self) -> dict[str, str]:
+        """Return by the names in :meth:`state` those of the stage's own weights: shared ones have several there."""
+        self.use_latest()
+        names = dict(zip(map(id, self.weights.leaves()), self.weights.names, strict=True))
+        return {name: names[id(p)] for name, p in self.named_parameters() if id(p) in names}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy in what :meth:`state` returned, perhaps of other stages; to be called while nothing is in flight."""

@@ -7,7 +7,7 @@ and counts in no norm. With several optimizers every parameter must be in one of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class StageOptimizer:
 
     Attributes:
         of_parameter: by the name of a parameter, the optimizer that steps it and the number of its group there.
-        untrained: positions of the parameters that no optimizer steps.
+        untrained: positions of the parameters that no optimizer steps here.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -55,6 +55,19 @@ class StageOptimizer:
         self._first_rates = [_mark(group.get("lr")) for group in self.groups]
         self._fixed_rates: list[Any] | None = None  # that count until the pipeline is empty
         self._first_numbers = self._other_numbers()
+        self._partial = False  # steps some of the parameters, as replicas step the others
+
+    def own(self, names: Collection[str]) -> None:
+        """Step these parameters only, and keep no state of others; the parameter groups stay, also empty ones."""
+        self._partial = True
+        others = {id(self.parameters[name]): self.parameters[name] for name in self.of_parameter if name not in names}
+        for group in self.groups:
+            group["params"] = [p for p in group["params"] if id(p) not in others]
+        for optimizer in self.optimizers:
+            for parameter in others.values():
+                optimizer.state.pop(parameter, None)
+        self.untrained = [i for i, name in enumerate(self.parameters)
+                          if name not in self.of_parameter or name not in names]
 
     @classmethod
     def build(cls, make: MakeOptimizer, parameters: Mapping[str, nn.Parameter], stage: int) -> StageOptimizer:
@@ -90,9 +103,23 @@ class StageOptimizer:
                 for value in state.values() if isinstance(value, Tensor)]
 
     def step(self) -> None:
-        """Step every optimizer."""
+        """Step every optimizer.
+
+        Raises:
+            UserError: one that steps some of the stage's parameters may depend on the others.
+        """
+        numbers = self._other_numbers() if self._partial else None
         for optimizer in self.optimizers:
+            if self._partial and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
+                raise UserError(f"{type(optimizer).__name__} has hooks around its step, which would see the parameters "
+                                "of one replica only", hint="leave out zero1, or the hooks")
             _step(optimizer)
+        if numbers is not None and numbers != (now := self._other_numbers()):
+            where, changed = next((where, [key for key in after if key not in before or before[key] != after[key]])
+                                  for (where, before), (_, after) in zip(numbers, now, strict=True) if before != after)
+            raise UserError(f"{first_of(changed)} {where} changed in a step: replicas, which each step some of the "
+                            "parameters, would have different ones", hint="leave out zero1, or choose an optimizer "
+                                                                          "that keeps its state per parameter")
 
     def step_at_rate(self, factor: float, step: Callable[[], None]) -> None:
         """Call ``step`` with learning rates multiplied by ``factor``; after it they are the user's or a scheduler's.

@@ -27,6 +27,7 @@ class StageUsage:
         peak_activations: most microbatches whose activations were held at once.
         peak_memory_bytes: of the process (of the device, on a GPU).
         others_s: seconds in actions of kinds that a package has added.
+        state_bytes: what the optimizer keeps beside the weights, master weights among it, on this replica.
     """
 
     forward_s: float
@@ -40,6 +41,7 @@ class StageUsage:
     peak_activations: int
     peak_memory_bytes: int
     others_s: float = 0.0
+    state_bytes: int = 0
 
     @property
     def working_s(self) -> float:
@@ -53,8 +55,9 @@ class StageUsage:
     @classmethod
     def of_rank(cls, stages: Sequence[StageUsage]) -> StageUsage:
         """Return the usage of a rank with these stages."""
-        return cls(**{field.name: sum(getattr(stage, field.name) for stage in stages) if field.name in _OF_STAGE
-                      else max(getattr(stage, field.name) for stage in stages) for field in fields(cls)})
+        added = (*_OF_STAGE, "state_bytes")
+        return cls(**{field.name: (sum if field.name in added else max)(getattr(stage, field.name) for stage in stages)
+                      for field in fields(cls)})
 
 
 _OF_STAGE = ("forward_s", "backward_s", "step_s", "others_s")

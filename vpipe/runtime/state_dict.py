@@ -84,14 +84,14 @@ def state_parts(workers: Mapping[int, Worker], placement: Placement) -> list[Sta
 
 
 class ModelState(StatePart):
-    """Parameters and buffers; the first replica saves them for all."""
+    """Parameters and buffers; the first replica saves them for all, or the one that steps a parameter."""
 
     def __init__(self, stages: Sequence[LocalStage]) -> None:
         self._stages = stages
 
     def state(self) -> dict[str, Tensor]:
-        return {f"model.{name}": value for each in self._stages if each.replica == 0
-                for name, value in each.stage.state().items()}
+        return {f"model.{name}": value for each in self._stages
+                for name, value in each.stage.own_state(each.replica).items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         if missing := [name.removeprefix("model.") for name in self.names if name not in tensors]:
@@ -106,17 +106,19 @@ class ModelState(StatePart):
 
 
 class OptimizerState(StatePart):
-    """The state that optimizers have per parameter; equal on all replicas, so the first one saves it."""
+    """The state that optimizers have per parameter; of those that all replicas step, the first one saves it."""
 
     def __init__(self, stages: Sequence[LocalStage]) -> None:
-        self._of_replicas = [(each.worker.optimizer_steps.optimizers[each.stage.spec.index], each.replica)
-                             for each in stages]
+        self._of_replicas = [(each.worker.optimizer_steps.optimizers[each.stage.spec.index], each.stage.weights,
+                              each.replica) for each in stages]
 
     def state(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
-        for optimizers, replica in self._of_replicas:
+        for optimizers, weights, replica in self._of_replicas:
             optimizers.check_state()
-            for name, (optimizer, number) in optimizers.of_parameter.items() if replica == 0 else ():
+            for name, (optimizer, number) in optimizers.of_parameter.items():
+                if replica != 0 if weights.owned is None else not weights.owns(name):
+                    continue
                 group = optimizer.param_groups[number]
                 for key, value in optimizer.state.get(optimizers.parameters[name], {}).items():
                     named.update([_as_tensor(f"optim.{name}.{key}", value)])
@@ -126,15 +128,15 @@ class OptimizerState(StatePart):
         return named
 
     def wants(self, name: str) -> bool:
-        return any(owner in optimizers.of_parameter for optimizers, _ in self._of_replicas
-                   for owner, _ in _readings(name))
+        return any(owner in optimizers.of_parameter and (weights.owns(owner) or entry.startswith("group."))
+                   for optimizers, weights, _ in self._of_replicas for owner, entry in _readings(name))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for optimizers, _ in self._of_replicas:
+        for optimizers, weights, _ in self._of_replicas:
             _load_rates(optimizers, tensors)
             for name, tensor in tensors.items():
                 for owner, entry in _readings(name):
-                    if owner in optimizers.of_parameter and not entry.startswith("group."):
+                    if owner in optimizers.of_parameter and weights.owns(owner) and not entry.startswith("group."):
                         parameter, (optimizer, number) = optimizers.parameters[owner], optimizers.of_parameter[owner]
                         key, value = _as_value(entry, tensor, parameter, optimizer.param_groups[number])
                         optimizer.state[parameter][key] = value
@@ -212,7 +214,8 @@ class LossScales(StatePart):
 
 
 class LastChanges(StatePart):
-    """What the latest steps added to parameters whose late gradients are corrected; the first replica saves it.
+    """What the latest steps added to parameters whose late gradients are corrected; the first replica saves it, or the
+    one that steps the parameter.
 
     The factor is there, too: in another partition a parameter has that of its stage. Where it is not the checkpoint's,
     0 without a correction, ``load`` changes the weights, which are loaded before: those without the look-ahead stay.
@@ -230,8 +233,8 @@ class LastChanges(StatePart):
     def state(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
         for each, extrapolation in self._stages:
-            if each.replica == 0 and extrapolation is not None:
-                for name, change in extrapolation.changes_of(each.stage.state()).items():
+            if extrapolation is not None:
+                for name, change in extrapolation.changes_of(each.stage.own_state(each.replica)).items():
                     named[last_change_of(name)] = change
                     named[factor_of(name)] = torch.tensor(extrapolation.factor, dtype=torch.float64)
         return named
@@ -241,7 +244,7 @@ class LastChanges(StatePart):
         for each, extrapolation in self._stages:
             state, factors = each.stage.state(), dict[str, float]()
             if extrapolation is not None:
-                factors = dict.fromkeys(extrapolation.changes_of(state), extrapolation.factor)
+                factors = extrapolation.factors_of(each.stage.trained_names())
                 for name, change in extrapolation.last_changes.items():
                     if (saved := tensors.get(last_change_of(name))) is None:
                         change.zero_()

@@ -75,6 +75,7 @@ class WeightVersions:
         self._moves = False  # whether forwards put the parameters into other memory
         self._hooked: list[int] | None = None  # positions of leaves with hooks; None: not known since the last step
         self._unrounded = unrounded
+        self.owned: frozenset[str] | None = None  # parameters that this replica steps; None: all, as every other does
         self._widened: list[nn.Parameter] | None = None  # masters, while they have the gradients of a step
         self._pins: dict[int, int] = {}  # microbatches that hold a version
         self._chosen: int | None = None
@@ -149,6 +150,19 @@ class WeightVersions:
                                 "recomputed, or as long as microbatches hold that version of it",
                                 hint="change parameters in the optimizer; or choose a schedule with a flush, such as "
                                      "1f1b, and no recompute for the layer (nn.Embedding with max_norm: a flush)")
+
+    def own(self, names: Iterable[str]) -> None:
+        """Step these parameters only: other replicas step the others, of which masters of rounded ones are dropped."""
+        self.owned = frozenset(names)
+        if self._unrounded is not None:
+            self._unrounded = {name: value for name, value in self._unrounded.items() if name in self.owned}
+            for name, master in self.masters.items():
+                if name not in self.owned:
+                    self.masters[name] = nn.Parameter(torch.empty(0, dtype=master.dtype, device=master.device))
+
+    def owns(self, name: str) -> bool:
+        """Return whether this replica steps a parameter."""
+        return self.owned is None or name in self.owned
 
     def adopt_hooks(self) -> None:
         """Take over the hooks that an optimizer's factory put on the masters, which autograd never sees."""
@@ -371,9 +385,9 @@ class WeightVersions:
                     self.widen_gradients()
                 self._apply(optimizer)
             self._make_next()
-            if self.names:
-                torch._foreach_copy_([local(leaf).data for leaf in self.leaves()],
-                                     [local(master).data for master in self.masters.values()])
+            if own := [(local(leaf).data, local(master).data) for leaf, (name, master) in
+                       zip(self.leaves(), self.masters.items(), strict=True) if self.owns(name)]:
+                torch._foreach_copy_([leaf for leaf, _ in own], [master for _, master in own])
             return
         self._make_next()
         if optimizer is not None:

@@ -213,7 +213,8 @@ class Worker:
             peak_activations=self.peak_activations[stage],
             peak_memory_bytes=peak_memory_bytes(self.stages[stage].device),
             others_s=sum(seconds for op, seconds in own.items()
-                         if not op.is_own and op.transfer is None and op.host_bytes is None))
+                         if not op.is_own and op.transfer is None and op.host_bytes is None),
+            state_bytes=self.optimizer_steps.state_bytes(stage))
 
     # -- forward ---------------------------------------------------------------------------------------
 

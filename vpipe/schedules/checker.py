@@ -15,7 +15,19 @@ from vpipe.schedules.action import Action
 from vpipe.schedules.builder import build, reverse_backwards
 from vpipe.schedules.error_grid import Spot
 from vpipe.schedules.graph import Graph, execute
-from vpipe.schedules.kinds import MICROBATCH, NORMS, SUM, TIED_VERSION, UPDATE, VERSION, Kind, Needed, Value
+from vpipe.schedules.kinds import (
+    EXCHANGED,
+    MICROBATCH,
+    NORMS,
+    SUM,
+    TIED_VERSION,
+    UPDATE,
+    UPDATED,
+    VERSION,
+    Kind,
+    Needed,
+    Value,
+)
 from vpipe.schedules.loads import rank_loads, stage_loads
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.schedule import Schedule
@@ -26,7 +38,8 @@ from vpipe.schedules.versions import VersionRegister
 
 def prove(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
           ties: Mapping[int, tuple[int, ...]] | None = None, norm: bool = False,
-          recompute: Collection[int] = (), last_first: bool = False, warmup: Sequence[int] | None = None) -> Schedule:
+          recompute: Collection[int] = (), last_first: bool = False, warmup: Sequence[int] | None = None,
+          zero1: bool = False) -> Schedule:
     """Build, lower and check the schedule ``name``, before any process is started.
 
     A stream (a schedule without a flush) is proved by a finite part of it. After the warm-up its programs repeat: the
@@ -41,13 +54,14 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
         norm: exchange the norms of gradients before every step.
         last_first: reverse the backwards with :func:`~vpipe.schedules.builder.reverse_backwards`.
         warmup: forwards of every stage before its first backward, without a flush; those of 1F1B when None.
+        zero1: each replica of a stage steps a part of its parameters.
 
     Raises:
         UserError: the numbers do not fit the schedule.
         CheckError: the schedule breaks a rule.
     """
     schedule = build(name, placement, microbatches, update_every, ties, recompute, warmup=warmup)
-    schedule = lower(reverse_backwards(schedule) if last_first else schedule, norm)
+    schedule = lower(reverse_backwards(schedule) if last_first else schedule, norm, zero1=zero1)
     check(schedule)
     return schedule
 
@@ -331,7 +345,10 @@ def norms(graph: Graph) -> None:
     A norm stands after the weight gradients of the update and before the rank's first step of it, which waits for
     the norms of all stages.
     """
+    of_all = graph.schedule.flush or not graph.setting.zero1
     for stage, rank in graph.replicas() if graph.setting.normed else ():
+        if not of_all and graph.schedule.assignment.width(stage) == 1:
+            continue
         for update in range(graph.schedule.updates(stage)):
             _once_between(graph, NORMS, stage, update, rank,
                           "publish the norm of every update once per stage, right before the rank's first step, or "
@@ -344,7 +361,7 @@ def _once_between(graph: Graph, value: Value, stage: int, update: int, rank: int
     The latter is an action of its own stage; after a norm, of any stage.
     """
     kind = graph.makers[value][0][0]
-    action, before = Action(kind, stage, update), _users(graph, value)
+    action, before = Action(kind, stage, update), _users(graph, value, stage)
     positions = [position for there, position in graph.where.get(action, ()) if there == rank]
     position, needing = next((at, one) for at, one in enumerate(graph.schedule.programs[rank]) if
                              one.index == update and one.op in before
@@ -361,11 +378,11 @@ def _once_between(graph: Graph, value: Value, stage: int, update: int, rank: int
                          f"{needing}", hint, (rank, positions[0]))
 
 
-def _users(graph: Graph, value: Value) -> Collection[Kind]:
-    """Return the kinds of actions on updates that need a value."""
-    rank = graph.schedule.placement[0][0]
+def _users(graph: Graph, value: Value, stage: int) -> Collection[Kind]:
+    """Return the kinds of actions on updates that need a value of a stage."""
+    rank = graph.schedule.placement[stage][0]
     return [kind for kind in kinds.known() if kind.counts == UPDATE and kind.transfer is None
-            and any(needed is value for needed, _, _ in kind.needs(graph.setting, 0, 0, rank))]
+            and any(needed is value for needed, _, _ in kind.needs(graph.setting, stage, 0, rank))]
 
 
 def weight_versions(graph: Graph) -> None:
@@ -454,8 +471,34 @@ def nothing_freed_is_used(graph: Graph) -> None:
             freed |= dict.fromkeys(op.ends(graph.setting, stage, index, rank), action)
 
 
+def gathered_weights(graph: Graph) -> None:
+    """Check that where replicas step parts, each gets the others' weights once per update, before it uses any.
+
+    Between a step and that no action uses the new version, sends it, or makes the next one.
+    """
+    gather = graph.makers[EXCHANGED][0][0]
+    for stage, rank in graph.replicas() if graph.setting.zero1 else ():
+        waiting: Action | None = None
+        for action, spot in (*graph.of_stage(stage, rank), (None, graph.end(rank))):
+            if graph.schedule.assignment.width(stage) == 1:
+                break
+            if action is not None and action.op == gather:
+                if waiting is None or action.index != waiting.index:
+                    raise graph.error(f"{action} on rank {rank} does not follow the step of its update",
+                                      "gather the weights once per update, right behind the step", spot)
+                waiting = None
+            elif waiting is not None and (action is None or action.op.uses_version or action.op.makes_version or any(
+                    value is UPDATED for value, _, _ in action.op.needs(graph.setting, stage, action.index, rank))):
+                missing = Action(gather, stage, waiting.index)
+                raise graph.error(f"{missing} is missing on rank {rank} between {waiting} and "
+                                  f"{'the end' if action is None else action}",
+                                  "gather the weights once per update, right behind the step", spot)
+            elif action is not None and action.op.makes_version:
+                waiting = action
+
+
 RULES: tuple[Callable[[Graph], None], ...] = (
     placement, indices, completeness, updates, used_versions, reductions, norms, matching, precedence, last_versions,
     borrowed_versions, channel_order, no_deadlock_buffered, no_deadlock_rendezvous, no_deadlock_in_one_order,
-    weight_versions, peak_activations, nothing_freed_is_used)
+    weight_versions, peak_activations, nothing_freed_is_used, gathered_weights)
 """Every rule, in the order in which :func:`check` holds a schedule to them."""

@@ -16,7 +16,7 @@ from vpipe.schedules import kinds
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.error_grid import Spot, rule_error
-from vpipe.schedules.kinds import GATHERED, NORMS, PART, SUM, Kind, Needed, Value
+from vpipe.schedules.kinds import EXCHANGED, GATHERED, NORMS, PART, SUM, Kind, Needed, Value
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.setting import Setting
 from vpipe.schedules.size import Placement
@@ -47,6 +47,12 @@ def receive_of(send: Action) -> Action:
     """Return the receive of a send."""
     assert send.op.transfer is not None, "it is a send"
     return Action(send.op.other_end, send.stage + send.op.transfer.offset, send.index)
+
+
+def exchanged_at_updates(present: Collection[Kind]) -> dict[str, bool]:
+    """Return what ranks exchange at the updates of a lowered schedule, by the fields of a setting."""
+    there = {value for kind in present for value, _ in kind.makes}
+    return {"normed": NORMS in there, "sharded": GATHERED in there, "zero1": EXCHANGED in there}
 
 
 def _makers(present: Collection[Kind]) -> Mapping[Value, Sequence[tuple[Kind, int]]]:
@@ -97,9 +103,7 @@ class Graph:
                         last[stage, index // per_update[stage], rank] = action
                     registers[stage].follow(action)
         setting = Setting(schedule.assignment, schedule.ties, lambda owner, index: version.get((owner, index), 0),
-                          is_lowered=schedule.is_lowered,
-                          normed=any((NORMS, 0) in kind.makes for kind in schedule.kinds),
-                          sharded=any((GATHERED, 0) in kind.makes for kind in schedule.kinds))
+                          is_lowered=schedule.is_lowered, **exchanged_at_updates(schedule.kinds))
         return cls(schedule, setting, where, last, version, _makers(schedule.kinds))
 
     # -- the programs ----------------------------------------------------------------------------------
@@ -327,7 +331,8 @@ class Flow:
         elif not op.per_microbatch:
             for value, offset in op.makes:
                 self._newest[value, stage + offset, rank, rank] = index
-            if op.makes_version:
+            # By then all replicas have summed; where each sums what it owns alone, its step comes too early.
+            if (EXCHANGED, 0) in op.makes if self._setting.zero1 else op.makes_version:
                 self._parts.pop((stage, index, rank), None)
         elif not op.is_own:
             self._arrived.update((value, stage + offset, index, rank) for value, offset in op.published)
@@ -354,7 +359,7 @@ class Dependencies:
         there = {value for kind in present for value, _ in kind.makes}
         # A simulated sum is a transfer, no action.
         self._setting = Setting(self.assignment, is_lowered=SUM in there, normed=NORMS in there,
-                                sharded=GATHERED in there)
+                                sharded=GATHERED in there, zero1=EXCHANGED in there)
 
     def made(self, action: Action) -> list[Hashable]:
         """Return the values that an action made; a send of an update or a version, what it sent."""

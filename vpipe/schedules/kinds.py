@@ -66,12 +66,16 @@ GRADIENT = Value("weight gradient of a microbatch")
 PART = Value("a replica's gradient of an update",
              lambda at, stage, index, rank: at.assignment.contributors(stage, index, stage))
 SUM = Value("sum of gradients over replicas",
-            lambda at, stage, index, rank: at.placement[stage] if at.sums(stage) else ())
+            lambda at, stage, index, rank: () if not at.sums(stage) else (rank,) if at.zero1 else at.placement[stage])
 NORMS = Value("gradient norms",
-              lambda at, stage, index, rank: () if rank in at.placement[stage] else at.placement[stage][:1])
+              lambda at, stage, index, rank: at.placement[stage] if at.zero1 else
+              () if rank in at.placement[stage] else at.placement[stage][:1])
 UPDATED = Value("weights after an update")
 GATHERED = Value("gathered weights")
 DIVIDED = Value("weights and gradients divided over lanes again")
+STEPPED = Value("weights that a replica steps",
+                lambda at, stage, index, rank: at.placement[stage] if at.zero1 else ())
+EXCHANGED = Value("weights that the replicas have stepped")
 TIED_VERSION = Value("tied weights", lambda at, stage, index, rank: at.lenders(stage, rank), handed_over=True)
 TIED_GRADIENT = Value("gradient of tied weights",
                       lambda at, stage, index, rank: at.gradient_senders(stage, index), handed_over=True)
@@ -147,13 +151,13 @@ class Kind(str):
         recomputes: without a recomputation before it, it recomputes dropped activations by itself.
         transfer: the transfer of which it is an end.
         host_bytes: what it copies to or from the host, on a link of their own; None where it does not.
-        summed: it exchanges gradients with the other replicas of its stage: all of them do it together.
+        summed: it exchanges gradients or weights with the other replicas of its stage: all do it together.
         in_turn: yields what must have been sent before it where all transfers have one order.
         makes_version: it makes the next weight version of its stage.
         chooses: it sets the version that the next forwards use to its index.
         uses_version: it uses the weight version of its stage, which is held until the gradient has been made.
         generated: generators yield it; others are added by lowering.
-        of_model: only a model asks for it, with tied weights or clipping; no file has to contain it.
+        of_model: only a run asks for it: tied weights, clipping, ZeRO-1; no file has to contain it.
         torch: what does it where PyTorch runs the schedule; empty where PyTorch's compute-only form has it.
         colour: its fill in drawings, for dark numbers. What takes no time is not drawn.
         shades: its styles in a terminal, one per stage of a rank: foreground and background of the 256 colours.
@@ -293,6 +297,14 @@ def _sums(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     return (TIED_GRADIENT, s, i), (SUM if at.is_lowered else PART, s, i), *([(DIVIDED, s, i)] if at.sharded else [])
 
 
+def _norms(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
+    """The norms by which a step is clipped: of all stages; without a flush those that its own replicas have."""
+    if not at.normed:
+        return []
+    of_all = at.assignment.flush or not at.zero1
+    return [(NORMS, stage, i) for stage in (range(len(at.placement)) if of_all else [s] * (at.assignment.width(s) > 1))]
+
+
 def _gradients_of(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     """What a rank adds to an update."""
     return [(GRADIENT, s, microbatch) for microbatch in at.assignment.share(s, i, s, rank)]
@@ -373,9 +385,8 @@ class Op(metaclass=_Members):
     STEP = Kind(
         "STEP", "optimizer step", UPDATE, "optimizer_steps.step", generated=True, makes_version=True,
         torch="STEP: step the optimizer after schedule.step()",
-        needs=lambda at, s, i, rank: [
-            *_sums(at, s, i, rank), *((NORMS, stage, i) for stage in range(len(at.placement)) if at.normed)],
-        makes=((UPDATED, 0),), ends=_gradients_of, seconds=lambda cost: cost.step_s, colour="#d6336c",
+        needs=lambda at, s, i, rank: [*_sums(at, s, i, rank), *_norms(at, s, i, rank)],
+        makes=((UPDATED, 0), (STEPPED, 0)), ends=_gradients_of, seconds=lambda cost: cost.step_s, colour="#d6336c",
         shades=("1;38;5;255;48;5;160",))
     USE = Kind("USE", "choose a weight version", VERSION, "optimizer_steps.use", generated=True, chooses=True,
                torch="USE: with a flush there is one version of the weights")
@@ -394,6 +405,8 @@ class Op(metaclass=_Members):
         memory=Memory(frees=(GATHERED,)))
     NORM = Kind("NORM", "gradient norms", UPDATE, "optimizer_steps.norm", of_model=True, needs=_sums,
                 makes=((NORMS, 0),))
+    GATHER = Kind("GATHER_W", "weights stepped by replicas", UPDATE, "optimizer_steps.gather", summed=True,
+                  of_model=True, needs=lambda at, s, i, rank: [(STEPPED, s, i)], makes=((EXCHANGED, 0),))
     SEND_F = Kind(
         "SEND_F", "send activations", MICROBATCH, "_p2p.send_activations",
         needs=lambda at, s, i, rank: [(OUTPUT, s, i)],

@@ -24,7 +24,8 @@ of a rank are published before the first of them steps, since each step needs th
 gradients of a borrower on the same rank.
 
 The replicas of a stage send each other the gradients of an update after its last backward or weight half. Before the
-step each sums its share of them (REDUCE_GRAD) and sends the sum to the others; the step waits for theirs.
+step each sums its share of them (REDUCE_GRAD) and sends the sum to the others; the step waits for theirs. With ZeRO-1
+each sums, and steps, the parameters that it owns, and sends their weights to the others (GATHER_W, behind the step).
 
 Where the weights of stages are divided over lanes, those of a stage are gathered before its first forward of an update
 (UNSHARD), and given back (RESHARD) once lanes have summed its gradients, before the step.
@@ -56,14 +57,16 @@ class Lowering:
         compute: the compute programs, of this rank and of the owners of weights that it borrows.
         ties: borrowing stages by owning stage.
         norm: add the exchange of gradient norms before every step.
+        zero1: each replica of a stage steps a part of its parameters. Then without a flush norms go to replicas alone.
         warmup: forwards of a replica of every stage before its first backward, where it is a stream.
         sharded: the weights of stages are divided over lanes.
     """
 
     def __init__(self, assignment: Assignment, rank: int, compute: Compute, ties: Mapping[int, Sequence[int]],
-                 norm: bool = False, warmup: Sequence[int] = (), sharded: bool = False) -> None:
+                 norm: bool = False, warmup: Sequence[int] = (), sharded: bool = False, zero1: bool = False) -> None:
         self._assignment, self._rank, self._compute, self._norm = assignment, rank, compute, norm
         self._sharded, self._gathered = sharded, dict.fromkeys(stages_of_rank(assignment.placement, rank), -1)
+        self._zero1, self._of_all = zero1, assignment.flush or not zero1
         self._warmup = warmup
         placement = assignment.placement
         self._stages = stages_of_rank(placement, rank)
@@ -229,39 +232,51 @@ class Lowering:
         A step waits for the gradients of the stages of this rank that borrow its weights.
         """
         ready = [step for step in self._steps if step.index < self._closed.get(step.stage, step.index + 1)]
-        if self._norm and len(ready) < len(self._stages):
+        if self._norm and self._of_all and len(ready) < len(self._stages):
             return
         for step in ready:
             if self._setting.sums(step.stage):
                 yield Action(Op.REDUCE, step.stage, step.index)
             if self._sharded:
                 yield Action(Op.RESHARD, step.stage, step.index)
+        replicated = [step for step in ready if self._assignment.width(step.stage) > 1]
         if self._norm:
-            yield from (Action(Op.NORM, step.stage, step.index) for step in ready)
+            yield from (Action(Op.NORM, step.stage, step.index) for step in (ready if self._of_all else replicated))
+        gathers = [Action(Op.GATHER, step.stage, step.index) for step in replicated if self._zero1]
         for step in ready:
             self._steps.remove(step)
             yield step
-            yield from self._followers.pop(step, ())
-            if step.stage in self._ties:
-                yield from self._await_gradients(step.stage, step.index + self._early(step.stage))
-            if step.stage in self._lent:
-                # Also versions of the cooldown that no forward uses: to know these would need a look ahead.
-                yield Action(Op.SEND_W, step.stage, step.index + 1)
+            if not gathers:
+                yield from self._behind(step)
+        yield from gathers
+        for step in ready if gathers else ():
+            yield from self._behind(step)
+
+    def _behind(self, step: Action) -> Iterator[Action]:
+        """Yield what follows a step, when its version is complete."""
+        yield from self._followers.pop(step, ())
+        if step.stage in self._ties:
+            yield from self._await_gradients(step.stage, step.index + self._early(step.stage))
+        if step.stage in self._lent:
+            # Also versions of the cooldown that no forward uses: to know these would need a look ahead.
+            yield Action(Op.SEND_W, step.stage, step.index + 1)
 
 
-def lower(schedule: Schedule, norm: bool = False, sharded: bool = False) -> Schedule:
+def lower(schedule: Schedule, norm: bool = False, sharded: bool = False, zero1: bool = False) -> Schedule:
     """Return the schedule with transfers, sums over replicas, tied exchanges and, with ``norm``, gradient norms; with
-    ``sharded``, also the gathering of weights that are divided over lanes."""
-    lowered = add_transfers(schedule, norm, sharded)
+    ``sharded``, also the gathering of weights that are divided over lanes; with ``zero1``, of those that each replica
+    of a stage has stepped."""
+    lowered = add_transfers(schedule, norm, sharded, zero1)
     # A stream goes on beyond these programs, where nobody can look ahead, so its receives stay.
     return lowered if schedule.stream else post_in_time(lowered)
 
 
-def add_transfers(schedule: Schedule, norm: bool = False, sharded: bool = False) -> Schedule:
+def add_transfers(schedule: Schedule, norm: bool = False, sharded: bool = False, zero1: bool = False) -> Schedule:
     """Return the same, with every receive right before the action that precedes its use."""
     def compute(rank: int) -> Iterator[Action]:
         return iter(schedule.programs[rank])
 
     return schedule.with_programs([
-        list(Lowering(schedule.assignment, rank, compute, schedule.ties, norm, schedule.warmup, sharded).program())
+        list(Lowering(schedule.assignment, rank, compute, schedule.ties, norm, schedule.warmup, sharded,
+                      zero1).program())
         for rank in range(schedule.ranks)])

@@ -37,8 +37,9 @@ class ScheduleSpec:
         microbatches: per batch.
         processes: how many there are; as many as the schedule has ranks when None.
         ties: borrowing stages by owning stage.
-        norm: clip gradients by the norm over all stages.
+        norm: clip gradients by the norm over all stages; without a flush, by that of each.
         sharded: the weights of stages are divided over lanes.
+        zero1: each replica of a stage steps a part of its parameters.
         last_first: run the backwards from the last microbatch to the first, see
             :func:`~vpipe.schedules.builder.reverse_backwards`.
     """
@@ -51,6 +52,7 @@ class ScheduleSpec:
     norm: bool = False
     sharded: bool = False
     last_first: bool = False
+    zero1: bool = False
 
     @property
     def schedule(self) -> str:
@@ -87,7 +89,8 @@ class ScheduleSpec:
         if self.sharded and not built.flush:
             raise UserError(f"'{built.name}' has no flush, but weights that fully_shard divides have one version",
                             hint="choose a schedule with a flush, such as 1f1b, or replicas in place of fully_shard")
-        schedule = lower(built, self.norm and built.flush, self.sharded)
+        # Without a flush a stage knows its norms by itself, unless each replica has a part of them.
+        schedule = lower(built, self.norm and (built.flush or self.zero1), self.sharded, self.zero1)
         if not proved:
             check(schedule)
         return schedule

@@ -37,6 +37,7 @@ class Setting:
         is_lowered: there are transfers or sums. Without any, actions wait directly for those that make their inputs.
         normed: gradient norms are exchanged before the steps.
         sharded: the weights of stages are divided over lanes, and gathered for every update.
+        zero1: each replica of a stage steps a part of its parameters, and sends it to the others.
     """
 
     assignment: Assignment
@@ -45,6 +46,7 @@ class Setting:
     is_lowered: bool = True
     normed: bool = False
     sharded: bool = False
+    zero1: bool = False
 
     @property
     def placement(self) -> Placement:

@@ -206,6 +206,20 @@ def test_seconds_of_kinds_that_a_package_has_added_have_a_column(tmp_path: Path)
                                     "    1     1     3-4     50.0     100.0  10.0   1.0  20.0    5.0"]
 
 
+def test_with_zero1_it_names_the_ranks_that_send_and_keep_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    job = job_of(tmp_path, parallel__zero1=True, parallel__stage_to_rank_map={"0": [0], "1": [1, 2]})
+    assert job.description.update.zero1
+    assert "GATHER_W" in job.schedule.kinds
+    usages = [replace(USAGES[0], state_bytes=9000), replace(USAGES[1], state_bytes=700),
+              replace(USAGES[0], state_bytes=800)]
+    metrics = trained(StepSize(8, 128))
+    lines = summary(job, metrics, RunFigures.from_metrics(metrics, usages, job.placement)).splitlines()
+    assert " ".join(map(str.strip, lines[-2:])) == (
+        "(zero1: of the replicas rank 1 sends most, 1.91 MiB; rank 2 keeps most of an optimizer's state, 800 B of the "
+        "1.46 KiB of stage 1)")
+
+
 def test_the_summary_of_no_update(tmp_path: Path) -> None:
     metrics = Metrics(None, StepSize(8, 128))
     assert RunFigures.from_metrics(metrics, USAGES, PLACEMENT) is None

@@ -163,6 +163,9 @@ class ParallelSection(Section):
     stage_to_rank_map: dict[str, Ints] | None = Field(None, description=(
         'ranks of each stage, such as {"0": [0, 1], "1": [2]}: with several, microbatch i goes to replica i mod their '
         "number; null takes the schedule's placement"))
+    zero1: bool = Field(False, description=(
+        "each replica of a stage steps a part of its parameters, and keeps the optimizer's state of these alone; same "
+        "numbers, and as many bytes between replicas; without replicas it changes nothing"))
     backend: Literal["gloo", "nccl", "xccl", "hccl"] | None = Field(None, description=(
         "communication between ranks; null takes nccl where every rank has a GPU of its own, else gloo"))
     device: DeviceName = Field(None, description=(

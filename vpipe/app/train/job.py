@@ -132,7 +132,7 @@ class Job:
             cut = replace(cut, stages=model.balanced(cut.stages))
         execution = Execution(executor=parallel.executor, compile=training.compile)
         schedule = prepare_schedule(model, cut, config.order, config.microbatches, execution,
-                                    needs_norms=training.needs_norms, proved=proved)
+                                    needs_norms=training.needs_norms, zero1=parallel.zero1, proved=proved)
         config = config.with_parallel(update_every=None if schedule.flush else schedule.update_every)
         if "partition" not in to_plan:
             config = config.with_parallel(partition=cut.partition)
@@ -198,7 +198,8 @@ class Job:
     def description(self) -> Description:
         """The whole description of the pipeline."""
         config, training, parallel = self.config, self.config.training, self.config.parallel
-        update = Update(self.optimizer(), self.lr_policy(), training.grad_clip, training.on_nan == "skip")
+        update = Update(self.optimizer(), self.lr_policy(), training.grad_clip, training.on_nan == "skip",
+                        parallel.zero1)
         return Description(self.cut, config.order, config.microbatches, update, training.computed, parallel.transfers,
                            Execution(device_of(config), parallel.executor, training.compile or False), training.seed)
 

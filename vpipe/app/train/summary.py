@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from math import isfinite
@@ -125,7 +125,22 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
     return [*fitted(columns, rows, width, names=2),
             *filled(f"(forward to idle: milliseconds per {job.step_name}; idle: waiting for other ranks; sent: per "
                     f"{job.step_name}; " + "staleness: most updates that a gradient was late; mean delay: of the "
-                    "schedule, in updates; " * late + "in flight: microbatches)", width)]
+                    "schedule, in updates; " * late + "in flight: microbatches)", width), *_owners(job, figures)]
+
+
+def _owners(job: Job, figures: RunFigures) -> Iterator[str]:
+    """Yield, of a run in which replicas each step a part of their stage, which ranks send and keep most."""
+    homes = [(stage, rank) for stage, ranks in enumerate(job.placement) for rank in ranks]
+    parted = [(stage, rank, usage) for (stage, rank), usage in zip(homes, figures.stages, strict=True)
+              if job.config.parallel.zero1 and len(job.placement[stage]) > 1]
+    if parted:
+        _, sender, busiest = max(parted, key=lambda each: each[2].bytes_sent)
+        stage, keeper, fullest = max(parted, key=lambda each: each[2].state_bytes)
+        total = sum(usage.state_bytes for other, _, usage in parted if other == stage)
+        yield from filled(f"(zero1: of the replicas rank {sender} sends most, "
+                          f"{size_text(busiest.bytes_sent / figures.usage_steps)}; rank {keeper} keeps most of an "
+                          f"optimizer's state, {size_text(fullest.state_bytes)} of the {size_text(total)} of stage "
+                          f"{stage})", terminal_columns())
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ _generations = count()
 GROUP_OF_KIND: dict[str, str] = {
     TransferKind.ACTIVATIONS: "activations", TransferKind.GRADIENTS: "gradients",
     TransferKind.TIED_WEIGHTS: "parameters", TransferKind.TIED_GRADIENTS: "parameters",
-    TransferKind.SHARES: "parameters", TransferKind.SUMS: "parameters"}
+    TransferKind.SHARES: "parameters", TransferKind.SUMS: "parameters", TransferKind.WEIGHTS: "parameters"}
 """The group of a transfer of tensors between stages, by the kind of its key; the other kinds are for the host."""
 
 _NCCL_DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8,
@@ -269,7 +269,8 @@ class DistributedTransport:
         self._most_under_way |= dict.fromkeys((TransferKind.ACTIVATIONS, TransferKind.GRADIENTS),
                                               max(SENDS_UNDER_WAY, in_flight))
         # A sum over replicas waits for all peers, so the sends of the update before have ended.
-        self._most_under_way |= {TransferKind.SHARES: 2 * buckets, TransferKind.SUMS: 2 * buckets}
+        self._most_under_way |= dict.fromkeys((TransferKind.SHARES, TransferKind.SUMS, TransferKind.WEIGHTS),
+                                              2 * buckets)
         self._control = control_group(self._timeout)
         self.ordered = is_ordered(device)
         self._groups = tensor_groups(device, self._timeout) if self.ordered else None

@@ -33,6 +33,7 @@ class TransferKind(StrEnum):
     LOSSES = "L", "the loss of step", "from stage"
     SHARES = "D", "a replica's gradients, bucket", "from stage"
     SUMS = "S", "the sum of gradients, bucket", "from stage"
+    WEIGHTS = "U", "the weights of a replica, bucket", "from stage"
     CHECKSUMS = "C", "the checksums of batches, message", "for stage"
 
     __hash__ = str.__hash__  # an enumeration's own is a function of Python, and keys are looked up for every transfer
@@ -49,7 +50,7 @@ class TransferKey(NamedTuple):
     Attributes:
         kind: what is transferred.
         stage: the stage concerned; for tied weights the number of the pair of owner and borrower.
-        number: of the microbatch, step, update or version; of sums over replicas the update times the buckets per
+        number: of the microbatch, step, update or version; of what replicas exchange the update times the buckets per
             update, plus the bucket.
     """
 

@@ -118,14 +118,16 @@ class SimulationTables:
                                             tuple(users.get((number, target), ())), 1 if posted else 2),
                                     number, *(() if posted else (number_of(receive_of(action), target),)))
                 elif op.summed:
+                    parts = [needed for needed in op.needs(graph.setting, stage, action.index, rank)
+                             if needed[0].homes is not None]
                     for other in schedule.placement[stage]:
-                        made = graph.last.get((stage, action.index, other))
-                        if other != rank and made is not None:
-                            tables._add(Message(action, other, rank, ticks(op, stage, other, rank), (number,), 1),
-                                        number_of(made, other))
-                        if other != rank:
+                        for part in parts:
+                            if other != rank and (made := graph.maker(*part, other)) is not None:
+                                tables._add(Message(action, other, rank, ticks(op, stage, other, rank), (number,), 1),
+                                            number_of(made, other))
+                        if other != rank and (number, other) in users:  # no one needs it where owners step
                             tables._add(Message(action, rank, other, ticks(op, stage, rank, other),
-                                                tuple(users.get((number, other), ())), 1), number)
+                                                tuple(users[number, other]), 1), number)
                 elif op.host_bytes is not None:  # the rank goes on while it is copied
                     copied = ratio(costs.host_link.transfer_s(op.host_bytes(costs.stages[stage])) * unit, 1)
                     tables._add(Message(action, rank, rank, copied, tuple(users.get((number, rank), ())), 1), number)

@@ -1,0 +1,235 @@
+"""ZeRO-1: each replica of a stage steps whole parameters of its own, and every number is what it is without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from everywhere import over, same_everywhere
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import frozen_front, norm_model, rich_batches, rich_model, thrice_tied_model
+from oracles import AdamW, Momentum, assert_same, assert_same_state, equals_its_oracle, oracle_of, pipeline_of, saved
+from test_replicas import arranged
+from torch import Tensor, nn
+from world import World
+
+from vpipe import Cut, Model, Pipeline, Update
+from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
+from vpipe.errors import UserError
+from vpipe.runtime.reducer import owners_of
+
+MUON = OptimizerSettings("muon", 0.02, weight_decay=0.1, matrices=hidden_matrices(rich_model()))
+SOAP = OptimizerSettings("soap", 0.02, weight_decay=0.1, matrices=hidden_matrices(rich_model()))
+FLUSH, STREAM, BUFFERED = {"schedule": "1f1b"}, {"schedule": "pipedream", "update_every": 1}, {
+    "schedule": "2bw", "update_every": 4}
+
+
+def words(widths: Sequence[int], schedule: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return arranged(8, widths, **{"microbatches": 4, **schedule, "zero1": True, **more})
+
+
+# -- the numbers
+
+
+@pytest.mark.parametrize(("widths", "schedule", "clip"), [
+    *product([(2, 1), (1, 3, 2), (4,)], [FLUSH, STREAM], [None, 0.5]),
+    ((1, 2), BUFFERED, 0.5), ((1, 4), {"schedule": "zb_h1"}, 0.5),
+    ((2, 2), {"schedule": "pipedream_vertical_sync", "update_every": 1}, 0.5)])
+def test_it_equals_its_oracle(widths: tuple[int, ...], schedule: Mapping[str, Any], clip: float | None) -> None:
+    """A tie across all stages, skips, dropout, recompute; streams that end with incomplete rounds."""
+    batches = rich_batches(4, 5 if schedule is STREAM else 4)
+    equals_its_oracle(rich_model, batches[:3], batches[3:], **words(
+        widths, schedule, grad_clip=clip, recompute=0.5, microbatches=5 if schedule is STREAM else 4))
+
+
+@pytest.mark.parametrize(("optimizer", "precision", "more"), [
+    (Momentum(), "fp32", {}), (Momentum(), "bf16", {}), (MUON, "fp32", {}), (SOAP, "fp32", {}), (MUON, "bf16_pure", {}),
+    (AdamW(), "bf16_pure", {"delay_correction": 0.5}), (AdamW(), "fp16", {}), (MUON, "fp32", {"delay_correction": 1.0}),
+    (AdamW(), "fp32", {"skip_not_finite": True, "grad_clip": None})])
+@pytest.mark.parametrize("schedule", [FLUSH, STREAM], ids=lambda schedule: schedule["schedule"])
+def test_every_optimizer_in_every_precision(schedule: Mapping[str, Any], optimizer: Any, precision: str,
+                                            more: Mapping[str, Any]) -> None:
+    if schedule is FLUSH:
+        more = {name: value for name, value in more.items() if name != "delay_correction"}
+    batches = rich_batches(3, 4)
+    equals_its_oracle(rich_model, batches[:2], batches[2:], **words(
+        (2, 3), schedule, **{"optimizer": optimizer, "precision": precision, "grad_clip": 0.5, **more}))
+
+
+@pytest.mark.parametrize("build", [thrice_tied_model, norm_model, frozen_front])
+@pytest.mark.parametrize("schedule", [FLUSH, STREAM], ids=lambda schedule: schedule["schedule"])
+def test_all_sorts_of_layers(build: Callable[[], Model], schedule: Mapping[str, Any]) -> None:
+    """Ties into several stages, buffers of each replica, a stage with nothing to train."""
+    batches = rich_batches(4, 8)
+    equals_its_oracle(build, batches[:2], batches[2:], **{
+        **words((2, 1, 3), schedule, recompute=1.0, optimizer=Momentum()),
+        "partition": arranged(len(build()), (2, 1, 3), "", 0)["partition"]})
+
+
+def test_both_directions() -> None:
+    """Every stage on two ranks, each with a copy of two."""
+    equals_its_oracle(rich_model, rich_batches(2, 8), schedule="chimera", microbatches=8, partition=[2, 2, 2, 2],
+                      grad_clip=0.5, zero1=True)
+
+
+def test_an_overflow_on_one_replica_is_known_to_all() -> None:
+    """Of which the gradients that its owner has need not show anything: each stage has a loss scale of its own."""
+    batches = rich_batches(4, 4)
+    pipe = pipeline_of(rich_model, **words((1, 3), STREAM, precision="fp16", grad_clip=0.5))
+    steps = list(pipe.train(batches))
+    assert any(step.skipped for step in steps), "the first scales are too large"
+    assert_same(pipe, steps, oracle_of(pipe, batches))
+
+
+# -- few parameters, and none
+
+
+class Front(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids)
+
+
+@pytest.mark.parametrize("schedule", [FLUSH, STREAM], ids=lambda schedule: schedule["schedule"])
+def test_a_stage_with_fewer_parameters_than_replicas(schedule: Mapping[str, Any]) -> None:
+    """An embedding alone, with which DeepSpeed's issue 1522 waited for ever; and a stage that trains nothing."""
+    torch.manual_seed(0)
+    layers = [Front(), nn.Tanh(), nn.Linear(4, 3)]
+    model = Model.sequential(nn.Sequential(*layers), nn.CrossEntropyLoss())
+    batches = [{"input": torch.randint(5, (4,)), "target": torch.randint(3, (4,))} for _ in range(3)]
+    runs = []
+    for zero1 in (True, False):
+        pipe = pipeline_of(model, **{**words((3, 2, 1), schedule, grad_clip=0.1, zero1=zero1), "partition": [1, 1, 1]})
+        runs.append(([(step.loss, step.gradient_norm) for step in pipe.train(batches)], pipe.state_dict()))
+    assert runs[0][0] == runs[1][0]
+    assert_same_state(runs[0][1], runs[1][1])
+
+
+# -- memory and bytes
+
+
+@given(sizes=st.lists(st.integers(0, 50), max_size=12), width=st.integers(1, 5))
+@settings(deadline=None, max_examples=100)
+def test_no_owner_has_more_than_its_part_and_the_largest(sizes: list[int], width: int) -> None:
+    loads = [0] * width
+    for size, owner in zip(sizes, owners_of(sizes, width), strict=True):
+        loads[owner] += size
+    assert max(loads) <= sum(sizes) / width + max(sizes, default=0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_state_is_divided_and_the_bytes_between_replicas_stay(width: int, precision: str) -> None:
+    state, sent = {}, {}
+    for zero1 in (False, True):
+        pipe = pipeline_of(rich_model, **words((width,), FLUSH, precision=precision, zero1=zero1))
+        list(pipe.train(rich_batches(1, 4)))
+        state[zero1] = [usage.state_bytes for usage in pipe.engine.collectives.usage()]
+        sent[zero1] = sum(worker.transport.bytes_sent for worker in pipe.engine.workers.values())
+    [stage] = pipe.engine.workers[0].stages.values()
+    sizes = [4 * leaf.numel() for leaf in stage.weights.leaves()]  # moments and masters are fp32
+    of_each = 3 if precision == "bf16_pure" else 2
+    steps = 4 * len(sizes)  # AdamW counts its steps in a tensor per parameter
+    assert state[False] == [of_each * sum(sizes) + steps] * width
+    assert sum(state[True]) == of_each * sum(sizes) + steps
+    assert max(state[True]) <= of_each * (sum(sizes) / width + max(sizes)) + steps
+    # Beside the gradients a share has a number for each of them, and a row is filled up: weights need neither.
+    per_number = 2 if precision == "bf16_pure" else 4
+    spare = 2 * (width - 1) * per_number * (len(sizes) + width)
+    assert sent[False] - spare <= sent[True] <= sent[False]
+
+
+def test_making_the_optimizers_steps_nothing() -> None:
+    """Megatron-LM's issue 5974: state that was made early, by a step, made every update too small."""
+    pipe = pipeline_of(rich_model, **words((2,), FLUSH))
+    assert not any(optimizer.state_tensors() for worker in pipe.engine.workers.values()
+                   for optimizer in worker.optimizer_steps.optimizers.values())
+    list(pipe.train(rich_batches(3, 4)))
+    counts = {float(value) for name, value in saved(pipe)[1].items() if name.endswith(".step")}
+    assert counts == {3.0}
+
+
+# -- checkpoints
+
+
+@pytest.mark.parametrize(("schedule", "more"), [
+    (FLUSH, {"precision": "bf16_pure"}), (STREAM, {"precision": "bf16_pure", "delay_correction": 0.5}),
+    (STREAM, {"optimizer": MUON})], ids=["flush", "corrected", "muon"])
+def test_a_checkpoint_does_not_depend_on_who_owns(schedule: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+    """Saved with, gone on without; saved without, gone on with other widths, and other owners."""
+    batches = rich_batches(4, 4)
+
+    def run(widths: Sequence[int], zero1: bool, place: Any = None) -> tuple[Pipeline, Any]:
+        pipe = pipeline_of(rich_model, **words(widths, schedule, grad_clip=0.5, zero1=zero1, **more))
+        if place is not None:
+            pipe.engine.restore(*place)
+        list(pipe.train(batches[:2] if place is None else batches[2:]))
+        return pipe, saved(pipe)
+
+    with_owners, without = run((2, 3), True)[1], run((2, 3), False)[1]
+    assert with_owners[0] == without[0]
+    assert_same_state(dict(sorted(with_owners[1].items())), dict(sorted(without[1].items())))
+    plain, expected = run((2, 3), False, without)
+    pipe, place = run((2, 3), True, without)
+    assert_same_state(dict(sorted(place[1].items())), dict(sorted(expected[1].items())))
+    assert_same_state(pipe.state_dict(), plain.state_dict())
+    assert_same_state(pipe.engine.state(corrected=False), plain.engine.state(corrected=False))
+    if schedule is FLUSH:  # without one, what is late depends on the widths
+        other, ours = run((4, 1), False, with_owners), run((4, 1), True, without)
+        assert_same_state(dict(sorted(ours[1][1].items())), dict(sorted(other[1][1].items())))
+
+
+# -- what is refused
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number of all its parameters, as Prodigy and D-Adaptation do."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["seen"] = self.param_groups[0].get("seen", 0) + len(self.param_groups[0]["params"])
+        return super().step(closure)
+
+
+def hooked(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(("optimizer", "text"), [
+    (lambda parameters: Counting(parameters, lr=0.1), "seen of the parameter groups of Counting changed in a step"),
+    (hooked, "SGD has hooks around its step, which would see the parameters of one replica only")])
+def test_an_optimizer_that_wants_all_parameters_is_refused(optimizer: Any, text: str) -> None:
+    batches = [{"input": torch.ones(4, 3), "target": torch.zeros(4, dtype=torch.int64)}]
+    for ranks in (1, 2):
+        torch.manual_seed(0)
+        pipe = Pipeline(Model.sequential(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), nn.CrossEntropyLoss()),
+                        Update(optimizer, zero1=True), stages=Cut(1, ranks=ranks), microbatches=2)
+        if ranks == 1:  # without replicas it changes nothing
+            list(pipe.train(batches))
+        else:
+            with pytest.raises(UserError, match=text):
+                list(pipe.train(batches))
+
+
+# -- over processes
+
+
+@over(("gloo nccl", {"schedule": "1f1b", "placement": [[2], [0, 3, 1]], "precision": "bf16_pure"}),
+      ("gloo nccl", {"schedule": "pipedream", "placement": [[0, 1], [2, 3]], "microbatches": 5, "update_every": 1}),
+      ("gloo", {"schedule": "pipedream", "placement": [[3, 2, 1, 0]], "microbatches": 3, "update_every": 1,
+                "precision": "fp16"}),
+      ("nccl", {"schedule": "chimera", "placement": [[0, 3], [1, 2], [2, 1], [3, 0]], "microbatches": 8}))
+def test_over_processes(world: World, rules: Mapping[str, bool] | None, arguments: dict[str, Any]) -> None:
+    """With an evaluation in the middle, which drains a stream."""
+    microbatches = arguments.get("microbatches", 4)
+    same_everywhere(world, rules, stages=len(arguments["placement"]), **{
+        "model": "rich", "microbatches": microbatches, "samples": microbatches, "batches": 4, "more": 2,
+        "grad_clip": 0.5, "evaluate_after": [1], "zero1": True, **arguments})
