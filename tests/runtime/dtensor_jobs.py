@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import count
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from vpipe import Layer, Model, Pipeline
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import UserError
-from vpipe.runtime.sharded_tensors import any_of_all, completed, local, norms_of, parted, whole
+from vpipe.runtime.sharded_tensors import any_of_all, completed, local, norms_of, parted, whole, wrapped
 
 
 class Block(nn.Module):
@@ -207,3 +208,41 @@ def exactly_trained_in_lanes() -> list[dict[str, Any]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     return [exactly_trained(sequence_parallel(mesh["tp"]), mesh=mesh, schedule=schedule, grad_clip=clip)
             for schedule in ("1f1b", "zb_h1") for clip in (None, 1e30)]
+
+
+class Poison(torch.autograd.Function):
+    """The identity, whose gradient may be infinite."""
+
+    @staticmethod
+    def forward(context: Any, h: Tensor, poisoned: bool) -> Tensor:
+        context.poisoned = poisoned
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * torch.inf if context.poisoned else gradient, None
+
+
+def one_lane_overflows(*, place: str, call: int, **words: Any) -> dict[str, Any]:
+    """The skipped steps, and the state, where lane 1 alone once gets an infinite gradient: ``own``, of its shard of a
+    weight, or one to ``send`` to the stage before."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    calls = count()
+
+    def taken() -> bool:
+        return next(calls) == call and mesh.get_local_rank("tp") == 1
+
+    def poisoned(gradient: Tensor) -> Tensor:
+        return gradient * (torch.inf if taken() else 1)
+
+    def wrap(block: nn.Module) -> nn.Module:
+        block = parallel(mesh["tp"])(block)
+        if place == "own":
+            block.up.weight.register_hook(lambda gradient: wrapped(poisoned(local(gradient)), gradient))
+        elif mesh.get_local_rank("pp") == 1:
+            block.register_forward_pre_hook(lambda _, given: (Poison.apply(given[0], taken()),))
+        return block
+
+    pipe = Pipeline(model(wrap), **parts(**{"stages": 2, "optimizer": adamw, "microbatches": 4, "mesh": mesh} | words))
+    skipped = [step.skipped for step in pipe.train(batches(2))]
+    return {"skipped": skipped, "state": fingerprint(pipe.state_dict())}

@@ -141,6 +141,19 @@ def test_weight_gradients_wait(sharded: Wrap) -> None:
     assert [len(half) for half in record.weight_grads] == [6], "of two matrices in each of three blocks"
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_dtensor_run(sharded: Wrap, register: str) -> None:
+    """Torch's Module.to, by which a layer gets to its device, makes them unknown to autograd."""
+    calls: list[Tensor] = []
+
+    def hooked(block: nn.Module) -> nn.Module:
+        getattr(sharded(block).up.weight, register)(lambda seen: calls.append(seen.detach()))
+        return block
+
+    list(pipeline(hooked).train(dtensor_jobs.batches(1)))
+    assert len(calls) == 12, "of 4 microbatches in each of three blocks"
+
+
 def test_what_is_refused(sharded: Wrap) -> None:
     def keeping_its_output(block: nn.Module) -> nn.Module:
         block = sharded(block)
@@ -195,3 +208,15 @@ def test_a_checkpoint_of_one_mesh_is_that_of_another(world: World, tmp_path: Pat
     assert saved["delay_correction.b0.up.weight.last_change"].abs().sum() > 0
     for other in others:
         assert same(dict(sorted(other.items())), dict(sorted(saved.items())))
+
+
+@pytest.mark.parametrize(("words", "skipped"), [
+    ({"place": "own", "call": 0, "schedule": "1f1b", "skip_not_finite": True}, [True, False]),
+    ({"place": "own", "call": 0, "schedule": "2bw", "skip_not_finite": True}, [True, False, False, False]),
+    ({"place": "send", "call": 5, "schedule": "2bw", "precision": "fp16"}, [True, False, True, False])])
+def test_an_overflow_in_one_lane_skips_the_update_in_all(world: World, words: dict[str, Any], skipped: list[bool]
+                                                         ) -> None:
+    """A rank tells of its own stage. The last one's first update in fp16 overflows anyway, at the first scale."""
+    runs = world.run(dtensor_jobs.one_lane_overflows, **words)
+    assert runs[0] == runs[1]
+    assert runs[2] == runs[3] == {"skipped": skipped, "state": runs[0]["state"]}

@@ -213,4 +213,8 @@ def moved(module: nn.Module, device: torch.device | str) -> nn.Module:
     for (first, own), *others in places.values():
         for part, name in others:
             setattr(part, name, getattr(first, own))
+    for parameter in module.parameters():
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(parameter, kind):  # which autograd does not find any more after Module.to of a DTensor
+                setattr(parameter, kind, getattr(parameter, kind))
     return module
