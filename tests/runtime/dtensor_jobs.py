@@ -206,8 +206,11 @@ def exactly_trained(wrap: Callable[[nn.Module], nn.Module], **words: Any) -> dic
 
 def exactly_trained_in_lanes() -> list[dict[str, Any]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    return [exactly_trained(sequence_parallel(mesh["tp"]), mesh=mesh, schedule=schedule, grad_clip=clip)
-            for schedule in ("1f1b", "zb_h1") for clip in (None, 1e30)]
+    runs: list[dict[str, Any]] = [
+        {"schedule": "1f1b"}, {"schedule": "1f1b", "grad_clip": 1e30}, {"schedule": "zb_h1", "grad_clip": 1e30},
+        {"schedule": "1f1b", "grad_clip": 1e30, "stages": 1, "replicas": 2},
+        {"schedule": "1f1b", "grad_clip": 1e30, "stages": 1, "replicas": 2, "zero1": True}]
+    return [exactly_trained(sequence_parallel(mesh["tp"]), mesh=mesh, **words) for words in runs]
 
 
 class Poison(torch.autograd.Function):
