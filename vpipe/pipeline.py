@@ -38,6 +38,7 @@ from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.optimizer_step import StepObserver
 from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint
 from vpipe.runtime.pipeline_schedule import prepare_schedule
+from vpipe.runtime.sharded_state import ShardedState
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.advice import Advice
@@ -218,16 +219,33 @@ class Pipeline:
         _check_batches(batches)
         return self.engine.evaluate(batches)
 
-    def state_dict(self, *, corrected: bool = True) -> dict[str, Tensor]:
+    def state_dict(self, *, corrected: bool = True, sharded: bool = False) -> dict[str, Any]:
         """Return the whole model on every rank: ``"<layer>.<parameter>"``; a tied parameter under its owner's name.
 
         Every rank must call it, after the same step; an asynchronous pipeline drains first.
 
         Args:
+            sharded: instead what this rank has of the model and of the optimizer's state, for
+                ``torch.distributed.checkpoint``; see :attr:`sharded`.
             corrected: False takes back what ``delay_correction`` has added: the weights are then the sum of what the
                 optimizer's steps changed, without the extrapolation over the delay.
         """
-        return self.engine.state(corrected)
+        return self.sharded.state_dict() if sharded else self.engine.state(corrected)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a :meth:`state_dict` on every rank before training: a whole model; or, with the optimizer's state and
+        the position in training, a sharded one, which ``torch.distributed.checkpoint`` has filled.
+
+        Raises:
+            UserError: training has begun, or a tensor of the model is missing.
+        """
+        self.sharded.load_state_dict(state if isinstance(state.get("model"), Mapping) else {"model": state})
+
+    @property
+    def sharded(self) -> ShardedState:
+        """The state of this rank as ``torch.distributed.checkpoint`` saves and loads it, whatever the cut and the mesh:
+        ``dcp.save({"pipe": pipe.sharded}, checkpoint_id=folder)``; a plain model's, too (docs/checkpoint.md)."""
+        return ShardedState(self.engine, self.description)
 
     def save(self, folder: str | Path) -> None:
         """Save a checkpoint at ``folder``, from which training resumes exactly.

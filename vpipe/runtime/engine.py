@@ -414,15 +414,18 @@ class Engine:
         Raises:
             RunError: the pipeline failed before.
         """
+        state: dict[str, Tensor] = {}
+        for name, tensor in self.tensors_here().items():
+            full = whole(tensor)  # one after the other; of a DTensor by all lanes, the first of which keeps it
+            if not self._lanes.number:
+                state[name] = full.cpu() if full is not tensor else full
+        return state
+
+    def tensors_here(self) -> dict[str, Tensor]:
+        """Return the same without copies, and in every lane; of DTensors the shards."""
         self._interpreter.check_usable()
         self.drain()
-        state: dict[str, Tensor] = {}
-        for part in self.parts:
-            for name, tensor in part.state().items():
-                full = whole(tensor)  # one after the other; of a DTensor by all lanes, the first of which keeps it
-                if not self._lanes.number:
-                    state[name] = full.cpu() if full is not tensor else full
-        return state
+        return {name: tensor for part in self.parts for name, tensor in part.state().items()}
 
     def wants(self, name: str) -> bool:
         """Return whether :meth:`restore` of this process needs a tensor of this name."""

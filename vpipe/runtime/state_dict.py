@@ -30,6 +30,7 @@ from vpipe.runtime.loss_scaler import LossScaleState
 from vpipe.runtime.sharded_tensors import parted
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import RATES, StageOptimizer, first_of
+from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.size import Placement
 
@@ -116,15 +117,8 @@ class OptimizerState(StatePart):
         named: dict[str, Tensor] = {}
         for optimizers, weights, replica in self._of_replicas:
             optimizers.check_state()
-            for name, (optimizer, number) in optimizers.of_parameter.items():
-                if replica != 0 if weights.owned is None else not weights.owns(name):
-                    continue
-                group = optimizer.param_groups[number]
-                for key, value in optimizer.state.get(optimizers.parameters[name], {}).items():
-                    named.update([_as_tensor(f"optim.{name}.{key}", value)])
-                for key in RATES if optimizers.rescheduled else ():
-                    if group.get(key) is not None:
-                        named.update([_as_tensor(f"optim.{name}.group.{key}", float(group[key]))])
+            if weights.owned is not None or replica == 0:
+                named |= optimizer_entries(optimizers, weights)
         return named
 
     def wants(self, name: str) -> bool:
@@ -140,6 +134,22 @@ class OptimizerState(StatePart):
                         parameter, (optimizer, number) = optimizers.parameters[owner], optimizers.of_parameter[owner]
                         key, value = _as_value(entry, tensor, parameter, optimizer.param_groups[number])
                         optimizer.state[parameter][key] = value
+
+
+def optimizer_entries(optimizers: StageOptimizer, weights: WeightVersions) -> dict[str, Tensor]:
+    """Return the state that a stage's optimizers have of the parameters that they step, by its names in a checkpoint.
+    """
+    named: dict[str, Tensor] = {}
+    for name, (optimizer, number) in optimizers.of_parameter.items():
+        if not weights.owns(name):
+            continue
+        group = optimizer.param_groups[number]
+        for key, value in optimizer.state.get(optimizers.parameters[name], {}).items():
+            named.update([_as_tensor(f"optim.{name}.{key}", value)])
+        for key in RATES if optimizers.rescheduled else ():
+            if group.get(key) is not None:
+                named.update([_as_tensor(f"optim.{name}.group.{key}", float(group[key]))])
+    return named
 
 
 class NamedBuffers(StatePart):
