@@ -6,8 +6,9 @@ import json
 import socket
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from threading import Event, Thread, Timer
 
 import pytest
@@ -17,6 +18,7 @@ from vpipe.distributed.connection import Connection, connect, listening_socket
 from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.fault import Fault
 from vpipe.distributed.sockets import break_off, connections
+from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import RunError
 
 
@@ -114,6 +116,24 @@ def test_the_last_word_is_said_before_the_line_is_closed(ranks: Ranks, monkeypat
     monkeypatch.setattr(Connection, "send", slowly)
     ranks.watches.pop(1).leave()
     until(lambda: ranks.watches[0]._states[1].left)
+
+
+def test_rank_0_ends_after_others_that_exchange_values_without_it(ranks: Ranks) -> None:
+    ranks.pace = replace(PACE, grace_s=WITHIN_S, silent_s=WITHIN_S)
+    detector = ranks.start(4)
+    with ThreadPoolExecutor() as threads:
+        def gathered(rank: int) -> Future[list[int]]:
+            part = Exchange(ranks.watches[rank], "", WITHIN_S, (rank % 2, 2 + rank % 2))
+            return threads.submit(part.all_gather, rank)
+
+        assert [one.result(WITHIN_S) for one in [gathered(0), gathered(2)]] == [[0, 2]] * 2
+        left = threads.submit(ranks.watches.pop(0).leave)
+        time.sleep(4 * PACE.beat_s)
+        assert [one.result(WITHIN_S) for one in [gathered(1), gathered(3)]] == [[1, 3]] * 2
+        for rank in (1, 2, 3):
+            ranks.watches.pop(rank).leave()
+        left.result(WITHIN_S)
+    detector.stop()
 
 
 def test_when_rank_0_ends_in_good_order_the_others_go_on_without_a_watch(ranks: Ranks) -> None:

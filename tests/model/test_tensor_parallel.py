@@ -103,7 +103,7 @@ def compare(family: str, parts: int, sequence: bool, planted: str | None = None)
     if planted == "loss":
         patch.setattr(tp, "_over_ranks", lambda tensor, mesh, operation: tensor)
     whole, expected = run(model(family), batch(family))
-    fresh = tp.parallel(model(family), lambda: at)
+    fresh = tp.parallel(model(family), at)
     begun = {f"{layer.name}.{name}": p.detach() for index, layer in enumerate(fresh.layers)
              for name, p in built(layer, index).named_parameters()}
     split, found = run(fresh, batch(family))
@@ -156,7 +156,7 @@ def refused(length: int) -> str:
     """What the embeddings say to a sequence."""
     at = tp.TensorMesh(init_device_mesh("cpu", (4,)), Shard(1))
     with pytest.raises(UserError) as raised:
-        run(tp.parallel(model("gpt"), lambda: at), batch("gpt", length))
+        run(tp.parallel(model("gpt"), at), batch("gpt", length))
     return str(raised.value)
 
 
@@ -184,6 +184,6 @@ def test_sizes_that_cannot_be_split_are_named() -> None:
 
 
 def test_a_layer_without_a_plan_is_refused() -> None:
-    split = tp.parallel(Model([Layer("a", lambda: nn.Linear(2, 2), ("x",), ("loss",))], ("x",)), lambda: None)
+    split = tp.parallel(Model([Layer("a", lambda: nn.Linear(2, 2), ("x",), ("loss",))], ("x",)), None)
     with pytest.raises(UserError, match="Linear has no plan for tensor parallelism that names 'weight'"):
         split.layers[0].build()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from threading import Condition, Event, Thread, current_thread, main_thread
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any, Protocol
 
 from vpipe.distributed.connection import Connection
@@ -145,6 +145,7 @@ class Watchdog:
         self._arrived: dict[str, Mapping[str, Any]] = {}  # exchanges by their names, until they are taken
         self._arrival, self._names = Condition(), Counter[str]()
         self._over = False  # nothing arrives any more
+        self._in_parts = False  # this rank has exchanged values with some of the others only
         self._thread = Thread(target=self._run, name="vpipe-watch", daemon=True)
         self._thread.start()
 
@@ -253,6 +254,7 @@ class Watchdog:
 
     def give(self, message: Mapping[str, Any]) -> None:
         """Send a message for rank 0's relay."""
+        self._in_parts |= len(message.get("of", self.hosts)) < self.ranks
         self._connection.send(message)
         if self._connection.has_unsent:
             with suppress(OSError):
@@ -299,7 +301,15 @@ class Watchdog:
             return self._arrived.pop(name, {}) if came else None
 
     def leave(self) -> None:
-        """Tell rank 0 that this program comes to its end, so that it is not taken for dead."""
+        """Tell rank 0 that this program comes to its end, so that it is not taken for dead.
+
+        Where ranks exchange values in parts, such as lanes, others may not have all of theirs yet when rank 0, which
+        relays them, is done with its own: it ends after the others then, or when they have not ended for long.
+        """
+        patience = monotonic() + self.timing.grace_s
+        while (self.rank == 0 and self._in_parts and not self._known.is_set() and monotonic() < patience
+               and not all(state.left for state in self._states[1:])):
+            sleep(min(0.01, self.timing.beat_s))
         if not self._known.is_set():
             self._connection.send({"left": True})
         self._leave_by = monotonic() + self.timing.grace_s

@@ -203,6 +203,17 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (["parallel.executor=async_threaded"],
      "parallel.executor is async_threaded, which runs the schedule gpipe alone, but the schedule is 1f1b",
      "use the schedule gpipe, or the executor overlapped, which runs any"),
+    (["parallel.schedule=gpipe", "parallel.executor=async_threaded", "parallel.tensor=2"],
+     "parallel.executor is async_threaded, but tensor is 2: threads would begin the collectives of layers in another "
+     "order on each rank", "set executor: overlapped"),
+    (["parallel.compress=bf16", "parallel.tensor=2"], "parallel.compress is bf16, but tensor is 2: its ranks would "
+     "round apart what they hold in common", "leave it out, or set tensor: 1"),
+    (["parallel.recompute=auto", "parallel.tensor=2"], "parallel.recompute is auto, but tensor is 2, and split layers "
+     "are not measured", "write it, or set tensor: 1"),
+    (["training.compile=true", "parallel.tensor=2"], "training.compile is True, but parallel.tensor is 2, and split "
+     "layers are not compiled", "set it to false"),
+    (["elastic=true", "parallel.tensor=2"], "elastic is true, but parallel.tensor is 2: what is left of a host cannot "
+     "split a layer", "set it to false"),
     (["parallel.schedule=gpipe", "parallel.executor=async_threaded", "trace=true"],
      "trace is true, but the forwards of the executor async_threaded go on in threads, several at one time: there is "
      "no timeline of actions one after the other", "use the executor overlapped, which computes the same numbers"),

@@ -70,6 +70,20 @@ def test_on_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
                                       "train", "&"]
 
 
+def test_ranks_that_split_layers_are_neighbours_on_one_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["parallel.tensor=2", "parallel.master_address=10.0.0.1", "parallel.interface=eth0"]
+    commands, _ = printed(tmp_path, capsys, *settings,
+                          "machines=[localhost:0, localhost:1, me@hostB:0, me@hostB:1]")
+    assert [shlex.split(line)[:3] for line in commands if line.startswith("RANK=")] == [
+        [f"RANK={rank}", f"LOCAL_RANK={rank % 2}", "WORLD_SIZE=4"] for rank in range(4)]
+    config = write_config(tmp_path)
+    assert main(["launch", "--print", str(config), "--set", "parallel.tensor=2", "--set",
+                 "machines=[localhost:0, me@hostB:0, localhost:1, me@hostB:1]"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: ranks 0 to 1 split every layer (parallel.tensor is 2), but are on 2 hosts: {socket.gethostname()}, "
+        "hostB\nhint: give every host a multiple of 2 ranks, with numbers that follow one another\n")
+
+
 def test_only_printing_is_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["launch", str(write_config(tmp_path))])

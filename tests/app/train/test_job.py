@@ -15,7 +15,8 @@ from small_run import job_of, put_in
 from vpipe.app.config.config import load_config, load_resolved
 from vpipe.app.data.synthetic import synthetic_bert
 from vpipe.app.data.tokenizers import train_byte_bpe
-from vpipe.app.families.registry import ModelSettings
+from vpipe.app.families.registry import ModelSettings, family_named
+from vpipe.app.train.headline import headline
 from vpipe.app.train.job import Job
 from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.optimizers import hidden_matrices
@@ -87,6 +88,26 @@ def test_placement(tmp_path: Path) -> None:
     job = job_of(tmp_path, parallel__stage_to_rank_map={"0": [2, 0], "1": [1]})
     assert job.placement == ((2, 0), (1,))
     assert job.describe(2) == "rank 2 (stage 0)"
+
+
+def test_processes_that_split_layers(tmp_path: Path) -> None:
+    """The partition is not measured; sizes that cannot be split, and a model without plans, are refused."""
+    job = job_of(tmp_path, parallel__tensor=2, parallel__partition="auto")
+    assert (job.config.parallel.to_plan, sum(job.partition), job.processes) == ((), 5, 4)
+    assert [job.describe(rank) for rank in (0, 3)] == ["rank 0 (lane 0, stage 0)", "rank 3 (lane 1, stage 1)"]
+    assert headline(job).endswith(
+        "one process per stage, times 2 that split its layers: ranks 0-1, 2-3 on one host each")
+    with pytest.raises(UserError) as raised:
+        job_of(tmp_path, parallel__tensor=3)
+    assert [problem.what.partition(",")[0] for problem in raised.value.problems] == [
+        "vocab_size is 32", "num_heads is 2", "intermediate_size is 64", "sequence_length is 16"]
+
+
+def test_a_model_without_plans_is_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = replace(family_named("bert"), tensor_sizes=None)
+    monkeypatch.setattr("vpipe.app.train.job.family_named", lambda name: family)
+    with pytest.raises(UserError, match=r"parallel.tensor is 2, but the model 'bert' does not say how its layers are"):
+        job_of(tmp_path, parallel__tensor=2)
 
 
 def test_epochs_are_in_orders_of_their_own_and_repeatable(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from vpipe.app.command_line import setting_words
 from vpipe.app.config.config import load_config
 from vpipe.app.config.machines import host_of
-from vpipe.app.launch.rank_env import HostRanks, hosts_of, ranks_here, ranks_of
+from vpipe.app.launch.rank_env import HostRanks, check_neighbours, hosts_of, ranks_here, ranks_of
 from vpipe.app.launch.slurm import Nodes, ranks_per_node, slurm_script
 from vpipe.app.launch.ssh import ssh_command
 from vpipe.errors import RunError, UserError
@@ -64,6 +64,7 @@ def run_slurm(options: argparse.Namespace) -> None:
     """Print the batch script, write it to a file, or submit it. Opens no data: they may be readable on nodes only."""
     config = load_config(options.config, options.settings)
     per_node = ranks_per_node(ranks_of(config), options.nodes, options.ranks_per_node)
+    check_neighbours(config, [f"node {node}" for node in range(options.nodes) for _ in range(per_node)])
     parallel, devices = config.parallel, [f"The {config.parallel.devices}."]
     if parallel.device is None and not parallel.asks_for_gpus:
         devices.append("The job requests no GPUs; with parallel.device: cuda it requests one per rank.")

@@ -13,7 +13,7 @@ from vpipe import Plan
 from vpipe.app.command_line import Setting, setting_words
 from vpipe.app.config.apply_plan import TARGETS
 from vpipe.app.config.config import Config, load_config
-from vpipe.app.launch.rank_env import check_alone, ranks_of
+from vpipe.app.launch.rank_env import check_alone, check_unsplit, ranks_of
 from vpipe.app.progress import message_if_slow
 from vpipe.app.sizes import parse_size
 from vpipe.app.train.csv_rows import check_output
@@ -43,6 +43,7 @@ def run_plan(options: argparse.Namespace) -> None:
     if options.output is not None:
         check_output(options.output)
     config = load_config(options.config, options.settings)
+    check_unsplit("vpipe plan", config)
     own_ranks = ranks_of(config)
     ranks = own_ranks if options.ranks is None else options.ranks
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vpipe.app.config.config import load_config
 from vpipe.app.launch import local
 from vpipe.app.launch.network import free_port
-from vpipe.app.launch.rank_env import check_alone, check_gpus, hosts_of, ranks_here
+from vpipe.app.launch.rank_env import check_alone, check_gpus, check_unsplit, hosts_of, ranks_here
 from vpipe.app.train.csv_rows import check_output
 from vpipe.app.train.run_folder import CONFIG
 from vpipe.app.visualize.table import table
@@ -42,6 +42,7 @@ def run_profile(options: argparse.Namespace) -> None:
     if options.output is not None:
         check_output(options.output)
     config = load_config(options.config, options.settings)
+    check_unsplit("vpipe profile", config)
     free_port(config.parallel.master_port)
     # torch is slow to import: only when the config is worth it.
     from vpipe.app.train.job import Job

@@ -12,7 +12,7 @@ from vpipe.app.commands.profile import folder_unless_failed
 from vpipe.app.config.config import load_config
 from vpipe.app.launch.local import run_ranks
 from vpipe.app.launch.network import free_port
-from vpipe.app.launch.rank_env import HostRanks, check_alone
+from vpipe.app.launch.rank_env import HostRanks, check_alone, check_unsplit
 from vpipe.app.train.job import Job
 from vpipe.app.train.run_folder import CONFIG
 from vpipe.app.verify import batches_for_steps, references, run_in_process, steps_in_batches
@@ -35,7 +35,9 @@ def run_verify(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     # By default on processors, whatever the config trains on: there the numbers are the same to the bit.
     settings = [*options.settings, "parallel.backend=gloo", f"parallel.device={options.device}"]
-    job = Job.from_config(load_config(options.config, settings))
+    config = load_config(options.config, settings)
+    check_unsplit("vpipe verify", config)
+    job = Job.from_config(config)
     batches, ranks = batches_for_steps(job, options.steps), job.schedule.ranks
     steps = steps_in_batches(job, batches)
     print(f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages on {ranks} ranks, schedule "

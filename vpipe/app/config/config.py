@@ -381,6 +381,13 @@ class Config(Section):
         for key, what, hint in self.training.computed.refused(used_codecs(self.parallel.compress)):
             yield Mistake(("parallel", key), what, hint)
 
+        if self.parallel.tensor > 1:
+            if self.training.compile:
+                yield Mistake(("training", "compile"), f"is {self.training.compile}, but parallel.tensor is "
+                              f"{self.parallel.tensor}, and split layers are not compiled", "set it to false")
+            if self.elastic:
+                yield Mistake(("elastic",), f"is true, but parallel.tensor is {self.parallel.tensor}: what is left of "
+                              "a host cannot split a layer", "set it to false")
         if self.trace and (why := Execution(executor=self.parallel.executor).no_timeline) is not None:
             yield Mistake(("trace",), f"is true, but {why[0]}", why[1])
 

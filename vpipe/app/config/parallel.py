@@ -129,6 +129,9 @@ class ParallelSection(Section):
         "number of stages; optional where partition or stage_to_rank_map gives it"))
     data_parallel_size: int = Field(1, ge=1, le=Schedule.MOST_RANKS, description=(
         "replicas of the whole pipeline, where stage_to_rank_map does not give the ranks of each stage"))
+    tensor: int = Field(1, ge=1, le=Schedule.MOST_RANKS, description=(
+        "neighbouring processes of one host that split every layer: each rank of the pipeline is so many; an auto "
+        "partition then balances the parameters, without measuring"))
     schedule: str = Field(RegisteredSchedule.DEFAULT, min_length=1, description=(
         "order of forwards, backwards and updates, such as gpipe, 1f1b or pipedream; auto takes the fastest with a "
         "flush; or a CSV file of actions, relative to the current folder"))
@@ -199,8 +202,9 @@ class ParallelSection(Section):
 
     @property
     def to_plan(self) -> tuple[str, ...]:
-        """Return the keys that are planned when the run starts; a schedule from a file is not planned for."""
-        cut = self.model_parallel_size > 1 and not CsvFile.is_path(self.schedule)
+        """Return the keys that are planned when the run starts; nothing is planned for a schedule from a file, nor for
+        split layers."""
+        cut = self.model_parallel_size > 1 and not CsvFile.is_path(self.schedule) and self.tensor == 1
         return tuple(key for key in ("partition", "recompute", "schedule", "warmup_depth")
                      if getattr(self, key) == AUTO and (key not in ("partition", "warmup_depth") or cut))
 
@@ -349,6 +353,7 @@ class ParallelSection(Section):
                               f"stages {', '.join(str(len(own)) for own in self.stage_to_rank_map.values())} ranks",
                               "leave it out: the map says it")
         yield from self._schedule()
+        yield from self._split_layers()
         if self.executor == "async_threaded" and (refused := RegisteredSchedule.threads_refused(self.schedule)):
             yield Mistake(("executor",), f"is {refused[0]}", refused[1])
         if self.use_orion_scheduler and self.executor != "async_threaded":
@@ -357,6 +362,21 @@ class ParallelSection(Section):
         elif self.use_orion_scheduler and ORION not in RANK_ENVIRONMENT.names:
             yield Mistake(("use_orion_scheduler",), "is true, but no package here adds Orion", "install vpipe with "
                           "vpipe/extras/orion, or leave it out")
+
+    def _split_layers(self) -> Iterator[Mistake]:
+        """Yield what does not go with tensor parallelism."""
+        if self.tensor == 1:
+            return
+        for key in ("recompute", "schedule", "warmup_depth"):
+            if getattr(self, key) == AUTO:
+                yield Mistake((key,), f"is auto, but tensor is {self.tensor}, and split layers are not measured",
+                              "write it, or set tensor: 1")
+        if self.executor == "async_threaded":
+            yield Mistake(("executor",), f"is async_threaded, but tensor is {self.tensor}: threads would begin the "
+                          "collectives of layers in another order on each rank", "set executor: overlapped")
+        if codecs := sorted({*used_codecs(self.compress)} - {"none"}):
+            yield Mistake(("compress",), f"is {', '.join(codecs)}, but tensor is {self.tensor}: its ranks would round "
+                          "apart what they hold in common", "leave it out, or set tensor: 1")
 
     def _recomputed(self) -> Iterator[Mistake]:
         named = {stage: entry for stage, entry in enumerate(self.recompute) if isinstance(entry, tuple)} if isinstance(

@@ -56,19 +56,19 @@ Plan = Mapping[str, Split]
 """What becomes of the submodules of a module, by their names."""
 
 
-def parallel(model: Model, at: Callable[[], TensorMesh]) -> Model:
-    """Return the model with layers that are split when they are built; ``at`` tells then over what."""
+def parallel(model: Model, at: TensorMesh) -> Model:
+    """Return the model with layers that are split when they are built."""
     return Model([replace(layer, build=partial(_split, layer.build, at)) for layer in model.layers], model.batch,
                  model.labels)
 
 
-def _split(build: Callable[[], nn.Module], at: Callable[[], TensorMesh]) -> nn.Module:
-    layer, mesh = build(), at()
+def _split(build: Callable[[], nn.Module], at: TensorMesh) -> nn.Module:
+    layer = build()
     for path, module in list(layer.named_modules()):
         plan: Plan = getattr(type(module), "tensor_plan", {})
         for name, split in plan.items():
             place = f"{path}.{name}" if path else name
-            layer.set_submodule(place, split(layer.get_submodule(place), mesh))
+            layer.set_submodule(place, split(layer.get_submodule(place), at))
     for name, parameter in layer.named_parameters():
         if not isinstance(parameter, DTensor):
             raise UserError(f"{type(layer).__name__} has no plan for tensor parallelism that names '{name}'",

@@ -26,10 +26,31 @@ from vpipe.runtime import prepare_schedule
 
 
 def ranks_of(config: Config) -> int:
-    """Return the number of ranks of the schedule. Raises UserError if there is no such schedule."""
+    """Return the number of processes: ranks of the schedule, each so many as split a layer.
+
+    Raises:
+        UserError: there is no such schedule.
+    """
     cut = replace(config.parallel.standing_in.cut, recompute=0.0)  # it changes no rank
     return prepare_schedule(None, cut, config.order, config.microbatches, Execution(), needs_norms=False,
-                            proved=True).ranks
+                            proved=True).ranks * config.parallel.tensor
+
+
+def check_neighbours(config: Config, hosts: Sequence[str]) -> None:
+    """Refuse ranks that split layers between hosts; ``hosts`` are those of all ranks."""
+    parts = config.parallel.tensor
+    for first in range(0, len(hosts), parts):
+        if len(on := dict.fromkeys(hosts[first:first + parts])) > 1:
+            raise UserError(f"ranks {first} to {first + parts - 1} split every layer (parallel.tensor is {parts}), but "
+                            f"are on {len(on)} hosts: {', '.join(on)}", hint="give every host a multiple of "
+                            f"{counted(parts, 'rank')}, with numbers that follow one another")
+
+
+def check_unsplit(command: str, config: Config) -> None:
+    """Refuse a command that runs whole layers."""
+    if config.parallel.tensor > 1:
+        raise UserError(f"parallel.tensor is {config.parallel.tensor}, but {command} runs whole layers only",
+                        hint=f"{command} CONFIG --set parallel.tensor=1")
 
 
 def hosts_of(config: Config) -> Hosts | None:
@@ -45,6 +66,7 @@ def hosts_of(config: Config) -> Hosts | None:
         raise UserError(f"machines lists {len(config.machines)}, but the schedule has {counted(ranks, 'rank')}",
                         hint="give one host:gpu per rank")
     hosts = Hosts.from_machines(config.machines)
+    check_neighbours(config, [hosts.name(rank) for rank in range(ranks)])
     if hosts.logins[0] not in hosts.here:
         raise UserError(f"the first host of machines, '{hosts.name(0)}', is not this one ('{socket.gethostname()}')",
                         hint="start vpipe there, or begin the list with this host")

@@ -28,7 +28,7 @@ from vpipe.app.imports import import_files, imported_files
 from vpipe.app.launch.container import enter
 from vpipe.app.launch.failure_report import reported_error, write_report
 from vpipe.app.launch.network import interface_towards
-from vpipe.app.launch.rank_env import check_gpus, interface_variables, keep_memory_for, ranks_of
+from vpipe.app.launch.rank_env import check_gpus, check_neighbours, interface_variables, keep_memory_for, ranks_of
 from vpipe.app.launch.restart import Attempt, Starter, fitted
 from vpipe.app.launch.tasks import task_named
 from vpipe.app.progress import accept_any_text
@@ -131,6 +131,7 @@ def _train_started(rank: RankEnvironment, config: Config | VpipeError | None, st
 
     def prepare() -> dict[str, Any]:
         assert isinstance(config, Config), "else there is an error"
+        check_neighbours(config, [host["host"] for host in hosts])
         attempt = Attempt.find(rank, Job.from_config(_for_ranks(config, rank)), start, restarts,
                                list(dict.fromkeys(host["agent"] for host in hosts)), config.resolved_yaml())
         attempts.append(attempt)

@@ -11,14 +11,16 @@ from vpipe.errors import counted
 
 def headline(job: Job) -> str:
     """Describe a job in the line that a run begins with."""
-    ranks = job.schedule.ranks
+    ranks, parts = job.schedule.ranks, job.config.parallel.tensor
     to_plan, parallel = job.config.parallel.to_plan, job.config.parallel.standing_in
     return (f"{job.config.model.name}: {counted(len(job.model), 'layer')} in {counted(len(job.placement), 'stage')}"
             + ("" if "partition" in to_plan else f" {list(job.partition)}")
             + ("" if "schedule" in to_plan else f", schedule {parallel.order_text}")
             + ("" if (precision := job.config.training.precision) == "fp32" else f", {precision}") + ", "
             + (f"{', '.join(to_plan)} to be planned, " if to_plan else "")
-            + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else _processes(job)))
+            + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else _processes(job))
+            + ("" if parts == 1 else f", times {parts} that split its layers: ranks " + ", ".join(
+                f"{first}-{first + parts - 1}" for first in range(0, job.processes, parts)) + " on one host each"))
 
 
 def _processes(job: Job) -> str:

@@ -19,6 +19,7 @@ from vpipe.app.config.options import all_options
 from vpipe.app.data.dataset import Comparable, Dataset, DatasetSettings, HeldOutText, Tokenized, VaryingBatches
 from vpipe.app.data.registry import dataset_named
 from vpipe.app.families.registry import family_named, model_named
+from vpipe.app.families.tensor_parallel import problems
 from vpipe.app.train.epochs import Epochs, epoch_seed
 from vpipe.app.train.model_section import model_file, model_flops, model_settings
 from vpipe.app.train.optimizers import (
@@ -110,6 +111,9 @@ class Job:
     def _check(self) -> None:
         """Check what else could fail in a rank: plan, profiled step, FLOPs, optimizer, evaluation, first batch."""
         check_plan(self)
+        if self.config.parallel.tensor > 1 and (found := list(problems(self.config.parallel.tensor,
+                                                                       self.tensor_sizes))):
+            raise UserError.all_of(found)
         profiled, last = self.config.training.profile_iteration, self.updates
         if profiled is not None and last is not None and profiled > last:
             raise UserError(f"training.profile_iteration is {profiled}, but the run ends after {self.step_name} {last}",
@@ -214,9 +218,30 @@ class Job:
         """Ranks of each stage, one per replica."""
         return self.schedule.placement
 
+    @property
+    def processes(self) -> int:
+        """Number of processes: ranks of the schedule, each so many as split a layer."""
+        return self.schedule.ranks * self.config.parallel.tensor
+
     def describe(self, rank: int) -> str:
-        """Describe a rank with its stages."""
-        return self.schedule.describe(rank)
+        """Describe a process with its stages."""
+        place, lane = divmod(rank, parts := self.config.parallel.tensor)
+        text = self.schedule.describe(place)
+        return text if parts == 1 else f"rank {rank} (lane {lane}, {text.partition('(')[2]}"
+
+    @cached_property
+    def tensor_sizes(self) -> Mapping[str, int]:
+        """What the ranks share that split a layer, see :class:`~vpipe.app.families.registry.Family`.
+
+        Raises:
+            UserError: the family has no plans for it.
+        """
+        section = self.config.model
+        if (sizes := family_named(section.name).tensor_sizes) is None:
+            raise UserError(f"parallel.tensor is {self.config.parallel.tensor}, but the model '{section.name}' does "
+                            "not say how its layers are split", hint="set it to 1, or register the model with "
+                            "tensor_sizes, and give its modules a tensor_plan")
+        return sizes(model_settings(section, section.vocab_size, model_file(section)))
 
     @property
     def step_name(self) -> str:

@@ -61,10 +61,11 @@ class BalanceCheck(Observer):
 
     @classmethod
     def of_run(cls, run: Run) -> Self | None:
-        """Return a check where there are several ranks, enough steps, and times: on a GPU no process knows them."""
+        """Return a check where there are several ranks, of whole layers, enough steps, and times: on a GPU no process
+        knows them."""
         job = run.job
         long_enough = job.updates is None or job.updates - job.steps_done >= WARM_UP + MEASURED
-        compares = run.pipe.device.type == "cpu" and long_enough and job.schedule.ranks > 1
+        compares = run.pipe.device.type == "cpu" and long_enough and job.processes == job.schedule.ranks > 1
         return cls(run) if compares else None
 
     def step(self, done: int) -> None:

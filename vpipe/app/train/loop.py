@@ -16,11 +16,14 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 from vpipe import Pipeline
 from vpipe.app.config.config import config_row
 from vpipe.app.data.prefetch import prefetched
 from vpipe.app.errors import LastingError, StartError
+from vpipe.app.families.tensor_parallel import TensorMesh, parallel
 from vpipe.app.metric_formulas import WARM_UP, counted_updates
 from vpipe.app.progress import message_if_slow
 from vpipe.app.signals import Stopped, graceful_stop
@@ -239,7 +242,8 @@ class _TrainingRun:
             observer.end()
         complete = metrics.steps == job.updates
         if not complete:
-            signal = exchange().from_rank(signal, self._pipe.placement[-1][0])
+            last = self._pipe.placement[-1][0] * job.config.parallel.tensor  # in the first lane, which decides
+            signal = exchange().from_rank(signal, last)
             if signal is None and perf_counter() > deadline:
                 of = f" of {job.updates}" if job.updates is not None else ""
                 self._progress.note(f"training.max_minutes, {minutes:g}, is over: {job.step_name} {metrics.steps}{of} "
@@ -328,9 +332,16 @@ class _TrainingRun:
 
 def build_pipeline(job: Job) -> Pipeline:
     """Create the pipeline of a job on this rank's device; the ranks of the run have been joined."""
-    description = job.description
-    world = join_world(None, description.transfers.timeout_s, description.execution.device)
-    return Pipeline.prepared(job.model, description, job.schedule, world)
+    description, model, mesh = job.description, job.model, None
+    if (parts := job.config.parallel.tensor) > 1:
+        # The last dimension is of ranks with numbers that follow one another, which are on one host.
+        device = torch.device(description.execution.device or "cpu")
+        mesh = init_device_mesh(device.type, (job.schedule.ranks, parts), mesh_dim_names=("pp", "tp"))
+        description = replace(description, execution=replace(description.execution, mesh=mesh))
+        between = Shard(1) if "sequence_length" in job.tensor_sizes else Replicate()
+        model = parallel(model, TensorMesh(mesh["tp"], between))
+    world = join_world(None, description.transfers.timeout_s, description.execution.device, mesh)
+    return Pipeline.prepared(model, description, job.schedule, world)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class TraceWriter(Observer):
         try:
             (folder / "trace").mkdir(exist_ok=True)
             self._files = {rank: (folder / "trace" / f"rank{rank}.jsonl").open("w", encoding="utf-8")
-                           for rank in self._recorders}
+                           for rank in self._recorders if pipe.lane == 0}  # the others do the same at the same time
         except OSError as error:
             raise UserError(f"cannot write the timeline of the run in '{folder / 'trace'}': {error.strerror}",
                             hint="make room there, or set trace to false") from None

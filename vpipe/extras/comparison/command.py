@@ -13,7 +13,7 @@ from vpipe.app.config.config import Config, load_config
 from vpipe.app.config.shipped import ENDINGS, shipped_configs
 from vpipe.app.launch.local import run_ranks
 from vpipe.app.launch.network import free_port
-from vpipe.app.launch.rank_env import check_alone, check_gpus, hosts_of, ranks_here, ranks_of
+from vpipe.app.launch.rank_env import check_alone, check_gpus, check_unsplit, hosts_of, ranks_here, ranks_of
 from vpipe.app.train.csv_rows import check_output
 from vpipe.app.train.run_folder import CONFIG, make_run_folder
 from vpipe.errors import Problem, UserError, nearest
@@ -46,6 +46,7 @@ def run_compare(options: argparse.Namespace) -> None:
     check_alone("vpipe compare", os.environ)
     config = next(iter(configs.values()))
     _check_together(configs)
+    check_unsplit("vpipe compare", config)
     hosts = hosts_of(config)
     if hosts is not None and hosts.others:
         raise UserError(f"vpipe compare runs on this host alone, but machines names {len(hosts.others)} more",

@@ -1,0 +1,73 @@
+"""Runs whose layers are split over processes compute what one process computes with whole layers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_run import check_updates, losses, metrics, only_run, oracle, write_config
+
+from vpipe.app.cli import main
+from vpipe.app.config.config import load_config
+from vpipe.app.launch.network import free_port
+from vpipe.app.train.job import Job
+
+pytestmark = pytest.mark.usefixtures("forked")
+
+HIDDEN, LENGTH, WORDS, SAMPLES, LAYERS = 16, 16, 32, 8, 5
+SGD = {"training__optimizer": "sgd", "training__learning_rate": 0.2, "training__grad_clip": 1.0, "model__num_heads": 4}
+
+ROUNDINGS = 2 * (LAYERS * (5 * HIDDEN + 4 * HIDDEN + LENGTH) + WORDS + SAMPLES * LENGTH)
+"""Of the longest chain of sums of a forward and a backward, see tests/model/test_tensor_parallel.py."""
+
+
+def near(found: list[float], expected: list[float]) -> bool:
+    """In fp32 each of two computations rounds by 2^-24. Later losses are of weights that moved by rate times gradient,
+    together by less than the norm of clipping allows, so that every update adds as much at most as the forward."""
+    return len(found) == len(expected) and all(
+        abs(ours - theirs) <= 2 * (update + 1) * ROUNDINGS * 2.0 ** -24 * max(1.0, theirs)
+        for update, (ours, theirs) in enumerate(zip(found, expected, strict=True)))
+
+
+@pytest.mark.parametrize(("tensor", "schedule"), [(2, "1f1b"), (4, "zb_h1"), (2, "pipedream")])
+def test_a_run_and_its_end_with_whole_layers(tmp_path: Path, tensor: int, schedule: str,
+                                             capfd: pytest.CaptureFixture[str]) -> None:
+    """On 2 x 2 and 2 x 4 processes; resumed on 2."""
+    config = write_config(tmp_path, **SGD, parallel__schedule=schedule, checkpoint__at_end=True)
+    assert main(["train", str(config), "--set", f"parallel.tensor={tensor}"]) == 0
+    out, err = capfd.readouterr()
+    run = only_run(tmp_path / "runs")
+    assert out.splitlines()[1].endswith(f"times {tensor} that split its layers: ranks " + ", ".join(
+        f"{first}-{first + tensor - 1}" for first in (0, tensor)) + " on one host each")
+    assert out.count("4 updates in ") == 1, "one process prints"
+    assert "error" not in out + err
+    check_updates(run, 4)
+    assert len(list(run.glob("rank*.log"))) == 2 * tensor
+    job = Job.from_config(load_config(config))
+    assert load_config(run / "config.yaml") == job.config.with_parallel(tensor=tensor)
+    assert near(losses(run), oracle(job, 4).losses[:4])
+    if schedule != "pipedream":
+        assert main(["train", "--resume", str(run), "--set", "parallel.tensor=1", "--set", "training.max_steps=6"]) == 0
+        assert near(losses(run), oracle(job, 6).losses)
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    config = write_config(tmp_path, **SGD, parallel__tensor=2)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", str(free_port(None)),
+         "-m", "vpipe", "train", config], capture_output=True, text=True, timeout=100, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path / "runs")
+    assert done.stdout.splitlines()[1].endswith("ranks 0-1, 2-3 on one host each, started by torchrun")
+    assert near(losses(run), oracle(Job.from_config(load_config(config).with_parallel(tensor=1)), 4).losses)
+
+
+def test_a_time_limit_ends_all_lanes_after_the_same_update(tmp_path: Path) -> None:
+    config = write_config(tmp_path, **SGD, training__max_steps=None, training__max_minutes=0.02, parallel__tensor=2)
+    assert main(["train", str(config)]) == 0
+    run = only_run(tmp_path / "runs")
+    check_updates(run)
+    assert metrics(run)[1]
