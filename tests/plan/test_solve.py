@@ -43,13 +43,13 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 @settings(max_examples=12)
-@given(st.integers(0, 10**6), st.integers(1, 3))
-def test_bytes_of_every_stage_and_set_are_those_of_the_memory_model(seed: int, in_flight: int) -> None:
-    made = any_profile(seed, 5)
-    demand = StageDemand(in_flight, 2, 1)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 3))
+def test_bytes_of_every_stage_and_set_are_those_of_the_memory_model(seed: int, in_flight: int, width: int) -> None:
+    made = replace(any_profile(seed, 5), zero1=width > 1)
+    demand = StageDemand(in_flight, 2, 1, width=width)
     free = StageTable(made, None)
     for first, stop in combinations(range(6), 2):
-        sets = {dropped: stage_memory(made, range(first, stop), dropped, in_flight, 2, 1).peak
+        sets = {dropped: stage_memory(made, range(first, stop), dropped, in_flight, 2, 1, width=width).peak
                 for dropped in subsets(range(first, stop))}
         for dropped, peak in sets.items():
             assert free.peak_bytes(first, stop, demand, frozenset(dropped)) == peak
@@ -81,9 +81,10 @@ MADE: dict[int, Profile] = {}
 def _fastest(number: int, layers: range, demand: StageDemand, split: bool, limit: int) -> StageCosts | None:
     made, best = MADE[number], None
     for dropped in subsets(layers):
-        peak = stage_memory(made, layers, dropped, demand.in_flight, demand.versions, demand.weight_halves).peak
+        peak = stage_memory(made, layers, dropped, demand.in_flight, demand.versions, demand.weight_halves,
+                            width=demand.width).peak
         if peak <= limit:
-            cost = stage_costs(made, layers, dropped, split, demand.versions)
+            cost = stage_costs(made, layers, dropped, split, demand.versions, width=demand.width)
             best = cost if best is None or cost.recompute_s < best.recompute_s else best
     return best
 
@@ -100,7 +101,8 @@ def by_formula(made: Profile, model: Choice, partition: tuple[int, ...], widths:
     behind, sums, costs, work = sum(widths), 0.0, [], 0.0
     first = 0
     for stage, (size, width) in enumerate(zip(partition, widths, strict=True)):
-        best = fastest(made, range(first, first + size), model.demand(behind, width), model.traits.split, limit)
+        demand = model.demand(behind, width)._replace(width=width if made.zero1 else 1)
+        best = fastest(made, range(first, first + size), demand, model.traits.split, limit)
         if best is None:
             return float("inf")
         link, last = made.default_link, stage == len(widths) - 1

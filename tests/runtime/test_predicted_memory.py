@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from models import rich_batches, rich_model
 
-from vpipe import Asynchronous, Cut, Order, Pipeline
+from vpipe import Asynchronous, Cut, Order, Pipeline, Update
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import predict
@@ -56,6 +56,29 @@ def test_a_pipeline_holds_what_was_predicted(precision: str, name: str) -> None:
             assert recorder.static_bytes()[stage] == memory.gradients + memory.optimizer
             # Between halves the recorder counts the whole batch's field of which a microbatch has a part.
             assert expected == (pytest.approx(held, rel=0.15) if schedule == "zb_h1" else held), (plan, stage)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+def test_replicas_that_step_a_part_hold_at_most_what_was_predicted(precision: str) -> None:
+    """An equal part of the optimizer's state, and the largest parameter; the last stage keeps last changes, too."""
+    model, optimizer, batches = rich_model(), OptimizerSettings("adamw", 1e-3), rich_batches(2, 12)
+    microbatch = {name: field[:2] for name, field in batches[0].items()}
+    identities = RankGroup("cpu").identify(model, [microbatch], model_name="rich", optimizer="adamw",
+                                           precision=precision)
+    made, = measure(model, [microbatch], optimizer.from_named, identities=identities, budget_s=0.0)
+    plan = Plan(Cut((4, len(model) - 4), ranks=((0, 1, 2), (3, 4))), Order("pipedream"), microbatches=6)
+    predicted, without = (predict(replace(made, extrapolates=True, zero1=zero1), plan, update_every=1).prediction.stages
+                          for zero1 in (True, False))
+    pipe = Pipeline(model, Update(optimizer, zero1=True), plan.cut, Asynchronous(
+        "pipedream", update_every=1, delay_correction=1.0), 6, precision=precision)
+    list(pipe.train(batches))
+    for stage, ranks in enumerate(pipe.placement):
+        kept = [pipe.engine.workers[rank].usage(stage).state_bytes for rank in ranks]
+        memory, total = predicted[stage].memory, without[stage].memory.optimizer
+        assert sum(kept) == total
+        assert max(kept) <= memory.optimizer < total
+        assert memory.optimizer >= total / len(ranks)
+        assert replace(memory, optimizer=0, working=0) == replace(without[stage].memory, optimizer=0, working=0)
 
 
 @pytest.mark.parametrize(("schedule", "dropped"), [("chimera", ((), (), (), ())), ("chimera", ((1,), (2, 3), (), (6,))),

@@ -95,7 +95,8 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
     for stage, layers in enumerate(ranges(partition)):
         cost, ranks = costs.stages[stage], schedule.placement[stage]
         memories = [stage_memory(profile, layers, recomputed[stage], held.in_flight, held.versions, held.weight_halves,
-                                 held.recomputed) for held in (contents[rank][stage] for rank in sorted(ranks))]
+                                 held.recomputed, len(ranks))
+                    for held in (contents[rank][stage] for rank in sorted(ranks))]
         stages.append(StagePrediction(
             layers.start, len(layers), ranks, float(cost.forward_s), float(cost.input_s + cost.weight_s),
             float(cost.recompute_s), float(cost.step_s), sending[stage],

@@ -65,6 +65,12 @@ class LayerProfile:
     like: int  # the number of the equal layer that was measured in its place; its own where it was measured
     # of its parameters that are not trained, and of its buffers: held once, whatever the versions
     frozen_bytes: int = 0
+    largest_bytes: int = 0  # of its largest parameter that is trained; where each replica steps whole ones, see zero1
+
+    @property
+    def largest_state_bytes(self) -> int:
+        """What the optimizer keeps for that parameter, if it keeps equally much for every byte."""
+        return -(-self.optimizer_bytes * self.largest_bytes // self.parameter_bytes) if self.parameter_bytes else 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,11 @@ class Profile:
     checked: float = 0.0
     took_s: float = 0.0  # how long measuring took
     extrapolates: bool = False  # training.delay_correction extrapolates the steps of stages with several versions
+    zero1: bool = False  # parallel.zero1: each replica of a stage steps a part of its parameters
+
+    def owned_bytes(self, total: int, largest: int, width: int) -> int:
+        """Return the most that one of so many replicas has of what there is for parameters, ``largest`` for one."""
+        return min(total, -(-total // width) + largest) if self.zero1 else total
 
     def extrapolated_bytes(self, weights: int, versions: int) -> int:
         """Return the bytes of the last changes that a stage keeps, which are as wide as master weights.
@@ -180,7 +191,9 @@ class Profile:
             found = content.get("format") if isinstance(content, dict) else None
             raise UserError(f"the profile has format {found!r}, this version reads {FORMAT}", where=where, hint=_MAKE)
         try:
-            return _profile({"extrapolates": False, **content})  # older ones lack it
+            # Older ones lack some.
+            layers = [{"largest_bytes": layer["parameter_bytes"], **layer} for layer in content["layers"]]
+            return _profile({"extrapolates": False, "zero1": False, **content, "layers": layers})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"the profile is damaged: {type(error).__name__}: {error}", where=where,
                             hint=_MAKE) from None

@@ -13,7 +13,7 @@ from vpipe.schedules.size import Placement
 
 
 def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (), split: bool = False,
-                versions: int = 1, per_update: int | None = None) -> StageCosts:
+                versions: int = 1, per_update: int | None = None, width: int = 1) -> StageCosts:
     """Return the costs of a stage of ``layers`` per microbatch.
 
     The seconds of a stage are those of its layers, of carrying out the action, of a receive and a send at every cut,
@@ -26,6 +26,7 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         split: the schedule halves backwards. If not, the halves here add up to a whole backward, which takes less time.
         versions: of its weights that it holds.
         per_update: microbatches of an update that one replica takes; None: so many that it makes no difference.
+        width: replicas, which share the step where the profile says so.
     """
     own, activations = [profile.layers[number] for number in layers], profile.activations
     here = sorted(set(recomputed).intersection(layers))
@@ -45,7 +46,7 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         forward_s=sum(layer.forward.median for layer in own) + dispatch_s, input_s=input_s + dispatch_s,
         weight_s=weight_s + (profile.dispatch_s if split else 0.0),
         recompute_s=sum(profile.layers[number].recompute.median for number in here) + bool(here) * profile.dispatch_s,
-        step_s=sum(layer.step.median for layer in own) + profile.dispatch_s
+        step_s=sum(layer.step.median for layer in own) / (width if profile.zero1 else 1) + profile.dispatch_s
         + float(versions_s(profile, weights, versions)),
         activation_bytes=full, kept_bytes=kept,
         weight_half_bytes=sum(layer.weight_half_bytes for layer in own),
@@ -75,7 +76,7 @@ def pipeline_costs(profile: Profile, partition: Sequence[int], recomputed: Seque
     Ranks are assumed to fill one host after the other, with as many on each as when the profile was measured.
     """
     stages = tuple(stage_costs(profile, layers, again, split, versions[stage] if versions else 1,
-                               per_update[stage] if per_update else None)
+                               per_update[stage] if per_update else None, len(placement[stage]))
                    for stage, (layers, again) in enumerate(zip(ranges(partition), recomputed, strict=True)))
     ranks = len({rank for group in placement for rank in group})
     links = {ends: _link(link) for ends, link in profile.links.items() if max(ends) < ranks}
@@ -122,8 +123,8 @@ def combined_memory(stages: Sequence[StageMemory]) -> StageMemory:
 
 
 def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], in_flight: int, versions: int,
-                 weight_halves: int = 0, remade: int = 1) -> StageMemory:
-    """Return what a stage of ``layers`` holds at most.
+                 weight_halves: int = 0, remade: int = 1, width: int = 1) -> StageMemory:
+    """Return what a replica of a stage of ``layers`` holds at most.
 
     Args:
         layers: their numbers in the model.
@@ -132,18 +133,22 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
         versions: of the weights, the latest among them.
         weight_halves: microbatches between the two halves of their backward.
         remade: microbatches in flight whose dropped activations are recomputed; right before the backward, one is.
+        width: replicas, which share the optimizer's state where the profile says so.
     """
     own = [profile.layers[number] for number in layers]
     trained = sum(layer.parameter_bytes for layer in own)
     weights = trained + _tied_bytes(profile, layers)
     kept, full = profile.activations.held_bytes(layers, recomputed)
     remade = min(remade, in_flight)
+    stepped = profile.owned_bytes(trained, max(layer.largest_bytes for layer in own), width)
+    state = profile.owned_bytes(sum(layer.optimizer_bytes for layer in own),
+                                max(layer.largest_state_bytes for layer in own), width)
     return StageMemory(
         weights=weights + sum(layer.frozen_bytes for layer in own), stashed=(versions - 1) * weights, gradients=weights,
-        optimizer=sum(layer.optimizer_bytes for layer in own) + profile.extrapolated_bytes(trained, versions),
+        optimizer=state + profile.extrapolated_bytes(stepped, versions),
         activations=remade * full + (in_flight - remade) * kept
         + weight_halves * sum(layer.weight_half_bytes for layer in own),
-        working=max(step_working(profile, trained, versions), *(layer.working_bytes for layer in own)))
+        working=max(step_working(profile, stepped, versions), *(layer.working_bytes for layer in own)))
 
 
 def step_working(profile: Profile, weights: int, versions: int = 1) -> int:

@@ -119,6 +119,7 @@ class LayerCounts:
     working_bytes: int
     forward_flops: int
     tied_bytes: Mapping[str, int]  # of every borrowed parameter, by the layer's own name for it
+    largest_bytes: int
 
 
 def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOptimizer) -> LayerCounts:
@@ -133,7 +134,8 @@ def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOpt
         parameter_bytes=_total(own), frozen_bytes=_total(shared) - sum(trained.values()),
         working_bytes=_working(runner, given, shared), weight_half_bytes=_between_halves(runner, given, _sizes(shared)),
         optimizer_bytes=_optimizer_bytes(runner, given, make_optimizer), writes=written, saved_bytes=saved_bytes,
-        saves=saves, forward_flops=_flops(runner, given), tied_bytes=runner.tied_bytes)
+        saves=saves, forward_flops=_flops(runner, given), tied_bytes=runner.tied_bytes,
+        largest_bytes=max((parameter.nbytes for parameter in own), default=0))
 
 
 def _saved(runner: LayerRunner, given: LayerInputs, shared: Collection[StorageWeakRef]

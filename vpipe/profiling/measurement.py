@@ -261,7 +261,8 @@ class _Measurement:
             reads=reads, writes=writes, saved_bytes=counts.saved_bytes,
             saves=tuple(f"{way}:{places[way][place]}" for way, place in counts.saves),
             weight_half_bytes=counts.weight_half_bytes, working_bytes=counts.working_bytes, tied=dict(tied),
-            forward_flops=counts.forward_flops, like=kind, frozen_bytes=counts.frozen_bytes)
+            forward_flops=counts.forward_flops, like=kind, frozen_bytes=counts.frozen_bytes,
+            largest_bytes=counts.largest_bytes)
 
 
 def _by_kind(seen: Survey, samples: Mapping[int, Samples], figure: str) -> dict[int, list[float]]:

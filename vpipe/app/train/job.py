@@ -177,8 +177,9 @@ class Job:
                 self.with_correction(profile).save(folder / PROFILE)
 
     def with_correction(self, profile: Profile) -> Profile:
-        """Return a profile that says whether this job extrapolates its steps, which is not measured."""
-        return replace(profile, extrapolates=self.config.training.extrapolation is not None)
+        """Return a profile that says whether this job extrapolates its steps, and who steps: that is not measured."""
+        return replace(profile, extrapolates=self.config.training.extrapolation is not None,
+                       zero1=self.config.parallel.zero1)
 
     @property
     def as_plan(self) -> Plan:

@@ -39,7 +39,7 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
     placement, stages, split = choice.groups, len(choice.groups), choice.traits.split
     if stages > table.layers:
         return None
-    demands = list(_demands(choice))
+    demands = list(_demands(choice, table.profile.zero1))
     plain = table.work_s(split)
     starts = None if partition is None else [0, *accumulate(partition)]
 
@@ -60,7 +60,7 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
         recomputed = tuple(table.recompute_set(each.first, each.stop, demand) or frozenset[int]()
                            for each, demand in zip(found.slices, attempt, strict=True))
         memory = [stage_memory(table.profile, range(each.first, each.stop), layers, demand.in_flight, demand.versions,
-                               demand.weight_halves)
+                               demand.weight_halves, width=demand.width)
                   for each, demand, layers in zip(found.slices, demands, recomputed, strict=True)]
         if table.limit_bytes is not None and any(
                 combined_memory([memory[stage] for stage in stages_of_rank(placement, rank)]).peak > table.limit_bytes
@@ -98,7 +98,7 @@ def _attempts(demands: list[StageDemand], shares: Sequence[float] | float | None
     yield [demand._replace(share=share, part=np.inf) for demand, share in zip(demands, each, strict=True)]
 
 
-def _demands(choice: Choice) -> Iterator[StageDemand]:
+def _demands(choice: Choice, zero1: bool) -> Iterator[StageDemand]:
     """Yield what every stage holds when its rank holds most, with its part of its rank's memory."""
     built = build(choice.schedule, choice.groups, choice.microbatches)
     costs = Costs((StageCosts(1, 1, 1),) * len(choice.groups))
@@ -109,7 +109,7 @@ def _demands(choice: Choice) -> Iterator[StageDemand]:
         parts = {each: held.in_flight + held.weight_halves + held.versions for each, held in of_rank[ranks[0]].items()}
         own = of_rank[ranks[0]][stage]
         yield StageDemand(max(1, own.in_flight), own.versions, own.weight_halves,
-                          part=parts[stage] / sum(parts.values()))
+                          part=parts[stage] / sum(parts.values()), width=len(ranks) if zero1 else 1)
 
 
 def _estimate_s(table: StageTable, choice: Choice, found: FoundPartition) -> float:

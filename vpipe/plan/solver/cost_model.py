@@ -68,7 +68,8 @@ class CostModel:
         share = self._shares
         if share is not None and not isinstance(share, (int, float)):
             share = share[self._stage_of[ranks_left]]
-        return self.choice.demand(ranks_left, width)._replace(share=share)
+        return self.choice.demand(ranks_left, width)._replace(
+            share=share, width=width if self.table.profile.zero1 else 1)
 
     def demands(self, slices: Iterable[StageSlice]) -> Iterator[tuple[StageSlice, StageDemand]]:
         """Yield the stages of a partition with what a replica of each must hold."""
@@ -81,11 +82,12 @@ class CostModel:
     def by_time(self) -> PartitionProblem:
         """The problem of the least time."""
         choice, all_widths = self.choice, {width for several in self._widths.values() for width in several}
+        least_step = self.table.running("step") / (max(all_widths) if self.table.profile.zero1 else 1)
         if not choice.flush:
-            least, room = self._plain + self.table.running("step") / choice.every, {w: float(w) for w in all_widths}
+            least, room = self._plain + least_step / choice.every, {w: float(w) for w in all_widths}
         else:
             most = max(choice.per_replica(width) for width in all_widths) - 1
-            least = self._plain + (self.table.running("step") / most if most else 0.0)
+            least = self._plain + (least_step / most if most else 0.0)
             room = {w: 1 / (choice.per_replica(w) - 1) if choice.per_replica(w) > 1 else np.inf for w in all_widths}
         return PartitionProblem(self.table.layers, self._widths, choice.ranks, least, room, self._evaluate)
 
@@ -119,7 +121,7 @@ class CostModel:
         """Return the seconds of an optimizer step of stages."""
         profile, steps = self.table.profile, self.table.running("step")
         later_s: Floats = versions_s(profile, self.table.parameter_bytes(first, stop), demand.versions)
-        return steps[stop] - steps[first] + profile.dispatch_s + later_s
+        return (steps[stop] - steps[first]) / demand.width + profile.dispatch_s + later_s
 
     def _if_fixed(self, first: Integers, stop: Integers, figure: Callable[[Integers, Integers], Floats]) -> Floats:
         """Return a figure of stages; infinite for those that are not stages of a fixed partition."""

@@ -27,13 +27,14 @@ class StageDemand(NamedTuple):
     weight_halves: int  # microbatches between the halves of their backward
     share: float | None = None  # of its layers, from the end, that are recomputed; None where that is searched
     part: float = 1.0  # of the memory of its rank that it may use
+    width: int = 1  # replicas, where they share the optimizer's state
 
 
 @dataclass
 class _Node:
     """The bytes of some consecutive layers as a stage.
 
-    ``figures`` are those of :meth:`StageTable._figures`.
+    ``figures`` are those of :meth:`StageTable._figures`, by the width of the stage.
     """
 
     first: int
@@ -42,12 +43,13 @@ class _Node:
     weights: int = 0
     optimizer: int = 0
     working: int = 0
+    largest: tuple[int, int] = (0, 0)  # bytes of a parameter, and of what the optimizer keeps for one
     halves: int = 0
     fields: frozenset[str] = frozenset()
     borrowed: dict[int, int] = field(default_factory=dict)
     keeping: tuple[PrefixState, int] = (START, 0)  # nothing recomputed: its state, and bytes of a microbatch
     dropping: tuple[PrefixState, int, int] = (START, 0, 0)  # everything: bytes kept, bytes once recomputed
-    figures: tuple[int, ...] = (0,) * 7
+    figures: dict[int, tuple[int, ...]] = field(default_factory=dict)
     sets: SetsByState | None = None
 
 
@@ -77,13 +79,13 @@ class StageTable:
         self._ids = np.zeros((self.layers, self.layers + 1), np.int64)  # by first layer and number of layers
         self._tabulated = np.zeros(self.layers, int)
         self._seconds: dict[StageDemand, Floats] = {}  # of recomputation, by node
-        self._known = np.empty((0, 7))
+        self._known: dict[int, Floats] = {}  # by width
         sums = {"forward": "forward", "backward": "backward", "input": "input_half", "weight": "weight_half",
                 "step": "step"}
         self._sums = {name: running_sum([getattr(layer, key).median for layer in profile.layers])
                       for name, key in sums.items()}
-        self.floor_bytes = running_sum([2 * layer.parameter_bytes + layer.optimizer_bytes + layer.saved_bytes
-                                     for layer in profile.layers])
+        self.floor_bytes = running_sum([2 * layer.parameter_bytes + layer.optimizer_bytes * (not profile.zero1)
+                                        + layer.saved_bytes for layer in profile.layers])
         self._parameters = running_sum([layer.parameter_bytes for layer in profile.layers])
         cuts = range(1, self.layers)
         self.forward_bytes = np.array([0, *map(profile.activations.output_bytes, cuts), 0], float)
@@ -92,7 +94,8 @@ class StageTable:
     def _kind(self, number: int) -> object:
         """Return everything of a layer that the bytes of a stage depend on; equal layers have the same."""
         layer = self.profile.layers[number]
-        return (self._tensors[number], layer.parameter_bytes, layer.optimizer_bytes, layer.weight_half_bytes,
+        return (self._tensors[number], layer.parameter_bytes, layer.optimizer_bytes, layer.largest_bytes,
+                layer.weight_half_bytes,
                 layer.working_bytes, frozenset(layer.reads).intersection(self.profile.fields),
                 None if self._required is None else number in self._required, number if layer.tied else None)
 
@@ -131,7 +134,7 @@ class StageTable:
         """Return the least bytes that stages can hold, with any recomputation that is allowed."""
         ids = self._ids_of(first.ravel(), stop.ravel())
         if self._required is None and demand.share in (None, 0.0):
-            *rest, keeping, dropping = self._figures()[ids].T
+            *rest, keeping, dropping = self._figures(demand.width)[ids].T
             kept = keeping if demand.share == 0.0 else np.minimum(keeping, dropping)
             held: Floats = _fixed(rest, demand) + keeping + (demand.in_flight - 1) * kept
             return held.reshape(first.shape)
@@ -152,7 +155,7 @@ class StageTable:
             return required if self._fits(node, self._required_of(node, demand), demand) else None
         if self._fits(node, frozenset(), demand):
             return frozenset()
-        room = self._limit(demand) - _fixed(node.figures[:5], demand)
+        room = self._limit(demand) - _fixed(self._figures_of(node, demand.width)[:5], demand)
         seconds, bits = fastest_set(self._sets_of(node), demand.in_flight, room)
         return None if seconds == math.inf else frozenset(
             first + number for number in range(stop - first) if bits >> number & 1)
@@ -177,20 +180,21 @@ class StageTable:
         return np.inf if self.limit_bytes is None else self.limit_bytes * demand.part
 
     def _peak(self, node: _Node, recomputed: frozenset[int], demand: StageDemand) -> int:
+        figures = self._figures_of(node, demand.width)
         if not recomputed:
             full = kept = node.keeping[1]
         elif len(recomputed) == node.layers:
             _, kept, full = node.dropping
         else:
-            layers, fields = range(node.first, node.first + node.layers), node.figures[3]
+            layers, fields = range(node.first, node.first + node.layers), figures[3]
             kept, full = (size - fields for size in self.profile.activations.held_bytes(layers, recomputed))
-        return int(_fixed(node.figures[:5], demand) + full + (demand.in_flight - 1) * kept)
+        return int(_fixed(figures[:5], demand) + full + (demand.in_flight - 1) * kept)
 
     def _least_s(self, numbers: Integers, demand: StageDemand) -> Floats:
         """Return the least seconds of recomputation of some nodes."""
         if self._required is not None or demand.share is not None:
             return np.array([self._required_s(self._nodes[number], demand) for number in numbers.tolist()])
-        *rest, keeping, dropping = self._figures()[numbers].T
+        *rest, keeping, dropping = self._figures(demand.width)[numbers].T
         others, room = demand.in_flight - 1, self._limit(demand) - _fixed(rest, demand)
         # No set keeps less than all layers do, or has less once recomputed than a stage that keeps everything.
         least = np.where((1 + others) * keeping <= room, 0.0,
@@ -206,12 +210,26 @@ class StageTable:
             return math.inf
         return sum(self._tensors[layer].recompute_s for layer in sorted(required))
 
-    def _figures(self) -> Floats:
+    def _figures(self, width: int) -> Floats:
         """Return per node the bytes: fixed, of a weight version, of halves, of fields, of what versions add once,
         of a microbatch that keeps all, and of one that drops all."""
-        if (done := len(self._known)) < len(self._nodes):
-            self._known = np.concatenate([self._known, np.array([node.figures for node in self._nodes[done:]], float)])
-        return self._known
+        known = self._known.get(width, np.empty((0, 7)))
+        if (done := len(known)) < len(self._nodes):
+            new = [self._figures_of(node, width) for node in self._nodes[done:]]
+            known = self._known[width] = np.concatenate([known, np.array(new, float)])
+        return known
+
+    def _figures_of(self, node: _Node, width: int) -> tuple[int, ...]:
+        if width not in node.figures:
+            profile = self.profile
+            stepped = profile.owned_bytes(node.weights, node.largest[0], width)
+            stepping, correcting = (max(node.working, step_working(profile, stepped, versions)) for versions in (1, 2))
+            node.figures[width] = (
+                profile.owned_bytes(node.optimizer, node.largest[1], width) + stepping,
+                node.weights + sum(node.borrowed.values()), node.halves,
+                sum(profile.fields[name] for name in node.fields),
+                profile.extrapolated_bytes(stepped, 2) + correcting - stepping, node.keeping[1], node.dropping[1])
+        return node.figures[width]
 
     def _sets_of(self, node: _Node) -> SetsByState:
         chain = []
@@ -258,13 +276,10 @@ class StageTable:
         weights, optimizer = before.weights + layer.parameter_bytes, before.optimizer + layer.optimizer_bytes
         working, halves = max(before.working, layer.working_bytes), before.halves + layer.weight_half_bytes
         fields = before.fields.union(layer.reads).intersection(self.profile.fields)
-        stepping, correcting = (max(working, step_working(self.profile, weights, versions)) for versions in (1, 2))
-        figures = (optimizer + stepping, weights + sum(borrowed.values()), halves,
-                   sum(self.profile.fields[name] for name in fields),
-                   self.profile.extrapolated_bytes(weights, 2) + correcting - stepping,
-                   before.keeping[1] + added, before.dropping[1] + kept)
-        return _Node(start, layers, parent, weights, optimizer, working, halves, fields, borrowed,
-                     (keeping, figures[5]), (dropping, figures[6], before.dropping[2] + full), figures)
+        largest = (max(before.largest[0], layer.largest_bytes), max(before.largest[1], layer.largest_state_bytes))
+        return _Node(start, layers, parent, weights, optimizer, working, largest, halves, fields, borrowed,
+                     (keeping, before.keeping[1] + added),
+                     (dropping, before.dropping[1] + kept, before.dropping[2] + full))
 
 
 def _fixed(figures: Sequence[Any], demand: StageDemand) -> Any:
