@@ -4,6 +4,7 @@
 # make soak    an hour of training with random kills, resumes and re-splits against the oracle; SOAK_MINUTES=5 for less
 # make test-system    every failure at every moment of a run; over several hosts: ssh between network namespaces, a
 #              SLURM; the site and its playground in Chromium; installs these when root on Debian
+# make test-matrix    every schedule with tensor parallelism, replicas, ZeRO-1, recomputation, precisions: all cells
 # make orion   builds the library that lets microbatches share a GPU by priority; needs a C++ compiler, no CUDA
 # make gpu     on a machine with a GPU or another accelerator, with the Python that is there: tests and measures, under 14
 #              minutes; installs nothing
@@ -19,7 +20,7 @@ INSTALLED := .venv/installed
 # An import compiles a file once, not in every process of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test mypy pytest test-system site soak gpu orion install
+.PHONY: train test mypy pytest test-system test-matrix site soak gpu orion install
 
 train: $(INSTALLED)
 	$(BIN)/vpipe train configs/gpt_mini_4stage.yaml
@@ -43,6 +44,9 @@ test-system: $(INSTALLED) $(BIN)/mkdocs
 	@tests/system/install
 	@echo "== pytest -m '$(SYSTEM_TESTS)'"
 	@$(BIN)/pytest -m '$(SYSTEM_TESTS)' -rs --numprocesses 2 --dist loadgroup
+
+test-matrix: $(INSTALLED)
+	@$(BIN)/pytest -m matrix --numprocesses 2 tests/matrix
 
 site: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== building build/site (trains the gallery's six runs)"

@@ -21,6 +21,7 @@ from vpipe.model.layer import LOSS, Layer, moved, set_parameter, split_target
 from vpipe.model.model import Model
 from vpipe.model.sequential import rounded_module
 from vpipe.runtime.compiled import compile_layers
+from vpipe.runtime.sharded_tensors import set_data
 from vpipe.schedules.assignment import Assignment
 
 
@@ -44,7 +45,7 @@ class ReferencePrecision(Precision):
         if self.pure:
             for module in map(rounded_module, modules):
                 for tensor in (*module.parameters(), *module.buffers()):
-                    tensor.data = self.weight(tensor.data)
+                    set_data(tensor, self.weight(tensor.data))
 
     def weight(self, master: Tensor) -> Tensor:
         """Return a weight as a layer computes with it."""
