@@ -180,7 +180,9 @@ class ExactLoss(nn.Module):
 
 
 def exact_model(wrap: Callable[[nn.Module], nn.Module]) -> Model:
-    return Model([Layer("b0", lambda: wrap(Exact()), inputs=("x",)), Layer("b1", lambda: wrap(Exact())),
+    """Two blocks, which scale alike."""
+    return Model([Layer("b0", lambda: wrap(Exact()), inputs=("x",)),
+                  Layer("b1", lambda: wrap(Exact()), ties={"scale.weight": "b0.scale.weight"}),
                   Layer("loss", ExactLoss, inputs=("h", "y"), outputs=("loss",))], batch=("x", "y"))
 
 
@@ -249,3 +251,25 @@ def one_lane_overflows(*, place: str, call: int, **words: Any) -> dict[str, Any]
     pipe = Pipeline(model(wrap), **parts(**{"stages": 2, "optimizer": adamw, "microbatches": 4, "mesh": mesh} | words))
     skipped = [step.skipped for step in pipe.train(batches(2))]
     return {"skipped": skipped, "state": fingerprint(pipe.state_dict())}
+
+
+def lanes_that_begin_apart() -> list[str]:
+    """Why lanes may not hold different weights, unless they are shards of a DTensor."""
+    mesh, texts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp")), []
+    for sharded in (False, True):
+        def wrap(block: nn.Module, sharded: bool = sharded) -> nn.Module:
+            own = block.up.bias.detach() + (0 if sharded else mesh.get_local_rank("tp"))
+            block.up.bias = nn.Parameter(own)
+            if not sharded:
+                return block
+            block = parallel(mesh["tp"])(block)
+            if mesh.get_rank() == 3:
+                with torch.no_grad():
+                    local(block.down.bias).add_(1)
+            return block
+
+        pipe = Pipeline(model(wrap), **parts(stages=2, optimizer=adamw, microbatches=4, mesh=mesh))
+        with pytest.raises(UserError) as error:
+            list(pipe.train(batches(1)))
+        texts.append(str(error.value).splitlines()[0])
+    return texts

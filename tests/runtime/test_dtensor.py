@@ -67,7 +67,7 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 @pytest.mark.parametrize("words", [
     {"schedule": "1f1b", "grad_clip": 0.1}, {"schedule": "zb_h1", "recompute": 0.5}, {"schedule": "2bw"},
     {"schedule": "pipedream", "update_every": 1, "grad_clip": 0.1},
-    {"schedule": "pipedream", "update_every": 1, "delay_correction": 0.5},
+    {"schedule": "pipedream", "update_every": 1, "delay_correction": 0.5, "stages": 2},
     {"schedule": "pipedream", "precision": "bf16_pure"}, {"schedule": "pipedream", "precision": "fp16"},
     {"schedule": "1f1b", "precision": "bf16"}, {"schedule": "pipedream", "replicas": 2},
     {"schedule": "2bw", "replicas": 2, "zero1": True, "precision": "bf16_pure", "grad_clip": 0.1},
@@ -127,6 +127,11 @@ def test_a_mesh_over_ranks_of_one_pipeline_is_refused(world: World) -> None:
         "hint: shard over ranks beside the pipeline: give the pipeline one dimension of a mesh, and the layer another"}
 
 
+@torch.no_grad()
+def add_one(weight: DTensor) -> None:
+    weight.to_local().add_(1)
+
+
 def refusal(wrap: Wrap, **words: Any) -> str:
     with pytest.raises(UserError) as error:
         list(pipeline(wrap, **words).train(dtensor_jobs.batches()))
@@ -167,6 +172,14 @@ def test_what_is_refused(sharded: Wrap) -> None:
         block.register_forward_hook(lambda *seen: seen[-1] + weight.sum())
         return block
 
+    def changed_through_the_shard(block: nn.Module) -> nn.Module:
+        block = sharded(block)
+        block.register_forward_pre_hook(lambda module, _: add_one(module.up.weight))
+        return block
+
+    for schedule in ("1f1b", "pipedream"):
+        assert refusal(changed_through_the_shard, schedule=schedule, recompute=1.0).startswith(
+            "error: 'b0.up.weight' was changed in place by a forward, which must find it unchanged")
     assert refusal(sharded, optimizer=lambda params: torch.optim.AdamW(params, fused=True)) == (
         "error: AdamW of stage 2 has 4 DTensors and 2 plain tensors in a parameter group with fused=True, by which "
         "torch steps lists of one kind\n"
@@ -222,3 +235,10 @@ def test_an_overflow_in_one_lane_skips_the_update_in_all(world: World, words: di
     runs = world.run(dtensor_jobs.one_lane_overflows, **words)
     assert runs[0] == runs[1]
     assert runs[2] == runs[3] == {"skipped": skipped, "state": runs[0]["state"]}
+
+
+def test_lanes_begin_alike(world: World) -> None:
+    """Plain tensors are the same in all lanes, DTensors where they are replicated."""
+    for texts in world.run(dtensor_jobs.lanes_that_begin_apart):
+        assert texts == ["error: stage 0: 'b0.up.bias' begins with other values on rank 1 than on rank 0",
+                         "error: stage 1: 'b2.down.bias' begins with other values on rank 3 than on rank 2"]
