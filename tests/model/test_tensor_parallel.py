@@ -9,16 +9,19 @@ either of the two computations.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import jobs
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from world import World
 
-from vpipe import Layer, Model
+from vpipe import Layer, Model, Pipeline
 from vpipe.accelerator import seeded
 from vpipe.app.families import tensor_parallel as tp
 from vpipe.app.families.gpt import GptAttention
@@ -187,3 +190,35 @@ def test_a_layer_without_a_plan_is_refused() -> None:
     split = tp.parallel(Model([Layer("a", lambda: nn.Linear(2, 2), ("x",), ("loss",))], ("x",)), None)
     with pytest.raises(UserError, match="Linear has no plan for tensor parallelism that names 'weight'"):
         split.layers[0].build()
+
+
+def saved(*, folder: str) -> list[float]:
+    """Train GPT on 2 x 2 ranks, save in shards, train on."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    pipe = pipeline(tp.parallel(model("gpt"), tp.TensorMesh(mesh["tp"], Shard(1))), mesh=mesh)
+    list(pipe.train([batch("gpt")] * 2))
+    dcp.save({"pipe": pipe.sharded}, checkpoint_id=folder)
+    return [step.loss for step in pipe.train([batch("gpt")])]
+
+
+def loaded(*, folder: str, parts: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (4 // parts, parts), mesh_dim_names=("pp", "tp"))
+    pipe = pipeline(tp.parallel(model("gpt"), tp.TensorMesh(mesh["tp"], Shard(1))), mesh=mesh)
+    dcp.load({"pipe": pipe.sharded}, checkpoint_id=folder)
+    return [step.loss for step in pipe.train([batch("gpt")])]
+
+
+def pipeline(model: Model, **words: Any) -> Pipeline:
+    return jobs.pipeline(model, schedule="1f1b", partition=[2, 3], microbatches=SAMPLES, **words)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_state_in_shards_has_the_parts_of_fused_projections(world: World, tmp_path: Path) -> None:
+    """Two ranks save queries, keys and values; as many, four and one load them. In fp32."""
+    expected, *_ = world.run(saved, folder=str(tmp_path))
+    assert world.run(loaded, folder=str(tmp_path), parts=2) == [expected] * 4
+    bound = BOUND * 2.0 ** (53 - 24) * expected[0]
+    assert world.run(loaded, folder=str(tmp_path), parts=4)[0] == pytest.approx(expected, abs=bound)
+    pipe = pipeline(model("gpt"))
+    dcp.load({"pipe": pipe.sharded}, checkpoint_id=tmp_path, no_dist=True)
+    assert [step.loss for step in pipe.train([batch("gpt")])] == pytest.approx(expected, abs=bound)

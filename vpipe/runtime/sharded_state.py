@@ -21,6 +21,7 @@ from vpipe.checkpoint.manifest import Position
 from vpipe.description.description import Description
 from vpipe.errors import UserError
 from vpipe.runtime.engine import Engine
+from vpipe.runtime.sharded_tensors import is_sharded, whole
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.state_dict import optimizer_entries
 from vpipe.runtime.weight_versions import WeightVersions
@@ -39,8 +40,9 @@ class ShardedState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; an asynchronous pipeline drains first.
 
-        Tensors are the pipeline's own: DCP copies them when it saves, and loads into them. Before the first update
-        optimizers have no state: there it is as steps without gradients would leave it, for DCP to load into.
+        Tensors are the pipeline's own, or whole ones: DCP copies them when it saves, and loads into them. Before the
+        first update optimizers have no state: there it is as steps without gradients would leave it, for DCP to load
+        into.
         """
         here = self._engine.tensors_here()
         position, optimizer = self._engine.position, dict[str, Tensor]()
@@ -51,10 +53,10 @@ class ShardedState:
                     made if position.steps else self._stepped_without_gradients(stage, weights), weights)
                 optimizer |= {f"state.{name.removeprefix('optim.')}": tensor for name, tensor in entries.items()}
         numbers = [position.steps, position.samples, *position.as_numbers(self._batch).values()]
-        return {"model": {name: value for stage in self._engine.local_stages for name, value in stage.state().items()},
-                "optimizer": optimizer,
-                "vpipe": {_POSITION: torch.tensor(numbers), **{
-                    name: tensor for name, tensor in here.items() if not name.startswith(("model.", "optim."))}}}
+        model = {name: value for stage in self._engine.local_stages for name, value in stage.state().items()}
+        others = {name: tensor for name, tensor in here.items() if not name.startswith(("model.", "optim."))}
+        return {part: {name: _in_one_block(tensor) for name, tensor in tensors.items()} for part, tensors in (
+            ("model", model), ("optimizer", optimizer), ("vpipe", {_POSITION: torch.tensor(numbers), **others}))}
 
     def _stepped_without_gradients(self, stage: int, weights: WeightVersions) -> StageOptimizer:
         """Return optimizers of copies of a stage's parameters, with the entries that real ones have after a step."""
@@ -89,3 +91,15 @@ class ShardedState:
         tensors |= {f"optim.{name.removeprefix('state.')}": tensor for name, tensor in optimizer.items()
                     if name.startswith("state.")}
         self._engine.restore(position, tensors | others)
+
+
+def _in_one_block(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor of which a rank has several blocks, such as rows of each part of a fused projection.
+
+    DCP takes them for one block: it refuses to save them, and would load others (torch 2.13).
+    """
+    if not is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import Replicate, Shard
+    # Where a later dimension of the mesh divides on, as under FSDP2 with tensor parallelism, they are one.
+    return tensor if type(tensor.placements[-1]) in (Shard, Replicate) else whole(tensor)
