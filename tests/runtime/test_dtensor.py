@@ -103,6 +103,17 @@ def test_steps_as_with_plain_tensors(sharded: Wrap, name: str, tmp_path: Path) -
     assert run(resumed)[0] == run(plain)[0]
 
 
+def test_both_kinds_of_parameters_are_in_no_list(sharded: Wrap) -> None:
+    """Torch makes lists by itself on GPUs alone."""
+    pipe = pipeline(sharded)
+    optimizers = [made.optimizers[0] for worker in pipe.engine.workers.values()
+                  for made in worker.optimizer_steps.optimizers.values()]
+    kinds = [{isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"]} for optimizer in optimizers]
+    assert [optimizer.param_groups[0]["foreach"] for optimizer in optimizers] == [
+        False if len(kind) > 1 else None for kind in kinds]
+    assert {len(kind) for kind in kinds} == {1, 2}
+
+
 def test_shards_on_a_mesh(world: World) -> None:
     """Norms count every shard once. A norm of n numbers is within (n / 2 + 2) roundings of the exact one in any order
     of its sum: squares cost one each, their sum n - 1, and the root halves the relative error of both and adds one.

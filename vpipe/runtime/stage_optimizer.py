@@ -90,6 +90,9 @@ class StageOptimizer:
         optimizers = [each for each in entries if isinstance(each, Optimizer)]
         if problems := list(_share_problems(optimizers, parameters, stage)):
             raise UserError.all_of(problems)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            if group.get("foreach", ...) is None and len(set(map(is_sharded, group["params"]))) > 1:
+                group["foreach"] = False  # on GPUs torch would put both kinds into one list, which it cannot
         return cls(optimizers, parameters)
 
     @property
