@@ -253,3 +253,8 @@ def test_lanes_begin_alike(world: World) -> None:
     for texts in world.run(dtensor_jobs.lanes_that_begin_apart):
         assert texts == ["error: stage 0: 'b0.up.bias' begins with other values on rank 1 than on rank 0",
                          "error: stage 1: 'b2.down.bias' begins with other values on rank 3 than on rank 2"]
+
+
+def test_lanes_have_oracles(world: World) -> None:
+    """Of several steps, with dropout, clipped by norms of shards, of which some gradients are parts."""
+    world.run(dtensor_jobs.oracles_in_lanes)

@@ -21,6 +21,7 @@ from vpipe.model.layer import LOSS, Layer, moved, set_parameter, split_target
 from vpipe.model.model import Model
 from vpipe.model.sequential import rounded_module
 from vpipe.runtime.compiled import compile_layers
+from vpipe.runtime.sharded_random import DrawnAsOnOneDevice
 from vpipe.runtime.sharded_tensors import set_data
 from vpipe.schedules.assignment import Assignment
 
@@ -95,6 +96,9 @@ class ReferenceModel:
         self._model, self._modules, self.widths = model, model.materialize(seed), tuple(widths)
         moved(self._modules, device)
         self.layers = [self._modules[layer.name] for layer in model.layers]
+        for module in self.layers:
+            if any(hasattr(parameter, "placements") for parameter in module.parameters()):  # of a DTensor
+                module.forward = _drawn_as_on_one_device(module.forward)
         specs = model.split(partition)
         assert len(specs) == len(widths), "one width per stage"
         self._stage = [spec.index for spec in specs for _ in spec.layers]
@@ -217,6 +221,14 @@ class ReferenceModel:
         return [{name: copies.get(f"{layer.name}.{name}", canonical[id(p)])
                  for name, p in self._modules[layer.name].named_parameters(remove_duplicate=False)
                  if id(p) in canonical} for layer in self._model.layers]
+
+
+def _drawn_as_on_one_device(forward: Callable[..., object]) -> Callable[..., object]:
+    def drawn(*arguments: Tensor) -> object:
+        with DrawnAsOnOneDevice():  # type: ignore[no-untyped-call]
+            return forward(*arguments)
+
+    return drawn
 
 
 def compiled_model(model: Model, backend: str) -> Model:

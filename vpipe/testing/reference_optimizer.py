@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -304,14 +304,15 @@ class TrainingRecipe:
         """
         trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         gradients = {name: None if gradient is None or id(parameters[name]) not in trained
-                     else gradient.to(parameters[name].dtype) for name, gradient in gradients.items()}
+                     else _placed_as(gradient.to(parameters[name].dtype), parameters[name])
+                     for name, gradient in gradients.items()}
         for name, gradient in gradients.items():
             if scale is not None and gradient is not None:
                 gradients[name] = gradient * (1.0 / scale.value)
             parameters[name].grad = gradients[name]
         if self.trajectory is not None:
             self.trajectory.gradients(update, gradients)
-        overflow = overflow or not all(bool(torch.linalg.vector_norm(gradient).isfinite())
+        overflow = overflow or not all(bool(_norm(gradient).isfinite())
                                        for gradient in gradients.values() if gradient is not None)
         skipped = overflow and (self.skip or scale is not None)
         norm = None if self.clip is None else self._clip(list(parameters.values()), self.clip)
@@ -338,12 +339,33 @@ class TrainingRecipe:
         A pipeline adds them up there, as they come from several devices. A device has another order of its own, with
         another last bit.
         """
-        norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
-        if not norms or norms[0].device.type == "cpu":
+        norms, plain = [_norm(p.grad) for p in parameters if p.grad is not None], not any(map(_is_dtensor, parameters))
+        if not norms or (plain and norms[0].device.type == "cpu"):
             return float(nn.utils.clip_grad_norm_(parameters, clip))
         norm = torch.linalg.vector_norm(torch.stack(norms).cpu())
-        nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+        nn.utils.clip_grads_with_norm_(parameters, clip, norm, foreach=None if plain else False)
         return float(norm)
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return hasattr(tensor, "placements")
+
+
+def _placed_as(gradient: Any, parameter: Any) -> Any:
+    """Return a gradient as its parameter is placed: of a DTensor the sum of what ranks have parts of."""
+    return gradient.redistribute(placements=parameter.placements) if _is_dtensor(gradient) else gradient
+
+
+def _norm(gradient: Any) -> Tensor:
+    """Return the norm of a gradient, of a DTensor from those of all shards, which double precision holds exactly."""
+    if not _is_dtensor(gradient):
+        plain: Tensor = torch.linalg.vector_norm(gradient)
+        return plain
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+    places = [Replicate() if place.is_replicate() else Partial() for place in gradient.placements]
+    squares = torch.linalg.vector_norm(gradient.to_local()).double().square()
+    total: Tensor = DTensor.from_local(squares, gradient.device_mesh, places, run_check=False).full_tensor()
+    return total.sqrt().to(gradient.dtype)
 
 
 Versions = Callable[[int, int, Sequence[int], int], int]
