@@ -28,6 +28,7 @@ from vpipe.app.families.gpt import GptAttention
 from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.errors import UserError
 from vpipe.model.layer import seed_of, set_parameter, split_target
+from vpipe.runtime.sharded_tensors import whole
 
 WORDS, HIDDEN, HEADS, LENGTH, SAMPLES, BLOCKS = 24, 16, 8, 8, 3, 2
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -105,7 +106,7 @@ def compare(family: str, parts: int, sequence: bool, planted: str | None = None)
         patch.setitem(GptAttention.tensor_plan, "qkv", tp.fused(1))
     if planted == "loss":
         patch.setattr(tp, "_over_ranks", lambda tensor, mesh, operation: tensor)
-    whole, expected = run(model(family), batch(family))
+    unsplit, expected = run(model(family), batch(family))
     fresh = tp.parallel(model(family), at)
     begun = {f"{layer.name}.{name}": p.detach() for index, layer in enumerate(fresh.layers)
              for name, p in built(layer, index).named_parameters()}
@@ -115,11 +116,11 @@ def compare(family: str, parts: int, sequence: bool, planted: str | None = None)
     first = {f"{layer.name}.{name}": p.detach() for index, layer in enumerate(model(family).layers)
              for name, p in built(layer, index).named_parameters()}
     gradients = {name: p.grad.to_local() if planted == "norm" and p.grad.placements[0].is_partial() else
-                 p.grad.full_tensor() for name, p in found.items()}
+                 whole(p.grad) for name, p in found.items()}
     between = {name: list(split[name].shape) for layer in fresh.layers for name in layer.outputs}
-    return {"begins": all(torch.equal(p.full_tensor(), first[name]) for name, p in begun.items()),
+    return {"begins": all(torch.equal(whole(p), first[name]) for name, p in begun.items()),
             "held": {name: p.to_local().untyped_storage().nbytes() / p.nbytes for name, p in begun.items()},
-            "loss": split["loss"].item(), "loss off": abs((split["loss"] - whole["loss"]).item()), "between": between,
+            "loss": split["loss"].item(), "loss off": abs((split["loss"] - unsplit["loss"]).item()), "between": between,
             "scale": max(p.grad.abs().max().item() for p in expected.values()),
             "gradient off": max((gradients[name] - p.grad).abs().max().item() for name, p in expected.items()),
             "placed": all(isinstance(p.grad, DTensor) and (p.grad.placements == p.placements

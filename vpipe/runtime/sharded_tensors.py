@@ -66,8 +66,17 @@ def whole(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     detached: Any = tensor.detach()
-    full: Tensor = detached.full_tensor()
-    return full
+    placement = detached.placements[-1]
+    if (blocks := getattr(placement, "split_factor", 1)) == 1 or detached.device_mesh.ndim > 1:
+        full: Tensor = detached.full_tensor()
+        return full
+    # Each rank has a part of every block, which torch 2.11 cannot put together.
+    kind, dim = type(detached), placement.dim
+    part = local(detached)
+    own = kind.from_local(part.reshape(*part.shape[:dim], blocks, -1, *part.shape[dim + 1:]), detached.device_mesh,
+                          [sys.modules["torch.distributed.tensor"].Shard(dim + 1)], run_check=False)
+    gathered: Tensor = own.full_tensor()
+    return gathered.flatten(dim, dim + 1)
 
 
 def parted(tensor: Tensor, model: Tensor) -> Tensor:

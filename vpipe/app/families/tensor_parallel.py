@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard  # without a public name
 
 from vpipe import Model
 from vpipe.errors import Problem, UserError
@@ -206,9 +207,9 @@ class _Function(nn.Module):
 class _FusedColumns(nn.Module):
     """A linear layer, split so that each rank has the same share of every part of its outputs.
 
-    The rows of a rank do not lie one after the other. DTensor has a placement for it, which its own ``flatten`` makes;
-    so the parameter keeps the shape [3H, H] that optimizers and checkpoints know. DTensor's matrix product would gather
-    it, so that the product here is that of what the rank has.
+    The rows of a rank do not lie one after the other. DTensor has a placement for it, which its own ``flatten`` makes
+    from torch 2.13 on; so the parameter keeps the shape [3H, H] that optimizers and checkpoints know. DTensor's matrix
+    product would gather it, so that the product here is that of what the rank has.
     """
 
     weight: DTensor
@@ -218,9 +219,7 @@ class _FusedColumns(nn.Module):
         super().__init__()
         self.at = at
         for name, parameter in linear.named_parameters():
-            of_parts = distribute_tensor(parameter.detach().view(parts, -1, *parameter.shape[1:]), at.mesh, [Shard(1)],
-                                         src_data_rank=None)
-            self.register_parameter(name, nn.Parameter(of_parts.flatten(0, 1)))
+            _distribute(self, name, parameter, at.mesh, _StridedShard(0, split_factor=parts))
 
     def forward(self, h_bsh: Tensor) -> Tensor:
         h_bsh = self.at.whole(h_bsh).to_local(grad_placements=[Partial()])
