@@ -28,6 +28,7 @@ from vpipe.schedules.registry import RegisteredSchedule
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 TRANSFORMER = QUICKSTART.with_name("transformer.py")
+MESH = QUICKSTART.with_name("mesh.py")
 TORCH_RUNTIME = QUICKSTART.with_name("torch_runtime.py")
 PAGE = QUICKSTART.parents[1] / "docs" / "python.md"
 LIBRARY = PAGE.with_name("library.md")
@@ -52,6 +53,14 @@ def printed(program: Path, *launcher: str, arguments: Sequence[str] = ()) -> str
             raise
     assert process.returncode == 0, err
     return out
+
+
+def test_both_ways_to_use_a_mesh_print_the_same_losses() -> None:
+    """Their sums have other orders: printed are four digits."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    tensor, data = (printed(MESH, *launcher, arguments=[how]) for how in ("tensor", "data"))
+    assert tensor == data
+    assert re.fullmatch(r"(step \d+: loss \d\.\d{4}\n){4}", tensor)
 
 
 def test_the_output_of_quickstart() -> None:
