@@ -265,11 +265,12 @@ def steep(count: int) -> tuple[Model, list[dict[str, Tensor]]]:
                   Layer("steep", Steep, ("h", "factor"), ("loss",))], ("x", "factor")), [data] * count
 
 
-@pytest.mark.parametrize("last", [[1], [1, 2]], ids=["one rank", "replicas"])
-def test_an_overflow_in_a_transfer_lowers_the_scale_of_its_stage(last: list[int]) -> None:
-    """Only replica 0 of the last stage meets steep microbatches; both halve their scales together."""
+@pytest.mark.parametrize(("last", "zero1"), [([1], False), ([1, 2], False), ([1, 2], True), ([1, 2, 3], True)])
+def test_an_overflow_in_a_transfer_lowers_the_scale_of_its_stage(last: list[int], zero1: bool) -> None:
+    """Only replica 0 of the last stage meets steep microbatches; both halve their scales together, also where another
+    one owns the weights, whose gradients show nothing."""
     built, data = steep(8)
-    pipe = pipeline("fp16", built, partition=[1, 1], schedule="pipedream", placement=[[0], last])
+    pipe = pipeline("fp16", built, partition=[1, 1], schedule="pipedream", placement=[[0], last], zero1=zero1)
     before = pipe.state_dict()["front.weight"]
     assert {step.skipped for step in pipe.train(data)} >= {True}
     last_scales = scales(pipe)[1:]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import frozen_front, norm_model, rich_batches, rich_model, thrice_tied_model
 from oracles import AdamW, Momentum, assert_same, assert_same_state, equals_its_oracle, oracle_of, pipeline_of, saved
-from test_replicas import arranged
+from test_replicas import Noted, arranged
 from torch import Tensor, nn
 from world import World
 
@@ -21,6 +21,8 @@ from vpipe import Cut, Model, Pipeline, Update
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import UserError
 from vpipe.runtime.reducer import owners_of
+from vpipe.runtime.state_dict import state_parts
+from vpipe.runtime.transport.transport import InProcessTransport, TransferKey, TransferKind
 
 MUON = OptimizerSettings("muon", 0.02, weight_decay=0.1, matrices=hidden_matrices(rich_model()))
 SOAP = OptimizerSettings("soap", 0.02, weight_decay=0.1, matrices=hidden_matrices(rich_model()))
@@ -76,13 +78,29 @@ def test_both_directions() -> None:
                       grad_clip=0.5, zero1=True)
 
 
-def test_an_overflow_on_one_replica_is_known_to_all() -> None:
-    """Of which the gradients that its owner has need not show anything: each stage has a loss scale of its own."""
-    batches = rich_batches(4, 4)
-    pipe = pipeline_of(rich_model, **words((1, 3), STREAM, precision="fp16", grad_clip=0.5))
-    steps = list(pipe.train(batches))
-    assert any(step.skipped for step in steps), "the first scales are too large"
-    assert_same(pipe, steps, oracle_of(pipe, batches))
+def test_shares_leave_before_the_last_backward_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a bucket per parameter, each to its owner; and weights in the same buckets, each from it."""
+    monkeypatch.setattr("vpipe.runtime.reducer.BUCKET_BYTES", 1)
+    events: list[str] = []
+    send = InProcessTransport.send
+
+    def noted(self: InProcessTransport, peer: int, key: TransferKey, *given: Any, **more: Any) -> None:
+        if key.kind in (TransferKind.SHARES, TransferKind.WEIGHTS, TransferKind.SUMS):
+            events.append(f"{key.kind} from {self.rank}")
+        send(self, peer, key, *given, **more)
+
+    monkeypatch.setattr(InProcessTransport, "send", noted)
+    halfway = Noted(lambda gradient: events.append("half"))
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), halfway, nn.Linear(4, 4))
+    pipe = Pipeline(Model.sequential(layers, nn.CrossEntropyLoss()), Update(Momentum(), zero1=True),
+                    Cut(1, ranks=2), "1f1b", 2)
+    batches = [{"input": torch.randn(2, 4), "target": torch.randint(4, (2,))}] * 2
+    for number, _ in enumerate(pipe.train(batches)):
+        if number > 0:  # the first backward shows how many gradients each weight gets
+            # Replica 0 owns the matrices of layers 0 and 2, replica 1 that of layer 1, and the biases.
+            assert events == ["D from 0", "half", *["D from 0"] * 3, "D from 1", "half", "D from 1",
+                              *["U from 0"] * 2, *["U from 1"] * 4]
+        events.clear()
 
 
 # -- few parameters, and none
@@ -101,15 +119,11 @@ class Front(nn.Module):
 def test_a_stage_with_fewer_parameters_than_replicas(schedule: Mapping[str, Any]) -> None:
     """An embedding alone, with which DeepSpeed's issue 1522 waited for ever; and a stage that trains nothing."""
     torch.manual_seed(0)
-    layers = [Front(), nn.Tanh(), nn.Linear(4, 3)]
-    model = Model.sequential(nn.Sequential(*layers), nn.CrossEntropyLoss())
+    layers = nn.Sequential(Front(), nn.Tanh(), nn.Linear(4, 3)).double()  # in which norms are added up, then, by all
+    model = Model.sequential(layers, nn.CrossEntropyLoss())
     batches = [{"input": torch.randint(5, (4,)), "target": torch.randint(3, (4,))} for _ in range(3)]
-    runs = []
-    for zero1 in (True, False):
-        pipe = pipeline_of(model, **{**words((3, 2, 1), schedule, grad_clip=0.1, zero1=zero1), "partition": [1, 1, 1]})
-        runs.append(([(step.loss, step.gradient_norm) for step in pipe.train(batches)], pipe.state_dict()))
-    assert runs[0][0] == runs[1][0]
-    assert_same_state(runs[0][1], runs[1][1])
+    pipe = pipeline_of(model, **{**words((3, 2, 1), schedule, grad_clip=0.1), "partition": [1, 1, 1]})
+    assert_same(pipe, list(pipe.train(batches)), oracle_of(pipe, batches))
 
 
 # -- memory and bytes
@@ -137,6 +151,8 @@ def test_state_is_divided_and_the_bytes_between_replicas_stay(width: int, precis
     sizes = [4 * leaf.numel() for leaf in stage.weights.leaves()]  # moments and masters are fp32
     of_each = 3 if precision == "bf16_pure" else 2
     steps = 4 * len(sizes)  # AdamW counts its steps in a tensor per parameter
+    assert sum(len(group["params"]) for worker in pipe.engine.workers.values()
+               for group in worker.optimizer_steps.optimizers[0].groups) == len(sizes), "each has one owner"
     assert state[False] == [of_each * sum(sizes) + steps] * width
     assert sum(state[True]) == of_each * sum(sizes) + steps
     assert max(state[True]) <= of_each * (sum(sizes) / width + max(sizes)) + steps
@@ -184,6 +200,47 @@ def test_a_checkpoint_does_not_depend_on_who_owns(schedule: Mapping[str, Any], m
     if schedule is FLUSH:  # without one, what is late depends on the widths
         other, ours = run((4, 1), False, with_owners), run((4, 1), True, without)
         assert_same_state(dict(sorted(ours[1][1].items())), dict(sorted(other[1][1].items())))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+def test_weights_look_ahead_by_another_factor_after_a_checkpoint(precision: str) -> None:
+    """Each owner takes the look-ahead out of unrounded weights, and the others get what it rounds them to."""
+    batches, runs = rich_batches(4, 4), []
+    for zero1 in (False, True):
+        place, said = None, None
+        for strength, part in ((0.5, batches[:2]), (1.0, batches[2:])):
+            pipe = pipeline_of(rich_model, **words((3, 1), STREAM, zero1=zero1, delay_correction=strength,
+                                                   precision=precision))
+            if place is not None:
+                said = pipe.engine.restore(*place)
+            list(pipe.train(part))
+            place = saved(pipe)
+        runs.append((said, dict(sorted(place[1].items()))))
+    assert runs[0][0] == runs[1][0] is not None
+    assert_same_state(runs[0][1], runs[1][1])
+
+
+def test_learning_rates_that_were_changed_are_kept() -> None:
+    """Of all parameter groups on every replica, also of those of which it owns no parameter."""
+    batches, states = rich_batches(2, 4), []
+    for zero1 in (False, True):
+        pipe = pipeline_of(rich_model, **words((1, 3), FLUSH, optimizer=MUON, zero1=zero1))
+        groups = [group for worker in pipe.engine.workers.values()
+                  for optimizer in worker.optimizer_steps.optimizers.values() for group in optimizer.groups]
+        for group in groups:
+            group["lr"] = 0.5 * group["lr"]
+        list(pipe.train(batches))
+        place = saved(pipe)
+        states.append(dict(sorted(place[1].items())))
+    assert_same_state(*states)
+    assert any(name.endswith(".group.lr#float") for name in states[0])
+    other = pipeline_of(rich_model, **words((3, 1), FLUSH, optimizer=MUON))
+    for rank, worker in other.engine.workers.items():  # each reads what it wants, as in a process of its own
+        _, part, *_ = state_parts({rank: worker}, other.placement)
+        part.load({name: tensor for name, tensor in place[1].items() if part.wants(name)})
+    assert {group["lr"] for worker in other.engine.workers.values()
+            for optimizer in worker.optimizer_steps.optimizers.values() for group in optimizer.groups} == {
+        group["lr"] for group in groups}
 
 
 # -- what is refused

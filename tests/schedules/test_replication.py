@@ -18,12 +18,14 @@ from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check, prove
+from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.graph import Graph
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Placement, both_ways, widened
 from vpipe.testing import placements, ties
 
@@ -229,3 +231,16 @@ def test_a_placement_that_is_not_the_schedules_own(placement: Placement) -> None
     problem = raised.value.problems[0]
     assert problem.what == f"'chimera' does not place stages as {list(map(list, placement))}"
     assert problem.hint.startswith(f"place them as {list(map(list, both_ways(len(placement))))}")
+
+
+@pytest.mark.parametrize(("name", "widths", "every"), [("1f1b", (2, 1), None), ("1f1b", (3, 1), None),
+                                                       ("pipedream", (2, 1), 1)])
+@pytest.mark.parametrize("step", [0, 2])
+def test_weights_that_owners_send_take_as_long_as_sums(name: str, widths: tuple[int, int], every: int | None,
+                                                       step: int) -> None:
+    """They travel behind the step instead of before it."""
+    front = tuple(range(widths[0]))
+    costs = Costs((StageCosts(2, 2, 2, step_s=step, reduce_bytes=12), StageCosts(1, 1, 1, step_s=step)), Link(1, 2))
+    taken = {zero1: simulate(prove(name, (front, (widths[0],)), 6, every, zero1=zero1), costs).makespan_s
+             for zero1 in (False, True)}
+    assert taken[True] == taken[False]
