@@ -298,6 +298,25 @@ def test_a_plan_that_does_not_fit_is_refused_with_remedies() -> None:
         solve(PlanRequest({8: made}, 2, 300 * KIB, ("1f1b",), partition=(6, 7), recompute=0.0))
 
 
+def test_where_an_optimizers_state_is_too_large_replicas_may_share_it() -> None:
+    made, placement = transformer(6), ((0, 1, 2), (3, 4, 5))
+    owned, least = replace(made, zero1=True), []
+    for each in (owned, made):
+        space = SearchSpace(PlanRequest({8: each}, 6, None, ("1f1b",), placement=placement))
+        found = space.cost_model(next(iter(space.choices()))).least_memory()
+        assert found is not None
+        least.append(int(found.bottleneck))
+    assert least[0] < least[1]
+    limit = sum(least) // 2
+    request = PlanRequest({8: made}, 6, limit, ("1f1b",), placement=placement)
+    with pytest.raises(UserError, match=r"let replicas share the optimizer's state \(parallel\.zero1: true\)"):
+        solve(request)
+    assert solve(replace(request, profiles={8: owned})).plan.predicted.fullest_rank[1] <= limit
+    with pytest.raises(UserError) as error:
+        solve(replace(request, profiles={8: owned}, memory_bytes=limit // 2))
+    assert "zero1" not in str(error.value)
+
+
 def test_impossible_requests_are_refused() -> None:
     made = transformer(2)
     with pytest.raises(UserError, match=r"the partition \[3\] is one of 3 layers, but the profiled model has 5"):

@@ -94,6 +94,9 @@ def _remedies(request: PlanRequest, plan: Plan, memory: StageMemory, limit: int,
         enough_ranks = bisect_left(more, True, key=lambda ranks: fits(replace(alike, ranks=ranks)))
         if enough_ranks < len(more):
             yield f"use {more[enough_ranks]} ranks"
+    owned = {count: replace(each, zero1=True) for count, each in request.profiles.items()}
+    if not profile.zero1 and _small(request) and fits(replace(request, profiles=owned)):
+        yield "let replicas share the optimizer's state (parallel.zero1: true)"
     samples = profile.identity.microbatch_size
     if samples > 1 and memory.peak - memory.activations - memory.working <= limit < memory.peak:
         yield f"use microbatches of fewer than {counted(samples, 'sample')}: activations are what is too large"
