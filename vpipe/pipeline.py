@@ -114,8 +114,6 @@ class Pipeline:
         world = join_world(transfers.backend, transfers.timeout_s, execution.device, execution.mesh,
                            execution.data)
         description = Description(cut, order, microbatches, update, computed, transfers, execution, seed)
-        if world.lanes.count > 1:
-            _check_lanes(description)
         lowered = prepare_schedule(model, cut, order, microbatches, execution, needs_norms=description.needs_norms,
                                    zero1=update.zero1,
                                    ranks=len(world.lanes.own) if len(world.lanes.own) > 1 else None)
@@ -126,6 +124,8 @@ class Pipeline:
             raise UserError(f"delay_correction is {description.delay_correction:g}, but '{order.schedule}' has a "
                             "flush: no gradient is late",
                             hint="leave it out, or choose a schedule without a flush, such as pipedream")
+        if world.lanes.count > 1 or execution.data is not None:
+            _check_lanes(description, max(map(len, lowered.placement)))
         self._set_up(model, description, lowered, world)
         if self.rank:
             return
@@ -402,8 +402,9 @@ def _check_once(given: Arguments, plan: Plan, order: Order, microbatches: object
                          "leave it out, or take the plan without: dataclasses.replace(plan, order=Order())")
 
 
-def _check_lanes(description: Description) -> None:
-    """Refuse what does not go together with layers that compute over several lanes."""
+def _check_lanes(description: Description, width: int) -> None:
+    """Refuse what does not go together with layers that compute over several lanes; ``width``: most ranks of a stage.
+    """
     execution, codecs = description.execution, set(description.transfers.codecs(description.cut.count)) - {"none"}
     refused = [Problem(f"{what} beside a mesh whose layers compute over several lanes", hint) for what, there, hint in (
         (f"the executor is {execution.executor}", execution.threaded,
@@ -411,9 +412,8 @@ def _check_lanes(description: Description) -> None:
         (f"compile is {execution.compile}", execution.backend is not None, "leave it out"),
         (f"compress is {', '.join(sorted(codecs))}", bool(codecs),
          "lanes would round what they hold in common apart: leave it out")) if there]
-    widths = [len(ranks) for ranks in description.cut.placement or ()] or [description.cut.replicas]
-    if execution.data is not None and max(widths) > 1:
-        refused.append(Problem(f"stages have {max(widths)} replicas, and data is '{execution.data}'",
+    if execution.data is not None and width > 1:
+        refused.append(Problem(f"stages have {width} replicas, and data is '{execution.data}'",
                                "let either replicas or lanes train on batches of their own"))
     if execution.data is not None and description.precision.pure:
         refused.append(Problem(f"precision is {description.precision.name}, and data is '{execution.data}'",

@@ -140,7 +140,8 @@ def refused() -> list[str]:
     given: list[tuple[Model, dict[str, Any]]] = [
         (divided(mesh), {}), (divided(mesh), {"data": "pp"}), (divided(mesh), {"data": "dp", "schedule": "pipedream"}),
         (Model([*half, *untied_model().layers[4:]], batch=("ids", "labels")), {"data": "dp"}),
-        (divided(mesh), {"data": "dp", "precision": "bf16_pure"})]
+        (divided(mesh), {"data": "dp", "precision": "bf16_pure"}),
+        (divided(mesh), {"data": "dp", "schedule": "dualpipe", "microbatches": 4})]
     errors = []
     for model, words in given:
         with pytest.raises(UserError) as caught:
@@ -159,4 +160,5 @@ def test_what_does_not_go_with_fully_shard_is_refused(world: World) -> None:
             "error: 'pipedream' has no flush, but weights that fully_shard divides have one version",
             "error: 'mix1.linear.weight' is not divided by fully_shard, but lanes train on batches of their own: each "
             "would have its own gradient",
-            "error: precision is bf16_pure, and data is 'dp'"]
+            "error: precision is bf16_pure, and data is 'dp'",
+            "error: stages have 2 replicas, and data is 'dp'"]

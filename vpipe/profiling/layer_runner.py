@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,7 +218,12 @@ _attention_flops._get_raw = True  # type: ignore[attr-defined]
 def _flops(runner: LayerRunner, given: LayerInputs) -> int:
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which the counter does not know
     counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
-    with counter:
+    # The counter watches modules for gradients, which it cannot where one is given a part of another's parameter.
+    trained = [p for module in runner.stage.modules.values() for p in module.parameters() if p.requires_grad]
+    with counter, ExitStack() as after:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+            after.callback(parameter.requires_grad_)
         runner.stage.evaluate([given.inputs[name].detach() for name in runner.reads], given.fields, (0, 0))
     return int(counter.get_total_flops())
 
