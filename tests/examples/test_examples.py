@@ -55,6 +55,7 @@ def printed(program: Path, *launcher: str, arguments: Sequence[str] = ()) -> str
     return out
 
 
+@pytest.mark.system
 def test_both_ways_to_use_a_mesh_print_the_same_losses() -> None:
     """Their sums have other orders: printed are four digits."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")

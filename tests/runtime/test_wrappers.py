@@ -41,7 +41,7 @@ def test_a_layer_in_distributed_data_parallel() -> None:
     assert refusal(WithoutGroup) == (
         "error: layer 'raw1' is wrapped in DistributedDataParallel, which adds gradients when no schedule says so: its "
         "ranks may wait for one another for ever\n"
-        "hint: give the module itself: replicas=2 has every stage on two ranks, and adds their gradients")
+        "hint: give the module itself: stages=Cut(2, ranks=2) has every stage on two ranks, and adds their gradients")
     assert "layer 'raw1' ('1' in it) is wrapped" in refusal(
         lambda module: nn.Sequential(module, WithoutGroup(nn.ReLU())))
 
@@ -56,7 +56,8 @@ def test_a_sharded_layer() -> None:
     assert refusal(lambda module: fully_shard(module, mesh=mesh)) == (
         "error: layer 'raw1' is sharded by fully_shard, which gathers weights and adds gradients when no schedule says "
         "so: some would be lost\n"
-        "hint: give the module without fully_shard: replicas=2 has every stage on two ranks, and adds their gradients; "
+        "hint: give the module without fully_shard: stages=Cut(2, ranks=2) has every stage on two ranks, and adds "
+        "their gradients; "
         "or the pipeline one dimension of a mesh, and fully_shard another: Execution(mesh=mesh, data='dp')")
     pipe = Pipeline(model(lambda module: module), AdamW(), stages=2, microbatches=2)
     steps = pipe.train(rich_batches(2, 4))

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vpipe.errors import Problem
 
-_REPLICAS = "replicas=2 has every stage on two ranks, and adds their gradients"
+_REPLICAS = "stages=Cut(2, ranks=2) has every stage on two ranks, and adds their gradients"
 
 
 def find_wrapper(name: str, module: nn.Module, divided: bool) -> Problem | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from vpipe.distributed.init import exchange
 from vpipe.distributed.lanes import Lanes
 from vpipe.distributed.value_exchange import Exchange
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import Problem, RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
@@ -243,6 +244,28 @@ class Collectives:
                            hint="replicas that start alike and get the same gradients stay alike: look for a layer or "
                                 "an optimizer that draws random numbers outside torch, or for ranks with different "
                                 f"libraries{self._in_lanes}", rank=rank, stage=stage)
+
+    def check_lanes(self, beside: Exchange) -> None:
+        """Compare the weights of this process with those that the ranks with the same place in other lanes hold, too.
+
+        Raises:
+            RunError: some differ.
+        """
+        held = {f"{stage} {name} {shard_of(value)}": _checksum(value) for worker in self._workers.values()
+                for stage, here in worker.stages.items() for name, value in _weights(here)}
+        first: dict[str, tuple[int, str]] = {}
+        for lane, theirs in enumerate(beside.all_gather(held)):
+            for key, found in theirs.items():
+                other, expected = first.setdefault(key, (lane, found))
+                if found != expected:
+                    stage, name, _ = key.split(" ", 2)
+                    error = RunError(f"stage {stage}: the first update made another '{name}' in lane {lane} than in "
+                                     f"lane {other}, which have it in common", stage=int(stage),
+                                     hint="each lane has a part of its gradient: let the plan of its layer name its "
+                                          "module, such as SequenceParallel() for a norm of shards of a sequence, so "
+                                          "that it is a DTensor")
+                    watch.failed(error)
+                    raise error
 
     def check_replicas_begin(self, buffers: bool) -> None:
         """Refuse replicas with different initial weights, or with ``buffers`` different buffers, on every rank."""

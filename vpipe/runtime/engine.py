@@ -81,7 +81,7 @@ class Engine:
         self.workers: dict[int, Worker] = {}
         self.collectives = Collectives(self.workers, specs, self._placement, world.lanes, timeout_s,
                                        description.update.zero1)
-        beside = exchange("lanes", timeout_s, world.lanes.beside(world.lanes.own.index(world.rank)))
+        self._beside = beside = exchange("lanes", timeout_s, world.lanes.beside(world.lanes.own.index(world.rank)))
         self._lane_comparison = None if world.lanes.count == 1 else LaneComparison(beside, model.batch,
                                                                                    world.lanes.alike)
         if distributed and is_ordered(self._device):  # refuses while another pipeline has transfers under way
@@ -110,6 +110,7 @@ class Engine:
                                         exchanged)
         self._interpreter.exchange_tied_weights()
         self._replicas_compared = False
+        self._lanes_compared = world.lanes.count == 1  # after their first update
 
     # -- training --------------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class Engine:
         if stream is None:
             return self.position
         first, done = stream.segment.first, stream.done * self._schedule.assignment.per_step
-        return self.position.after(stream.done, done, stream.segment.loader.samples(first, first + done),
+        return self.position.after(stream.done, done, self._samples(stream.segment, first + done),
                                    (first + done) % self._description.microbatches)
 
     def _train_whole(self, loader: MicrobatchLoader) -> Iterator[Step]:
@@ -164,6 +165,7 @@ class Engine:
             if not last_forwards:
                 steps = list(steps)  # losses are exchanged when the batch is done
             self._made = deque(self._results.collect(segment, step) for step in steps)
+            self._compare_lanes()
             self._close(segment, first + self._description.microbatches, len(self._made))
         except KeyboardInterrupt:
             self._interpreter.fail()
@@ -189,6 +191,7 @@ class Engine:
         stream = self._stream = RunningSegment(segment, self._steps_of_stream(segment, assignment), self._results)
         try:
             while (step := self._next_of_stream(stream)) is not None:
+                self._compare_lanes()
                 yield from self._yield_unchanged(
                     step, lambda: stream.drained is None and segment.steps_before + stream.done != pause)
         except RunError as error:  # of another rank, which has the batch that could not be read here
@@ -276,6 +279,12 @@ class Engine:
             self.collectives.check_replicas_begin(buffers=self.position.microbatches == 0)
             self._replicas_compared = True
 
+    def _compare_lanes(self) -> None:
+        """Refuse weights that lanes have in common and changed differently in the first update of this process."""
+        if not self._lanes_compared:
+            self.collectives.check_lanes(self._beside)
+            self._lanes_compared = True
+
     def _segment(self, loader: MicrobatchLoader, first: int, assignment: Assignment) -> Segment:
         """Return the segment that is trained next, beginning with an empty pipeline."""
         check_rescheduled(self._optimizers)
@@ -304,9 +313,13 @@ class Engine:
 
     def _close(self, segment: Segment, end: int, steps: int) -> None:
         """Count the steps and microbatches of a finished segment; ``end``: the loader's next microbatch."""
-        self.position = self.position.after(steps, end - segment.first, segment.loader.samples(segment.first, end),
+        self.position = self.position.after(steps, end - segment.first, self._samples(segment, end),
                                             end % self._description.microbatches)
         self._interpreter.finish()
+
+    def _samples(self, segment: Segment, end: int) -> int:
+        """Return the samples of a segment's microbatches until ``end``, of all lanes that read batches of their own."""
+        return segment.loader.samples(segment.first, end) * len(self._lanes.averaged)
 
     def record(self, limit: int = MOST_ACTIONS) -> Mapping[int, Recorder]:
         """Record the actions of training from now on; see :meth:`vpipe.Pipeline.record`."""
