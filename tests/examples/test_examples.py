@@ -56,6 +56,7 @@ def printed(program: Path, *launcher: str, arguments: Sequence[str] = ()) -> str
 
 
 @pytest.mark.system
+@pytest.mark.long
 def test_both_ways_to_use_a_mesh_print_the_same_losses() -> None:
     """Their sums have other orders: printed are four digits."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")

@@ -32,7 +32,8 @@ def near(found: list[float], expected: list[float]) -> bool:
         for update, (ours, theirs) in enumerate(zip(found, expected, strict=True)))
 
 
-@pytest.mark.parametrize(("tensor", "schedule"), [(2, "1f1b"), (4, "zb_h1"), (2, "pipedream")])
+@pytest.mark.parametrize(("tensor", "schedule"), [
+    (2, "1f1b"), *(pytest.param(*words, marks=pytest.mark.long) for words in ((4, "zb_h1"), (2, "pipedream")))])
 def test_a_run_and_its_end_with_whole_layers(tmp_path: Path, tensor: int, schedule: str,
                                              capfd: pytest.CaptureFixture[str]) -> None:
     """On 2 x 2 and 2 x 4 processes; resumed on 2."""
@@ -54,6 +55,7 @@ def test_a_run_and_its_end_with_whole_layers(tmp_path: Path, tensor: int, schedu
         assert near(losses(run), oracle(job, 6).losses)
 
 
+@pytest.mark.long
 def test_under_torchrun(tmp_path: Path) -> None:
     config = write_config(tmp_path, **SGD, parallel__tensor=2)
     done = subprocess.run(
