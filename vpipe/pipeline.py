@@ -244,7 +244,7 @@ class Pipeline:
     @property
     def sharded(self) -> ShardedState:
         """The state of this rank as ``torch.distributed.checkpoint`` saves and loads it, whatever the cut and the mesh:
-        ``dcp.save({"pipe": pipe.sharded}, checkpoint_id=folder)``; a plain model's, too (docs/checkpoint.md)."""
+        ``dcp.save({"pipe": pipe.sharded}, checkpoint_id=folder)``; a plain model's, too (docs/mesh.md)."""
         return ShardedState(self.engine, self.description)
 
     def save(self, folder: str | Path) -> None:

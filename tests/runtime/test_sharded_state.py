@@ -179,6 +179,18 @@ def test_what_plain_fsdp2_saved_loads_into_a_pipeline(world: World, tmp_path: Pa
     assert losses(pipe, batches(2, 2)) == pytest.approx(expected, rel=1e-6)
 
 
+def test_state_that_was_loaded_is_saved_before_the_first_step() -> None:
+    """A plain model says nothing of steps, but has an optimizer's state."""
+    first = pipeline()
+    list(first.train(batches(0, 2)))
+    state = first.state_dict(sharded=True)
+    del state["vpipe"]
+    second, third = pipeline(), pipeline()
+    second.load_state_dict(state)
+    third.load_state_dict(second.state_dict(sharded=True))
+    assert losses(third, batches(2, 2)) == losses(first, batches(2, 2))
+
+
 def test_what_a_pipeline_saved_loads_into_plain_fsdp2(world: World, tmp_path: Path) -> None:
     pipe = pipeline(microbatches=1)
     list(pipe.train(batches(0, 2)))

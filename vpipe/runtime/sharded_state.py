@@ -11,6 +11,7 @@ torch nests what a plain model has, so that DCP loads one into the other, whatev
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,13 +47,15 @@ class ShardedState:
         """
         here = self._engine.tensors_here()
         position, optimizer = self._engine.position, dict[str, Tensor]()
+        # Also without a step of its own a pipeline may have the state that a plain model saved.
+        there = any(self._engine.collectives.job.all_gather(any(name.startswith("optim.") for name in here)))
         for worker in self._engine.workers.values():
             for stage, made in worker.optimizer_steps.optimizers.items():
                 weights = worker.stages[stage].weights
                 entries = optimizer_entries(
-                    made if position.steps else self._stepped_without_gradients(stage, weights), weights)
+                    made if there else self._stepped_without_gradients(stage, weights), weights)
                 optimizer |= {f"state.{name.removeprefix('optim.')}": tensor for name, tensor in entries.items()}
-        numbers = [position.steps, position.samples, *position.as_numbers(self._batch).values()]
+        numbers = [int(there), position.steps, position.samples, *position.as_numbers(self._batch).values()]
         model = {name: value for stage in self._engine.local_stages for name, value in stage.state().items()}
         others = {name: tensor for name, tensor in here.items() if not name.startswith(("model.", "optim."))}
         return {part: {name: _in_one_block(tensor) for name, tensor in tensors.items()} for part, tensors in (
@@ -81,16 +84,17 @@ class ShardedState:
             raise UserError(f"the state has the parts {', '.join(map(str, state)) or 'none'}, but not 'model'",
                             hint="give what pipe.state_dict(sharded=True) returned, filled by dcp.load")
         others = dict(state.get("vpipe", {}))
-        position = Position(0, 0)
+        position, there = Position(0, 0), 1
         if (numbers := others.pop(_POSITION, None)) is not None:
-            steps, samples, microbatches, begun, batch = numbers.tolist()
+            there, steps, samples, microbatches, begun, batch = numbers.tolist()
             position = Position.from_numbers(steps, samples, {"microbatches": microbatches, "begun": begun,
                                                               "batch": batch}, self._batch)
-        optimizer = {} if numbers is not None and not position.steps else state.get("optimizer", {})
+        optimizer = state.get("optimizer", {}) if there else {}
         tensors = {f"model.{name}": tensor for name, tensor in state["model"].items()}
         tensors |= {f"optim.{name.removeprefix('state.')}": tensor for name, tensor in optimizer.items()
                     if name.startswith("state.")}
-        self._engine.restore(position, tensors | others)
+        if (line := self._engine.restore(position, tensors | others)) and self._engine.collectives.job.rank == 0:
+            warnings.warn(line, stacklevel=3)
 
 
 def _in_one_block(tensor: Tensor) -> Tensor:
