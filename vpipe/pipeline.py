@@ -305,7 +305,8 @@ class Pipeline:
         return self.engine.collectives.local_usage()
 
     def usage(self, since: LocalUsage | None = None) -> list[StageUsage]:
-        """Return the usage of every stage, and of each of its replicas, in order. Every rank must call it.
+        """Return the usage of every stage, of each of its replicas, and on a mesh of the rank of each lane there, in
+        this order. Every rank must call it.
 
         Args:
             since: the :meth:`local_usage` at the beginning of the time that counts; None: all of it does.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -37,7 +38,9 @@ def near(found: list[float], expected: list[float]) -> bool:
 def test_a_run_and_its_end_with_whole_layers(tmp_path: Path, tensor: int, schedule: str,
                                              capfd: pytest.CaptureFixture[str]) -> None:
     """On 2 x 2 and 2 x 4 processes; resumed on 2."""
-    config = write_config(tmp_path, **SGD, parallel__schedule=schedule, checkpoint__at_end=True)
+    config = write_config(tmp_path, **SGD, parallel__schedule=schedule, checkpoint__at_end=True,
+                          metrics__rank_times_every=2)
+    config.write_text(f"{config.read_text()}trace: true\n")
     assert main(["train", str(config), "--set", f"parallel.tensor={tensor}"]) == 0
     out, err = capfd.readouterr()
     run = only_run(tmp_path / "runs")
@@ -47,6 +50,12 @@ def test_a_run_and_its_end_with_whole_layers(tmp_path: Path, tensor: int, schedu
     assert "error" not in out + err
     check_updates(run, 4)
     assert len(list(run.glob("rank*.log"))) == 2 * tensor
+    *_, last = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert len({stage["forward_s"] for stage in last["summary"]["stages"]}) == last["summary"]["ranks"] == 2 * tensor
+    [_, report] = map(json.loads, (run / "rank_times.jsonl").read_text().splitlines())
+    assert [rank["rank"] for rank in report["ranks"]] == list(range(2 * tensor))
+    assert main(["trace", str(run), "--lane", f"{tensor - 1}"]) == 0
+    assert f"Lane {tensor - 1} of {tensor}" in capfd.readouterr().out
     job = Job.from_config(load_config(config))
     assert load_config(run / "config.yaml") == job.config.with_parallel(tensor=tensor)
     assert near(losses(run), oracle(job, 4).losses[:4])

@@ -176,6 +176,8 @@ def _parser() -> argparse.ArgumentParser:
     trace = _add(commands, "trace", "trace.run_trace",
                  "write the timeline (trace.json, for Perfetto) and the report page (report.html) of a recorded run")
     trace.add_argument("folder", type=Path, metavar="RUN", help="folder of a run that was trained with 'trace: true'")
+    trace.add_argument("--lane", type=int, default=0, metavar="N", help="of a run with parallel.tensor: of the ranks "
+                       "that split layers those with number N, from 0 (default: 0)")
     add_import(trace)
 
     _add_checkpoint(_add(commands, "checkpoint", "", "list, show, verify, export or import checkpoints").commands())

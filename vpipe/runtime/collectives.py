@@ -194,7 +194,7 @@ class Collectives:
         return {rank: {stage: worker.usage(stage) for stage in worker.stages} for rank, worker in self._workers.items()}
 
     def usage(self, before: LocalUsage | None = None) -> list[StageUsage]:
-        """Return the usage of every stage, and of each of its replicas.
+        """Return the usage of every stage, of each of its replicas, and of the rank of each lane there, in this order.
 
         Args:
             before: the :meth:`local_usage` at the beginning of the time that counts; None: all of it does.
@@ -203,9 +203,10 @@ class Collectives:
         if before is not None:
             here = {rank: {stage: usage.since(before[rank][stage]) for stage, usage in stages.items()}
                     for rank, stages in here.items()}
-        found = self.exchange.united({f"{stage} {rank}": asdict(usage) for rank, stages in here.items()
-                                      for stage, usage in stages.items()})
-        return [StageUsage(**found[f"{stage} {rank}"]) for stage, ranks in enumerate(self._placement) for rank in ranks]
+        found = self.job.united({f"{self._lanes.number} {stage} {rank}": asdict(usage) for rank, stages in here.items()
+                                 for stage, usage in stages.items()})
+        return [StageUsage(**found[f"{lane} {stage} {rank}"]) for stage, ranks in enumerate(self._placement)
+                for rank in ranks for lane in range(self._lanes.count)]
 
     def check_ties(self) -> None:
         """Refuse tied parameters of different stages with different shapes or dtypes, on every rank."""

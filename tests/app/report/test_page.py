@@ -216,6 +216,22 @@ def test_mistakes_end_the_command_with_a_remedy(tmp_path: Path, capsys: pytest.C
     assert "Traceback" not in error
 
 
+def test_the_command_shows_one_lane_of_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, other = make_run(tmp_path / "run", ranks=2, updates=2), make_run(tmp_path / "other", ranks=2, updates=3)
+    (other / "trace").rename(folder / "trace" / "lane1")
+    for lane, own in enumerate((folder / "trace", folder / "trace" / "lane1")):
+        for file in own.glob("*.jsonl"):
+            file.write_text(file.read_text().replace('"rank":', f'"lane": {lane}, "lanes": 2, "rank":', 1))
+    assert main(["trace", str(folder)]) == 0
+    assert "note: Lane 0 of 2: rank r here is process 2 r of the job" in capsys.readouterr().out
+    assert main(["trace", str(folder), "--lane", "1"]) == 0
+    assert "note: Lane 1 of 2: rank r here is process 2 r + 1 of the job" in capsys.readouterr().out
+    assert ["0STEP2" in (folder / f"trace{behind}.json").read_text() for behind in ("", "-lane1")] == [False, True]
+    assert (folder / "report-lane1.html").is_file()
+    assert main(["trace", str(folder), "--lane", "2"]) == 2
+    assert "has records of 2 lanes, and none of lane 2" in capsys.readouterr().err
+
+
 def test_metrics_that_break_off_or_lack_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", ranks=2, updates=3)
     metrics = folder / "metrics.jsonl"

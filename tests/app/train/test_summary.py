@@ -206,6 +206,26 @@ def test_seconds_of_kinds_that_a_package_has_added_have_a_column(tmp_path: Path)
                                     "    1     1     3-4     50.0     100.0  10.0   1.0  20.0    5.0"]
 
 
+def test_it_has_every_rank_of_all_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas of two lanes, of which one takes longer and keeps less."""
+    monkeypatch.setenv("COLUMNS", "160")
+    job = job_of(tmp_path, parallel__tensor=2, parallel__zero1=True,
+                 parallel__stage_to_rank_map={"0": [1], "1": [0, 2]})
+    assert job.homes == ((2, 3), (0, 1, 4, 5))
+    usages = [replace(USAGES[0], state_bytes=100 * n, forward_s=0.4 if n != 4 else 0.8, bytes_sent=1000 * n)
+              for n in range(1, 7)]
+    figures = RunFigures.from_metrics(trained(StepSize(8, 128)), usages, job.homes)
+    assert (figures.ranks, figures.sent_bytes) == (6, 21_000 / 8)
+    text = summary(job, trained(StepSize(8, 128)), figures)
+    assert [line.split()[:2] for line in text.splitlines() if re.match(r" +\d +\d", line)] == [
+        ["0", "2"], ["0", "3"], ["1", "0"], ["1", "1"], ["1", "4"], ["1", "5"]]
+    assert " ".join(text.split()).endswith(
+        "(2 lanes, of ranks 0, 2, 4 and 1, 3, 5: forward, backward and step include what layers exchange between "
+        "lanes, and waiting for it; sent does not) (of stage 1 rank 1 takes 31 % longer than rank 0) (zero1: of the "
+        "replicas rank 5 sends most, 750 B; rank 5 keeps most of an optimizer's state, 600 B of the 1000 B of stage "
+        "1 in lane 1)")
+
+
 def test_with_zero1_it_names_the_ranks_that_send_and_keep_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     job = job_of(tmp_path, parallel__zero1=True, parallel__stage_to_rank_map={"0": [0], "1": [1, 2]})

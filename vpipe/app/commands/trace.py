@@ -16,23 +16,27 @@ from vpipe.errors import UserError
 
 def run_trace(options: argparse.Namespace) -> None:
     """Write ``trace.json`` and ``report.html`` into the folder of a run."""
-    write_report(options.folder)
+    write_report(options.folder, options.lane)
 
 
-def write_report(folder: Path) -> None:
-    """Write ``trace.json`` and ``report.html`` into the folder of a run. After two seconds stderr shows progress."""
+def write_report(folder: Path, lane: int = 0) -> None:
+    """Write ``trace.json`` and ``report.html`` into the folder of a run, of a later lane ``trace-lane1.json`` and
+    ``report-lane1.html``. After two seconds stderr shows progress.
+    """
+    behind = f"-lane{lane}" if lane else ""
+    trace, report = folder / f"trace{behind}.json", folder / f"report{behind}.html"
     with stage_progress() as show:
-        data = load_report_data(folder, _config(folder), show)
+        data = load_report_data(folder, _config(folder), show, lane)
         try:
-            left_out = write_trace(data.recording, data.producers, folder / "trace.json", say=show)
-            show("writing report.html")
-            (folder / "report.html").write_text(page(data), encoding="utf-8")
+            left_out = write_trace(data.recording, data.producers, trace, say=show)
+            show(f"writing {report.name}")
+            report.write_text(page(data), encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write into '{folder}': {error.strerror}",
                             hint="copy the run's folder to a place with room that you may write to") from None
     for note in (*data.notes, *([left_out] if left_out else [])):
         print(f"note: {note}")
-    print(f"{folder / 'trace.json'}: open it in Perfetto\n{folder / 'report.html'}: open it in a browser")
+    print(f"{trace}: open it in Perfetto\n{report}: open it in a browser")
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

@@ -1,4 +1,5 @@
-"""Read the record of a run: ``RUN/trace/rank<N>.jsonl`` (:mod:`vpipe.schedules.action_record`)."""
+"""Read the record of a run: ``RUN/trace/rank<N>.jsonl`` (:mod:`vpipe.schedules.action_record`), of a later lane
+``RUN/trace/lane<K>/rank<N>.jsonl``."""
 
 from __future__ import annotations
 
@@ -184,8 +185,8 @@ class Recording:
                    default=self.end_s)
 
 
-def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None) -> Recording:
-    """Return the record of the run in ``folder``.
+def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None, lane: int = 0) -> Recording:
+    """Return the record of a lane of the run in ``folder``.
 
     Args:
         say: called with a line before each file is read.
@@ -196,8 +197,11 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None)
     if not folder.is_dir():
         raise UserError(f"there is no run folder '{folder}'",
                         hint="give the folder that 'vpipe train' prints as its run folder")
-    trace = folder / "trace"
+    trace = folder / "trace" / (f"lane{lane}" if lane else "")
     files = sorted(trace.glob("rank*.jsonl"))
+    if not files and not 0 <= lane <= (there := len(list((folder / "trace").glob("lane*")))):
+        raise UserError(f"the run in '{folder}' has records of {counted(there + 1, 'lane')}, and none of lane {lane}",
+                        hint="lanes are counted from 0: those of a run with parallel.tensor, else there is one")
     if not files:
         raise UserError(f"the run in '{folder}' has no record of its actions ({trace}/rank0.jsonl is missing)",
                         hint="train with --set trace=true, or 'trace: true' in the config")
@@ -214,6 +218,9 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None)
             raise UserError(f"{file.name} and {files[0].name} are of different runs: {differing[0]} is "
                             f"{header[differing[0]]} and {first[differing[0]]}", where=f"{file}:1", hint=_RECORD_AGAIN)
     tracks, notes = [], []
+    if _is_count(lanes := first.get("lanes"), 2):
+        notes.append(f"Lane {lane} of {lanes}: rank r here is process {lanes} r" + f" + {lane}" * bool(lane)
+                     + " of the job; 'vpipe trace RUN --lane N' shows another.")
     for number, rank in enumerate(ranks, 1):
         if number > 1:
             say(f"reading rank{rank}.jsonl, {number} of {counted(len(ranks), 'file')}")

@@ -140,18 +140,19 @@ class ReportData:
     notes: Sequence[str]
 
 
-def load_report_data(folder: Path, config: Mapping[str, Any],
-                     say: Callable[[str], None] = lambda text: None) -> ReportData:
+def load_report_data(folder: Path, config: Mapping[str, Any], say: Callable[[str], None] = lambda text: None,
+                     lane: int = 0) -> ReportData:
     """Read the run in ``folder``, and simulate what was expected of it.
 
     Args:
         config: of the run, as plain values; empty where it has none.
         say: called with lines of progress.
+        lane: of those of the run, whose timeline it is.
 
     Raises:
         UserError: there is no such run, it was not recorded, or a file is damaged.
     """
-    recording, history = read_recording(folder, say), read_history(folder)
+    recording, history = read_recording(folder, say, lane), read_history(folder)
     notes = [*recording.notes, *history.notes, *_unwritten(recording, history)]
     say("working out why ranks were idle")
     producers = Producers.from_recording(recording)

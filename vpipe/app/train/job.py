@@ -224,6 +224,12 @@ class Job:
         """Number of processes: ranks of the schedule, each so many as split a layer."""
         return self.schedule.ranks * self.config.parallel.tensor
 
+    @property
+    def homes(self) -> tuple[tuple[int, ...], ...]:
+        """Processes of each stage: as :attr:`placement`, but each rank is the processes that split its layers."""
+        parts = self.config.parallel.tensor
+        return tuple(tuple(rank * parts + lane for rank in ranks for lane in range(parts)) for ranks in self.placement)
+
     def describe(self, rank: int) -> str:
         """Describe a process with its stages."""
         place, lane = divmod(rank, parts := self.config.parallel.tensor)

@@ -155,7 +155,7 @@ class _TrainingRun:
             before = self._warm_usage if counted_steps < len(self._metrics.update_s) else None
             usages = pipe.usage(before)
             if show:
-                self._summarize(RunFigures.from_metrics(self._metrics, usages, job.placement,
+                self._summarize(RunFigures.from_metrics(self._metrics, usages, job.homes,
                                                         None if before is None else counted_steps, job.mean_delay),
                                 parts)
             if stopped is None:

@@ -80,8 +80,9 @@ class RankTimes(Observer):
     def _report(self, done: int) -> None:
         usage, steps = self._usage(), done - self._reported
         here = {}
-        for rank, stages in usage.items():
-            spent = StageUsage.of_rank([own.since(self._before[rank][stage]) for stage, own in stages.items()])
+        for place, stages in usage.items():
+            spent = StageUsage.of_rank([own.since(self._before[place][stage]) for stage, own in stages.items()])
+            rank = place * self._run.job.config.parallel.tensor + self._run.pipe.lane
             here[str(rank)] = [getattr(spent, name) / steps for name in FIGURES]
             heads, (texts,) = figure_texts([here[str(rank)]])
             cells = ", ".join(map(" ".join, zip(heads, texts, strict=True)))
@@ -99,8 +100,8 @@ class RankTimes(Observer):
             "ranks": [{"rank": rank, **dict(zip(FIGURES, (finite(float(f"{value:.6g}")) for value in values),
                                                 strict=True))} for rank, values in found.items()]}))
         heads, cells = figure_texts(list(found.values()))
-        rows = [[str(rank), " ".join(map(str, self._run.job.schedule.stages_of(rank))), *texts]
-                for rank, texts in zip(found, cells, strict=True)]
+        rows = [[str(rank), " ".join(str(stage) for stage, home in enumerate(self._run.job.homes) if rank in home),
+                 *texts] for rank, texts in zip(found, cells, strict=True)]
         self._run.note("\n".join([f"{self._title(report.first, report.last)}:",
                                   *fitted(("rank", "stage", *heads), rows, terminal_columns(), names=2)]))
 

@@ -81,6 +81,9 @@ def compared_with_unigrams(job: Job, loss: float) -> str | None:
             f"held-out text, {text.unigram_entropy:.2f}")
 
 
+LANES_ALIKE = 0.05
+"""Share by which a rank may work longer than those of other lanes with the same stage without being named."""
+
 BY_HEART = 1.0
 """Nats per token by which a model that learned its training text by heart is better on it than one without context."""
 
@@ -114,7 +117,7 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
     columns = ["stage", "rank", "layers", *heads, "versions", "staleness", *(["mean delay"] if late else []),
                "in flight", "memory"]
     ends = list(accumulate(partition))
-    homes = [(stage, rank) for stage, ranks in enumerate(job.placement) for rank in ranks]
+    homes = [(stage, rank) for stage, ranks in enumerate(job.homes) for rank in ranks]
     rows = []
     for (stage, rank), usage, texts in zip(homes, figures.stages, spent, strict=True):
         first, end = ends[stage] - partition[stage], ends[stage]
@@ -125,22 +128,43 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
     return [*fitted(columns, rows, width, names=2),
             *filled(f"(forward to idle: milliseconds per {job.step_name}; idle: waiting for other ranks; sent: per "
                     f"{job.step_name}; " + "staleness: most updates that a gradient was late; mean delay: of the "
-                    "schedule, in updates; " * late + "in flight: microbatches)", width), *_owners(job, figures)]
+                    "schedule, in updates; " * late + "in flight: microbatches)", width),
+            *_lanes(job, figures), *_owners(job, figures)]
+
+
+def _lanes(job: Job, figures: RunFigures) -> Iterator[str]:
+    """Yield, where ranks split layers, the ranks of each lane, what their figures hold, and which take longer."""
+    parts, width = job.config.parallel.tensor, terminal_columns()
+    if parts == 1:
+        return
+    ranks = " and ".join(", ".join(map(str, range(lane, job.processes, parts))) for lane in range(parts))
+    yield from filled(f"({parts} lanes, of ranks {ranks}: forward, backward and step include what layers exchange "
+                      "between lanes, and waiting for it; sent does not)", width)
+    homes = [(stage, rank) for stage, own in enumerate(job.homes) for rank in own]
+    for at in range(0, len(homes), parts):  # those that split the same layers
+        spent = {homes[at + lane]: figures.stages[at + lane].working_s for lane in range(parts)}
+        (stage, most), (_, least) = (pick(spent, key=spent.__getitem__) for pick in (max, min))
+        if spent[stage, most] > (1 + LANES_ALIKE) * spent[stage, least]:
+            more = 100 * (spent[stage, most] / spent[stage, least] - 1)
+            yield from filled(f"(of stage {stage} rank {most} takes {more:.0f} % longer than rank {least})", width)
 
 
 def _owners(job: Job, figures: RunFigures) -> Iterator[str]:
     """Yield, of a run in which replicas each step a part of their stage, which ranks send and keep most."""
-    homes = [(stage, rank) for stage, ranks in enumerate(job.placement) for rank in ranks]
+    homes = [(stage, rank) for stage, ranks in enumerate(job.homes) for rank in ranks]
+    parts = job.config.parallel.tensor
     parted = [(stage, rank, usage) for (stage, rank), usage in zip(homes, figures.stages, strict=True)
               if job.config.parallel.zero1 and len(job.placement[stage]) > 1]
     if parted:
         _, sender, busiest = max(parted, key=lambda each: each[2].bytes_sent)
         stage, keeper, fullest = max(parted, key=lambda each: each[2].state_bytes)
-        total = sum(usage.state_bytes for other, _, usage in parted if other == stage)
+        total = sum(usage.state_bytes for other, rank, usage in parted
+                    if other == stage and rank % parts == keeper % parts)
+        lane = "" if parts == 1 else f" in lane {keeper % parts}"
         yield from filled(f"(zero1: of the replicas rank {sender} sends most, "
                           f"{size_text(busiest.bytes_sent / figures.usage_steps)}; rank {keeper} keeps most of an "
                           f"optimizer's state, {size_text(fullest.state_bytes)} of the {size_text(total)} of stage "
-                          f"{stage})", terminal_columns())
+                          f"{stage}{lane})", terminal_columns())
 
 
 @dataclass(frozen=True)
@@ -171,7 +195,7 @@ class RunFigures:
     last_loss: float | None  # mean of the last ones
     evaluation_loss: float | None  # of the latest evaluation
     doubt: str | None  # why mfu or hfu cannot be right
-    stages: tuple[StageUsage, ...]  # usage of each replica of each stage in usage_steps
+    stages: tuple[StageUsage, ...]  # usage of each replica of each stage, and of each lane, in usage_steps
     usage_steps: int  # steps that bubble, sent_bytes and stages count: the counted ones, if they can be told apart
 
     @classmethod
@@ -180,7 +204,8 @@ class RunFigures:
         """Compute the figures from rank 0's metrics and the usage of all ranks; None for an attempt without a step.
 
         Args:
-            usages: of each replica of each stage.
+            usages: of each replica of each stage, and of each lane.
+            placement: ranks of each stage, in the order of ``usages``.
             usage_steps: number of last steps that ``usages`` count; None for all of the attempt.
             mean_delay: largest of any stage of the schedule, in updates.
         """

@@ -23,7 +23,7 @@ AT_ONCE, AFTER_S = 4096, 5.0
 
 
 class TraceWriter(Observer):
-    """Record a pipeline: one file for each of its ranks in this process.
+    """Record a pipeline: one file for each of its ranks in this process, those of later lanes in ``trace/lane<N>``.
 
     :mod:`vpipe.schedules.action_record` describes the lines. Files are written between steps and at the end, also of a
     run that fails, in whole lines. A rank that is killed loses the last seconds.
@@ -31,31 +31,34 @@ class TraceWriter(Observer):
     Args:
         folder: of the run.
         pipe: not trained yet. All ranks make a writer together.
-        samples_per_step: for the reader.
+        samples_per_step, lanes: for the reader.
         limit: largest number of actions that are recorded per rank; that of :meth:`vpipe.Pipeline.record` when None.
 
     Raises:
         UserError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, pipe: Pipeline, samples_per_step: int, limit: int | None = None) -> None:
-        self._pipe, self._samples = pipe, samples_per_step
+    def __init__(self, folder: Path, pipe: Pipeline, samples_per_step: int, limit: int | None = None,
+                 lanes: int = 1) -> None:
+        self._pipe, self._samples, self._lanes = pipe, samples_per_step, lanes
         self._recorders = pipe.record() if limit is None else pipe.record(limit)
         self._files: dict[int, IO[str]] = {}
         self._full: set[int] = set()
+        own = folder / "trace" / (f"lane{pipe.lane}" if pipe.lane else "")
         try:
-            (folder / "trace").mkdir(exist_ok=True)
-            self._files = {rank: (folder / "trace" / f"rank{rank}.jsonl").open("w", encoding="utf-8")
-                           for rank in self._recorders if pipe.lane == 0}  # the others do the same at the same time
+            own.mkdir(parents=True, exist_ok=True)
+            self._files = {rank: (own / f"rank{rank}.jsonl").open("w", encoding="utf-8") for rank in self._recorders}
         except OSError as error:
-            raise UserError(f"cannot write the timeline of the run in '{folder / 'trace'}': {error.strerror}",
+            raise UserError(f"cannot write the timeline of the run in '{own}': {error.strerror}",
                             hint="make room there, or set trace to false") from None
         self._clocks = [self._compare_clocks()]
         self._wrote_s = dict.fromkeys(self._files, float("-inf"))
 
     @classmethod
     def of_run(cls, run: Run) -> Self | None:
-        return cls(run.folder, run.pipe, run.job.samples_per_update) if run.job.config.trace else None
+        job = run.job
+        return cls(run.folder, run.pipe, job.samples_per_update, lanes=job.config.parallel.tensor) \
+            if job.config.trace else None
 
     def step(self, done: int) -> None:
         """Write the waiting records, if they are many or old; called between two steps."""
@@ -106,7 +109,8 @@ class TraceWriter(Observer):
                 "flush": pipe.lowered.flush,
                 "microbatches": pipe.microbatches, "update_every": pipe.update_every, "partition": pipe.partition,
                 "recomputed": [sorted(layers) for layers in pipe.recomputed], "samples_per_step": self._samples,
-                "weight_bytes": recorder.weight_bytes(), "static_bytes": recorder.static_bytes()}
+                "weight_bytes": recorder.weight_bytes(), "static_bytes": recorder.static_bytes(),
+                **({} if self._lanes == 1 else {"lane": pipe.lane, "lanes": self._lanes})}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
