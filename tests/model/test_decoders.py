@@ -29,6 +29,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
               "intermediate_size": 40, "max_position_embeddings": 16, "initializer_range": 0.2, "rope_theta": 100.0}}
 FAMILIES = tuple(SIZES)
+SIZES |= {"qwen2": SIZES["llama"], "qwen3": {**SIZES["llama"], "head_dim": 8}}
 
 
 def model_of(family: str, **changes: Any) -> Model:
@@ -62,13 +63,13 @@ def written_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def by_the_papers(family: str, weights: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
     """The same loss by the papers' formulas, from a state dict, one sample at a time."""
     heads, groups = (3, 3) if family == "gpt" else (4, 2)
-    size = 24 // heads
+    size = 8 if family == "qwen3" else 24 // heads
 
     def linear(name: str, x: Tensor) -> Tensor:
         return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", torch.zeros(1, dtype=x.dtype))
 
     def norm(name: str, x: Tensor) -> Tensor:
-        if family == "llama":
+        if family != "gpt":
             return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weights[f"{name}.weight"]
         centred = x - x.mean(-1, keepdim=True)
         scale = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -91,7 +92,10 @@ def by_the_papers(family: str, weights: Mapping[str, Tensor], batch: Mapping[str
             x = norm(f"{name}.norm", h)
             parts = linear(f"{name}.qkv", x).split(24, -1) if family == "gpt" else [
                 linear(f"{name}.{part}", x) for part in ("query", "key", "value")]
-            queries, keys, values = (part.split(size, -1) for part in parts)
+            queries, keys, values = ([*part.split(size, -1)] for part in parts)
+            if family == "qwen3":
+                queries, keys = ([norm(f"{name}.{which}_norm", x) for x in each]
+                                 for which, each in (("query", queries), ("key", keys)))
             mixed = [written_out(turned(queries[a]), turned(keys[a * groups // heads]), values[a * groups // heads])
                      for a in range(heads)]
             h = h + linear(f"{name}.output", torch.cat(mixed, -1))
@@ -109,7 +113,7 @@ def by_the_papers(family: str, weights: Mapping[str, Tensor], batch: Mapping[str
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SIZES)
 def test_chained_layers_compute_the_papers_formulas(family: str, tied: bool) -> None:
     model = model_of(family, tie_weights=tied)
     modules = model.materialize(seed=1).double().eval()
@@ -129,7 +133,10 @@ def test_chained_layers_compute_the_papers_formulas(family: str, tied: bool) -> 
     ("gpt", "large", 50257, 73, 774_030_080), ("gpt", "xl", 50257, 97, 1_557_611_200),
     ("llama", "15m", 32000, 13, 15_191_712), ("llama", "135m", 49152, 61, 134_515_008),
     ("llama", "1b", 32000, 45, 1_100_048_384), ("llama", "7b", 32000, 65, 6_738_415_616),
-    ("llama", None, 32000, 65, 6_738_415_616)])
+    ("llama", "3.2-1b", 128256, 33, 1_235_814_400), ("mistral", "7b", 32768, 65, 7_248_023_552),
+    ("mistral", "nemo", 131072, 81, 12_247_782_400), ("qwen2", "0.5b", 151936, 49, 494_032_768),
+    ("qwen2", "7b", 152064, 57, 7_615_616_512), ("qwen3", "0.6b", 151936, 57, 596_049_920),
+    ("qwen3", "8b", 151936, 73, 8_190_735_360), ("llama", None, 32000, 65, 6_738_415_616)])
 def test_presets_have_the_published_sizes_and_flops(family: str, preset: str | None, vocab_size: int, layers: int,
                                                     count: int) -> None:
     found, settings = family_named(family), ModelSettings(vocab_size, preset=preset, sequence_length=512)
@@ -144,7 +151,8 @@ def test_presets_have_the_published_sizes_and_flops(family: str, preset: str | N
     tables = config["n_positions"] * hidden + (0 if config["tie_word_embeddings"] else vocab_size * hidden)
     assert found.flops is not None
     flops = found.flops(settings)
-    assert 3 * sum(flops) == 6 * (count - tables) + 12 * (layers // 2) * hidden * 512
+    heads = config["head_dim"] * config["num_attention_heads"] if "head_dim" in config else hidden  # as PaLM's H Q
+    assert 3 * sum(flops) == 6 * (count - tables) + 12 * (layers // 2) * heads * 512
     assert len(flops) == layers
     assert flops[3] == 2 * counts[3], "an MLP uses each of its weights once"
 
@@ -283,10 +291,14 @@ def test_llama_31s_slower_turns() -> None:
      "hint: choose a number of heads that makes it even"),
     (lambda: model_of("llama", overrides={"rope_theta": 0}),
      "error: LLaMA's rope_theta is 0\nhint: it must be a number above 0"),
-    (lambda: model_of("llama", overrides={"head_dim": 48}),
-     "error: 'head_dim' is 48, but this LLaMA computes 4096 / 32 = 128 only\nhint: set it to that or leave it out"),
+    (lambda: model_of("llama", overrides={"head_dim": 5}),
+     "error: LLaMA's head size is 5, but rotary positions turn pairs of features\n"
+     "hint: choose a number of heads that makes it even"),
+    (lambda: model_of("qwen2", overrides={"layer_types": ["full_attention", "sliding_attention"]}),
+     "error: layer_types has sliding_attention, but this Qwen2 computes full_attention only\n"
+     "hint: train a model whose layers all see all earlier tokens"),
     (lambda: model_of("llama", overrides={"rope_scaling": {"type": "yarn", "factor": 2.0}}),
-     "error: the rope_type is 'yarn', but this LLaMA computes 'default' and 'llama3' only\n"
+     "error: the rope_type is 'yarn', but 'default' and 'llama3' alone are computed here\n"
      "hint: other kinds change with the length of a sample, or attention too: train without it"),
     (lambda: model_of("llama", overrides={"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}),
      "error: the rope_scaling of type 'llama3' is {'factor': 2.0}\nhint: it must give factor, low_freq_factor, "

@@ -83,7 +83,8 @@ def test_without_a_terminal_options_or_defaults_are_taken_and_comments_are_the_d
 
 
 def test_every_size_of_every_family_is_one() -> None:
-    for family, sizes in (("gpt", "tiny mini xl"), ("llama", "tiny 13b"), ("bert", "tiny large")):
+    for family, sizes in (("gpt", "tiny mini xl"), ("llama", "tiny 13b 3.2-1b"), ("qwen3", "tiny 8b"),
+                          ("bert", "tiny large")):
         for size in sizes.split():
             assert main(["init", "--family", family, "--size", size, "--force", "--schedule", "asynchronous"]) == 0
             config = load_config(Path("train.yaml"))
@@ -132,8 +133,9 @@ def test_at_a_terminal_it_asks_what_no_option_says_and_asks_again(
     (["books", "--data", "books"], "error: the data is given twice: 'books' and --data books\nhint: leave one out\n"),
     (["--data", "there.yaml"], "error: no data set reads 'there.yaml'\nhint: give a file, or a folder with "
                                 "files, called *.jsonl, *.jsonl.gz, dataset_info.json, *.txt"),
-    (["--data", "f.jsonl", "--family", "bert"], "error: the family bert cannot be trained on 'f.jsonl'\nhint: give "
-                                                "--family gpt or llama, or data with *.txt"),
+    (["--data", "f.jsonl", "--family", "bert"], "error: the family bert cannot be trained on 'f.jsonl'\nhint: "
+                                                "give --family gpt or llama or mistral or qwen2 or qwen3, or data with "
+                                                "*.txt"),
     (["--schedule", "asynchronous", "--batch-size", "9"], "error: dataset.batch_size is 9, which cannot be cut evenly"),
 ])
 def test_mistakes_are_refused_and_nothing_is_written(words: list[str], said: str,

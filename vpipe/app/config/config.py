@@ -76,17 +76,20 @@ def _nearest_multiples(what: str, size: int, divisor: int) -> str:
 class ModelSection(Section):
     """The model. Sizes given here override those of ``preset`` or ``config_file``."""
 
-    name: Name = Field(description="model family, such as bert, gpt, llama or translation")
+    name: Name = Field(description="model family, such as bert, gpt, llama, mistral, qwen2, qwen3 or translation")
     preset: str | None = Field(None, description=(
-        "named sizes of the family: for bert tiny, mini, small, medium, base or large; for gpt small, medium, large "
-        "or xl; for llama 15m, 110m, 135m, 360m, 1b, 7b or 13b; for translation tiny, small, base or big"))
+        "named sizes of the family: for bert tiny, mini, small, medium, base or large; for gpt small, medium, large, "
+        "xl or cpm; for llama 15m, 110m, 135m, 360m, 1b, 7b, 13b, 3.2-1b, 3.2-3b or 3.1-8b; for mistral 7b or nemo; "
+        "for qwen2 (2.5) 0.5b, 1.5b, 3b, 7b, 14b, 32b or 72b; for qwen3 0.6b, 1.7b, 4b, 8b, 14b or 32b; for "
+        "translation tiny, small, base or big"))
     hidden_size: Size | None = Field(None, description="hidden size: features of a layer's output")
     num_layers: int | None = Field(None, ge=1, le=MOST_BLOCKS, description=(
         "number of transformer blocks, for translation of the encoder and of the decoder; each is split into two "
         "layers, one of a decoder with an encoder into three"))
     num_heads: Size | None = Field(None, description="attention heads per block; must divide hidden_size")
     num_kv_heads: Size | None = Field(None, description=(
-        "heads of keys and values per block, for llama: groups of num_heads share one; null gives every head its own"))
+        "heads of keys and values per block, for llama and its kin: groups of num_heads share one; null gives every "
+        "head its own"))
     sequence_length: Size = Field(128, description="tokens per sample")
     vocab_size: int = Field(-1, ge=-1, le=LARGEST_SIZE, description=(
         "tokens in the vocabulary; -1 takes it from config_file, else from the data set"))

@@ -4,10 +4,10 @@ A layer is norm + attention + add, or norm + MLP + add, with RMSNorm (Zhang and 
 positions, heads of keys and values that groups of heads share (Ainslie et al. 2023, arXiv:2305.13245), SwiGLU (Shazeer
 2020, arXiv:2002.05202) and no biases. The embeddings ride with the first layer. The last layer is the last norm and the
 head. So n blocks make 2n + 1 layers. In eval mode the order of operations is that of Hugging Face's
-``LlamaForCausalLM``.
+``LlamaForCausalLM``. Mistral and Qwen are kinds of it: a file each, with a subclass of :class:`LlamaConfig`.
 
 Shapes, as names end: b batch (samples), s sequence (tokens), h hidden size, a attention heads, g heads of keys and
-values, d = h / a head size, i inner size of the MLP, v vocabulary size.
+values, d head size, i inner size of the MLP, v vocabulary size.
 """
 
 from __future__ import annotations
@@ -32,29 +32,12 @@ from vpipe.app.families.transformer import (
     NextTokenHead,
     Positive,
     attention,
+    block_weight_names,
     decoder,
     decoder_copies,
     decoder_names,
 )
 from vpipe.errors import UserError
-
-KEYS = ConfigKeys(
-    "LLaMA",
-    # 15m and 110m: llama2.c; 135m and 360m: SmolLM2 (arXiv:2502.02737); 1b: TinyLlama (arXiv:2401.02385); 7b, 13b:
-    # LLaMA 2. Sizes alone; the small ones share the weights of the word embeddings.
-    presets={name: {"num_hidden_layers": blocks, "hidden_size": hidden, "num_attention_heads": heads,
-                    "num_key_value_heads": groups, "tie_word_embeddings": hidden < 2048}
-             for name, blocks, hidden, heads, groups in (
-                 ("15m", 6, 288, 6, 6), ("110m", 12, 768, 12, 12), ("135m", 30, 576, 9, 3), ("360m", 32, 960, 15, 5),
-                 ("1b", 22, 2048, 32, 4), ("7b", 32, 4096, 32, 32), ("13b", 40, 5120, 40, 40))},
-    fixed={"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-           "is_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}, "rope_interleaved": False,
-           "partial_rotary_factor": 1.0},
-    silent={"architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "_name_or_path",
-            "bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "is_llama_config", "is_decoder",
-            "task_specific_params", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict",
-            "problem_type", "chunk_size_feed_forward", "gradient_checkpointing"})
-
 
 LLAMA3 = "llama3"
 
@@ -80,7 +63,7 @@ class RopeScaling:
         if kind == "default":
             return None
         if kind != LLAMA3:
-            raise UserError(f"the rope_type is {kind!r}, but this LLaMA computes 'default' and '{LLAMA3}' only",
+            raise UserError(f"the rope_type is {kind!r}, but 'default' and '{LLAMA3}' alone are computed here",
                             hint="other kinds change with the length of a sample, or attention too: train without it")
         names = [field.name for field in fields(cls)]
         valid = given.keys() == set(names) and all(
@@ -95,13 +78,57 @@ class RopeScaling:
         return {"rope_type": LLAMA3, **vars(self)}
 
 
+SILENT = frozenset({
+    "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "_name_or_path", "bos_token_id",
+    "eos_token_id", "pad_token_id", "is_decoder", "task_specific_params", "id2label", "label2id", "output_attentions",
+    "output_hidden_states", "return_dict", "problem_type", "chunk_size_feed_forward", "gradient_checkpointing"})
+"""Keys of every kind of LLaMA that do not affect training."""
+
+KEYS = ConfigKeys(
+    "LLaMA",
+    # 15m and 110m: llama2.c; 135m and 360m: SmolLM2 (arXiv:2502.02737); 1b: TinyLlama (arXiv:2401.02385); 7b, 13b:
+    # LLaMA 2. Sizes alone; the small ones share the weights of the word embeddings. Those of LLaMA 3 have its rotation.
+    presets={name: {"num_hidden_layers": blocks, "hidden_size": hidden, "num_attention_heads": heads,
+                    "num_key_value_heads": groups, "tie_word_embeddings": hidden < 2048}
+             for name, blocks, hidden, heads, groups in (
+                 ("15m", 6, 288, 6, 6), ("110m", 12, 768, 12, 12), ("135m", 30, 576, 9, 3), ("360m", 32, 960, 15, 5),
+                 ("1b", 22, 2048, 32, 4), ("7b", 32, 4096, 32, 32), ("13b", 40, 5120, 40, 40))} | {
+        name: {"num_hidden_layers": blocks, "hidden_size": hidden, "num_attention_heads": heads,
+               "num_key_value_heads": 8, "intermediate_size": inner, "tie_word_embeddings": factor > 8,
+               "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+               "rope_scaling": RopeScaling(factor, 1.0, 4.0, 8192)}
+        for name, blocks, hidden, heads, inner, factor in (
+            ("3.2-1b", 16, 2048, 32, 8192, 32.0), ("3.2-3b", 28, 3072, 24, 8192, 32.0),
+            ("3.1-8b", 32, 4096, 32, 14336, 8.0))},
+    fixed={"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+           "is_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}, "rope_interleaved": False,
+           "partial_rotary_factor": 1.0},
+    silent=SILENT | {"pretraining_tp", "is_llama_config"})
+
+
 @dataclass(frozen=True)
 class LlamaConfig:
     """The sizes of a LLaMA under the key names, and with the defaults, of Hugging Face's ``LlamaConfig``.
 
     ``intermediate_size`` is 8/3 ``hidden_size``, rounded up to a multiple of 256, where it is None, which gives the
-    published sizes; ``num_key_value_heads`` is ``num_attention_heads``. Raises UserError for values out of range.
+    published sizes; ``num_key_value_heads`` is ``num_attention_heads``, and ``head_dim`` is ``hidden_size`` divided by
+    that. Raises UserError for values out of range.
+
+    A subclass is another kind of LLaMA, with a name, keys and sizes of its own.
+
+    Attributes:
+        keys: of its configs.
+        architecture: its class in ``transformers``.
+        absent: what keys that a ``config.json`` lacks mean there, where it is not the default here.
+        biased: queries, keys and values have biases.
+        normed: queries and keys are divided by their root mean square, head by head.
     """
+
+    keys: ClassVar[ConfigKeys] = KEYS
+    architecture: ClassVar[str] = "LlamaForCausalLM"
+    absent: ClassVar[Mapping[str, object]] = {"intermediate_size": 11008}
+    biased: ClassVar[bool] = False
+    normed: ClassVar[bool] = False
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -109,6 +136,7 @@ class LlamaConfig:
     num_hidden_layers: Blocks = 32
     num_attention_heads: int = 32
     num_key_value_heads: int | None = None
+    head_dim: int | None = None
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
@@ -118,19 +146,19 @@ class LlamaConfig:
     attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        KEYS.check(self, "hidden_size num_attention_heads")
+        self.keys.check(self, "hidden_size num_attention_heads")
         if self.num_attention_heads % self.groups:
-            raise UserError(f"LLaMA's {self.groups} heads of keys and values do not divide its "
+            raise UserError(f"{self.keys.family}'s {self.groups} heads of keys and values do not divide its "
                             f"{self.num_attention_heads} attention heads",
                             hint="choose a num_kv_heads (num_key_value_heads) that does")
         if self.head_size % 2:
-            raise UserError(f"LLaMA's head size is {self.head_size} (hidden_size {self.hidden_size} / "
-                            f"{self.num_attention_heads} heads), but rotary positions turn pairs of features",
-                            hint="choose a number of heads that makes it even")
+            why = "" if self.head_dim else f" (hidden_size {self.hidden_size} / {self.num_attention_heads} heads)"
+            raise UserError(f"{self.keys.family}'s head size is {self.head_size}{why}, but rotary positions turn pairs "
+                            "of features", hint="choose a number of heads that makes it even")
 
     @property
     def head_size(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+        return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
     @property
     def groups(self) -> int:
@@ -143,7 +171,7 @@ class LlamaConfig:
         return -(-8 * self.hidden_size // 3 // 256) * 256 if self.intermediate_size is None else self.intermediate_size
 
 
-def config_from_settings(settings: ModelSettings) -> LlamaConfig:
+def config_from_settings(of: type[LlamaConfig], settings: ModelSettings) -> LlamaConfig:
     """Merge the preset, ``overrides`` (the contents of a ``config.json``) and the settings' fields; the later wins.
 
     ``num_heads`` without ``num_kv_heads`` gives every head keys of its own. Without ``max_position_embeddings`` there
@@ -154,48 +182,54 @@ def config_from_settings(settings: ModelSettings) -> LlamaConfig:
     if not isinstance(found, Mapping):
         raise UserError(f"rope_scaling is {found!r}", hint="it must be null, or give the rope_type and its numbers")
     rope = dict(found)
-    theta, size = rope.pop("rope_theta", None), overrides.pop("head_dim", None)
-    overrides |= {"rope_scaling": RopeScaling.parse(rope), **({} if theta is None else {"rope_theta": theta})}
-    values = KEYS.merge(LlamaConfig, settings.preset, overrides, {
+    if (theta := rope.pop("rope_theta", None)) is not None:
+        overrides["rope_theta"] = theta
+    if rope:
+        overrides["rope_scaling"] = RopeScaling.parse(rope)
+    others = {str(kind) for kind in overrides.pop("layer_types", None) or ()} - {"full_attention"}
+    if others:
+        raise UserError(f"layer_types has {', '.join(sorted(others))}, but this {of.keys.family} computes "
+                        "full_attention only", hint="train a model whose layers all see all earlier tokens")
+    values = of.keys.merge(of, settings.preset, overrides, {
         "vocab_size": settings.vocab_size, "hidden_size": settings.hidden_size,
         "num_hidden_layers": settings.num_layers, "num_attention_heads": settings.num_heads,
         "num_key_value_heads": settings.num_kv_heads or settings.num_heads, "attention_dropout": settings.dropout,
         "tie_word_embeddings": settings.tie_weights})
     positions = max(settings.sequence_length or 1, LlamaConfig.max_position_embeddings)
-    config = LlamaConfig(**{"max_position_embeddings": positions, **values})
-    if size not in (None, config.head_size):
-        raise UserError(f"'head_dim' is {size!r}, but this LLaMA computes {config.hidden_size} / "
-                        f"{config.num_attention_heads} = {config.head_size} only",
-                        hint="set it to that or leave it out")
-    return config
+    return of(**{"max_position_embeddings": positions, **values})
 
 
-def from_huggingface(found: Mapping[str, object]) -> ModelSettings:
-    """Return the settings for a ``config.json``. Missing keys have the defaults of Hugging Face's ``LlamaConfig``."""
-    values: dict[str, Any] = {**vars(LlamaConfig()), "intermediate_size": 11008, **found}
-    config = config_from_settings(ModelSettings(values["vocab_size"], overrides=values))
+def from_huggingface(of: type[LlamaConfig], found: Mapping[str, object]) -> ModelSettings:
+    """Return the settings for a ``config.json``. Missing keys have the defaults of ``transformers``."""
+    values: dict[str, Any] = {**vars(of()), **of.absent, **found}
+    config = config_from_settings(of, ModelSettings(values["vocab_size"], overrides=values))
     return ModelSettings(config.vocab_size, tie_weights=config.tie_word_embeddings, overrides=values)
 
 
-def huggingface_config(settings: ModelSettings) -> dict[str, object]:
+def huggingface_config(of: type[LlamaConfig], settings: ModelSettings) -> dict[str, object]:
     """Return every field, and no tokens to begin and end with, which ``transformers`` else takes of LLaMA."""
-    config = config_from_settings(settings)
-    return {**vars(config), "intermediate_size": config.inner, "num_key_value_heads": config.groups,
-            "rope_scaling": None if config.rope_scaling is None else config.rope_scaling.as_config(),
-            "hidden_act": KEYS.fixed["hidden_act"], "bos_token_id": None, "eos_token_id": None}
+    config = config_from_settings(of, settings)
+    computed = {key: of.keys.fixed[key] for key in ("hidden_act", *of.absent) if key in of.keys.fixed}
+    return {**vars(config), **computed, "intermediate_size": config.inner, "num_key_value_heads": config.groups,
+            "head_dim": config.head_size, "bos_token_id": None, "eos_token_id": None,
+            "rope_scaling": None if config.rope_scaling is None else config.rope_scaling.as_config()}
 
 
 # (ours, theirs) below a layer, without .weight; in Hugging Face's order.
 _ATTENTION = (("query", "self_attn.q_proj"), ("key", "self_attn.k_proj"), ("value", "self_attn.v_proj"),
               ("output", "self_attn.o_proj"), ("norm", "input_layernorm"))
+_BIASED = _ATTENTION[:3]
+_NORMED = (("query_norm", "self_attn.q_norm"), ("key_norm", "self_attn.k_norm"))
 _MLP = (("gate", "mlp.gate_proj"), ("up", "mlp.up_proj"), ("down", "mlp.down_proj"),
         ("norm", "post_attention_layernorm"))
 
 
-def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
+def huggingface_names(of: type[LlamaConfig], config: Mapping[str, object]) -> dict[str, str]:
     """Map Hugging Face's names of the weights to ours; ``config`` holds the keys of a ``LlamaConfig``."""
-    return decoder_names(config, config["num_hidden_layers"], "model", "layers", (("token", "embed_tokens"),),
-                         _ATTENTION, _MLP, "norm", ("weight",))
+    blocks = config["num_hidden_layers"]
+    biases = block_weight_names("model.layers", blocks, _BIASED, (), ("bias",)) if of.biased else {}
+    return biases | decoder_names(config, blocks, "model", "layers", (("token", "embed_tokens"),),
+                                  _ATTENTION + (_NORMED if of.normed else ()), _MLP, "norm", ("weight",))
 
 
 def huggingface_spelled(name: str) -> str | None:
@@ -214,39 +248,56 @@ def llama(config: LlamaConfig, length: int | None = None) -> Model:
                    tied=config.tie_word_embeddings)
 
 
-def _flops(settings: ModelSettings) -> list[int]:
-    config = config_from_settings(settings)
-    h, i, s = config.hidden_size, config.inner, settings.sequence_length or config.max_position_embeddings
-    attention = 2 * (h + 2 * h * h + 2 * h * config.groups * config.head_size) + 4 * h * s
-    mlp = 2 * (h + 3 * h * i)
-    return [*(attention, mlp) * config.num_hidden_layers, 2 * (h + config.vocab_size * h)]
+def _flops(of: type[LlamaConfig], settings: ModelSettings) -> list[int]:
+    config = config_from_settings(of, settings)
+    h, i, s, d = config.hidden_size, config.inner, settings.sequence_length or config.max_position_embeddings, \
+        config.head_size
+    heads, groups = config.num_attention_heads * d, config.groups * d
+    weights = h + 2 * h * heads + 2 * h * groups + (heads + 2 * groups) * of.biased + 2 * d * of.normed
+    return [*(2 * weights + 4 * heads * s, 2 * (h + 3 * h * i)) * config.num_hidden_layers,
+            2 * (h + config.vocab_size * h)]
 
 
-def _tensor_sizes(settings: ModelSettings) -> dict[str, int]:
-    config = config_from_settings(settings)
+def _tensor_sizes(of: type[LlamaConfig], settings: ModelSettings) -> dict[str, int]:
+    config = config_from_settings(of, settings)
     return {"vocab_size": config.vocab_size, "num_heads": config.num_attention_heads, "num_kv_heads": config.groups,
             "intermediate_size": config.inner,
             "sequence_length": settings.sequence_length or config.max_position_embeddings}
 
 
-@register_model("llama", flops=_flops, tensor_sizes=_tensor_sizes, presets=KEYS.presets, datasets=(
-    "code_search_net", "huggingface", "text"), huggingface=HuggingFace(
-    "llama", "LlamaForCausalLM", "PreTrainedTokenizerFast", from_huggingface, huggingface_config, huggingface_names,
-    decoder_copies, huggingface_spelled))
-def llama_from_settings(settings: ModelSettings) -> Model:
-    """Return LLaMA from a config file's ``model`` section. Raises UserError for sequences beyond its positions."""
-    config = config_from_settings(settings)
-    KEYS.check_length(settings.sequence_length or 1, config.max_position_embeddings, "max_position_embeddings")
+def kind_of_llama(of: type[LlamaConfig]) -> dict[str, Any]:
+    """Return what :func:`vpipe.app.families.registry.register_model` is told of a kind of LLaMA."""
+    return {"flops": partial(_flops, of), "tensor_sizes": partial(_tensor_sizes, of), "presets": of.keys.presets,
+            "datasets": ("code_search_net", "huggingface", "text"), "huggingface": HuggingFace(
+                str(of.keys.fixed["model_type"]), of.architecture, "PreTrainedTokenizerFast",
+                partial(from_huggingface, of), partial(huggingface_config, of), partial(huggingface_names, of),
+                decoder_copies, huggingface_spelled)}
+
+
+def kind_from_settings(of: type[LlamaConfig], settings: ModelSettings) -> Model:
+    """Return a kind of LLaMA from a config file's ``model`` section.
+
+    Raises:
+        UserError: sequences are longer than there are positions.
+    """
+    config = config_from_settings(of, settings)
+    of.keys.check_length(settings.sequence_length or 1, config.max_position_embeddings, "max_position_embeddings")
     return llama(config, settings.sequence_length)
+
+
+@register_model("llama", **kind_of_llama(LlamaConfig))
+def llama_from_settings(settings: ModelSettings) -> Model:
+    """Return LLaMA from a config file's ``model`` section."""
+    return kind_from_settings(LlamaConfig, settings)
 
 
 class LlamaRMSNorm(nn.Module):
     """Divide by the root mean square, multiply with a weight: [B, S, H] -> [B, S, H], in the dtype of the input."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, size: int | None = None) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+        self.weight = nn.Parameter(torch.ones(config.hidden_size if size is None else size))
 
     def forward(self, h_bsh: Tensor) -> Tensor:
         return F.rms_norm(h_bsh, self.weight.shape, self.weight.to(h_bsh.dtype), self.eps)
@@ -295,19 +346,23 @@ class LlamaAttention(nn.Module):
     """Norm, causal self-attention with rotary positions, add: [B, S, H] -> [B, S, H]."""
 
     tensor_plan: ClassVar = {"norm": tp.gathered, "query": tp.column, "key": tp.column, "value": tp.column,
+                             "query_norm": tp.norm_along(2), "key_norm": tp.norm_along(2),
                              "attention_dropout": tp.dropout_along(1), "output": tp.row}
     cos_sd: Tensor
     sin_sd: Tensor
 
     def __init__(self, config: LlamaConfig, positions: int) -> None:
         super().__init__()
-        size, self.head_size = config.hidden_size, config.head_size
+        size, self.head_size, self.keys = config.hidden_size, config.head_size, config.keys
+        heads, groups = config.num_attention_heads * self.head_size, config.groups * self.head_size
         self.attention_dropout = nn.Dropout(config.attention_dropout)
         self.norm = LlamaRMSNorm(config)
-        self.query = _linear(size, size, config)
-        self.key = _linear(size, config.groups * self.head_size, config)
-        self.value = _linear(size, config.groups * self.head_size, config)
-        self.output = _linear(size, size, config)
+        self.query = _linear(size, heads, config, config.biased)
+        self.key = _linear(size, groups, config, config.biased)
+        self.value = _linear(size, groups, config, config.biased)
+        self.query_norm, self.key_norm = (LlamaRMSNorm(config, self.head_size) if config.normed else nn.Identity()
+                                          for _ in range(2))
+        self.output = _linear(heads, size, config)
         tables = rotary_tables(positions, self.head_size, config.rope_theta, config.rope_scaling)
         for name, table in zip(("cos_sd", "sin_sd"), tables, strict=True):
             self.register_buffer(name, table, persistent=False)
@@ -315,9 +370,11 @@ class LlamaAttention(nn.Module):
     def forward(self, h_bsh: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         start, normed_bsh = 0 if cache is None else cache.length, self.norm(h_bsh)
         end = start + normed_bsh.shape[1]
-        KEYS.check_length(end, len(self.cos_sd), "max_position_embeddings")
-        query_basd, key_bgsd, value_bgsd = (projection(normed_bsh).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        self.keys.check_length(end, len(self.cos_sd), "max_position_embeddings")
+        query_bsad, key_bsgd, value_bsgd = (projection(normed_bsh).unflatten(-1, (-1, self.head_size))
                                             for projection in (self.query, self.key, self.value))
+        query_basd, key_bgsd, value_bgsd = (x.transpose(1, 2) for x in (
+            self.query_norm(query_bsad), self.key_norm(key_bsgd), value_bsgd))
         cos_sd, sin_sd = self.cos_sd[start:end], self.sin_sd[start:end]
         query_basd, key_bgsd = rotate(query_basd, cos_sd, sin_sd), rotate(key_bgsd, cos_sd, sin_sd)
         if cache is not None:
@@ -352,8 +409,10 @@ def _head(config: LlamaConfig) -> NextTokenHead:
     return NextTokenHead(LlamaRMSNorm(config), _linear(config.hidden_size, config.vocab_size, config))
 
 
-def _linear(inputs: int, outputs: int, config: LlamaConfig) -> nn.Linear:
-    """Return a linear layer with weights normal(0, initializer_range) and no bias."""
-    linear = nn.Linear(inputs, outputs, bias=False)
+def _linear(inputs: int, outputs: int, config: LlamaConfig, biased: bool = False) -> nn.Linear:
+    """Return a linear layer with weights normal(0, initializer_range), and no bias or one of zeros."""
+    linear = nn.Linear(inputs, outputs, bias=biased)
     nn.init.normal_(linear.weight, std=config.initializer_range)
+    if biased:
+        nn.init.zeros_(linear.bias)
     return linear

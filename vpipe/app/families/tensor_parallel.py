@@ -118,6 +118,11 @@ def norm(module: nn.Module, at: TensorMesh) -> nn.Module:
     return _replicated(module, at, at.between)
 
 
+def norm_along(dim: int) -> Split:
+    """Give every rank all parameters of a norm, of a tensor of which it has a part along ``dim``, such as heads."""
+    return lambda module, at: _replicated(module, at, Shard(dim)) if list(module.parameters()) else module
+
+
 def gathered(module: nn.Module, at: TensorMesh) -> nn.Module:
     """Do as :func:`norm`, and gather what comes out, once for all that read it; also of an ``nn.Identity``."""
     distribute_module(module, at.mesh, _replicate, _input(at.between), lambda module, output, mesh: at.whole(output))

@@ -117,8 +117,8 @@ class DecoderModel:
         self.model, self.translates = model, set(model.batch) == TRANSLATES
         if not hasattr(outlines[-1], "scores") or not (self.translates or set(model.batch) == {"input_ids", "labels"}):
             raise UserError("the model does not predict the next token of a text",
-                            hint="sample a model of the family gpt, llama or translation, or one whose last layer is "
-                                 "a NextTokenHead")
+                            hint="sample a model of the family gpt, llama or translation, or another whose last layer "
+                                 "is a NextTokenHead")
         self.growing = "target_ids" if self.translates else "input_ids"
         self.grows: list[bool] = []
         growing = {self.growing}
