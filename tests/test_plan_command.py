@@ -145,6 +145,31 @@ def test_the_stages_are_kept_where_the_command_says_so(said: Said) -> None:
         assert f", {stages} stage{'s' * (stages > 1)} [" in out
 
 
+def test_replicas_share_the_optimizers_state_where_that_gains_and_the_config_does_not_say(
+        said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(job: Job, sizes: Sequence[int]) -> dict[int, Profile]:
+        one = made_profile(5, 2, 4)
+        slow = tuple(replace(layer, step=Seconds(0.05), largest_bytes=MIB) for layer in one.layers)
+        return {size: job.with_correction(replace(one, layers=slow, identity=replace(
+            one.identity, microbatch_size=size, model=model_digest(job)))) for size in sizes}
+
+    monkeypatch.setattr("vpipe.app.commands.profile.profiles_of", made)
+    chosen, kept, off = (
+        said("--ranks", "4", "--stages", "2", "-o", f"{number}.json", *setting)[1].replace("\n  ", " ")
+        for number, setting in enumerate(([], ["--set", "parallel.zero1=true"], ["--set", "parallel.zero1=false"])))
+    assert re.search(r"^plan: .*, 2 stages \[2, 3\], zero1, \d microbatches", chosen, re.MULTILINE)
+    line = "\nzero1: each replica of a stage keeps the optimizer's state of a part of its parameters; "
+    assert re.search(line + r"without it a sample takes \d\.\d+ times as long\n", chosen)
+    assert re.search(r"^no zero1 .* -\d+", chosen, re.MULTILINE)
+    assert line + "as the config says\n" in kept
+    assert "zero1" not in off.partition("run it")[0]
+    plans = [Plan.load(f"{number}.json") for number in range(3)]
+    assert [plan.zero1 for plan in plans] == [True, True, False]
+    assert plans[0].predicted == plans[1].predicted
+    assert off.endswith("run it: vpipe train c.yaml --set parallel.plan=2.json\n"), "the plan says it"
+    assert Job.from_config(load_config(Path("c.yaml"), ["parallel.plan=0.json"])).config.parallel.zero1
+
+
 def test_the_heuristic_of_the_paper(said: Said) -> None:
     status, out, _ = said("--solver", "vpipe", "--memory", "1GiB")
     assert status == 0

@@ -109,6 +109,7 @@ class Pipeline:
         given.check()
         if plan is not None:
             plan.check_fits(len(model))
+            update = replace(update, zero1=update.zero1 or bool(plan.zero1))
         if not isinstance(cut.stages, tuple):
             cut = replace(cut, stages=model.balanced(cut.count))
         world = join_world(transfers.backend, transfers.timeout_s, execution.device, execution.mesh,

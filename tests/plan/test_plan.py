@@ -34,7 +34,7 @@ def problems(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("plan", [FULL, WHOLE, Plan(Cut((4,))), Plan(Cut((1, 1)), Order("pipedream")),
-                                  Plan(Cut((1, 1), recompute=(0.0, 0.3)))])
+                                  Plan(Cut((1, 1), recompute=(0.0, 0.3))), Plan(Cut((2,)), tensor=4, zero1=False)])
 def test_a_saved_file_is_loaded_as_it_was(tmp_path: Path, plan: Plan) -> None:
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
@@ -109,6 +109,8 @@ def test_ranks_come_in_the_order_of_stages(tmp_path: Path) -> None:
      "error: partition is [3, 0] ({path})\nhint: write a list of positive integers: layers per stage"),
     ({"partition": [True]},
      "error: partition is [True] ({path})\nhint: write a list of positive integers: layers per stage"),
+    ({"partition": [3], "tensor": 0}, "error: tensor is 0 ({path})\nhint: give a whole number, 1 to 16,384"),
+    ({"partition": [3], "zero1": 1}, "error: zero1 is 1 ({path})\nhint: give true or false"),
     ({"partition": "3"}, "error: partition is '3' ({path})\nhint: write a list of positive integers: layers per stage"),
     ({"partition": [3, 3], "recompute_ratio": [0.5]},
      "error: recompute_ratio has 1 entries for 2 stages ({path})\nhint: give one ratio per stage"),

@@ -19,7 +19,7 @@ from vpipe.errors import Problem, UserError, counted, nearest
 from vpipe.files import number_of, read_json, read_record
 from vpipe.plan.stage_costs import StageMemory, combined_memory
 from vpipe.schedules.assignment import passes
-from vpipe.schedules.size import MOST_MICROBATCHES
+from vpipe.schedules.size import MOST_MICROBATCHES, MOST_RANKS
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,8 @@ class Plan:
         predictions: of time and memory.
         profile: the digest of the profile that it was made from (:class:`~vpipe.plan.profile.Identity`).
         profiled: the fields of that Identity.
+        tensor: processes of every rank of the pipeline, which split its layers; the caller's choice when None.
+        zero1: replicas of a stage share the optimizer's state; the caller's choice when None.
 
     Raises:
         UserError: a value is of another kind, or has no place in a plan's file.
@@ -124,7 +126,7 @@ class Plan:
 
     KEYS: ClassVar[tuple[str, ...]] = (
         "partition", "recompute_ratio", "recompute_layers", "stage_to_rank_map", "schedule", "microbatches",
-        "update_every", "warmup_depth", "predictions", "profile", "profiled")
+        "update_every", "warmup_depth", "predictions", "profile", "profiled", "tensor", "zero1")
     MOST_BYTES: ClassVar[int] = 4 << 20  # of a file: one for 1,024 stages, with what they are expected to take, has one
     MOST_VALUES: ClassVar[int] = 250_000
 
@@ -134,6 +136,8 @@ class Plan:
     predictions: Prediction | None = None
     profile: str | None = None
     profiled: Mapping[str, Any] | None = None
+    tensor: int | None = None
+    zero1: bool | None = None
 
     def __post_init__(self) -> None:
         given = Arguments()
@@ -255,7 +259,7 @@ class Plan:
                    Order.of(said.get("schedule", ""), update_every=said.get("update_every"),
                             warmup=said.get("warmup_depth")),
                    said.get("microbatches"), None if predictions is None else Prediction.of_json(predictions),
-                   said.get("profile"), said.get("profiled"))
+                   said.get("profile"), said.get("profiled"), content.get("tensor"), content.get("zero1"))
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values under VPipe's names, without what is None or empty."""
@@ -274,7 +278,7 @@ class Plan:
             "stage_to_rank_map": {str(stage): list(own) for stage, own in enumerate(cut.placement or ())} or None,
             "warmup_depth": self.warmup and list(self.warmup), "schedule": self.schedule,
             "microbatches": self.microbatches, "update_every": self.update_every, "profile": self.profile,
-            "profiled": self.profiled}
+            "profiled": self.profiled, "tensor": self.tensor, "zero1": self.zero1}
         return {key: value for key, value in content.items() if value is not None}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -335,7 +339,8 @@ def _problems(content: Any, where: str | None) -> list[Problem]:
         refuse(f"stage_to_rank_map names {sorted(ranks)} for {stages} stages", every)
     for key, kind, remedy in (("schedule", str, "give its name, such as 1f1b"),
                               ("profile", str, "leave it out: it is the profile's that vpipe plan took"),
-                              ("profiled", dict, "leave it out: it is what vpipe plan measured")):
+                              ("profiled", dict, "leave it out: it is what vpipe plan measured"),
+                              ("zero1", bool, "give true or false")):
         if not isinstance(content.get(key), (kind, NoneType)):
             refuse(f"{key} is {content[key]!r}", remedy)
     depths = content.get("warmup_depth")
@@ -343,10 +348,11 @@ def _problems(content: Any, where: str | None) -> list[Problem]:
                    or not all(type(depth) is int and 0 <= depth <= MOST_MICROBATCHES for depth in depths)):
         refuse(f"warmup_depth is {depths!r} for {stages} stages", "give the forwards of each stage before its first "
                f"backward, such as {list(range(stages - 1, -1, -1))}")
-    for key in ("microbatches", "update_every"):
+    for key, most in (("microbatches", MOST_MICROBATCHES), ("update_every", MOST_MICROBATCHES),
+                      ("tensor", MOST_RANKS)):
         value = content.get(key)
-        if value is not None and (type(value) is not int or not 1 <= value <= MOST_MICROBATCHES):
-            refuse(f"{key} is {value!r}", f"give a whole number, 1 to {MOST_MICROBATCHES:,}")
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
+            refuse(f"{key} is {value!r}", f"give a whole number, 1 to {most:,}")
     if content.get("predictions") is not None:
         remedy = "leave predictions out, or let vpipe plan write the file again"
         try:

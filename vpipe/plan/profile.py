@@ -105,6 +105,9 @@ class Identity:
     # among its settings that does not say what is in it. Such a profile is not kept for other processes.
     code: str | None = ""
     precision: str = "fp32"  # of its numbers, as training.precision says
+    # how many processes split every layer: each rank of a pipeline is so many. Bytes and operations are those of one,
+    # times those of all of them together, which wait for one another.
+    tensor: int = 1
 
     @property
     def pure(self) -> bool:
@@ -324,7 +327,7 @@ def _profile(content: Mapping[str, Any]) -> Profile:
         Profile, {key: value for key, value in content.items() if key != "format"}, links=lambda links: {
             (count_of(source), count_of(target)): read_record(LinkProfile, link) for source, target, link in links})
     identity, known = profile.identity, set(profile.fields)
-    for key in ("microbatch_size", "threads", "ranks_per_host", "hosts"):
+    for key in ("microbatch_size", "threads", "ranks_per_host", "hosts", "tensor"):
         if getattr(identity, key) < 1:
             raise ValueError(f"{key} is {getattr(identity, key)}")
     if not profile.layers or len(profile.layers) != identity.layers:

@@ -75,6 +75,16 @@ def test_a_plan_on_the_command_line_for_other_stages_drops_what_was_said_of_each
     assert same.parallel.compress == ("bf16",)
 
 
+def test_a_plan_says_how_ranks_share() -> None:
+    settings = {"parallel__tensor": 2, "parallel__zero1": True}
+    for shared, there in (({}, (2, True)), ({"tensor": 1, "zero1": False}, (1, False))):
+        config = load({"partition": [2, 3], **shared}, "parallel.plan=plan.json", **settings)
+        assert (config.parallel.tensor, config.parallel.zero1) == there
+    assert problems({"partition": [2, 3], "zero1": False}, parallel__plan="plan.json", parallel__zero1=True)[
+        0].startswith("error: parallel.zero1 is true, but zero1 in the plan 'plan.json' is false (c.yaml")
+    assert job_of(Path()).with_plan(Plan(Cut((2, 3)), zero1=True)).config.parallel.zero1
+
+
 def test_a_plan_of_vpipe_is_one() -> None:
     config = load({"partition": [2, 3], "recompute_ratio": [0.5, 0]}, "parallel.plan=plan.json")
     assert decided(config) == ((2, 3), (0.5, 0.0), None, "1f1b", None, 4)

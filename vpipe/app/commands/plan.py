@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -70,9 +70,15 @@ def run_plan(options: argparse.Namespace) -> None:
                           updates_every(job.config, by_count), stages=options.stages, known=known,
                           warmup="auto" if job.config.parallel.asynchronous else None, solver=options.solver)
     with message_if_slow(f"searching: {len(job.model)} layers on {ranks} ranks"):
-        found = explanation(request, limit_from, own)
+        found = explanation(request, limit_from, own, _other_ways(job.config, request))
     print(found.text(terminal_columns(PIPE_COLUMNS)))
     _save(found.plan, options)
+
+
+def _other_ways(config: Config, request: PlanRequest) -> list[PlanRequest]:
+    """Return the request with what else the ranks may share: what the config does not say."""
+    shares = "zero1" not in config.parallel.model_fields_set and request.ranks > 1 and request.solver == "exact"
+    return [request.with_zero1] if shares else []
 
 
 def _check_stages(stages: int, ranks: int, layers: int) -> None:
@@ -142,9 +148,15 @@ def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | No
     return OtherPlan.simulated_one(name, plan)
 
 
-def explanation(request: PlanRequest, limit_from: str, own: OtherPlan | None) -> PlanExplanation:
-    """Solve a request and explain the plan; ``own`` is the config's own, None where that leaves something open."""
-    solution = solve(request)
+def explanation(request: PlanRequest, limit_from: str, own: OtherPlan | None,
+                ways: Sequence[PlanRequest] = ()) -> PlanExplanation:
+    """Solve a request and explain the plan.
+
+    Args:
+        own: the plan of the config; None where that leaves something open.
+        ways: the request with other profiles, of ranks that share in other ways.
+    """
+    solution = solve(request, *ways)
     kind = "exact for this schedule, m and replicas" if solution.exact else (
         "the VPipe paper's" if request.solver == "vpipe" else "not exact")
     solver = (f"{kind}; {counted(solution.considered, 'choice')} of schedule, microbatches and replicas in "
@@ -156,7 +168,8 @@ def explanation(request: PlanRequest, limit_from: str, own: OtherPlan | None) ->
         others.append(OtherPlan.simulated_one(f"warm-up {depths_text(shallow)}, as 1F1B", shallow))
     if (free := solution.without_recompute()) is not None:
         others.append(OtherPlan.simulated_one(f"no recompute, from {size_text(free[0], up=True)}", free[1]))
-    return PlanExplanation(solution.plan, request.profiles[count], request.memory_bytes, limit_from, solver, others)
+    return PlanExplanation(solution.plan, solution.request.profiles[count], request.memory_bytes, limit_from, solver,
+                           others)
 
 
 def _save(plan: Plan, options: argparse.Namespace) -> None:

@@ -105,7 +105,8 @@ def _updates_take_a_batch(tree: Tree) -> bool:
 def _planned_keys(found: Tree) -> Iterator[tuple[str, Keys]]:
     """Yield the keys of a plan that have a key of a config, and that key."""
     for key, keys in TARGETS.items():
-        if found.value.get(key) and (key != "recompute_ratio" or not found.value.get("recompute_layers")):
+        value = found.value.get(key)
+        if (value or value is False) and (key != "recompute_ratio" or not found.value.get("recompute_layers")):
             yield key, keys
 
 

@@ -159,7 +159,7 @@ class ParallelSection(Section):
         "a CPU the host's divided by its ranks"))
     plan: FilePath | None = Field(None, description=(
         "plan file of vpipe plan, relative to the current folder; it gives partition, recompute, stage_to_rank_map, "
-        "schedule, update_every, warmup_depth and training.num_microbatches"))
+        "schedule, update_every, warmup_depth, tensor, zero1 and training.num_microbatches"))
     update_every: int | None = Field(None, ge=1, le=Schedule.MOST_MICROBATCHES, description=(
         "microbatches per update of an asynchronous schedule, and per rank of a stage; null takes all of a batch where "
         "training.num_microbatches is null, else the smallest possible number"))
@@ -220,7 +220,7 @@ class ParallelSection(Section):
             "partition": plan.partition, "model_parallel_size": len(plan.partition), "plan": None,
             "recompute": tuple(tuple(sorted(own)) for own in plan.recomputed) if any(plan.recomputed) else 0.0,
             "schedule": plan.schedule or self.standing_in.schedule, "update_every": plan.update_every,
-            "warmup_depth": plan.warmup}
+            "warmup_depth": plan.warmup, "zero1": self.zero1 if plan.zero1 is None else plan.zero1}
         if plan.groups != placement:
             changes |= {"stage_to_rank_map": {str(stage): ranks for stage, ranks in enumerate(plan.groups)},
                         "data_parallel_size": 1, "chunks": None}

@@ -81,7 +81,8 @@ class PlanExplanation:
                   *filled("in ms: forward, backward and recompute of one microbatch; step of the optimizer; comm "
                           f"(transfers, mostly while it computes) and idle of a rank per {self._step_name}", width)],
                  memory_table(self.plan, self.limit_bytes, width),
-                 [line for text in (self._bottleneck(), *self._cuts(), *self._delay(), f"solver: {self.solver}")
+                 [line for text in (self._bottleneck(), *self._cuts(), *self._delay(), *self._zero1(),
+                                    f"solver: {self.solver}")
                   for line in filled(text, width)],
                  alternatives_table(self.plan, self.others, width)]
         return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
@@ -91,11 +92,17 @@ class PlanExplanation:
         limit = "" if self.limit_bytes is None else f" of {size_text(self.limit_bytes)} ({self.limit_from})"
         return [f"{identity.model_name}: {counted(identity.layers, 'layer')} on {counted(plan.ranks, 'rank')}{limit}",
                 f"plan: {plan.schedule}, {counted(len(plan.partition), 'stage')} {cut_text(plan.partition, 60)}, "
+                + ("zero1, " if self._shares else "")
                 + (f"{depths_text(plan)} forwards before the first backward, " if plan.warmup else "")
                 + f"{counted(self._microbatches, 'microbatch')} of {counted(identity.microbatch_size, 'sample')} per "
                 f"{self._step_name}",
                 f"predicted: {milliseconds(found.step_s)} per {self._step_name}, "
                 f"{compact(1 / found.seconds_per_sample)} samples/s, bubble {100 * found.bubble:.0f} %"]
+
+    @property
+    def _shares(self) -> bool:
+        """Replicas share the optimizer's state."""
+        return bool(self.plan.zero1) and any(len(ranks) > 1 for ranks in self.plan.groups)
 
     @property
     def _microbatches(self) -> int:
@@ -179,6 +186,18 @@ class PlanExplanation:
         yield f"{advice.delays}; less with {better}" if better and not warning else advice.delays
         if warning:
             yield f"warning: {warning}"
+
+
+    def _zero1(self) -> Iterator[str]:
+        """Yield why replicas share the optimizer's state, where they do."""
+        if not self._shares:
+            return
+        found, without = self.plan.predicted, next((one for one in self.others if one.what == "no zero1"), None)
+        why = "as the config says"
+        if without is not None:
+            why = "without it no plan fits" if without.seconds_per_sample is None else \
+                f"without it a sample takes {without.seconds_per_sample / found.seconds_per_sample:.2f} times as long"
+        yield f"zero1: each replica of a stage keeps the optimizer's state of a part of its parameters; {why}"
 
 
 def depths_text(plan: Plan) -> str:

@@ -242,7 +242,8 @@ class Candidate:
         choice = self.choice
         order = Order.of(choice.schedule, update_every=None if choice.flush else choice.every, warmup=choice.depths)
         return Plan(Cut(self.partition, self.recomputed, choice.groups), order, choice.microbatches,
-                    profile=profile.identity.digest, profiled=asdict(profile.identity))
+                    profile=profile.identity.digest, profiled=asdict(profile.identity), tensor=profile.identity.tensor,
+                    zero1=profile.zero1)
 
     def with_stages(self, stages: Stages) -> Candidate:
         """Return the candidate with another partition."""

@@ -84,6 +84,12 @@ class PlanRequest:
         return replace(self, profiles={microbatches: replace(profile, layers=tuple(made))})
 
     @property
+    def with_zero1(self) -> PlanRequest:
+        """The request for replicas that share the optimizer's state."""
+        return replace(self, known=(), profiles={count: replace(profile, zero1=True)
+                                                 for count, profile in self.profiles.items()})
+
+    @property
     def layers(self) -> int:
         """Of the model."""
         return len(next(iter(self.profiles.values())).layers)

@@ -1,0 +1,85 @@
+"""Choose how ranks share the layers and the optimizer's state: tensor parallelism and ZeRO-1.
+
+Each changes what every layer costs a rank. So every way of sharing is a request of its own, and the
+fastest answer wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from vpipe.errors import UserError
+from vpipe.plan.plan import Plan
+from vpipe.plan.solver.request import Alternative, PlanRequest
+from vpipe.plan.solver.solve import Solution
+from vpipe.plan.solver.solve import solve as solve_one
+
+GAINED = 0.01
+"""Share of the time of a sample that a way must save to be chosen before one that asks less of a run."""
+
+
+class Way(NamedTuple):
+    """How ranks share; the smaller of two asks less of a run."""
+
+    tensor: int  # processes that split every layer
+    zero1: bool  # replicas share the optimizer's state
+
+    @classmethod
+    def of(cls, request: PlanRequest) -> Way:
+        """Return the way of a request's profiles."""
+        profile = next(iter(request.profiles.values()))
+        return cls(profile.identity.tensor, profile.zero1)
+
+
+def solve(*requests: PlanRequest) -> Solution:
+    """Return the fastest plan of requests for the same processes, which share in different ways.
+
+    Raises:
+        UserError: none has a plan; for every number of processes that split a layer, why.
+    """
+    solutions: dict[Way, Solution] = {}
+    refused: dict[int, UserError] = {}
+    for request in sorted(requests, key=Way.of):
+        try:
+            solutions[Way.of(request)] = solve_one(request)
+        except UserError as error:
+            refused[Way.of(request).tensor] = error  # with zero1 a rank holds least: its figures are kept
+    if not solutions:
+        if len(refused) == 1:
+            raise next(iter(refused.values()))
+        raise UserError.all_of([replace(problem, what=f"tensor {tensor}: {problem.what}")
+                                for tensor, error in refused.items() for problem in error.problems])
+    chosen, *later = solutions
+    for way in later:
+        if _seconds(solutions[way]) < (1 - GAINED) * _seconds(solutions[chosen]):
+            chosen = way
+    others = [alternative for way in map(Way.of, requests) if way.tensor == chosen.tensor and way != chosen
+              for alternative in _of_zero1(way, solutions.get(way))]
+    for tensor in sorted({*refused, *(way.tensor for way in solutions)} - {chosen.tensor}):
+        found = min((each for way, each in solutions.items() if way.tensor == tensor), key=_seconds, default=None)
+        others.append(Alternative(f"tensor {tensor}", why=refused[tensor].problems[0].what.partition(":")[0])
+                      if found is None else _alternative(f"tensor {tensor}", found.plan))
+    best = solutions[chosen]
+    return replace(best, considered=sum(each.considered for each in solutions.values()),
+                   seconds=sum(each.seconds for each in solutions.values()),
+                   alternatives=tuple(sorted([*best.alternatives, *others],
+                                             key=lambda other: other.seconds_per_sample or math.inf)))
+
+
+def _of_zero1(way: Way, solution: Solution | None) -> Iterator[Alternative]:
+    """Yield the best plan with ZeRO-1, if it has replicas that share, or without it."""
+    if solution is None:
+        yield Alternative("with zero1" if way.zero1 else "no zero1", why="does not fit")
+    elif not way.zero1 or any(len(ranks) > 1 for ranks in solution.plan.groups):
+        yield _alternative("with zero1" if way.zero1 else "no zero1", solution.plan)
+
+
+def _alternative(what: str, plan: Plan) -> Alternative:
+    return Alternative(what, plan, plan.predicted.seconds_per_sample, True)
+
+
+def _seconds(solution: Solution) -> float:
+    return solution.plan.predicted.seconds_per_sample
