@@ -158,6 +158,11 @@ def test_ranks_take_turns_where_there_are_too_few_cores() -> None:
         turns.append(world.turn(2))
     assert turns == [(0, 3), (0, 3), (0, 3), (1, 3), (0, 3), (1, 3), (2, 3)]
     assert world.turn(None) == (0, 1)
+    world.hosts, world.tensor, world.ranks = ["a", "a", "b"], 2, 6
+    turns = []
+    for world.rank in range(6):
+        turns.append(world.turn(1))
+    assert turns == [(0, 2), (0, 2), (1, 2), (1, 2), (0, 2), (0, 2)], "those that split a layer at the same time"
 
 
 def world_of(monkeypatch: pytest.MonkeyPatch, hosts: list[str], *others: object) -> RankGroup:
@@ -174,6 +179,9 @@ def test_ranks_that_are_bound_to_cores_of_their_own_have_all_of_them(monkeypatch
     assert world_of(monkeypatch, ["a", "a", "a"], [None, [1], 1], [None, [1, 5], 1]).cores() == 3
     three = [None, [0, 1, 2], 2]
     assert world_of(monkeypatch, ["a", "b", "b"], three, three).cores() == 1, "two threads on three"
+    split = world_of(monkeypatch, ["a", "a"], *([None, [core], 1] for core in (1, 2, 3)))
+    split.tensor, split.ranks = 2, 4
+    assert (split.at_once(), split.cores()) == (4, 2)
 
 
 @pytest.mark.parametrize(("gpus", "at_once"), [("xyz", None), ("xyx", 2), ("xxx", 1)])
@@ -188,7 +196,7 @@ def test_ranks_that_share_gpus_can_compute_at_once_as_many_as_these(gpus: str, a
     assert shared_bytes(CPU, 4) == 80
 
 def test_all_ranks_cut_their_windows_for_the_one_with_least_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    def world(device: torch.device) -> RankGroup:
+    def world(device: torch.device, tensor: int) -> RankGroup:
         return world_of(monkeypatch, ["a", "a"], 4 << 20)
 
     monkeypatch.setattr("vpipe.profiling.measurement.RankGroup", world)

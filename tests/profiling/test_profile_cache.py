@@ -61,6 +61,7 @@ def damaged(content: dict[str, Any], *keys: Any, value: Any) -> str:
     (("identity",), {"model": "x"}, "missing"),
     (("identity", "layers"), "3", "'3' is no count"),
     (("identity", "ranks_per_host"), 0, "ranks_per_host is 0"),
+    (("identity", "tensor"), 0, "tensor is 0"),
     (("identity", "model"), 7, "7 is no text"),
     (("layers", 1, "reads"), ["h", "x"], "reads ['x'], which nothing before it writes"),
     (("layers", 1, "name"), None, "None is no text"),
@@ -178,7 +179,7 @@ def test_more_ranks_than_a_host_can_bear_are_not_started(tmp_path: Path, monkeyp
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     job = job_of(tmp_path, dataset__batch_size=40, dataset__samples=800, dataset__cache_directory=str(tmp_path),
                  parallel__data_parallel_size=20, training__num_microbatches=20)
-    with pytest.raises(UserError, match="40 ranks would be started to be measured, on 2 cores"):
+    with pytest.raises(UserError, match="40 processes would be started to be measured, on 2 cores"):
         profiles_of(job, [2])
 
 

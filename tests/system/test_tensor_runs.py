@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from measured import measured
 from small_run import check_updates, losses, metrics, only_run, oracle, write_config
 
 from vpipe.app.cli import main
 from vpipe.app.config.config import load_config
 from vpipe.app.launch.network import free_port
-from vpipe.app.train.job import Job
+from vpipe.app.train.job import Job, microbatch_of
+from vpipe.plan.profile import Profile
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -74,6 +76,32 @@ def test_under_torchrun(tmp_path: Path) -> None:
     run = only_run(tmp_path / "runs")
     assert done.stdout.splitlines()[1].endswith("ranks 0-1, 2-3 on one host each, started by torchrun")
     assert near(losses(run), oracle(Job.from_config(load_config(config).with_parallel(tensor=1)), 4).losses)
+
+
+def test_split_layers_are_measured_and_planned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On 2 x 2 processes. Another run with the plan's partition computes the same, and the cache has the profile."""
+    config = write_config(tmp_path, **SGD, parallel__partition="auto", parallel__tensor=2, training__max_steps=2,
+                          dataset__cache_directory=str(tmp_path / "cache"))
+    assert main(["train", str(config)]) == 0
+    planned = only_run(tmp_path / "runs")
+    found, job = Profile.load(planned / "profile.json"), Job.from_config(load_config(planned / "config.yaml"))
+    assert (found.identity.tensor, found.identity.ranks, found.identity.ranks_per_host) == (2, 4, 2)
+    [alone] = measured(job.model, dict(microbatch_of(job, 2)))
+    assert found.layers[1].parameter_bytes == 4 * (3 * HIDDEN + (8 * HIDDEN + 4) * HIDDEN // 2), "norm, row bias whole"
+    assert found.layers[1].forward_flops * 2 == alone.layers[1].forward_flops
+    for split, whole in zip(found.layers, alone.layers, strict=True):
+        assert split.like == whole.like
+        assert whole.parameter_bytes / 2 < split.parameter_bytes < whole.parameter_bytes
+        parts = 1 if split.name == "head" else 2  # of the sequence
+        assert [parts * tensor.bytes for tensor in split.writes] == [tensor.bytes for tensor in whole.writes]
+    given = f"parallel.partition={list(job.partition)}"
+    assert main(["train", str(config), "--set", given, "--set", f"log_directory={tmp_path / 'again'}"]) == 0
+    assert losses(only_run(tmp_path / "again")) == losses(planned)
+    capfd.readouterr()
+    assert main(["profile", str(config)]) == 0
+    out, err = capfd.readouterr()
+    assert "layers split over 2 processes, bytes of one" in out
+    assert not err, "it is in the cache"
 
 
 def test_a_time_limit_ends_all_lanes_after_the_same_update(tmp_path: Path) -> None:

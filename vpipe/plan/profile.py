@@ -93,10 +93,10 @@ class Identity:
     optimizer: str  # its name, and the settings that change what it keeps and does
     device: str  # name of the processor or GPU
     threads: int  # of the processor, per rank
-    ranks_per_host: int  # how many ranks were busy on a host
+    ranks_per_host: int  # how many ranks of a pipeline were busy on a host
     backend: str  # gloo or nccl; gloo and shared memory
     torch: str  # its version
-    ranks: int = 0  # how many measured together
+    ranks: int = 0  # how many processes measured together
     hosts: int = 1  # on how many hosts they were
     cores: int | None = None  # how many ranks of a host can compute at once; None where each has a device of its own
     device_bytes: int = 0  # memory of a device

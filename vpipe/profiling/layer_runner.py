@@ -23,7 +23,7 @@ from vpipe.model.split import StageSpec
 from vpipe.plan.profile import TensorBytes
 from vpipe.profiling.fingerprint import tied_owners
 from vpipe.runtime.activations import ActivationCounter, Record
-from vpipe.runtime.sharded_tensors import local
+from vpipe.runtime.sharded_tensors import is_sharded, local
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
 
@@ -87,6 +87,7 @@ class LayerRunner:
         """Make one update of the layer's own weights; their gradients are there again afterwards."""
         weights = self.stage.weights
         gradients = weights.gradients
+        weights.complete_gradients()
         weights.step(optimizer)
         for leaf, gradient in zip(weights.graded(), gradients, strict=True):
             leaf.grad = gradient
@@ -220,7 +221,7 @@ def _flops(runner: LayerRunner, given: LayerInputs) -> int:
     counter = FlopCounterMode(display=False, custom_mapping={attention: _attention_flops})
     # The counter watches modules for gradients, which it cannot where one is given a part of another's parameter.
     trained = [p for module in runner.stage.modules.values() for p in module.parameters() if p.requires_grad]
-    with counter, ExitStack() as after:
+    with counter, _OfShards(), ExitStack() as after:  # type: ignore[no-untyped-call]
         for parameter in trained:
             parameter.requires_grad_(False)
             after.callback(parameter.requires_grad_)
@@ -228,7 +229,16 @@ def _flops(runner: LayerRunner, given: LayerInputs) -> int:
     return int(counter.get_total_flops())
 
 
-class _PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OfShards(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Let modes see what this process does for an operation on DTensors, in place of the operation on whole tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_sharded, tree_leaves((args, kwargs)))):
+            return NotImplemented  # DTensor goes on, with operations on shards
+        return func(*args, **(kwargs or {}))
+
+
+class _PeakMemory(_OfShards):
     """Track the peak of bytes beyond those at the beginning: what operations allocated, less what was freed."""
 
     def __init__(self, kept: ActivationCounter, ignored: Collection[StorageWeakRef]) -> None:
@@ -238,7 +248,9 @@ class _PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is NotImplemented:
+            return result
         self._made |= {storage: size for storage, size in _sizes(t for t in tree_leaves(result)
                                                                  if isinstance(t, Tensor)).items()
                        if storage not in self._ignored and storage not in self._before}
@@ -249,9 +261,10 @@ class _PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
-    """Return bytes by storage, of tensors that have one."""
+    """Return bytes by storage, of tensors that have one: those by which DTensor finds out about shapes have none."""
     storages = (local(t).untyped_storage() for t in tensors if t.layout is torch.strided)
-    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}  # type: ignore[no-untyped-call]
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages  # type: ignore[no-untyped-call]
+            if storage.device.type != "meta"}
 
 
 def _there(sizes: Mapping[StorageWeakRef, int]) -> dict[StorageWeakRef, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import count
 from statistics import median
@@ -29,33 +30,38 @@ def measure_links(group: RankGroup, device: torch.device, timeout_s: float,
                   shared_memory: bool = True) -> tuple[LinkProfile, Links]:
     """Return the link between two ranks of one host, and those between certain ranks, by (source, target).
 
+    Ranks are the pipeline's. Processes that split its layers all exchange with their counterparts at the same time.
     Neighbours send a tensor back and forth; half of that is a transfer. On a processor one pair of a host does so at a
     time, because a transfer takes both ranks' cores, and a simulation adds what else needs them. On GPUs all pairs do
     that can at the same time. Ranks of different hosts that are no neighbours get the median of those that are. Alone,
     tensors are handed over in memory.
     """
-    if group.ranks == 1:
+    if (ranks := len(group.hosts)) == 1:
         return LinkProfile(0.0, copied_bytes_per_s(device)), {}
-    rounds = _rounds(group.ranks, range(group.ranks) if device.type != "cpu" else group.hosts)
+    rounds = _rounds(ranks, range(ranks) if device.type != "cpu" else group.hosts)
     transport = DistributedTransport(device, timeout_s, 1, lambda rank: f"rank {rank}", 1, shared_memory)
     mine: dict[int, list[list[float]]] = {}
     for pairs in rounds:
         group.all_gather(None)
         for first, second in pairs:
-            if group.rank in (first, second):
-                peer = second if group.rank == first else first
+            if group.place in (first, second):
+                peer = second if group.place == first else first
+                process = group.rank + (peer - group.place) * group.tensor
                 numbers = count()
-                mine[peer] = [_back_and_forth(transport, peer, size, numbers, device) for size in SIZES]
+                mine[peer] = [_back_and_forth(transport, process, size, numbers, device) for size in SIZES]
     group.all_gather(None)
     transport.finish()
     # What the peer sent is what was waited for: the link is towards this rank.
-    found = {(peer, rank): _fitted(times)
-             for rank, theirs in enumerate(group.all_gather([[peer, times] for peer, times in mine.items()]))
-             for peer, times in theirs}
+    pooled: dict[tuple[int, int], list[list[float]]] = defaultdict(lambda: [[] for _ in SIZES])
+    for process, theirs in enumerate(group.all_gather([[peer, times] for peer, times in mine.items()])):
+        for peer, times in theirs:
+            for all_lanes, own in zip(pooled[peer, process // group.tensor], times, strict=True):
+                all_lanes += own
+    found = {ends: _fitted(times) for ends, times in pooled.items()}
     near = [link for (a, b), link in found.items() if group.hosts[a] == group.hosts[b]]
     far = [link for (a, b), link in found.items() if group.hosts[a] != group.hosts[b]]
     if far:
-        others = {(a, b): _typical(far) for a in range(group.ranks) for b in range(group.ranks)
+        others = {(a, b): _typical(far) for a in range(ranks) for b in range(ranks)
                   if group.hosts[a] != group.hosts[b]}
         found = others | found
     return _typical(near or far), found

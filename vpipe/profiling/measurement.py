@@ -31,7 +31,6 @@ from vpipe.profiling.layer_runner import (
 from vpipe.profiling.layer_timer import LayerTimer, Samples, measure_overhead, run_rounds, summary
 from vpipe.profiling.links import measure_links
 from vpipe.profiling.rank_group import RankGroup
-from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.stage_layers import Rounding
 from vpipe.runtime.stage_optimizer import MakeOptimizer
 
@@ -116,11 +115,13 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
     """Return profiles of a model, one for each of the microbatches, which differ in the number of samples.
 
     Every rank of the process group calls this at the same time, or a process alone. Figures that do not depend on the
-    microbatch are measured once.
+    microbatch are measured once. Neighbours that split layers, as many as the identities' ``tensor`` says, run the same
+    layers at the same time, for these have collectives.
 
     Args:
         make_optimizer: named parameters -> their optimizer, or None.
-        identities: of the profiles, in the order of the microbatches; all in one precision. Those of rank 0 count.
+        identities: of the profiles, in the order of the microbatches; all in one precision, and of layers split over
+            as many processes. Those of rank 0 count.
         seed: of initialisation and dropout.
         timeout_s: of a transfer.
         budget_s: for the times at one size.
@@ -133,23 +134,25 @@ def measure(model: Model, microbatches: Sequence[Mapping[str, Tensor]], make_opt
     Raises:
         UserError, RunError: a layer cannot be run.
     """
-    precision, = {identity.precision for identity in identities}
+    (precision, tensor), = {(identity.precision, identity.tensor) for identity in identities}
     return list(_Measurement(model, make_optimizer, device, seed, timeout_s, budget_s, tell,
-                             Precision(precision), shared_memory).profiles(microbatches, identities))
+                             Precision(precision), shared_memory, tensor).profiles(microbatches, identities))
 
 
 class _Measurement:
 
     def __init__(self, model: Model, make_optimizer: MakeOptimizer, device: torch.device | str, seed: int,
                  timeout_s: float, budget_s: float, tell: Tell, precision: Precision = FP32,
-                 shared_memory: bool = True) -> None:
-        self._group = RankGroup(device)
+                 shared_memory: bool = True, tensor: int = 1) -> None:
+        self._group = RankGroup(device, tensor)
         self._model, self._make_optimizer, self._device, self._seed = model, make_optimizer, self._group.device, seed
         self._timeout_s, self._budget_s, self._tell, self._precision = timeout_s, budget_s, tell, precision
         self._clock, self._shared_memory = accelerator.clock_of(self._device), shared_memory
+        if tensor > 1 and self._device.type == "cpu":
+            self._clock = perf_counter  # the time of the thread would not have what it waits in collectives
         self._structures = [structure(layer) for layer in model.layers]
         self._cores = self._group.cores()
-        sharing = 1 if self._cores is None else self._group.ranks_per_host
+        sharing = 1 if self._cores is None else self._group.ranks_per_host * tensor
         free = self._group.all_gather(accelerator.free_bytes(self._device))
         self._room_bytes = min(free) // (2 * sharing)  # all ranks cut equal windows
         self._runners: dict[int, LayerRunner] = {}
@@ -175,7 +178,8 @@ class _Measurement:
         if number in self._runners:
             return self._runners[number]
         runner = LayerRunner(self._model, number, self._device, self._seed, self._precision)
-        if sum(map(_weight_bytes, self._runners.values())) + _weight_bytes(runner) <= self._room_bytes // 2:
+        kept = sum(map(_weight_bytes, (*self._runners.values(), runner)))
+        if kept // self._group.tensor <= self._room_bytes // 2:
             self._runners[number] = runner
         return runner
 
@@ -192,15 +196,16 @@ class _Measurement:
         return overhead, {
             "default_link": link, "links": links, "dispatch_s": (overhead["forward"] + overhead["backward"]) / 2,
             "copy_bytes_per_s": median(copied), "accumulate_bytes_per_s": median(added), "peak_flops_per_s": max(flops),
-            "device_bytes": min(self._group.all_gather(shared_bytes(device, self._cores)))}
+            "device_bytes": min(self._group.all_gather(shared_bytes(device, self._group.at_once())))}
 
     def _times(self, seen: Survey, size: int) -> list[dict[int, Samples]]:
         """Return the samples of every rank, by rank and sampled layer."""
         mine: dict[int, Samples] = {}
-        windows = list(self._windows(seen))
+        # Those of rank 0: shards may differ in their bytes.
+        windows: list[list[int]] = self._group.all_gather(list(self._windows(seen)))[0]
         for place, window in enumerate(windows, 1):
             timer = LayerTimer([self._runner(number) for number in window], [seen.given[number] for number in window],
-                        self._clock, shifted=self._group.rank % 2 == 1)
+                        self._clock, shifted=self._group.place % 2 == 1)
             what = f"timing {len(window)} of {len(self._model)} layers at {counted(size, 'sample')}" + (
                 f", part {place} of {len(windows)}" if len(windows) > 1 else "")
             self._tell(what)
@@ -283,5 +288,6 @@ def _checked(seen: Survey, shared: Sequence[Mapping[int, Samples]]) -> float:
 
 
 def _weight_bytes(runner: LayerRunner) -> int:
-    """Return the bytes of a layer's weights, with gradients and an optimizer's state."""
-    return 4 * sum(local(p).nbytes for module in runner.stage.modules.values() for p in module.parameters())
+    """Return the bytes of a layer's weights, with gradients and an optimizer's state; all shards, equal on every rank.
+    """
+    return 4 * sum(p.nbytes for module in runner.stage.modules.values() for p in module.parameters())

@@ -13,6 +13,7 @@ from torch import Tensor
 from vpipe import accelerator
 from vpipe.distributed.init import exchange
 from vpipe.distributed.value_exchange import Exchange
+from vpipe.errors import UserError, counted
 from vpipe.model.model import Model
 from vpipe.model.structure import structure
 from vpipe.plan.profile import Identity
@@ -27,24 +28,38 @@ PATIENCE_S = 3600.0
 class RankGroup:
     """All ranks of the process group, or this process alone where there is none.
 
+    Where layers are split, a rank of the pipeline is several neighbouring processes, which do the same at once.
+
+    Args:
+        tensor: how many processes split every layer.
+
     Attributes:
         rank: of this process.
-        ranks: their number.
-        hosts: the name of each rank's host.
+        ranks: the number of processes.
+        hosts: the name of the host of each rank of the pipeline.
         device: of this rank, with its number: the current one where none was named.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, tensor: int = 1) -> None:
         named = torch.device(device)
         self.device = named if named.type == "cpu" or named.index is not None else accelerator.current()
         self._exchange = exchange(timeout_s=PATIENCE_S)
-        self.rank, self.ranks = self._exchange.rank, self._exchange.ranks
-        self.hosts: list[str] = self.all_gather(socket.gethostname())
+        self.rank, self.ranks, self.tensor = self._exchange.rank, self._exchange.ranks, tensor
+        if self.ranks % tensor:
+            raise UserError(f"{counted(self.ranks, 'process')} cannot split layers over {tensor} each",
+                            hint="start a multiple of as many")
+        self.hosts: list[str] = self.all_gather(socket.gethostname())[::tensor]
 
     @staticmethod
-    def supposed(device: torch.device, ranks: int, hosts: int = 1) -> RankGroup:
-        """Return the group of so many ranks on each of so many hosts like this one, without asking any."""
-        return _SupposedGroup(device, ranks, hosts)
+    def supposed(device: torch.device, ranks: int, hosts: int = 1, tensor: int = 1) -> RankGroup:
+        """Return the group of so many ranks of a pipeline on each of so many hosts like this one, without asking any.
+        """
+        return _SupposedGroup(device, ranks, hosts, tensor)
+
+    @property
+    def place(self) -> int:
+        """The rank of the pipeline that this process is, or is a part of."""
+        return self.rank // self.tensor
 
     def identify(self, model: Model, microbatches: Sequence[Mapping[str, Tensor]], *, model_name: str, optimizer: str,
                  backend: str | None = None, shared_memory: bool = True, threads: int | None = None,
@@ -66,15 +81,15 @@ class RankGroup:
             backend = accelerator.collectives() if device.type != "cpu" and cores is None else "gloo"
         if device.type == "cpu":
             backend += " and shared memory" * shared_memory
-            cores = cores or max(1, len(usable_cores()) // threads)
+            cores = cores or max(1, len(usable_cores()) // threads // self.tensor)
         structures = [structure(layer) for layer in model.layers]
         first = Identity(
             model=model.digest(microbatches[0], structures), model_name=model_name, layers=len(model),
             microbatch_size=0, optimizer=optimizer, device=accelerator.name_of(device), threads=threads,
             ranks_per_host=self.ranks_per_host, backend=backend, torch=str(torch.__version__), ranks=self.ranks,
-            hosts=len(set(self.hosts)), cores=cores, device_bytes=shared_bytes(device, cores),
+            hosts=len(set(self.hosts)), cores=cores, device_bytes=shared_bytes(device, self.at_once()),
             vpipe=PluginGroup.versions_of(["vpipe"]).get("vpipe", ""), code=code_digest(model, structures),
-            precision=precision)
+            precision=precision, tensor=self.tensor)
         return [replace(first, microbatch_size=len(microbatch[model.batch[0]]) if model.batch else 0)
                 for microbatch in microbatches]
 
@@ -87,9 +102,15 @@ class RankGroup:
         self._exchange.all_gather(None, doing)
 
     def cores(self) -> int | None:
-        """Return how many ranks of a host can compute at once without slowing each other; None where each has a GPU.
+        """Return how many ranks of the pipeline can compute at once on a host; None where each process has a GPU."""
+        at_once = self.at_once()
+        return None if at_once is None else max(1, at_once // self.tensor)
 
-        A host's ranks may each be bound to cores of their own: together they have all of these. Ranks that share GPUs
+    def at_once(self) -> int | None:
+        """Return how many processes of a host can compute at once without slowing each other; None where each has a
+        GPU.
+
+        Those of a host may each be bound to cores of their own: together they have all of these. Those that share GPUs
         are as many as these. The smallest number of any host counts.
         """
         gpu = accelerator.uuid_of(self.device) if self.device.type != "cpu" else None
@@ -99,30 +120,32 @@ class RankGroup:
             return None
         at_once: list[int] = []
         for host in set(self.hosts):
-            here = [theirs for theirs, of in zip(shared, self.hosts, strict=True) if of == host]
+            here = [theirs for number, theirs in enumerate(shared) if self.hosts[number // self.tensor] == host]
             at_once.append(len({gpu for gpu, _, _ in here} - {None}) or
                            len({core for _, cores, _ in here for core in cores}) // max(one[2] for one in here))
         return max(1, min(at_once))
 
     @property
     def ranks_per_host(self) -> int:
-        """Return the number of ranks on the host with most."""
+        """Return the number of ranks of the pipeline on the host with most."""
         return max(self.hosts.count(host) for host in set(self.hosts))
 
     def turn(self, at_once: int | None) -> tuple[int, int]:
-        """Return this rank's turn, and the number of turns, if only ``at_once`` ranks of a host may work."""
+        """Return this rank's turn, and the number of turns, if only ``at_once`` of the pipeline's on a host may work.
+        """
         if at_once is None:
             return 0, 1
-        place = self.hosts[:self.rank].count(self.hosts[self.rank])
-        return place // at_once, -(-self.ranks_per_host // at_once)
+        before = self.hosts[:self.place].count(self.hosts[self.place])
+        return before // at_once, -(-self.ranks_per_host // at_once)
 
 
 class _SupposedGroup(RankGroup):
     """Ranks of which none is there."""
 
-    def __init__(self, device: torch.device, ranks: int, hosts: int) -> None:
-        self.device, self._exchange, self.rank, self.ranks = device, Exchange(), 0, ranks * hosts
-        self.hosts = [f"host {number // ranks}" for number in range(self.ranks)]
+    def __init__(self, device: torch.device, ranks: int, hosts: int, tensor: int) -> None:
+        self.device, self._exchange, self.rank, self.tensor = device, Exchange(), 0, tensor
+        self.hosts = [f"host {number // ranks}" for number in range(ranks * hosts)]
+        self.ranks = len(self.hosts) * tensor
 
-    def cores(self) -> None:
+    def at_once(self) -> None:
         """Return None: each has a GPU, or computes on the cores of a host like this one."""

@@ -208,8 +208,6 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
      "order on each rank", "set executor: overlapped"),
     (["parallel.compress=bf16", "parallel.tensor=2"], "parallel.compress is bf16, but tensor is 2: its ranks would "
      "round apart what they hold in common", "leave it out, or set tensor: 1"),
-    (["parallel.recompute=auto", "parallel.tensor=2"], "parallel.recompute is auto, but tensor is 2, and split layers "
-     "are not measured", "write it, or set tensor: 1"),
     (["training.compile=true", "parallel.tensor=2"], "training.compile is True, but parallel.tensor is 2, and split "
      "layers are not compiled", "set it to false"),
     (["elastic=true", "parallel.tensor=2"], "elastic is true, but parallel.tensor is 2: what is left of a host cannot "

@@ -91,9 +91,9 @@ def test_placement(tmp_path: Path) -> None:
 
 
 def test_processes_that_split_layers(tmp_path: Path) -> None:
-    """The partition is not measured; sizes that cannot be split, and a model without plans, are refused."""
+    """Sizes that cannot be split, and a model without plans, are refused."""
     job = job_of(tmp_path, parallel__tensor=2, parallel__partition="auto")
-    assert (job.config.parallel.to_plan, sum(job.partition), job.processes) == ((), 5, 4)
+    assert (job.config.parallel.to_plan, sum(job.partition), job.processes) == (("partition",), 5, 4)
     assert [job.describe(rank) for rank in (0, 3)] == ["rank 0 (lane 0, stage 0)", "rank 3 (lane 1, stage 1)"]
     assert headline(job).endswith(
         "one process per stage, times 2 that split its layers: ranks 0-1, 2-3 on one host each")

@@ -158,6 +158,8 @@ def test_settings_that_change_costs_change_the_digest(tmp_path: Path, changes: d
 def test_the_memory_of_a_rank(tmp_path: Path) -> None:
     profile = profile_of((0.01,) * 5)
     assert memory_limit(job_of(tmp_path).config, profile) == 40_000_000, "two ranks of a host share what it has"
+    split = replace(profile, identity=replace(profile.identity, tensor=2))
+    assert memory_limit(job_of(tmp_path).config, split) == 20_000_000, "each of the two is two processes"
     assert memory_limit(job_of(tmp_path).config, replace(profile, cores=None)) == 80_000_000, "each has a GPU"
     assert memory_limit(job_of(tmp_path, parallel__memory="1MiB").config, profile) == 2**20
 

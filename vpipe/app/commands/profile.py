@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vpipe.app.config.config import load_config
 from vpipe.app.launch import local
 from vpipe.app.launch.network import free_port
-from vpipe.app.launch.rank_env import check_alone, check_gpus, check_unsplit, hosts_of, ranks_here
+from vpipe.app.launch.rank_env import check_alone, check_gpus, hosts_of, ranks_here
 from vpipe.app.train.csv_rows import check_output
 from vpipe.app.train.run_folder import CONFIG
 from vpipe.app.visualize.table import table
@@ -42,7 +42,6 @@ def run_profile(options: argparse.Namespace) -> None:
     if options.output is not None:
         check_output(options.output)
     config = load_config(options.config, options.settings)
-    check_unsplit("vpipe profile", config)
     free_port(config.parallel.master_port)
     # torch is slow to import: only when the config is worth it.
     from vpipe.app.train.job import Job
@@ -82,10 +81,10 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
     if hosts is not None and hosts.others:
         raise UserError(f"ranks are measured on this host alone, but machines names {len(hosts.others)} more",
                         hint="let the run measure: set parallel.partition to auto and start it with vpipe train")
-    ranks = job.schedule.ranks
+    ranks, processes, tensor = job.schedule.ranks, job.processes, config.parallel.tensor
     found: dict[int, Profile] = {}
     if on_processors(config) and not again:  # of a GPU only its ranks know the name
-        identities = RankGroup.supposed(torch.device("cpu"), ranks).identify(
+        identities = RankGroup.supposed(torch.device("cpu"), ranks, tensor=tensor).identify(
             job.model, [microbatch_of(job, size) for size in sizes], **settings_of(job))
         for size, identity in zip(sizes, identities, strict=True):
             if (profile := cached(identity.kept_as, config.dataset.cache_directory)) is not None:
@@ -94,13 +93,14 @@ def profiles_of(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[
     if not missing:
         return found
     cores = os.cpu_count() or 1
-    if on_processors(config) and ranks > (most := max(MOST_RANKS, PER_CORE * cores)):
-        raise UserError(f"{ranks} ranks would be started to be measured, on {counted(cores, 'core')}",
-                        hint=f"measure {most} ranks at most, or on a larger host")
-    check_gpus(config, range(ranks) if hosts is None else hosts.on(None).values())
-    print(f"measuring {config.model.name} on {counted(ranks, 'rank')}, microbatches of "
+    if on_processors(config) and processes > (most := max(MOST_RANKS, PER_CORE * cores)):
+        raise UserError(f"{counted(processes, 'process')} would be started to be measured, on {counted(cores, 'core')}",
+                        hint=f"measure {most} at most, or on a larger host")
+    check_gpus(config, range(processes) if hosts is None else hosts.on(None).values())
+    print(f"measuring {config.model.name} on {counted(ranks, 'rank')}"
+          + f" of {tensor} processes, which split each layer" * (tensor > 1) + ", microbatches of "
           f"{', '.join(map(str, missing))} samples", file=sys.stderr, flush=True)
-    here = ranks_here(config, hosts, ranks, "profile", *map(str, missing), *(["again"] if again else []))
+    here = ranks_here(config, hosts, processes, "profile", *map(str, missing), *(["again"] if again else []))
     with folder_unless_failed("vpipe-profile-") as folder:
         (folder / CONFIG).write_text(config.resolved_yaml())
         try:
@@ -141,7 +141,8 @@ def described(profile: Profile) -> str:
     noisy = max(getattr(layer, figure).spread for layer in profile.layers for _, figure in _COLUMNS
                 if getattr(layer, figure).median > profile.dispatch_s)
     lines = [f"{identity.model_name}: {counted(identity.layers, 'layer')}, {len(kinds)} distinct; microbatches of "
-             f"{counted(identity.microbatch_size, 'sample')}, {identity.optimizer}, {identity.precision}",
+             f"{counted(identity.microbatch_size, 'sample')}, {identity.optimizer}, {identity.precision}"
+             + f"; layers split over {identity.tensor} processes, bytes of one" * (identity.tensor > 1),
              f"{identity.device}, {counted(identity.threads, 'thread')} per rank, "
              f"{counted(identity.ranks_per_host, 'rank')} on a host busy at the same time, torch {identity.torch}", "",
              *table(head, rows, left=1), "",

@@ -130,8 +130,7 @@ class ParallelSection(Section):
     data_parallel_size: int = Field(1, ge=1, le=Schedule.MOST_RANKS, description=(
         "replicas of the whole pipeline, where stage_to_rank_map does not give the ranks of each stage"))
     tensor: int = Field(1, ge=1, le=Schedule.MOST_RANKS, description=(
-        "neighbouring processes of one host that split every layer: each rank of the pipeline is so many; an auto "
-        "partition then balances the parameters, without measuring"))
+        "neighbouring processes of one host that split every layer: each rank of the pipeline is so many"))
     schedule: str = Field(RegisteredSchedule.DEFAULT, min_length=1, description=(
         "order of forwards, backwards and updates, such as gpipe, 1f1b or pipedream; auto takes the fastest with a "
         "flush; or a CSV file of actions, relative to the current folder"))
@@ -202,9 +201,8 @@ class ParallelSection(Section):
 
     @property
     def to_plan(self) -> tuple[str, ...]:
-        """Return the keys that are planned when the run starts; nothing is planned for a schedule from a file, nor for
-        split layers."""
-        cut = self.model_parallel_size > 1 and not CsvFile.is_path(self.schedule) and self.tensor == 1
+        """Return the keys that are planned when the run starts; nothing is planned for a schedule from a file."""
+        cut = self.model_parallel_size > 1 and not CsvFile.is_path(self.schedule)
         return tuple(key for key in ("partition", "recompute", "schedule", "warmup_depth")
                      if getattr(self, key) == AUTO and (key not in ("partition", "warmup_depth") or cut))
 
@@ -367,10 +365,6 @@ class ParallelSection(Section):
         """Yield what does not go with tensor parallelism."""
         if self.tensor == 1:
             return
-        for key in ("recompute", "schedule", "warmup_depth"):
-            if getattr(self, key) == AUTO:
-                yield Mistake((key,), f"is auto, but tensor is {self.tensor}, and split layers are not measured",
-                              "write it, or set tensor: 1")
         if self.executor == "async_threaded":
             yield Mistake(("executor",), f"is async_threaded, but tensor is {self.tensor}: threads would begin the "
                           "collectives of layers in another order on each rank", "set executor: overlapped")

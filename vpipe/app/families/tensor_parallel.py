@@ -131,7 +131,7 @@ def gathered(module: nn.Module, at: TensorMesh) -> nn.Module:
 
 def whole(module: nn.Identity, at: TensorMesh) -> nn.Module:
     """Gather what is between layers, for modules of which each rank computes all."""
-    return _Function(lambda x: at.whole(x).to_local())
+    return _Function(partial(_to_whole, at))
 
 
 def replicated(module: nn.Module, at: TensorMesh) -> nn.Module:
@@ -147,7 +147,7 @@ def table(module: nn.Embedding, at: TensorMesh) -> nn.Module:
 
 def part(module: nn.Identity, at: TensorMesh) -> nn.Module:
     """Take, of what every rank has for all tokens, [1 or B, S, ...], that for the tokens between layers here."""
-    return _Function(lambda x: _moved(x, at.mesh, Replicate(), at.between))
+    return _Function(partial(_to_part, at))
 
 
 def dropout(module: nn.Dropout, at: TensorMesh) -> nn.Module:
@@ -198,8 +198,17 @@ def _moved(tensor: Tensor, mesh: DeviceMesh, placement: Placement, to: Placement
     return moved
 
 
+def _to_whole(at: TensorMesh, x: Tensor) -> Tensor:
+    found: Tensor = at.whole(x).to_local()
+    return found
+
+
+def _to_part(at: TensorMesh, x: Tensor) -> Tensor:
+    return _moved(x, at.mesh, Replicate(), at.between)
+
+
 class _Function(nn.Module):
-    """A function that stands in the place of an ``nn.Identity``."""
+    """A function that stands in the place of an ``nn.Identity``, of equal layers the same one."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

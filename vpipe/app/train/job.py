@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 from vpipe import Cut, Execution, Model, Order, Plan, Update, accelerator
 from vpipe.app.config.config import Config
@@ -19,7 +21,7 @@ from vpipe.app.config.options import all_options
 from vpipe.app.data.dataset import Comparable, Dataset, DatasetSettings, HeldOutText, Tokenized, VaryingBatches
 from vpipe.app.data.registry import dataset_named
 from vpipe.app.families.registry import family_named, model_named
-from vpipe.app.families.tensor_parallel import problems
+from vpipe.app.families.tensor_parallel import TensorMesh, parallel, problems
 from vpipe.app.train.epochs import Epochs, epoch_seed
 from vpipe.app.train.model_section import model_file, model_flops, model_settings
 from vpipe.app.train.optimizers import (
@@ -235,6 +237,18 @@ class Job:
         place, lane = divmod(rank, parts := self.config.parallel.tensor)
         text = self.schedule.describe(place)
         return text if parts == 1 else f"rank {rank} (lane {lane}, {text.partition('(')[2]}"
+
+    def split_layers(self, device: torch.device) -> tuple[Model, DeviceMesh | None]:
+        """Return the model as its processes build it, and the mesh of these, None where layers are whole.
+
+        All processes call this once they have been joined.
+        """
+        if (parts := self.config.parallel.tensor) == 1:
+            return self.model, None
+        # The last dimension is of ranks with numbers that follow one another, which are on one host.
+        mesh = init_device_mesh(device.type, (self.schedule.ranks, parts), mesh_dim_names=("pp", "tp"))
+        between = Shard(1) if "sequence_length" in self.tensor_sizes else Replicate()
+        return parallel(self.model, TensorMesh(mesh["tp"], between)), mesh
 
     @cached_property
     def tensor_sizes(self) -> Mapping[str, int]:

@@ -151,12 +151,13 @@ class BalanceCheck(Observer):
         from vpipe.app.train.planning import settings_of
         from vpipe.app.train.profile_cache import cached  # few runs need it
 
-        size, ranks = self._job.config.microbatch_size, self._job.schedule.ranks
+        size, parts = self._job.config.microbatch_size, self._job.config.parallel.tensor
         try:
             if (self._run.folder / PROFILE).exists():
                 return Profile.load(self._run.folder / PROFILE)
-            [identity] = RankGroup.supposed(self._run.pipe.device, ranks).identify(  # as if all were on one host
-                self._job.model, [microbatch_of(self._job, size)], **settings_of(self._job))
+            # As if all were on one host.
+            ranks = RankGroup.supposed(self._run.pipe.device, self._job.schedule.ranks, tensor=parts)
+            [identity] = ranks.identify(self._job.model, [microbatch_of(self._job, size)], **settings_of(self._job))
             return cached(identity.kept_as, self._job.config.dataset.cache_directory, log.warning)
         except UserError as error:  # the run needs none
             log.warning("%s", error)

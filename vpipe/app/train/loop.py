@@ -16,14 +16,11 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
 
 from vpipe import Pipeline
 from vpipe.app.config.config import config_row
 from vpipe.app.data.prefetch import prefetched
 from vpipe.app.errors import LastingError, StartError
-from vpipe.app.families.tensor_parallel import TensorMesh, parallel
 from vpipe.app.metric_formulas import WARM_UP, counted_updates
 from vpipe.app.progress import message_if_slow
 from vpipe.app.signals import Stopped, graceful_stop
@@ -332,14 +329,9 @@ class _TrainingRun:
 
 def build_pipeline(job: Job) -> Pipeline:
     """Create the pipeline of a job on this rank's device; the ranks of the run have been joined."""
-    description, model, mesh = job.description, job.model, None
-    if (parts := job.config.parallel.tensor) > 1:
-        # The last dimension is of ranks with numbers that follow one another, which are on one host.
-        device = torch.device(description.execution.device or "cpu")
-        mesh = init_device_mesh(device.type, (job.schedule.ranks, parts), mesh_dim_names=("pp", "tp"))
-        description = replace(description, execution=replace(description.execution, mesh=mesh))
-        between = Shard(1) if "sequence_length" in job.tensor_sizes else Replicate()
-        model = parallel(model, TensorMesh(mesh["tp"], between))
+    description = job.description
+    model, mesh = job.split_layers(torch.device(description.execution.device or "cpu"))
+    description = replace(description, execution=replace(description.execution, mesh=mesh))
     world = join_world(None, description.transfers.timeout_s, description.execution.device, mesh)
     return Pipeline.prepared(model, description, job.schedule, world)
 

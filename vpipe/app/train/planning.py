@@ -84,7 +84,8 @@ def memory_limit(config: Config, profile: Profile) -> int | None:
     """
     if config.parallel.memory is not None:
         return config.parallel.memory
-    sharing = 1 if profile.cores is None else profile.identity.ranks_per_host
+    identity = profile.identity
+    sharing = 1 if profile.cores is None else identity.ranks_per_host * identity.tensor
     return profile.device_bytes // sharing or None
 
 
@@ -159,7 +160,7 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
     config = job.config
     torch.set_num_threads(config.training.threads)
     device = device_of(config)
-    world = RankGroup(device)
+    world = RankGroup(device, config.parallel.tensor)
     wanted = sorted(set(sizes or [config.microbatch_size]))
     identities = world.identify(job.model, [microbatch_of(job, size) for size in wanted], **settings_of(job))
     directory = config.dataset.cache_directory
@@ -178,7 +179,8 @@ def profile_job(job: Job, sizes: Sequence[int] | None = None, *, again: bool = F
                 shown_s = monotonic()
                 report(line)
 
-        measured = measure(job.model, [microbatch_of(job, size) for size, _ in missing], job.optimizer().from_named,
+        model, _ = job.split_layers(device)
+        measured = measure(model, [microbatch_of(job, size) for size, _ in missing], job.optimizer().from_named,
                            identities=[identity for _, identity in missing], device=device, seed=config.training.seed,
                            timeout_s=config.parallel.timeout_s, tell=progress,
                            shared_memory=config.parallel.shared_memory)
