@@ -124,6 +124,10 @@ def test_another_number_of_processes(scontrol: Scontrol) -> None:
     with pytest.raises(UserError, match="srun started 4 processes, but the schedule has 2 ranks\n"
                                         "hint: use srun --ntasks 2, or change parallel"):
         task.check(2)
+    with pytest.raises(UserError, match="started 4 processes, but the schedule has 3 ranks, and parallel.tensor splits "
+                                        "each over 2: 6\n"
+                                        r"hint: make .* 6, or change .*_size or parallel\.tensor"):
+        member.check(6, parts=2)
 
 
 def test_a_member_is_read_back_from_its_environment() -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from vpipe import Layer, Model, Pipeline
+from vpipe import Execution, Layer, Model, Pipeline
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import UserError
 from vpipe.runtime.sharded_tensors import any_of_all, completed, local, norms_of, parted, whole, wrapped
@@ -108,6 +108,21 @@ def refused_over_one_pipeline() -> str:
 
     with pytest.raises(UserError) as error:
         Pipeline(model(shared_out), lambda p: torch.optim.SGD(p, lr=0.1), stages=4)
+    return str(error.value)
+
+
+def refused_before_it_is_built() -> str:
+    """Why a plan cannot be for the pipeline's own dimension. To share its tensors out, stages of two blocks and of one
+    would wait for one another: of none a layer has been built with values."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+
+    def shared_out(block: nn.Module) -> nn.Module:
+        assert block.up.weight.is_meta
+        return parallel(mesh["pp"])(block)
+
+    with pytest.raises(UserError) as error:
+        Pipeline(model(shared_out), lambda p: torch.optim.SGD(p, lr=0.1), stages=[2, 2],
+                 execution=Execution(mesh=mesh))
     return str(error.value)
 
 

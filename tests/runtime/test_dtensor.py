@@ -136,6 +136,8 @@ def test_a_mesh_over_ranks_of_one_pipeline_is_refused(world: World) -> None:
     assert set(world.run(dtensor_jobs.refused_over_one_pipeline)) == {
         "error: 'b0.up.bias' is a DTensor over ranks 0, 1, 2, 3, which are one pipeline: each has stages of its own\n"
         "hint: shard over ranks beside the pipeline: give the pipeline one dimension of a mesh, and the layer another"}
+    assert {text.partition(", which are")[0] for text in world.run(dtensor_jobs.refused_before_it_is_built)} == {
+        "error: 'b0.up.weight' is a DTensor along 'pp' over ranks 0, 2"}
 
 
 @torch.no_grad()

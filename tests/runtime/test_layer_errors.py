@@ -161,6 +161,23 @@ def test_an_evaluation() -> None:
                                         "out of luck (rank 1, stage 1, microbatch 0, action 1F0 of an evaluation)\n")
 
 
+def test_a_plain_tensor_that_meets_a_dtensor() -> None:
+    def raising(shared: bool) -> str:
+        class Mixed(Broken):
+            def forward(self, x: Tensor) -> Tensor:
+                raise RuntimeError("aten.addmm.default got mixed torch.Tensor and DTensor")
+
+        monkey = pytest.MonkeyPatch()
+        with monkey.context() as patch:
+            patch.setattr("vpipe.runtime.layer_errors.is_sharded", lambda tensor: shared)
+            return str(error_of(pipeline(model(lambda: Mixed(""))))).rpartition("hint: ")[2]
+
+    remedy = (": name every module that meets DTensors in the plan of parallelize_module, or let those before it "
+              "return plain tensors (use_local_output=True)")
+    assert raising(False) == f"of the layer 'linear.weight', 'linear.bias' are plain tensors{remedy}"
+    assert raising(True).startswith("all parameters of the layer are DTensors, and an input or a buffer is not: name")
+
+
 def test_errors_outside_layers_name_the_action(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(self: torch.optim.SGD) -> None:
         raise OverflowError("too far")

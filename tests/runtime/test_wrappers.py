@@ -10,6 +10,8 @@ import torch.distributed as dist
 from jobs import AdamW, WithoutGroup, refusal_of_a_wrapped_layer
 from models import rich_batches, rich_model
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from world import World
 
 from vpipe import Layer, Model, Pipeline
@@ -44,6 +46,15 @@ def test_a_layer_in_distributed_data_parallel() -> None:
         "hint: give the module itself: stages=Cut(2, ranks=2) has every stage on two ranks, and adds their gradients")
     assert "layer 'raw1' ('1' in it) is wrapped" in refusal(
         lambda module: nn.Sequential(module, WithoutGroup(nn.ReLU())))
+
+
+def test_a_wrapper_that_a_layer_is_built_with_is_not_made() -> None:
+    """Its constructor would wait for all ranks, of which some build other layers; here it would want a group."""
+    before = DistributedDataParallel.__init__, FullyShardedDataParallel.__init__
+    assert "layer 'raw1' is wrapped in DistributedDataParallel" in refusal(
+        lambda module: nn.Sequential(DistributedDataParallel(module)))
+    assert "layer 'raw1' is sharded by FullyShardedDataParallel" in refusal(FullyShardedDataParallel)
+    assert (DistributedDataParallel.__init__, FullyShardedDataParallel.__init__) == before
 
 
 @pytest.mark.usefixtures("group")

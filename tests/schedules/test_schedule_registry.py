@@ -116,3 +116,11 @@ def test_numbers_that_do_not_fit(wanted: ScheduleSpec, what: str) -> None:
     with pytest.raises(UserError) as caught:
         wanted.prepare()
     assert caught.value.problems[0].what == what
+
+
+@pytest.mark.parametrize(("processes", "more"), [
+    (4, "; where other ranks share its layers, give Execution(mesh=mesh), of which 'pp' has 2 ranks"), (3, "")])
+def test_processes_that_may_be_those_of_a_mesh(processes: int, more: str) -> None:
+    with pytest.raises(UserError) as caught:
+        ScheduleSpec(Order("1f1b"), Cut(2), 8, processes=processes).prepare()
+    assert caught.value.problems[0].hint == f"start 2 processes, or cut the model into {processes} stages{more}"

@@ -133,14 +133,16 @@ class RankEnvironment:
         each = AT_START + max(joining(rank, ranks) for rank in here)
         reserve(max(open_files() + len(here), each) + SPARE, f"each of {ranks} ranks, and what starts them, needs")
 
-    def check(self, ranks: int) -> None:
-        """Refuse another number of processes than the schedule has ranks."""
+    def check(self, ranks: int, parts: int = 1) -> None:
+        """Refuse another number of processes than the schedule has ranks, each of ``parts`` that split its layers."""
         if self.ranks == ranks:
             return
         remedy = {"torchrun": f"make --nnodes times --nproc-per-node {ranks}", "srun": f"use srun --ntasks {ranks}"}
         raise UserError(f"{self.starter} started {self.ranks} process{'es' * (self.ranks > 1)}, but the schedule has "
-                        f"{ranks} rank{'s' * (ranks > 1)}",
-                        hint=remedy.get(self.starter, f"start {ranks}") + ", or change parallel.model_parallel_size")
+                        f"{ranks // parts} rank{'s' * (ranks > parts)}"
+                        + (f", and parallel.tensor splits each over {parts}: {ranks}" if parts > 1 else ""),
+                        hint=remedy.get(self.starter, f"start {ranks}") + ", or change parallel.model_parallel_size"
+                        + " or parallel.tensor" * (parts > 1))
 
 
 def _check_store(environment: Mapping[str, str]) -> None:

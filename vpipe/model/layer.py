@@ -19,7 +19,7 @@ from vpipe import accelerator
 from vpipe.arguments import Arguments, shown
 from vpipe.errors import UserError, nearest
 from vpipe.model.sequential import put_module
-from vpipe.model.wrappers import find_wrapper
+from vpipe.model.wrappers import find_wrapper, none_made
 
 LOSS = "loss"
 """Name of the tensor that the last layer writes, and training minimises."""
@@ -85,7 +85,10 @@ class Layer:
     def make(self) -> nn.Module:
         """Build the module. Raises UserError when it is no module, or one that no stage can hold."""
         try:
-            module = self.build()
+            with none_made(self.name):
+                module = self.build()
+        except UserError:
+            raise
         except Exception as error:
             error.add_note(f"raised by what builds layer '{self.name}'")
             raise
@@ -95,14 +98,21 @@ class Layer:
         check_module(self.name, module)
         return module
 
-    def outline(self, index: int) -> nn.Module:
-        """Build the module for the names and shapes of its tensors: without values, unless its constructor reads some.
-        """
+    def without_values(self) -> nn.Module | None:
+        """Build the module on the meta device; None where its constructor reads values."""
         try:
             with torch.random.fork_rng(devices=[]), without_values():
                 return self.make()
+        except UserError:
+            raise
         except Exception:  # a constructor that reads values fails in a way of its own
-            return self.materialize(index, seed=0)
+            return None
+
+    def outline(self, index: int) -> nn.Module:
+        """Build the module for the names and shapes of its tensors: without values, unless its constructor reads some.
+        """
+        found = self.without_values()
+        return self.materialize(index, seed=0) if found is None else found
 
 
 def check_module(name: str, module: nn.Module) -> None:

@@ -488,6 +488,12 @@ def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, d
     """
     lane = world.lanes.own
     ranks = [lane.index(world.rank)] if len(lane) > 1 else list(range(len(schedule.programs)))
+    if description.execution.mesh is not None and len(lane) > 1:
+        own = [number for spec in specs if ranks[0] in schedule.placement[spec.index] for number in spec.layers]
+        # Before they are built with values: what shares a tensor out would wait for ranks that build other layers.
+        for layer in (model.layers[number] for number in own):
+            if (outlined := layer.without_values()) is not None:
+                check_meshes({f"{layer.name}.{name}": p for name, p in outlined.named_parameters()}, world.rank, lane)
     built = {rank: {spec.index: Stage(model, spec, seed=description.seed, device=world.own,
                                       recomputed=description.cut.recomputed[spec.index],
                                       precision=description.precision, in_lanes=world.lanes.count > 1)

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from vpipe.errors import RunError, hint_if_no_descriptor
 from vpipe.model.layer import Layer
 from vpipe.runtime.activations import Span
+from vpipe.runtime.sharded_tensors import is_sharded
 from vpipe.runtime.transport.transport import TensorSpec
 
 
@@ -35,9 +36,16 @@ def hint_of(error: Exception, otherwise: str = "fix what raised it") -> str:
     return otherwise
 
 
-def forward_error(number: int, layer: Layer, inputs: Mapping[str, Tensor], error: Exception) -> RunError:
+def forward_error(number: int, layer: Layer, module: nn.Module, inputs: Mapping[str, Tensor],
+                  error: Exception) -> RunError:
     """Return the error of the forward of a layer; ``number`` is the layer's in the model."""
     hint = "make the layer accept these inputs, or change the outputs of the layers before it"
+    if "got mixed torch.Tensor and DTensor" in str(error):  # torch says neither which nor what to do
+        plain = [f"'{name}'" for name, tensor in module.named_parameters() if not is_sharded(tensor)]
+        hint = (f"of the layer {', '.join(plain[:4])}{' and others' * (len(plain) > 4)} are plain tensors" if plain else
+                "all parameters of the layer are DTensors, and an input or a buffer is not") + (
+            ": name every module that meets DTensors in the plan of parallelize_module, or let those before it return "
+            "plain tensors (use_local_output=True)")
     return RunError(f"the forward of layer {number} '{layer.name}' on {describe_tensors(inputs)} raised "
                     f"{_raised(error)}", hint=hint_of(error, hint))
 

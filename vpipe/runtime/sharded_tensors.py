@@ -106,8 +106,10 @@ def check_meshes(named: Mapping[str, Tensor], rank: int, pipeline: Iterable[int]
     """
     for name, tensor in named.items():
         if is_sharded(tensor) and (others := {*tensor.device_mesh.mesh.flatten().tolist()} & {*pipeline} - {rank}):
-            raise UserError(f"'{name}' is a DTensor over ranks {', '.join(map(str, sorted({rank, *others})))}, which "
-                            "are one pipeline: each has stages of its own",
+            names = tensor.device_mesh.mesh_dim_names
+            over = "" if names is None else f" along '{', '.join(names)}'"
+            raise UserError(f"'{name}' is a DTensor{over} over ranks {', '.join(map(str, sorted({rank, *others})))}, "
+                            "which are one pipeline: each has stages of its own",
                             hint="shard over ranks beside the pipeline: give the pipeline one dimension of a mesh, "
                                  "and the layer another")
 

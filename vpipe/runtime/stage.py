@@ -214,7 +214,7 @@ class Stage(StageLayers):
         except VpipeError:
             raise
         except Exception as error:
-            raise forward_error(i, layer, {name: tensors[name] for name in layer.inputs}, error) from error
+            raise forward_error(i, layer, module, {name: tensors[name] for name in layer.inputs}, error) from error
         changed = [name for name, tensor, version in before if tensor._version != version]
         if changed and any(given.get(name) is inputs.get(name) for name in changed):
             raise self._in_place_error(span.layers[0][1].name)

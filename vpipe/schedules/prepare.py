@@ -161,7 +161,9 @@ class ScheduleSpec:
         per_rank = self.cut.count // len(used)
         raise UserError(f"{processes} for {counted(self.cut.count, 'stage')}, of which '{self.schedule}' holds "
                         f"{per_rank} on each rank",
-                        hint=f"{start}, or cut the model into {counted((self.processes or 0) * per_rank, 'stage')}")
+                        hint=f"{start}, or cut the model into {counted((self.processes or 0) * per_rank, 'stage')}"
+                             + ("" if (self.processes or 0) % len(used) else "; where other ranks share its layers, "
+                                f"give Execution(mesh=mesh), of which 'pp' has {counted(len(used), 'rank')}"))
 
     def _from_file(self) -> Schedule:
         schedule = CsvFile.read(self.schedule).schedule

@@ -319,7 +319,7 @@ def _for_ranks(config: Config, rank: RankEnvironment) -> Config:
     """Return the config for as many ranks as there are. Raises UserError if they differ and it is not elastic."""
     ranks = ranks_of(config)
     if rank.ranks == ranks or not config.elastic:
-        rank.check(ranks)
+        rank.check(ranks, config.parallel.tensor)
         return config
     print(f"elastic: {rank.starter} started {counted(rank.ranks, 'process')}; the config has "
           f"{counted(ranks, 'rank')}, and is partitioned again", file=sys.stderr, flush=True)
