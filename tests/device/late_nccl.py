@@ -144,7 +144,7 @@ class LateRules(nccl.NcclRules):
                 raise
 
         work = Transfer(line.stream)
-        line.issue(carried, work)
+        line.issue("a transfer", carried, work)
         return work
 
 
@@ -161,4 +161,4 @@ def late_rules(*, eager: bool, buffered: bool, apart: bool = False, limit_s: flo
     with nccl.nccl_rules(eager=eager, buffered=buffered, limit_s=limit_s, backend=LateRules) as rules:
         yield rules
         for line in _communicators.values():
-            line.issue(lambda: None).wait()  # the threads have nothing to do any more
+            line.issue("nothing", lambda: None).wait()  # the threads have nothing to do any more

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
+import dtensor_jobs
 import jobs
 import torch
 import torch.distributed as dist
 from models import int16_model, rich_batches
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vpipe.errors import UserError
 from vpipe.profiling.links import measure_links
@@ -20,23 +23,34 @@ from vpipe.runtime.interpreter import RankPrograms
 from vpipe.runtime.p2p import P2PTransfers
 from vpipe.runtime.transport import process_group
 from vpipe.testing import nccl_rules
+from vpipe.testing.nccl import NcclRules
 
 
 def under(*, run: str, eager: bool, buffered: bool, **arguments: Any) -> Any:
-    """What a job, ``module.function``, returns when its tensors go over a backend with nccl's rules."""
-    module, _, function = run.rpartition(".")
-    with nccl_rules(eager=eager, buffered=buffered):
-        return getattr(importlib.import_module(module), function)(**arguments)
+    """What a job, ``module.function``, returns when its tensors go by nccl's rules, its layers', too."""
+    name, _, function = run.rpartition(".")
+    module = importlib.import_module(name)
+    with nccl_rules(eager=eager, buffered=buffered), patch.object(module, "init_device_mesh", mesh_beside, create=True):
+        return getattr(module, function)(**arguments)
 
 
-def communicators(*, model: str, **arguments: Any) -> list[tuple[str, int]]:
-    """The communicators that a run has made at its end, by group and peer."""
-    with nccl_rules(eager=False, buffered=False) as rules:
-        pipe = jobs.pipeline(jobs.MODELS[model](), **arguments)
-        list(pipe.train(rich_batches(2, 8)))
-        names = list(dict.fromkeys(process_group.GROUP_OF_KIND.values()))
+def mesh_beside(kind: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh whose dimensions for layers keep nccl's rules."""
+    return init_device_mesh(kind, shape, mesh_dim_names=mesh_dim_names, backend_override={
+        name: NcclRules.NAME for name in mesh_dim_names if name != "pp"})
+
+
+def communicators(*, run: str, **arguments: Any) -> list[tuple[str, int | None]]:
+    """The communicators that a job has made at its end, by group and peer."""
+    name, _, function = run.rpartition(".")
+    module = importlib.import_module(name)
+    with nccl_rules(eager=False, buffered=False) as rules, \
+            patch.object(module, "init_device_mesh", mesh_beside, create=True):
+        getattr(module, function)(**arguments)
+        own = process_group._tensor_groups[dist.group.WORLD].groups
+        names = {group: name for name, group in own.items()}
         assert rules.communicators is not None
-        return sorted((names[number - 1], peer) for number, peer in rules.communicators)
+        return sorted(((names.get(group, "layers"), peer) for group, peer in rules.communicators), key=str)
 
 
 def without(*, remedy: str, schedule: str, timeout_s: float) -> None:
@@ -111,3 +125,11 @@ def measured_links() -> list[list[int]]:
     with nccl_rules(eager=False, buffered=False):
         _, found = measure_links(RankGroup(torch.device("cpu")), torch.device("cpu"), 30.0)
     return sorted(map(list, found))
+
+
+def receives_posted_early() -> None:
+    """Layers that gather shards, where receives are posted early, as over gloo."""
+    with nccl_rules(eager=False, buffered=False, limit_s=3), patch.object(engine, "RankPrograms", _Unordered):
+        mesh = mesh_beside("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        dtensor_jobs.exactly_trained(dtensor_jobs.sequence_parallel(mesh["tp"]), mesh=mesh, schedule="1f1b",
+                                     timeout_s=30)

@@ -195,12 +195,14 @@ def refused() -> list[str]:
         {"mesh": init_device_mesh("cpu", (2, 2))}, {"mesh": init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))},
         {"mesh": meshes[1]["pp"]}, {"mesh": meshes[dist.get_rank() == 1]},
         {"mesh": meshes[1], "compile": "aot_eager"}, {"mesh": meshes[1], "compress": "bf16"},
-        {"mesh": meshes[1], "schedule": "gpipe", "executor": "async_threaded"}]
+        {"mesh": meshes[1], "schedule": "gpipe", "executor": "async_threaded"},
+        {"mesh": meshes[1], "schedule": "gpipe" if dist.get_rank() > 1 else "1f1b"},
+        {"mesh": meshes[1], "recompute": float(dist.get_rank() > 1)}]
     errors = []
     for words in given:
         with pytest.raises(UserError) as caught:
             jobs.pipeline(rich_model(), **{**TWO_BY_TWO, **words})
-        errors.append(str(caught.value).splitlines()[0])
+        errors.append(re.sub("checksum [0-9a-f]{8}", "checksum x", str(caught.value).splitlines()[0]))
     return errors
 
 
@@ -214,4 +216,8 @@ def test_meshes_and_what_lanes_cannot_do_are_refused_with_numbers(world: World) 
             "2, 3 on rank 1",
             "error: compile is aot_eager beside a mesh whose layers compute over several lanes",
             "error: compress is bf16 beside a mesh whose layers compute over several lanes",
-            "error: the executor is async_threaded beside a mesh whose layers compute over several lanes"]
+            "error: the executor is async_threaded beside a mesh whose layers compute over several lanes",
+            "error: the schedule is 1f1b of 4 microbatches, layers (4, 4), checksum x on rank 0 and gpipe of 4 "
+            "microbatches, layers (4, 4), checksum x on rank 2",
+            "error: the schedule is 1f1b of 4 microbatches, layers (4, 4), checksum x on rank 0 and 1f1b of 4 "
+            "microbatches, layers (4, 4), checksum x on rank 2"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dtensor_jobs
 import jobs
 import nccl_jobs
 import pytest
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from everywhere import HARDEST, same_everywhere
 from models import int16_model
 from small_run import write_config
+from test_fully_sharded import with_replicas
+from test_lanes import TWO_BY_TWO
 from test_replicas_gloo import TWO_TWO
 from world import World
 
@@ -66,12 +69,42 @@ def test_a_checkpoint_and_what_goes_on_from_it(world: World, tmp_path: Path, arg
 
 def test_how_many_communicators_a_run_makes(world: World) -> None:
     """Three groups: activations and gradients of neighbours, parameters of ranks that share some."""
-    flush = world.run(nccl_jobs.communicators, schedule="1f1b", partition=EVEN, microbatches=4, model="untied")
+    flush = world.run(nccl_jobs.communicators, run="jobs.train", schedule="1f1b", partition=EVEN, microbatches=4,
+                      model="untied")
     assert flush == [[["activations", 1], ["gradients", 1]], [["activations", 0], ["activations", 2],
                      ["gradients", 0], ["gradients", 2]], [["activations", 1], ["activations", 3], ["gradients", 1],
                      ["gradients", 3]], [["activations", 2], ["gradients", 2]]]
-    tied = world.run(nccl_jobs.communicators, schedule="zb_v", stages=8, microbatches=8, model="rich")
+    tied = world.run(nccl_jobs.communicators, run="jobs.train", schedule="zb_v", stages=8, microbatches=8, model="rich")
     assert tied[0] == [["activations", 1], ["gradients", 1]], "the tied weight's stages are both on this rank"
+    lanes = world.run(nccl_jobs.communicators, run="test_lanes.in_lanes", shape=[2, 2], **TWO_BY_TWO)
+    assert lanes == [[["activations", peer], ["gradients", peer], ["layers", None], ["parameters", peer]]
+                     for peer in (2, 3, 0, 1)], "the rich model has a tied weight"
+
+
+@pytest.mark.parametrize("arguments", [
+    {"schedule": "1f1b", "grad_clip": 0.5}, {"schedule": "pipedream"}, {"schedule": "zb_h1", "recompute": 1.0}],
+    ids=str)
+def test_lanes_whose_layers_compute_together(world: World, arguments: dict[str, Any]) -> None:
+    """Their collectives take turns with the transfers of a lane; every rank would wait for ever behind a receive."""
+    given = {**TWO_BY_TWO, "batches": 2, **arguments}
+    expected = jobs.train_here(model="rich", **given)
+    assert world.run(nccl_jobs.under, run="test_lanes.in_lanes", **HARDEST, shape=[2, 2], **given) == [expected] * 4
+
+
+def test_layers_of_dtensors_and_replicas_of_them(world: World) -> None:
+    """Gathered and scattered in forwards and backwards, summed before a step; ZeRO-1 among them."""
+    expected = dtensor_jobs.exactly_trained(lambda block: block, schedule="1f1b", grad_clip=1e30)
+    for runs in world.run(nccl_jobs.under, run="dtensor_jobs.exactly_trained_in_lanes", **HARDEST):
+        assert [run["state"] for run in runs] == [expected["state"]] * len(runs)
+
+
+@pytest.mark.parametrize(("schedule", "partition"), [("1f1b", [4, 4]), ("interleaved", [2, 2, 2, 2])])
+def test_stages_that_lanes_divide(world: World, schedule: str, partition: list[int]) -> None:
+    """Their weights are gathered before the first receive of a batch, and not behind one."""
+    given = {"schedule": schedule, "partition": partition, "batches": 2}
+    expected = with_replicas(lanes=2, **given)
+    assert world.run(nccl_jobs.under, run="test_fully_sharded.in_lanes", **HARDEST, shape=[2, 2], **given) == [
+        expected] * 4
 
 
 @pytest.mark.parametrize(("remedy", "schedule"), [

@@ -6,6 +6,7 @@ refused (``test_wrappers.py``), and so are weights gathered twice or not at all 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import dtensor_jobs
+import nccl_jobs
 import pytest
 import test_sharded_state
 import torch.distributed as dist
@@ -134,6 +136,15 @@ def test_a_partial_gradient_called_replicated_is_found(once: World) -> None:
     """torchtitan PR #3412, Megatron-LM #7452: gradients of a norm that were not summed over the tensor ranks."""
     for text in once.run(partial_called_replicated):
         assert "stage 0: the first update made another 'b0.scale.weight' in lane 1 than in lane 0" in text
+
+
+def test_a_receive_posted_early_is_found(once: World) -> None:
+    """pytorch #172668: it blocks what layers gather, under nccl's rules. In their one order all comes through
+    (``test_nccl_rules.py::test_layers_of_dtensors_and_replicas_of_them``)."""
+    once.begin(nccl_jobs.receives_posted_early)
+    texts = [once.outcome(rank, 60)[1]["text"] for rank in range(4)]
+    behind = r"SUM behind the receive from rank (0 \(rank 2|1 \(rank 3), stage 1, microbatch 0, action 1B0"
+    assert any(re.search(behind, text) for text in texts), texts
 
 
 def test_state_that_only_making_it_has_advanced_is_found() -> None:

@@ -13,7 +13,7 @@ from serial_device import SerialDevices
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action, Op
 from vpipe.schedules.assignment import stages_of_rank
-from vpipe.schedules.builder import build, build_evaluation, replica_views, stream_program
+from vpipe.schedules.builder import build, build_evaluation, replica_views, reverse_backwards, stream_program
 from vpipe.schedules.checker import check, prove
 from vpipe.schedules.graph import Graph
 from vpipe.schedules.lowering import Lowering, lower
@@ -96,9 +96,9 @@ def ordered(schedule: Schedule) -> Schedule:
     return placed
 
 
-def check_serial(schedule: Schedule) -> None:
+def check_serial(schedule: Schedule, lanes: int = 1) -> None:
     for rendezvous, blocking in MODES:
-        assert SerialDevices(schedule, rendezvous=rendezvous, blocking=blocking).run() == []
+        assert SerialDevices(schedule, rendezvous=rendezvous, blocking=blocking, lanes=lanes).run() == []
 
 
 @pytest.mark.parametrize("name", RegisteredSchedule.names())
@@ -122,6 +122,28 @@ def test_replicas_of_any_width(name: str, widths: list[int], microbatches: int, 
     except UserError:
         assume(False)
     check_serial(ordered(schedule))
+
+
+@pytest.mark.parametrize("name", RegisteredSchedule.names())
+def test_lanes_whose_layers_compute_together_reach_their_end(name: str) -> None:
+    """Every action but transfers is a collective of two lanes, which finds every rank of its group in the one order."""
+    recipe = RegisteredSchedule.named(name)
+    for replicas in (1, 2):
+        placement = widened(recipe.layout(2, recipe.chunks), replicas)
+        check_serial(ordered(prove(name, placement, 8, norm=recipe.flush)), lanes=2)
+        if recipe.flush and len(set(map(len, placement))) == 1 == len(placement[0]):
+            check_serial(ordered(lower(build(name, placement, 8), norm=True, sharded=True)), lanes=2)
+
+
+def test_lanes_with_programs_of_their_own_stand_still() -> None:
+    """Each comes to its end alone; together they come to their collectives in two orders."""
+    one = build("gpipe", default_placement(2), 2)
+    schedule, other = (ordered(lower(each)) for each in (one, reverse_backwards(one)))
+    check_serial(schedule)
+    check_serial(other)
+    devices = SerialDevices(schedule, rendezvous=False, lanes=2)
+    devices.programs[2:] = other.programs
+    assert {"rank 1 has 1B0 under way", "rank 3 has 1B1 under way"} <= set(devices.run())
 
 
 def test_evaluations_reach_their_end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -87,6 +88,12 @@ class Engine:
         if distributed and is_ordered(self._device):  # refuses while another pipeline has transfers under way
             tensor_groups(self._device, timedelta(seconds=timeout_s))
         self.collectives.check_same("the mesh", str(world.lanes), "give every rank the same mesh")
+        whole = repr((schedule.programs, description.cut.recomputed)).encode()
+        self.collectives.check_same(
+            "the schedule", f"{schedule.name} of {counted(description.microbatches, 'microbatch')}, layers "
+            f"{description.cut.partition}, checksum {zlib.crc32(whole):08x}",
+            "give every rank the same schedule, cut and recomputation: lanes must come to what they compute together "
+            "in one order")
         foreign = ", ".join(sorted(kind.meaning for kind in schedule.kinds if not kind.is_own)) or "none"
         with self.collectives.problems_of_all(foreign):
             check_runnable(schedule.kinds)
