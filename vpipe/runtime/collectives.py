@@ -247,13 +247,15 @@ class Collectives:
                                 f"libraries{self._in_lanes}", rank=rank, stage=stage)
 
     def check_lanes(self, beside: Exchange) -> None:
-        """Compare the weights of this process with those that the ranks with the same place in other lanes hold, too.
+        """Compare the weights that this process steps with those of the ranks with the same place in other lanes.
+
+        Of the newest version it may not have received yet what another replica steps.
 
         Raises:
             RunError: some differ.
         """
         held = {f"{stage} {name} {shard_of(value)}": _checksum(value) for worker in self._workers.values()
-                for stage, here in worker.stages.items() for name, value in _weights(here)}
+                for stage, here in worker.stages.items() for name, value in _weights(here) if here.weights.owns(name)}
         first: dict[str, tuple[int, str]] = {}
         for lane, theirs in enumerate(beside.all_gather(held)):
             for key, found in theirs.items():
