@@ -283,7 +283,7 @@ def test_only_the_public_class_knows_its_engine() -> None:
 
 PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Transfers, Update}
 
-BUDGETS = {"library": 31_150, "testing": 1_980, "application": 20_290, "extras": 6_200, "tests": 53_600,
+BUDGETS = {"library": 31_150, "testing": 1_980, "application": 20_350, "extras": 6_200, "tests": 53_600,
            "parameters of Pipeline": 9, "config keys": 91}
 """The most lines of every tier, as tests/tier_sizes.py counts them, and the most that users have to learn."""
 

@@ -104,6 +104,17 @@ def test_split_layers_are_measured_and_planned(tmp_path: Path, capfd: pytest.Cap
     assert not err, "it is in the cache"
 
 
+def test_verify_compares_every_lane(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With the same split layers without a pipeline bit for bit, and with whole ones within a bound."""
+    config = write_config(tmp_path, **SGD, parallel__tensor=2)
+    assert main(["verify", str(config), "--steps", "1"]) == 0
+    out = capfd.readouterr().out
+    assert [f"lane {lane}, beside plain PyTorch on 2 processes that split its layers, tied gradients summed by stage "
+            "(must be equal)" in out for lane in range(3)] == [True, True, False]
+    assert "whole layers on one device: the first loss is " in out
+    assert out.splitlines()[-1].startswith("equal: 1 steps give to the last bit")
+
+
 def test_a_time_limit_ends_all_lanes_after_the_same_update(tmp_path: Path) -> None:
     config = write_config(tmp_path, **SGD, training__max_steps=None, training__max_minutes=0.02, parallel__tensor=2)
     assert main(["train", str(config)]) == 0

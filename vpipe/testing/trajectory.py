@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vpipe.runtime.sharded_tensors import local
+
 ParameterUpdate = tuple[int, str]
 """The number of an update, counted per stage, and the name of a parameter."""
 
@@ -55,8 +57,8 @@ class Trajectory:
             self.norms[update][name] = norm
 
     def weights(self, update: int, named: Mapping[str, Tensor]) -> None:
-        """Record the weights that an update of a stage made."""
-        self.values[update].update({name: value.detach().cpu().clone() for name, value in named.items()})
+        """Record the weights that an update of a stage made; of those that are sharded, this process's shards."""
+        self.values[update].update({name: local(value.detach()).cpu().clone() for name, value in named.items()})
         self._since += [(update, name) for name in named]
 
     def end_step(self, loss: float) -> None:
@@ -78,13 +80,15 @@ class Trajectory:
         arrays: dict[str, Any] = {f"{update}/{name}": value.numpy()
                                   for update, named in self.values.items() for name, value in named.items()}
         np.savez(folder / f"rank{rank}.weights.npz", **arrays)
-        (folder / f"rank{rank}.numbers.json").write_text(json.dumps({"losses": self.losses, "norms": self.norms}))
+        (folder / f"rank{rank}.numbers.json").write_text(json.dumps(
+            {"losses": self.losses, "norms": self.norms, "step_updates": self.step_updates}))
 
     @classmethod
     def load(cls, folder: Path, rank: int) -> Trajectory:
         """Read the trajectory of a rank."""
         numbers = json.loads((folder / f"rank{rank}.numbers.json").read_text())
-        trajectory = cls(numbers["losses"])
+        steps = [[(update, name) for update, name in updates] for updates in numbers["step_updates"]]
+        trajectory = cls(numbers["losses"], step_updates=steps)
         trajectory.norms.update({int(update): norms for update, norms in numbers["norms"].items()})
         with np.load(folder / f"rank{rank}.weights.npz", allow_pickle=False) as arrays:
             for key in arrays.files:

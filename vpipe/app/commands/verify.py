@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,10 +13,18 @@ from vpipe.app.commands.profile import folder_unless_failed
 from vpipe.app.config.config import load_config
 from vpipe.app.launch.local import run_ranks
 from vpipe.app.launch.network import free_port
-from vpipe.app.launch.rank_env import HostRanks, check_alone, check_unsplit
+from vpipe.app.launch.rank_env import HostRanks, check_alone
 from vpipe.app.train.job import Job
 from vpipe.app.train.run_folder import CONFIG
-from vpipe.app.verify import batches_for_steps, references, run_in_process, steps_in_batches
+from vpipe.app.verify import (
+    SavedReference,
+    batches_for_steps,
+    first_loss,
+    lanes,
+    references,
+    run_in_process,
+    steps_in_batches,
+)
 from vpipe.errors import RunError, UserError
 from vpipe.testing import Difference, Reference, Trajectory, compare
 
@@ -36,21 +45,31 @@ def run_verify(options: argparse.Namespace) -> None:
     # By default on processors, whatever the config trains on: there the numbers are the same to the bit.
     settings = [*options.settings, "parallel.backend=gloo", f"parallel.device={options.device}"]
     config = load_config(options.config, settings)
-    check_unsplit("vpipe verify", config)
     job = Job.from_config(config)
-    batches, ranks = batches_for_steps(job, options.steps), job.schedule.ranks
+    batches, ranks, parts = batches_for_steps(job, options.steps), job.schedule.ranks, config.parallel.tensor
     steps = steps_in_batches(job, batches)
-    print(f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages on {ranks} ranks, schedule "
-          f"{job.config.parallel.standing_in.order_text}, {steps} steps" +
-          (", on this host without its container" if job.config.container else ""), flush=True)
+    print(f"{job.config.model.name}: {len(job.model)} layers in {len(job.placement)} stages on {ranks} ranks"
+          + f" of {parts} processes that split each layer" * (parts > 1)
+          + f", schedule {job.config.parallel.standing_in.order_text}, {steps} steps"
+          + (", on this host without its container" if job.config.container else ""), flush=True)
     if to_plan := job.config.parallel.to_plan:
         print(f"a run plans {', '.join(to_plan)} when it starts; here stages balanced by their parameters stand in: "
               f"{list(job.partition)}", flush=True)
-    oracles = list(references(job, batches))
-    _print_reference(oracles[0])
-    wrong = _compared("in one process", run_in_process(job, batches), oracles, job)
+    oracles: Sequence[Reference | SavedReference] = []
+    wrong: list[str] = []
+    if parts == 1:
+        oracles = list(references(job, batches))
+        _print_reference(oracles[0])
+        wrong += _compared("in one process", run_in_process(job, batches), oracles, job)
     with folder_unless_failed("vpipe-verify-") as folder:
-        wrong += _compared("over gloo", _over_gloo(job, batches, folder), oracles, job)
+        _over_gloo(job, batches, folder)
+        if parts > 1:
+            print("\nof gradients and weights each lane has its shards")
+        for lane, (trajectory, of_lane) in enumerate(lanes(job, folder)):
+            oracles = of_lane or oracles
+            wrong += _compared("over gloo" + f", lane {lane}" * (parts > 1), trajectory, oracles, job)
+        if parts > 1 and (first := first_loss(job)) is not None:
+            wrong += _near_whole(trajectory.losses[0], *first)
     if wrong:
         raise RunError("; ".join(wrong), hint="a layer that draws random numbers outside torch, changes a buffer that "
                        "it reads, or passes on memory that is not contiguous at a cut may differ from one device")
@@ -60,22 +79,31 @@ def run_verify(options: argparse.Namespace) -> None:
           "file adds up gradients in another order; of the weights that says nothing")
 
 
-def _over_gloo(job: Job, batches: int, folder: Path) -> Trajectory:
+def _over_gloo(job: Job, batches: int, folder: Path) -> None:
+    """Run all ranks of a job; they leave their trajectories in the folder."""
     (folder / CONFIG).write_text(job.config.resolved_yaml())
-    ranks = job.schedule.ranks
-    run_ranks(HostRanks.alone(ranks, free_port(job.config.parallel.master_port), 1, ("verify", str(batches))), folder,
-              job.describe)
-    return Trajectory.join({rank: Trajectory.load(folder, rank) for rank in range(ranks)})
+    run_ranks(HostRanks.alone(job.processes, free_port(job.config.parallel.master_port), 1, ("verify", str(batches))),
+              folder, job.describe)
 
 
-def _print_reference(reference: Reference) -> None:
+def _near_whole(found: float, expected: float, bound: float) -> list[str]:
+    """Print the first loss beside that of whole layers, and return what is wrong with it."""
+    off = abs(found - expected)
+    print(f"\nwhole layers on one device: the first loss is {expected:.16g}, off by {off:.1e} (may differ by "
+          f"{bound:.1e}: sums are in another order)")
+    return [] if off <= bound else [f"split layers change the first loss, to {found:.7g} from {expected:.7g}: off by "
+                                    f"{off:.1e}, allowed are {bound:.1e}; the tensor_plan of a module is wrong"]
+
+
+def _print_reference(reference: Reference | SavedReference) -> None:
     print(f"\nreference: {reference.name}\n    step  loss                 gradient norm")
     for step, (loss, updates) in enumerate(zip(reference.trajectory.losses, reference.trajectory.step_updates,
                                                strict=True)):
         print(f"  {step:6}  {loss:<19.16g}  {reference.trajectory.norm(updates):<.16g}")
 
 
-def _compared(run: str, trajectory: Trajectory, oracles: list[Reference], job: Job) -> list[str]:
+def _compared(run: str, trajectory: Trajectory, oracles: Sequence[Reference | SavedReference],
+              job: Job) -> list[str]:
     """Print a run beside its oracles, and return its faults."""
     wrong = [f"{run}, {job.describe(found.rank)} differs from its replica, {job.describe(found.other)}, after update "
              f"{found.update} of {found.parameter}" for found in trajectory.mismatches[:1]]
