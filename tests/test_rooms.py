@@ -72,8 +72,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "app.verify": {LIBRARY, "testing", "app.config", "app.train"},
     "app.launch": {LIBRARY, "app.errors", "app.progress", "app.config", "app.train", "app.verify", "app.signals",
                    "app.imports"},
-    "app.commands": {LIBRARY, "testing", "app.command_line", "app.progress", "app.families", "app.data",
-                     "app.visualize", "app.report", "app.config", "app.train", "app.verify", "app.launch",
+    "app.commands": {LIBRARY, "testing", "app.command_line", "app.metric_formulas", "app.progress", "app.families",
+                     "app.data", "app.visualize", "app.report", "app.config", "app.train", "app.verify", "app.launch",
                      "app.weights", "app.imports", "app.sizes"},
     "app.cli": {LIBRARY, "app.command_line", "app.progress", "app.launch", "app.commands", "app.weights",
                 "app.imports"},
@@ -283,7 +283,7 @@ def test_only_the_public_class_knows_its_engine() -> None:
 
 PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Transfers, Update}
 
-BUDGETS = {"library": 31_150, "testing": 1_980, "application": 20_350, "extras": 6_200, "tests": 53_600,
+BUDGETS = {"library": 31_150, "testing": 1_980, "application": 20_890, "extras": 6_200, "tests": 53_640,
            "parameters of Pipeline": 9, "config keys": 91}
 """The most lines of every tier, as tests/tier_sizes.py counts them, and the most that users have to learn."""
 

@@ -180,6 +180,10 @@ def _parser() -> argparse.ArgumentParser:
                        "that split layers those with number N, from 0 (default: 0)")
     add_import(trace)
 
+    watch = _add(commands, "watch", "watch.run_watch", "show how far a run is, while it trains or later: loss, speed, "
+                 "time left, and why each rank was idle")
+    watch.add_argument("folder", type=Path, metavar="RUN", help="folder of the run; its files are only read")
+
     _add_checkpoint(_add(commands, "checkpoint", "", "list, show, verify, export or import checkpoints").commands())
 
     schedule = _add(commands, "schedule", "schedule.run_schedule", "draw a schedule, or compare all schedules")

@@ -9,13 +9,17 @@ from statistics import quantiles
 
 from vpipe import Plan
 
-__all__ = ["WARM_UP", "Utilization", "averaged_losses", "bubble", "counted_updates", "p95", "perplexity", "share_text"]
+__all__ = ["RECENT", "WARM_UP", "Utilization", "averaged_losses", "bubble", "counted_updates", "p95", "perplexity",
+           "share_text"]
 
 bubble = Plan.bubble_of
 
 WARM_UP = 2
 """First updates of an attempt that figures leave out, if as many again and one more follow: a process allocates memory
 and agrees on shapes in them."""
+
+RECENT = 20
+"""Updates over which the speed shown while training is averaged."""
 
 
 def counted_updates(update_s: Sequence[float]) -> Sequence[float]:

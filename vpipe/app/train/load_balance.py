@@ -223,11 +223,17 @@ def warning(work: RankWork, job: Job, profile: Callable[[], Profile | None], pla
 
 def _above_mean(plan: Plan, job: Job, rank: int) -> float:
     """Return the share by which a rank was planned to work longer than the mean of all."""
+    work = planned_work(plan, job)
+    return work[rank] * len(work) / sum(work) - 1
+
+
+def planned_work(plan: Plan, job: Job) -> list[float]:
+    """Return the seconds per step that each rank was planned to work."""
     work = [0.0] * job.schedule.ranks
     for stage, ranks in zip(plan.predicted.stages, job.placement, strict=True):
         for one in ranks:
             work[one] += stage.microbatch_s * job.schedule.assignment.per_step / len(ranks) + stage.step_s
-    return work[rank] * len(work) / sum(work) - 1
+    return work
 
 
 def _advice(microbatch_s: Sequence[float], job: Job, profile: Profile | None, *, from_file: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -28,11 +29,11 @@ from vpipe.app.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.app.train.csv_rows import csv_text
 from vpipe.app.train.headline import delay_line, delay_warning, size_lines
 from vpipe.app.train.job import OBSERVERS, Job
-from vpipe.app.train.load_balance import BalanceCheck
+from vpipe.app.train.load_balance import BalanceCheck, planned_work
 from vpipe.app.train.metrics import Efficiency, EventWriter, Metrics, PastMetrics, ProgressBar, StepSize
 from vpipe.app.train.observers import Observer, Run, SummaryPart
 from vpipe.app.train.rank_times import RankTimes
-from vpipe.app.train.run_folder import METRICS, SUMMARY, running
+from vpipe.app.train.run_folder import FACTS, METRICS, SUMMARY, replace_text, running
 from vpipe.app.train.summary import RunFigures, evaluation_text, summary
 from vpipe.app.train.tensorboard import TensorBoardWriter
 from vpipe.app.train.torch_profiler import TorchProfiler
@@ -188,6 +189,22 @@ class _TrainingRun:
             if warning is not None:
                 note(f"warning: {warning}")
         self._divergence = DivergenceCheck(run, self._saving)
+        if pipe.rank == 0:
+            self._write_facts()
+
+    def _write_facts(self) -> None:
+        """Write ``run.json``: what readers of the other files cannot know from them."""
+        job, plan = self._job, self._job.plan
+        planned = None
+        if plan is not None and plan.predictions is not None and plan.partition == job.partition and \
+                job.config.parallel.tensor == 1:
+            planned = planned_work(plan, job)
+        try:
+            replace_text(self._folder / FACTS, json.dumps({
+                "updates": job.updates, "max_minutes": job.config.training.max_minutes, "ranks": job.homes,
+                "partition": job.partition, "planned_s": planned}))
+        except OSError as error:
+            log.warning("cannot write '%s': %s", self._folder / FACTS, error.strerror)
 
     def _summarize(self, figures: RunFigures | None, parts: Sequence[SummaryPart]) -> None:
         """Print the summary, and write it to the log, ``metrics.jsonl`` and the CSV file."""

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from vpipe.app.errors import LastingError
-from vpipe.app.metric_formulas import Utilization, perplexity
+from vpipe.app.metric_formulas import RECENT, Utilization, perplexity
 from vpipe.app.progress import message_if_slow
 from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.model_section import model_flops
@@ -34,9 +34,6 @@ log = logging.getLogger("vpipe")
 
 Number = float | None
 Line = dict[str, float | str | bool | None]
-
-RECENT = 20
-"""Updates over which the speed shown while training is averaged."""
 
 
 @dataclass

@@ -25,6 +25,7 @@ PLAN = "plan.json"  # that the run follows
 PROFILE = "profile.json"  # that the plan was made from
 METRICS = "metrics.jsonl"  # a line per step
 SUMMARY = "summary.csv"  # the config and the figures of a run that has ended, on one row
+FACTS = "run.json"  # its length, the ranks and layers of its stages, and what these were planned to take
 RANK_TIMES = "rank_times.jsonl"  # the times of every rank, a line per metrics.rank_times_every updates
 EARLIER = "earlier"  # the files of earlier attempts: earlier/1 has those of the first
 RUNNING = "running"  # locked while a run is going; names the process

@@ -1,0 +1,199 @@
+"""Run ``vpipe watch``: show how far a run is, again and again while it goes on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from math import isfinite
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
+
+from vpipe.app.launch.failure_report import find_failure
+from vpipe.app.metric_formulas import share_text
+from vpipe.app.train.run_state import RankTime, RankTimes, RunState, losses, number
+from vpipe.app.visualize.table import compact, ms_text, terminal_columns
+from vpipe.errors import RunError, VpipeError
+from vpipe.units import size_text
+
+EVERY_S = 1.0
+"""Time between two looks at the files."""
+
+MOST_RANKS = 32
+"""Rows of ranks; of more, these and the slowest are shown."""
+
+CURVE = "▁▂▃▄▅▆▇█"
+CURVE_COLUMNS = 40
+
+
+def _clock(seconds: float) -> str:
+    return str(tqdm.format_interval(seconds)) if isfinite(seconds) else "-"
+
+
+def run_watch(options: argparse.Namespace) -> None:
+    """Show a run until it ends, on a terminal; else its state, once.
+
+    Raises:
+        VpipeError: this is no run, or the run has failed.
+    """
+    terminal = sys.stdout.isatty()
+    console = Console(force_terminal=terminal, highlight=False, width=None if terminal else terminal_columns())
+    watch(options.folder, console)
+
+
+def watch(folder: Path, console: Console) -> None:
+    """Show a run on a console; Ctrl-C ends that, not the run."""
+    state = RunState.read(folder)
+    if not console.is_terminal or console.is_dumb_terminal or _ended(state):
+        console.print(_view(state, console))
+    else:
+        with suppress(KeyboardInterrupt), Live(_view(state, console), console=console, auto_refresh=False) as live:
+            while not _ended(state):
+                time.sleep(EVERY_S)
+                state = RunState.read(folder)
+                live.update(_view(state, console), refresh=True)
+    if (failure := _failure(state)) is not None:
+        raise failure
+
+
+def _ended(state: RunState) -> bool:
+    return state.summary is not None or _failure(state) is not None
+
+
+def _failure(state: RunState) -> VpipeError | None:
+    """Return why a run has failed; None where it has not, or is about to start again."""
+    if state.is_alive or state.summary is not None:
+        return None
+    if (told := find_failure(state.folder, state.describe, {})) is not None:
+        return told
+    return None if state.is_alive is None else RunError(
+        f"the run came to no end: its {state.holder} is gone", hint="see its logs; vpipe train --resume goes on from "
+        "its newest checkpoint")
+
+
+def _view(state: RunState, console: Console) -> RenderableType:
+    parts: list[RenderableType] = [_headline(state), *_progress(state)]
+    if state.lines:
+        parts += _figures(state, ascii_only=console.options.ascii_only)
+    if state.rank_times is not None:
+        parts += [Text(), *_ranks(state, state.rank_times)]
+    elif state.lines:
+        parts.append(Text("(no times of each rank: they come with metrics.rank_times_every)", "dim"))
+    return Group(*parts)
+
+
+def _headline(state: RunState) -> Text:
+    if state.summary is not None:
+        whole = state.updates is None or state.steps >= state.updates
+        status, style = ("ended" if whole else "ended early"), "green"
+    elif _failure(state) is not None:
+        status, style = "failed", "red"
+    else:
+        status, style = ("going" if state.lines else "starting"), "bold"
+        if state.holder is not None:
+            status += f" ({state.holder})"
+        if state.is_silent:
+            status, style = f"{status}, but silent", "yellow"
+    return Text.assemble((f"{state.folder}\n", "bold"), (status, style),
+                         f", last line {_clock(state.silent_s)} ago" * (state.summary is None))
+
+
+def _progress(state: RunState) -> Iterator[RenderableType]:
+    done, total = float(state.steps), state.updates
+    passed_s = number(state.lines[-1], "time_s") if state.lines else 0.0
+    if total is None and state.limit_s is not None:
+        done, whole = passed_s, state.limit_s
+    else:
+        whole = float(total or 0)
+    left_s = None if _ended(state) else state.left_s
+    line = Table.grid(padding=(0, 2))
+    cells: list[RenderableType] = [f"update {state.steps:,}" + (f" of {total:,}" if total is not None else "")]
+    if whole:
+        cells.append(ProgressBar(total=whole, completed=min(done, whole), width=24))
+    cells.append(_clock(passed_s) + (f", {_clock(left_s)} left" if left_s is not None else ""))
+    line.add_row(*cells)
+    yield line
+
+
+def _figures(state: RunState, *, ascii_only: bool) -> Iterator[Text]:
+    """Yield the losses, and the speed: of an ended run all of it, of another the present one."""
+    last, ended = state.lines[-1], state.summary
+    parts = [f"loss {number(last, 'loss'):.3f}"]
+    for key, name in (("perplexity", "perplexity"), ("gradient_norm", "grad norm"), ("learning_rate", "learning rate")):
+        if isfinite(value := number(last, key)):
+            parts.append(f"{name} {compact(value)}")
+    if state.evaluation is not None:
+        parts.append(f"evaluation loss {number(state.evaluation, 'evaluation_loss'):.4f} after update "
+                     f"{int(number(state.evaluation, 'step')) + 1:,}")
+    yield Text("  ".join(parts))
+    if not ascii_only and (curve := _curve([loss for _, loss in losses(state.folder, CURVE_COLUMNS)])):
+        yield Text(f"     {curve}", "cyan")
+    speeds = {key: state.per_s(key) if ended is None else number(ended, key)
+              for key in ("tokens_per_s", "samples_per_s", "mfu")}
+    shown = [f"{speeds[key]:,.{digits}f} {name}" for key, name, digits in (
+        ("tokens_per_s", "tokens/s", 0), ("samples_per_s", "samples/s", 1)) if speeds[key] is not None]
+    for key, name in (("mfu", "MFU"), ("bubble", "bubble")):
+        if (share := speeds.get(key, number(ended or {}, key))) is not None and isfinite(share):
+            shown.append(f"{name} {share_text(share)}")
+    if ended is not None and isfinite(memory := number(ended, "memory_bytes")):
+        shown.append(f"memory {size_text(int(memory))}")
+    yield Text("  ".join(shown))
+
+
+def _curve(values: list[float]) -> str:
+    """Draw losses as blocks from the lowest to the highest; empty for fewer than two."""
+    if len(values) < 2:
+        return ""
+    low, span = min(values), (max(values) - min(values)) or 1.0
+    blocks = "".join(CURVE[int((value - low) / span * (len(CURVE) - 1))] for value in values)
+    return f"{values[0]:.3f} {blocks} {values[-1]:.3f}"
+
+
+def _ranks(state: RunState, times: RankTimes) -> Iterator[RenderableType]:
+    """Yield a row per rank, and which of them is slow."""
+    slowest = times.slowest
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for head in ("rank", "stage"):
+        table.add_column(head, justify="left", no_wrap=True)
+    causes = ("uneven", "schedule", "between")
+    for head in ("forward", "backward", "step", "comm", "idle", *causes):
+        table.add_column(head, justify="right", no_wrap=True, style="yellow" if head in causes else "")
+    shown = [rank for at, rank in enumerate(times.ranks) if at < MOST_RANKS or rank is slowest]
+    for rank in shown:
+        idle = times.idle(rank)
+        split = ("-", "-", "-") if idle is None else tuple("-" if part is None else ms_text(part) for part in idle)
+        table.add_row(str(rank.rank), " ".join(map(str, state.stages_of(rank.rank))),
+                      *map(ms_text, (rank.forward_s, rank.backward_s, rank.step_s + rank.others_s,
+                                     rank.communication_s)),
+                      "-" if rank.idle_s is None else ms_text(rank.idle_s), *split,
+                      style="bold" if rank is slowest and len(times.ranks) > 1 else "")
+    yield Text(f"updates {times.first:,} to {times.last:,}, in milliseconds per update:")
+    yield table
+    if left_out := len(times.ranks) - len(shown):
+        yield Text(f"({left_out} more ranks)", "dim")
+    yield Text("(idle, waiting for others: uneven, as another rank works longer; schedule, its order, transfers and "
+               "delays. between: reading data, and other time between actions)", "dim")
+    yield from _slow(state, times, slowest)
+
+
+def _slow(state: RunState, times: RankTimes, slowest: RankTime) -> Iterator[Text]:
+    """Name the rank that works longest, and the one that takes most above its plan."""
+    if len(times.ranks) > 1 and slowest.work_s > 0:
+        mean_s = sum(rank.work_s for rank in times.ranks) / len(times.ranks)
+        yield Text(f"slowest: {state.describe(slowest.rank)} works {ms_text(slowest.work_s)} ms per update, "
+                   f"{100 * (slowest.work_s / mean_s - 1):.0f} % more than the ranks on average")
+    planned = {rank.rank: (rank.work_s / planned_s, rank.work_s, planned_s) for rank in times.ranks
+               if (planned_s := state.planned_s.get(rank.rank, 0.0)) > 0}
+    if planned:
+        worst = max(planned, key=lambda rank: planned[rank][0])
+        share, work_s, planned_s = planned[worst]
+        yield Text(f"beside the plan: {state.describe(worst)} works {ms_text(work_s)} ms per update, planned were "
+                   f"{ms_text(planned_s)} ({100 * (share - 1):+.0f} %)")

@@ -1,0 +1,324 @@
+"""Read how far a run is from the files in its folder, while it trains or later. Whatever its length, little is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite, nan
+from pathlib import Path
+from shlex import quote
+from statistics import fmean
+from typing import Any
+
+from vpipe.app.metric_formulas import RECENT
+from vpipe.app.train.run_folder import CONFIG, FACTS, LAUNCHED, METRICS, RANK_TIMES, RUNNING
+from vpipe.errors import UserError
+
+TAIL_BYTES, SAMPLE_BYTES = 1 << 20, 1 << 12
+"""The end of a file that is read, with the lines of thousands of updates; and the bytes in which one is found."""
+
+SILENT_S, SILENT_UPDATES = 60.0, 20
+"""A run that has written nothing for so long, and for as long as so many of its updates take, may have stopped."""
+
+OF_STAGE = ("forward_s", "backward_s", "step_s", "others_s")
+"""Seconds that a summary has for each stage of a rank; those of transfers and waiting are the rank's."""
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """The mean seconds per update of one rank; ``idle_s`` is None where a GPU's stream waits, not its host."""
+
+    rank: int
+    forward_s: float
+    backward_s: float
+    step_s: float
+    communication_s: float
+    others_s: float
+    idle_s: float | None
+
+    @property
+    def work_s(self) -> float:
+        """Return the seconds of its own actions, transfers excluded."""
+        return self.forward_s + self.backward_s + self.step_s + self.others_s
+
+    @classmethod
+    def of_values(cls, rank: int, values: Line, per: float = 1.0) -> RankTime:
+        """Take the seconds of an object of ``rank_times.jsonl``, or of so many updates of one in a summary."""
+        spent = {name: number(values, name) / per for name in (*OF_STAGE, "communication_s")}
+        idle_s = None if values.get("idle_s") is None else number(values, "idle_s") / per
+        return cls(rank=rank, idle_s=idle_s, **spent)
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """The times of all ranks in the updates ``first`` to ``last``, counted from 1, that took ``update_s`` each.
+
+    Attributes:
+        update_s: None where it is not known.
+    """
+
+    first: int
+    last: int
+    update_s: float | None
+    ranks: Sequence[RankTime]
+
+    def idle(self, rank: RankTime) -> tuple[float, float, float | None] | None:
+        """Split the time in which a rank does nothing by its causes; None where it is not known.
+
+        Returns:
+            The seconds in which it waits because another rank works longer: an update takes no less than that rank
+            does. The other seconds in which it waits: for the order of the schedule, transfers, hiccups. And those
+            between its actions, in which data are read: what is left of an update; None where that is not known.
+        """
+        if rank.idle_s is None:
+            return None
+        busy_s = rank.work_s + rank.communication_s
+        uneven_s = min(rank.idle_s, max(one.work_s + one.communication_s for one in self.ranks) - busy_s)
+        return uneven_s, rank.idle_s - uneven_s, None if self.update_s is None else \
+            max(0.0, self.update_s - busy_s - rank.idle_s)
+
+    @property
+    def slowest(self) -> RankTime:
+        """Return the rank that works longest."""
+        return max(self.ranks, key=lambda rank: rank.work_s)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run, as its files say it.
+
+    Attributes:
+        lines: of the latest updates.
+        evaluation: the latest line of an evaluation, if it is not too far back.
+        summary: the run's; None where the attempt has not ended well.
+        facts: of ``run.json``; empty where a script made the folder.
+        rank_times: of the latest updates, of an ended run of all that count; None where nobody wrote them.
+        silent_s: seconds since something was written.
+        holder: ``process 12 on host``, which trains, or started those that do; None where none says so.
+        is_alive: whether that process is there; None where that cannot be seen from here.
+    """
+
+    folder: Path
+    lines: Sequence[Line]
+    evaluation: Line | None
+    summary: Line | None
+    facts: Line
+    rank_times: RankTimes | None
+    silent_s: float
+    holder: str | None
+    is_alive: bool | None
+
+    @classmethod
+    def read(cls, folder: Path) -> RunState:
+        """Read the state of the run in ``folder``.
+
+        Raises:
+            UserError: this is no run's folder.
+        """
+        check_run(folder)
+        lines, evaluation = list[Line](), None
+        last: Line = {}
+        for last in _tail(folder / METRICS):
+            if "loss" in last:
+                lines.append(last)
+            elif "evaluation_loss" in last:
+                evaluation = last
+        holder, is_alive = _holder(folder)
+        summary = last.get("summary")
+        if not isinstance(summary, dict) or is_alive or (folder / RUNNING).exists():
+            summary = None  # or of the attempt before this one, which has made no update yet
+        facts = _facts(folder)
+        times = _of_summary(summary, facts) if summary is not None else None
+        return cls(folder, lines, evaluation, summary, facts, times or _reported(folder, lines), _silent_s(folder),
+                   holder, is_alive)
+
+    @property
+    def steps(self) -> int:
+        """Return the number of updates that are done."""
+        return int(number(self.lines[-1], "step")) + 1 if self.lines else 0
+
+    @property
+    def updates(self) -> int | None:
+        """Return how many there will be; None where only time ends the run, or nobody has said."""
+        value = self.facts.get("updates")
+        return value if type(value) is int else None
+
+    @property
+    def recent(self) -> Sequence[Line]:
+        """Return the lines over which speeds are averaged."""
+        return self.lines[-RECENT:]
+
+    @property
+    def update_s(self) -> float | None:
+        """Return the mean seconds of a recent update."""
+        return fmean(number(line, "step_s") for line in self.recent) if self.lines else None
+
+    def per_s(self, key: str) -> float | None:
+        """Return the mean over recent updates of a figure that is a rate or a share, weighted by their times."""
+        seconds = sum(number(line, "step_s") for line in self.recent)
+        if not seconds or not all(key in line for line in self.recent):
+            return None
+        return sum(number(line, key) * number(line, "step_s") for line in self.recent) / seconds
+
+    @property
+    def limit_s(self) -> float | None:
+        """Return the seconds of training after which the run ends; None where there is no such limit."""
+        minutes = self.facts.get("max_minutes")
+        return None if minutes is None else 60 * number(self.facts, "max_minutes")
+
+    @property
+    def left_s(self) -> float | None:
+        """Return the seconds of training that are left at the present speed; None where nothing says how many."""
+        found = []
+        if self.lines and self.limit_s is not None:
+            found.append(self.limit_s - number(self.lines[-1], "time_s"))
+        if self.update_s is not None and self.updates is not None:
+            found.append(self.update_s * (self.updates - self.steps))
+        return max(0.0, min(found)) if found and all(map(isfinite, found)) else None
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether it has written nothing for longer than updates explain."""
+        return self.silent_s > max(SILENT_S, SILENT_UPDATES * (self.update_s or 0.0))
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a rank; none where nobody has said."""
+        return [stage for stage, ranks in enumerate(self.facts.get("ranks", ())) if rank in ranks]
+
+    def describe(self, rank: int) -> str:
+        """Return ``rank 2 (stage 2)``."""
+        stages = self.stages_of(rank)
+        return f"rank {rank}" + (f" (stage{'s' * (len(stages) > 1)} {' '.join(map(str, stages))})" if stages else "")
+
+    @cached_property
+    def planned_s(self) -> Mapping[int, float]:
+        """Return the seconds per update that each rank was planned to work; empty without a plan."""
+        found = self.facts.get("planned_s")
+        return dict(enumerate(found)) if isinstance(found, list) else {}
+
+
+def check_run(folder: Path) -> None:
+    """Refuse a folder in which no run is.
+
+    Raises:
+        UserError: it is; the hint names the newest run in it, if there is one.
+    """
+    if any((folder / name).is_file() for name in (CONFIG, METRICS)):
+        return
+    inside = sorted((path.parent for path in folder.glob(f"*/{CONFIG}")), key=lambda path: path.name)
+    raise UserError(f"there is no run in '{folder}'" if folder.is_dir() else f"there is no folder '{folder}'",
+                    where=f"looked for {CONFIG} and {METRICS}",
+                    hint=f"the newest run there: vpipe watch {quote(str(inside[-1]))}" if inside else
+                    "give the folder that 'vpipe train' prints as its run folder")
+
+
+def number(values: Line, key: str) -> float:
+    """Return a number of a line; NaN where it is none."""
+    value = values.get(key)
+    return float(value) if isinstance(value, int | float) else nan
+
+
+def losses(folder: Path, most: int) -> Iterator[tuple[int, float]]:
+    """Yield step and loss of at most so many moments of a run, spread over the lines that it has written.
+
+    A loss is the mean of those that :data:`SAMPLE_BYTES` hold, from that step on.
+    """
+    last = -1
+    with suppress(OSError), (folder / METRICS).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for part in range(most):
+            file.seek(part * size // most)
+            if file.tell():
+                file.readline(SAMPLE_BYTES)  # the rest of a line
+            lines = [line for line in _parsed(file.read(SAMPLE_BYTES)) if isfinite(number(line, "loss"))]
+            if lines and lines[0]["step"] > last:
+                last = lines[0]["step"]
+                yield last, fmean(line["loss"] for line in lines)
+
+
+def _tail(path: Path) -> Iterator[Line]:
+    """Yield the last lines of a file that another process may be writing."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)):
+            file.readline()
+        yield from _parsed(file.read())
+
+
+def _parsed(text: bytes) -> Iterator[Line]:
+    """Yield the objects of whole lines that say their step; what is cut short or damaged is none."""
+    for line in text.split(b"\n")[:-1]:
+        with suppress(ValueError):
+            if isinstance(found := json.loads(line), dict) and type(found.get("step", found.get("last_step"))) is int:
+                yield found
+
+
+def _facts(folder: Path) -> Line:
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / FACTS).read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _holder(folder: Path) -> tuple[str | None, bool | None]:
+    """Return the process that trains a run or has started it, and whether it is alive.
+
+    Its lock is not tried: that would refuse a run which is just being resumed.
+    """
+    found: tuple[str | None, bool | None] = (None, None)
+    for name in (LAUNCHED, RUNNING):
+        with suppress(OSError, ValueError):
+            text = (folder / name).read_text().strip()
+            _, process, _, host = text.split(maxsplit=3)
+            alive = None if host != socket.gethostname() else _exists(int(process))
+            if found[0] is None or alive:
+                found = text, alive
+    return found
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
+
+
+def _silent_s(folder: Path) -> float:
+    written = [path.stat().st_mtime for name in (METRICS, CONFIG) if (path := folder / name).exists()]
+    return max(0.0, time.time() - max(written, default=0.0))
+
+
+def _reported(folder: Path, lines: Sequence[Line]) -> RankTimes | None:
+    """Return the latest report of ``rank_times.jsonl``."""
+    for report in reversed(list(_tail(folder / RANK_TIMES))):
+        with suppress(KeyError, TypeError):  # of a damaged line
+            first, last = report["first_step"], report["last_step"]
+            ranks = [RankTime.of_values(values["rank"], values) for values in report["ranks"]]
+            taken = [number(line, "step_s") for line in lines if first <= line["step"] <= last]
+            if ranks:
+                return RankTimes(first + 1, last + 1, fmean(taken) if len(taken) == last + 1 - first else None, ranks)
+    return None
+
+
+def _of_summary(summary: Line, facts: Line) -> RankTimes | None:
+    """Return the times of all updates that the summary of a run counts."""
+    with suppress(KeyError, TypeError, ValueError):
+        stages: dict[int, list[Line]] = {}
+        for rank, usage in zip((rank for ranks in facts["ranks"] for rank in ranks), summary["stages"], strict=True):
+            stages.setdefault(rank, []).append(usage)
+        last, per = summary["steps_done"], summary["usage_steps"]
+        united = {rank: {**own[0], **{key: sum(number(usage, key) for usage in own) for key in OF_STAGE}}
+                  for rank, own in stages.items()}
+        return RankTimes(last - per + 1, last, number(summary, "samples_per_step") / number(summary, "samples_per_s"),
+                         [RankTime.of_values(rank, united[rank], per) for rank in sorted(united)])
+    return None
