@@ -25,7 +25,7 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.accelerator import seeded
 from vpipe.app.families import tensor_parallel as tp
 from vpipe.app.families.gpt import GptAttention
-from vpipe.app.families.registry import ModelSettings, family_named
+from vpipe.app.families.registry import Family, ModelSettings, family_named
 from vpipe.errors import UserError
 from vpipe.model.layer import seed_of, set_parameter, split_target
 from vpipe.runtime.sharded_tensors import whole
@@ -33,20 +33,26 @@ from vpipe.runtime.sharded_tensors import whole
 WORDS, HIDDEN, HEADS, LENGTH, SAMPLES, BLOCKS = 24, 16, 8, 8, 3, 2
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "gpt": {}, "llama": {"num_kv_heads": 4, "overrides": {"intermediate_size": 24}},
-    "qwen3": {"num_kv_heads": 4, "overrides": {"intermediate_size": 24, "head_dim": 4}}, "bert": {"preset": "tiny"},
+    "gpt packed": {"packed": True},
+    "qwen3": {"num_kv_heads": 4, "packed": True, "overrides": {"intermediate_size": 24, "head_dim": 4}},
+    "bert": {"preset": "tiny"},
     "translation": {"preset": "tiny", "overrides": {"attention_dropout": 0.1, "activation_dropout": 0.1}}}
+
+
+def named(family: str) -> Family:
+    return family_named(family.partition(" ")[0])
 
 
 def settings(family: str) -> ModelSettings:
     """Two blocks, with ties and every dropout that the family has."""
-    options = family_named(family).options
+    options = named(family).options
     return ModelSettings(
         WORDS, hidden_size=HIDDEN, num_layers=BLOCKS, num_heads=HEADS, sequence_length=LENGTH, dropout=0.1,
         tie_weights=True, options=None if options is None else options(), **SETTINGS[family])
 
 
 def model(family: str) -> Model:
-    return family_named(family).factory(settings(family))
+    return named(family).factory(settings(family))
 
 
 def batch(family: str, length: int = LENGTH) -> dict[str, Tensor]:
@@ -65,7 +71,10 @@ def batch(family: str, length: int = LENGTH) -> dict[str, Tensor]:
     if family == "translation":
         return {"source_ids": ids(WORDS, length), "source_mask": mask, "target_ids": ids(WORDS, length),
                 "labels": labels}
-    return {"input_ids": ids(WORDS, length), "labels": labels}
+    positions = torch.arange(length) - torch.tensor([[0] * length, [0, 0, 0, *[3] * (length - 3)], [0, *[1] * (
+        length - 1)]])  # one text, two and two
+    return {"input_ids": ids(WORDS, length), "labels": labels} | (
+        {"positions": positions} if SETTINGS[family].get("packed") else {})
 
 
 def roundings() -> int:
@@ -129,7 +138,7 @@ def compare(family: str, parts: int, sequence: bool, planted: str | None = None)
 
 
 CASES = [(family, parts, sequence) for family in SETTINGS for parts, sequence in ((2, True), (4, True), (2, False))
-         if family != "qwen3" or parts == 4]
+         if family not in ("gpt packed", "qwen3") or parts == 4]
 
 
 @pytest.mark.parametrize(("family", "parts", "sequence"), CASES)
@@ -177,10 +186,11 @@ def test_sizes_that_cannot_be_split_are_named() -> None:
     """Of every family: the vocabulary, heads, the width of its MLP, and the sequence where it is split."""
     found = {}
     for family in SETTINGS:
-        assert list(tp.problems(4, family_named(family).tensor_sizes(settings(family)))) == []
+        assert list(tp.problems(4, named(family).tensor_sizes(settings(family)))) == []
         found[family] = {problem.what.partition(" ")[0] for problem in tp.problems(
-            5, family_named(family).tensor_sizes(settings(family)))}
+            5, named(family).tensor_sizes(settings(family)))}
     assert found.pop("qwen3") == found["llama"]
+    assert found.pop("gpt packed") == found["gpt"]
     assert found == {"gpt": {"vocab_size", "num_heads", "n_inner", "sequence_length"},
                      "llama": {"vocab_size", "num_heads", "num_kv_heads", "intermediate_size", "sequence_length"},
                      "bert": {"vocab_size", "num_heads", "intermediate_size", "sequence_length"},

@@ -94,6 +94,9 @@ class ModelSection(Section):
     vocab_size: int = Field(-1, ge=-1, le=LARGEST_SIZE, description=(
         "tokens in the vocabulary; -1 takes it from config_file, else from the data set"))
     dropout: float | None = Field(None, ge=0, lt=1, description="dropout probability; null takes the family's default")
+    packed: bool = Field(False, description=(
+        "whether each text of a sample is computed as if it were alone: attention stays inside of it, and its "
+        "positions begin at 0"))
     tie_weights: bool | None = Field(None, description=(
         "share the weights of the word embeddings with the output layer; null takes config_file's value, else the "
         "family's default"))

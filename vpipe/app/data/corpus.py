@@ -22,7 +22,7 @@ import numpy as np
 
 from vpipe.app.data.cache import CachedFolder, cached_folder, file_state
 from vpipe.app.data.dataset import SPLITS, DatasetSettings, Split
-from vpipe.app.data.epoch import Array, TokenDataset, first_samples, samples_in
+from vpipe.app.data.epoch import POSITIONS, Array, TokenDataset, first_samples, samples_in
 from vpipe.app.data.tokenizers import (
     DEFAULT_VOCAB_SIZE,
     end_token,
@@ -168,7 +168,8 @@ def token_dataset(corpus: Corpus, settings: DatasetSettings) -> TokenDataset:
                         cache.tokenizer_path, cache.manifest_count("counts", "test_bytes"),
                         [f"text: {corpus.name}, "
                          f"{counted(cache.manifest_count('counts', 'documents'), 'document', commas=True)}, "
-                         f"{counted(cache.manifest_count('counts', 'characters'), 'character', commas=True)}"])
+                         f"{counted(cache.manifest_count('counts', 'characters'), 'character', commas=True)}"],
+                        cache.manifest_count("end_of_text") if POSITIONS in settings.fields else None)
 
 
 def prepare_tokens(corpus: Corpus, vocab_size: int = -1, tokenizer: Path | None = None,

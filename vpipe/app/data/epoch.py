@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.generic]
 Rows = NDArray[np.int64]
-INPUT_IDS, LABELS = "input_ids", "labels"
+INPUT_IDS, LABELS, POSITIONS = "input_ids", "labels", "positions"
+NO_LABEL = -100  # where there is none to learn
 _COUNTED_AT_ONCE = 1 << 22
 
 
@@ -111,9 +112,13 @@ class ArrayDataset:
                first: int) -> Iterator[dict[str, Tensor]]:
         arrays = {name: self._load(split, name) for name in self.fields if name in needed}
         for rows in islice(epoch_rows(self._counts[split], batch_size, seed=seed, whole=split == "train"), first, None):
-            taken = {name: array[rows] for name, array in arrays.items()}
+            taken = self._taken(arrays, rows)
             self._check(split, taken)
             yield tensors(self.fields, len(rows), taken)
+
+    def _taken(self, arrays: Mapping[str, Array], rows: Rows) -> dict[str, Array]:
+        """Return these rows of each field."""
+        return {name: array[rows] for name, array in arrays.items()}
 
     def _check(self, split: Split, taken: Mapping[str, Array]) -> None:
         """Raise :class:`UserError` for impossible values; to be overridden."""
@@ -141,31 +146,36 @@ class TokenDataset(ArrayDataset):
     """A language model's data set: ``input_ids`` and ``labels`` [S], int64, cut from one long row of tokens per split.
 
     ``labels[t]`` is the token after ``input_ids[t]``. A batch with a token out of the vocabulary raises
-    :class:`UserError`.
+    :class:`UserError`. With ``end`` a sample has several texts, the first and last of which may be parts: ``positions``
+    [S] count the tokens of each from 0, and its last token has no label.
 
     Args:
         counts: samples of each split, at most as many as its tokens have (:func:`samples_in`).
         tokens: split -> its tokens [T], of any type of integers; a map of a file is read where samples are asked for.
         held_out_bytes: of the text that the tokens of ``test`` stand for; None where they stand for none.
         lines: what a run says of it, see :class:`~vpipe.app.data.dataset.Described`.
+        end: the token that ends a text, where texts are told apart; None: all tokens are one.
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, counts: Mapping[Split, int],
                  tokens: Callable[[Split], Array], tokenizer_path: Path | None = None,
-                 held_out_bytes: int | None = None, lines: Sequence[str] = ()) -> None:
+                 held_out_bytes: int | None = None, lines: Sequence[str] = (), end: int | None = None) -> None:
         samples_in(0, sequence_length)
-        self.lines = lines
+        self.lines, self._end = lines, end
         self._tokens, self._held_out_bytes = tokens, held_out_bytes
 
         def load(split: Split, field: str) -> Array:
             row = tokens(split)
+            if end is not None and field != INPUT_IDS:  # made of them and of the token after them
+                return np.lib.stride_tricks.sliding_window_view(row, sequence_length + 1)[::sequence_length]
             first, samples = int(field == LABELS), samples_in(len(row), sequence_length)
             return row[first:first + samples * sequence_length].reshape(samples, sequence_length)
 
         def describe() -> dict[str, Field]:
             import torch
 
-            return {name: Field((sequence_length,), torch.int64) for name in (INPUT_IDS, LABELS)}
+            names = (INPUT_IDS, LABELS) if end is None else (INPUT_IDS, POSITIONS, LABELS)
+            return {name: Field((sequence_length,), torch.int64) for name in names}
 
         super().__init__(vocab_size, sequence_length, describe, counts, load, tokenizer_path)
 
@@ -181,8 +191,18 @@ class TokenDataset(ArrayDataset):
         shares = counts[counts > 0] / len(tokens)
         return HeldOutText(len(tokens), self._held_out_bytes, float(-(shares * np.log(shares)).sum()))
 
+    def _taken(self, arrays: Mapping[str, Array], rows: Rows) -> dict[str, Array]:
+        taken = super()._taken(arrays, rows)
+        if self._end is not None and (read := taken.get(LABELS)) is not None:
+            taken[LABELS] = np.where(read[:, :-1] == self._end, NO_LABEL, read[:, 1:].astype(np.int64))
+        if (read := taken.get(POSITIONS)) is not None:
+            places = np.arange(self.sequence_length)
+            begins = np.where(read[:, :-2] == self._end, places[1:], 0)
+            taken[POSITIONS] = places - np.maximum.accumulate(np.pad(begins, ((0, 0), (1, 0))), 1)
+        return taken
+
     def _check(self, split: Split, taken: Mapping[str, Array]) -> None:
-        largest = max((int(np.max(values)) for values in taken.values()), default=0)
+        largest = max((int(np.max(values)) for name, values in taken.items() if name != POSITIONS), default=0)
         if largest >= self.vocab_size:
             raise UserError(f"the {split} split has the token {largest}, but the vocabulary ends at "
                             f"{self.vocab_size - 1}: the prepared data is damaged",

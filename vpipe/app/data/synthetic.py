@@ -23,7 +23,7 @@ from vpipe.app.data.bert_samples import (
     pack,
 )
 from vpipe.app.data.dataset import Dataset, DatasetSettings, Split
-from vpipe.app.data.epoch import INPUT_IDS, Array, TokenDataset, for_language_model, seeded_generator
+from vpipe.app.data.epoch import INPUT_IDS, POSITIONS, Array, TokenDataset, for_language_model, seeded_generator
 from vpipe.app.data.registry import register_dataset
 from vpipe.app.data.tokenizers import DEFAULT_VOCAB_SIZE
 from vpipe.errors import UserError
@@ -33,11 +33,13 @@ SYNTHETIC = PluginGroup("vpipe.synthetic", "source of synthetic data")
 """The group of entry points."""
 
 
-def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: int, *, seed: int = 0) -> TokenDataset:
+def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: int, *, seed: int = 0,
+                     end: int | None = None) -> TokenDataset:
     """Return samples of S tokens, each drawn evenly from the vocabulary and independent of the others.
 
     So no model gets below a loss of ln(vocab_size) on the test split. The arguments decide every value. Values are made
     when an epoch first needs one, and kept in memory: 4 S bytes a sample. Raises :class:`UserError` for wrong sizes.
+    ``end``: as of :class:`TokenDataset`.
     """
     if vocab_size < 2:
         raise UserError(f"vocab_size is {vocab_size}", hint="use at least 2, so that there is something to predict")
@@ -48,7 +50,7 @@ def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: in
         rng = seeded_generator(seed, crc32(split.encode()))
         return rng.integers(vocab_size, size=counts[split] * sequence_length + 1, dtype=np.uint32)
 
-    return TokenDataset(vocab_size, sequence_length, counts, drawn)
+    return TokenDataset(vocab_size, sequence_length, counts, drawn, end=end)
 
 
 _SPECIAL = 5  # ids 0 .. 4: padding, unknown, [CLS], [SEP], [MASK]
@@ -129,6 +131,7 @@ def synthetic(settings: DatasetSettings) -> Dataset:
                 return found
     if for_language_model(settings.fields):
         counts = sample_counts(samples, size)
-        return synthetic_tokens(vocab_size, length, counts["train"], counts["test"], seed=settings.seed)
+        return synthetic_tokens(vocab_size, length, counts["train"], counts["test"], seed=settings.seed,
+                                end=0 if POSITIONS in settings.fields else None)
     return synthetic_bert(vocab_size, length, samples, seed=settings.seed, max_predictions=settings.max_predictions,
                           batch_size=size)

@@ -33,6 +33,7 @@ from vpipe.app.families.transformer import (
     decoder,
     decoder_copies,
     decoder_names,
+    within_texts,
 )
 
 KEYS = ConfigKeys(
@@ -142,10 +143,14 @@ GELU: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))}
 
 
-def gpt(config: GptConfig) -> Model:
-    """Return GPT with the loss of the next token as 2n + 1 layers for n blocks."""
+def gpt(config: GptConfig, packed: bool = False) -> Model:
+    """Return GPT with the loss of the next token as 2n + 1 layers for n blocks.
+
+    Args:
+        packed: as of :func:`vpipe.app.families.transformer.decoder`.
+    """
     return decoder(config.n_layer, partial(GptEmbeddings, config), partial(GptAttention, config),
-                   partial(GptMlp, config), partial(_head, config), tied=config.tie_word_embeddings)
+                   partial(GptMlp, config), partial(_head, config), tied=config.tie_word_embeddings, packed=packed)
 
 
 def _flops(settings: ModelSettings) -> list[int]:
@@ -171,7 +176,7 @@ def gpt_from_settings(settings: ModelSettings) -> Model:
     """Return GPT from a config file's ``model`` section. Raises UserError for a sequence longer than its positions."""
     config = config_from_settings(settings)
     KEYS.check_length(settings.sequence_length or 1, config.n_positions, "n_positions")
-    return gpt(config)
+    return gpt(config, settings.packed)
 
 
 class GptEmbeddings(nn.Module):
@@ -188,14 +193,16 @@ class GptEmbeddings(nn.Module):
         for table in (self.token, self.position):
             nn.init.normal_(table.weight, std=config.initializer_range)
 
-    def forward(self, ids_bs: Tensor, start: int = 0) -> Tensor:
+    def forward(self, ids_bs: Tensor, positions_bs: Tensor | None = None, start: int = 0) -> Tensor:
         end = start + ids_bs.shape[1]
         KEYS.check_length(end, self.position.num_embeddings, "n_positions")
-        position_1sh = self.part(self.position.weight[None, start:end])
-        return self.dropout(self.token(ids_bs) + position_1sh)  # type: ignore[no-any-return]
+        table = self.position.weight
+        position_bsh = self.part(table[None, start:end] if positions_bs is None else
+                                 F.embedding(tp.placed_like(positions_bs, table), table))
+        return self.dropout(self.token(ids_bs) + position_bsh)  # type: ignore[no-any-return]
 
     def step(self, ids_bs: Tensor, cache: KeyValueCache) -> Tensor:
-        return self(ids_bs, cache.length)  # type: ignore[no-any-return]
+        return self(ids_bs, start=cache.length)  # type: ignore[no-any-return]
 
 
 class GptAttention(nn.Module):
@@ -214,19 +221,20 @@ class GptAttention(nn.Module):
         self.output = _linear(size, size, config, residual=True)
         self.dropout = nn.Dropout(config.resid_pdrop)
 
-    def forward(self, h_bsh: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, h_bsh: Tensor, positions_bs: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         start = 0 if cache is None else cache.length
         qkv_bs3ad = self.qkv(self.norm(h_bsh)).unflatten(-1, (3, -1, self.head_size))
         query_basd, key_basd, value_basd = qkv_bs3ad.permute(2, 0, 3, 1, 4)
         if cache is not None:
             key_basd, value_basd = cache.append(key_basd, value_basd)
-        mixed_basd = attention(query_basd, key_basd, value_basd, causal=start == 0,
+        mask = within_texts(positions_bs)
+        mixed_basd = attention(query_basd, key_basd, value_basd, mask=mask, causal=start == 0 and mask is None,
                                dropout=self.attention_dropout)
         mixed_bsh = self.output(mixed_basd.transpose(1, 2).flatten(2))
         return h_bsh + self.dropout(mixed_bsh)  # type: ignore[no-any-return]
 
     def step(self, h_bsh: Tensor, cache: KeyValueCache) -> Tensor:
-        return self(h_bsh, cache)  # type: ignore[no-any-return]
+        return self(h_bsh, cache=cache)  # type: ignore[no-any-return]
 
 
 class GptMlp(PerToken):

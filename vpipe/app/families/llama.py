@@ -36,6 +36,7 @@ from vpipe.app.families.transformer import (
     decoder,
     decoder_copies,
     decoder_names,
+    within_texts,
 )
 from vpipe.errors import UserError
 
@@ -237,15 +238,16 @@ def huggingface_spelled(name: str) -> str | None:
     return None if name.endswith(".rotary_emb.inv_freq") else name
 
 
-def llama(config: LlamaConfig, length: int | None = None) -> Model:
+def llama(config: LlamaConfig, length: int | None = None, packed: bool = False) -> Model:
     """Return LLaMA with the loss of the next token as 2n + 1 layers for n blocks.
 
     Each attention layer keeps the rotary tables for ``length`` tokens; None for as many as there are positions.
+    ``packed``: as of :func:`vpipe.app.families.transformer.decoder`.
     """
     positions = config.max_position_embeddings if length is None else length
     return decoder(config.num_hidden_layers, partial(LlamaEmbeddings, config),
                    partial(LlamaAttention, config, positions), partial(LlamaMlp, config), partial(_head, config),
-                   tied=config.tie_word_embeddings)
+                   tied=config.tie_word_embeddings, packed=packed)
 
 
 def _flops(of: type[LlamaConfig], settings: ModelSettings) -> list[int]:
@@ -282,7 +284,7 @@ def kind_from_settings(of: type[LlamaConfig], settings: ModelSettings) -> Model:
     """
     config = config_from_settings(of, settings)
     of.keys.check_length(settings.sequence_length or 1, config.max_position_embeddings, "max_position_embeddings")
-    return llama(config, settings.sequence_length)
+    return llama(config, settings.sequence_length, settings.packed)
 
 
 @register_model("llama", **kind_of_llama(LlamaConfig))
@@ -322,7 +324,8 @@ def rotary_tables(length: int, head_size: int, theta: float, scaling: RopeScalin
 
 
 def rotate(x_basd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
-    """Turn queries or keys by their positions; the tables are [S, D/2] and take the dtype of ``x``."""
+    """Turn queries or keys by their positions; the tables are [S, D/2], or [B, 1, S, D/2] where samples have tables of
+    their own, and take the dtype of ``x``."""
     cos_sd, sin_sd = cos_sd.to(x_basd.dtype), sin_sd.to(x_basd.dtype)
     first, second = x_basd.chunk(2, dim=-1)
     return torch.cat((first * cos_sd - second * sin_sd, second * cos_sd + first * sin_sd), dim=-1)
@@ -338,7 +341,7 @@ class LlamaEmbeddings(PerToken):
         self.token = nn.Embedding(config.vocab_size, config.hidden_size)
         nn.init.normal_(self.token.weight, std=config.initializer_range)
 
-    def forward(self, ids_bs: Tensor) -> Tensor:
+    def forward(self, ids_bs: Tensor, positions_bs: Tensor | None = None) -> Tensor:
         return self.token(ids_bs)  # type: ignore[no-any-return]
 
 
@@ -367,7 +370,7 @@ class LlamaAttention(nn.Module):
         for name, table in zip(("cos_sd", "sin_sd"), tables, strict=True):
             self.register_buffer(name, table, persistent=False)
 
-    def forward(self, h_bsh: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, h_bsh: Tensor, positions_bs: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         start, normed_bsh = 0 if cache is None else cache.length, self.norm(h_bsh)
         end = start + normed_bsh.shape[1]
         self.keys.check_length(end, len(self.cos_sd), "max_position_embeddings")
@@ -375,16 +378,18 @@ class LlamaAttention(nn.Module):
                                             for projection in (self.query, self.key, self.value))
         query_basd, key_bgsd, value_bgsd = (x.transpose(1, 2) for x in (
             self.query_norm(query_bsad), self.key_norm(key_bsgd), value_bsgd))
-        cos_sd, sin_sd = self.cos_sd[start:end], self.sin_sd[start:end]
+        cos_sd, sin_sd = (table[start:end] if positions_bs is None else table[positions_bs][:, None]
+                          for table in (self.cos_sd, self.sin_sd))
         query_basd, key_bgsd = rotate(query_basd, cos_sd, sin_sd), rotate(key_bgsd, cos_sd, sin_sd)
         if cache is not None:
             key_bgsd, value_bgsd = cache.append(key_bgsd, value_bgsd)
-        mixed_basd = attention(query_basd, key_bgsd, value_bgsd, causal=start == 0,
+        mask = within_texts(positions_bs)
+        mixed_basd = attention(query_basd, key_bgsd, value_bgsd, mask=mask, causal=start == 0 and mask is None,
                                dropout=self.attention_dropout)
         return h_bsh + self.output(mixed_basd.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def step(self, h_bsh: Tensor, cache: KeyValueCache) -> Tensor:
-        return self(h_bsh, cache)  # type: ignore[no-any-return]
+        return self(h_bsh, cache=cache)  # type: ignore[no-any-return]
 
 
 class LlamaMlp(PerToken):

@@ -33,6 +33,7 @@ class ModelSettings:
     ``vocab_size`` is known by now (-1, the data set's, is resolved before). ``num_layers`` counts blocks as
     in config files, not the layers a pipeline cuts between. ``num_kv_heads`` counts the heads of keys and values,
     which groups of the ``num_heads`` share. ``dropout`` is a probability and replaces every dropout of the family.
+    ``packed``: samples have several texts, and the model reads the place of each token in its text, ``positions``.
     ``overrides`` holds the content of a ``config_file``, such as a Hugging Face config. ``options`` is an instance of
     the family's class of :func:`register_model`; None for a family without.
     """
@@ -46,6 +47,7 @@ class ModelSettings:
     sequence_length: int | None = None
     dropout: float | None = None
     tie_weights: bool | None = None
+    packed: bool = False
     overrides: Mapping[str, object] = field(default_factory=dict)
     options: Any = None
 

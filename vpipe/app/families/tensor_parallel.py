@@ -287,6 +287,11 @@ class ShardedDropout(nn.Dropout):
         return self.at.part(F.dropout(x.new_ones(shape), self.p), self.dim)
 
 
+def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return a tensor that all ranks have, as one that every rank of ``other`` has."""
+    return _placed(tensor, other.device_mesh, Replicate()) if isinstance(other, DTensor) else tensor
+
+
 def cut_like(tensor: Tensor, other: Tensor) -> Tensor:
     """Return a tensor that all ranks have, cut as ``other`` is."""
     if not isinstance(other, DTensor):

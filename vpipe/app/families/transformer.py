@@ -200,6 +200,18 @@ def _attend_to_part(dropout: tp.ShardedDropout, query_basd: Tensor, key_bgsd: Te
     return dropout(scores_bass.softmax(-1)) @ value_basd  # type: ignore[no-any-return]
 
 
+POSITIONS = "positions"
+"""The field of a batch with several texts in a sample: the place of every token in its text, from 0; int64 [B, S]."""
+
+
+def within_texts(positions_bs: Tensor | None) -> Tensor | None:
+    """Return which tokens each one sees, bool [B, 1, S, S]: those of its own text up to itself; None for one text."""
+    if positions_bs is None:
+        return None
+    text_bs = (positions_bs == 0).cumsum(1)
+    return (text_bs[:, None, :, None] == text_bs[:, None, None, :]).tril()
+
+
 def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor, smoothing: float = 0.0) -> Tensor:
     """Return the mean cross entropy, in fp32 at least, over the tokens with a label; without any it is 0, not nan.
 
@@ -213,15 +225,18 @@ def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor, smoothing: float = 0.
 
 
 class EmbeddingsAndAttention(nn.Module):
-    """The first layer of a decoder: embeddings and the first block's attention, int64 [B, S] -> [B, S, H]."""
+    """The first layer of a decoder: embeddings and the first block's attention, int64 [B, S] -> [B, S, H].
+
+    As of every attention, ``positions`` are the places of tokens in their texts, where a sample has several.
+    """
 
     def __init__(self, embeddings: Callable[[], nn.Module], attention: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.embeddings = embeddings()
         self.attention = attention()
 
-    def forward(self, ids_bs: Tensor) -> Tensor:
-        return self.attention(self.embeddings(ids_bs))  # type: ignore[no-any-return]
+    def forward(self, ids_bs: Tensor, positions_bs: Tensor | None = None) -> Tensor:
+        return self.attention(self.embeddings(ids_bs, positions_bs), positions_bs)  # type: ignore[no-any-return]
 
     def step(self, ids_bs: Tensor, cache: KeyValueCache) -> Tensor:
         return self.attention.step(self.embeddings.step(ids_bs, cache), cache)  # type: ignore[operator, no-any-return]
@@ -246,18 +261,21 @@ class NextTokenHead(nn.Module):
 
 
 def decoder(blocks: int, embeddings: Callable[[], nn.Module], attention: Callable[[], nn.Module],
-            mlp: Callable[[], nn.Module], head: Callable[[], nn.Module], *, tied: bool) -> Model:
+            mlp: Callable[[], nn.Module], head: Callable[[], nn.Module], *, tied: bool, packed: bool = False) -> Model:
     """Return a decoder of 2n + 1 layers for n blocks, from the functions that build each part.
 
     Batch fields, int64 [B, S]: ``input_ids``, and ``labels``: for every token the next one; -100 where there
     is none to learn. The only tensor between layers is ``h`` [B, S, H]. ``tied``: the head shares the token
-    embeddings' weight.
+    embeddings' weight. ``packed``: samples have several texts, and each is computed as if it were alone; the batch
+    has :data:`POSITIONS`, too.
     """
-    layers = [Layer("block0.attention", partial(EmbeddingsAndAttention, embeddings, attention), inputs=("input_ids",))]
+    more = (POSITIONS,) if packed else ()
+    layers = [Layer("block0.attention", partial(EmbeddingsAndAttention, embeddings, attention),
+                    inputs=("input_ids", *more))]
     for i in range(blocks):
         if i > 0:
-            layers.append(Layer(f"block{i}.attention", attention))
+            layers.append(Layer(f"block{i}.attention", attention, inputs=("h", *more)))
         layers.append(Layer(f"block{i}.mlp", mlp))
     layers.append(Layer("head", head, inputs=("h", "labels"), outputs=("loss",),
                         ties={"decoder.weight": TOKEN_EMBEDDINGS} if tied else {}))
-    return Model(layers, batch=("input_ids", "labels"))
+    return Model(layers, batch=("input_ids", *more, "labels"))

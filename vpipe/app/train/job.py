@@ -320,8 +320,8 @@ class Job:
     @property
     def learns_next_tokens(self) -> bool:
         """Whether the loss is the mean over tokens of the cross-entropy of the next one."""
-        fields = self.dataset.fields
-        return set(self.model.batch) == {"input_ids", "labels"} and fields["labels"].shape == fields["input_ids"].shape
+        fields, read = self.dataset.fields, set(self.model.batch) - {"positions"}
+        return read == {"input_ids", "labels"} and fields["labels"].shape == fields["input_ids"].shape
 
     @property
     def tokenizer_path(self) -> Path | None:
@@ -400,6 +400,9 @@ def _check_data(model: Model, dataset: Dataset, config: Config) -> None:
     if config.dataset.max_tokens is not None and not isinstance(dataset, VaryingBatches):
         raise UserError(f"dataset.max_tokens is {config.dataset.max_tokens}, but all samples of the data set '{name}' "
                         "have equally many tokens", hint="leave it out, and set dataset.batch_size")
+    if config.model.packed and "positions" not in model.batch:
+        raise UserError(f"model.packed is true, but the model '{config.model.name}' does not tell the texts of a "
+                        "sample apart", hint="set it to false, or train a gpt, a llama or one of its kinds")
     if missing := [field for field in model.batch if field not in dataset.fields]:
         suitable = ("text", "synthetic") if "input_ids" in model.batch else family_named(config.model.name).datasets
         raise UserError(f"the model '{config.model.name}' reads {missing}, which the data set '{name}' does not hold "

@@ -111,8 +111,8 @@ def test_caches_give_the_tokens_of_whole_forwards(model: Model, decoding: str) -
 def test_a_cache_computes_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
     forward = GptEmbeddings.forward
-    monkeypatch.setattr(GptEmbeddings, "forward", lambda self, ids, start=0: (
-        seen.append([start, *ids.flatten().tolist()]), forward(self, ids, start))[1])
+    monkeypatch.setattr(GptEmbeddings, "forward", lambda self, ids, positions=None, start=0: (
+        seen.append([start, *ids.flatten().tolist()]), forward(self, ids, positions, start))[1])
     found = decode(StageDecoder(DecoderModel(GPT), GPT.materialize(0).eval(), 16), Request((4, 5), Decoding(3, 40)))
     tokens = [chosen.tokens[0] for chosen in found]
     assert seen == [[0, 4, 5], [2, tokens[0]], [3, tokens[1]]]
