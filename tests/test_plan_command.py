@@ -32,6 +32,7 @@ Said = Callable[..., tuple[int, str, str]]
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     """Ranks and microbatch sizes of which profiles were asked for; they are made up."""
     asked: list[tuple[int, list[int]]] = []
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # no layer is split
 
     def made(job: Job, sizes: Sequence[int], *, again: bool = False) -> dict[int, Profile]:
         asked.append((job.schedule.ranks, list(sizes)))
@@ -168,6 +169,89 @@ def test_replicas_share_the_optimizers_state_where_that_gains_and_the_config_doe
     assert plans[0].predicted == plans[1].predicted
     assert off.endswith("run it: vpipe train c.yaml --set parallel.plan=2.json\n"), "the plan says it"
     assert Job.from_config(load_config(Path("c.yaml"), ["parallel.plan=0.json"])).config.parallel.zero1
+
+
+EVEN = 7
+"""A seed for layers that two stages can share evenly."""
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch, said: Said) -> list[tuple[int, int]]:
+    """Ranks of a pipeline, and to a layer, of which profiles were asked for: layers of 4 ms, or even in two stages."""
+    asked: list[tuple[int, int]] = []
+
+    def made(job: Job, sizes: Sequence[int]) -> dict[int, Profile]:
+        tensor, ranks = job.config.parallel.tensor, job.schedule.ranks
+        asked.append((ranks, tensor))
+        times = [20.0, 30.0, 30.0, 40.0, 40.0] if job.config.training.seed == EVEN else [4.0] * 5
+        one = made_profile(5, 2, ranks, forward_ms=[ms / tensor for ms in times], saved=10 * MIB // tensor)
+        layers = tuple(replace(layer, parameter_bytes=layer.parameter_bytes // tensor,
+                               optimizer_bytes=layer.optimizer_bytes // tensor) for layer in one.layers)
+        return {size: replace(one, layers=layers, identity=replace(
+            one.identity, microbatch_size=size, tensor=tensor, model=model_digest(job))) for size in sizes}
+
+    monkeypatch.setattr("vpipe.app.commands.profile.profiles_of", made)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    return asked
+
+
+def test_layers_are_split_where_that_gains(said: Said, split: list[tuple[int, int]]) -> None:
+    """Two stages of five equal layers are uneven, halves of all of them are not. Tiny BERT has 2 heads."""
+    status, out, err = said("-o", "plan.json", "--set", "training.seed=3")
+    assert (status, err, split) == (0, "", [(2, 1), (1, 2)])
+    assert out.startswith("bert made: 5 layers on 2 ranks of ")
+    assert re.search(r"^plan: \w+, 1 stage \[5\], tensor 2, \d microbatch", out, re.MULTILINE)
+    assert "a rank here is 2 that split its layers" in out.replace("\n  ", " ")
+    assert re.search(r"^tensor 1 .* -\d+ %", out, re.MULTILINE)
+    assert out.endswith("run it: vpipe train c.yaml --set training.seed=3 --set parallel.plan=plan.json\n")
+    assert Plan.load("plan.json").tensor == 2
+    job = Job.from_config(load_config(Path("c.yaml"), ["parallel.plan=plan.json"]))
+    assert (job.config.parallel.tensor, job.schedule.ranks, job.processes) == (2, 1, 2)
+
+
+def test_layers_are_split_where_whole_ones_do_not_fit(said: Said, split: list[tuple[int, int]]) -> None:
+    refused = [said("--memory", "5MiB", "--ranks", "2", "--set", f"parallel.tensor={count}")[2] for count in (1, 2)]
+    whole, halves = (re.findall(r"hint: allow ([\d.]+) MiB or more", err)[0] for err in refused)
+    assert float(halves) < float(whole)
+    status, out, _ = said("--memory", f"{halves}MiB", "-o", "plan.json")
+    assert (status, Plan.load("plan.json").tensor) == (0, 2)
+    assert f"\ntensor 1: no plan fits into {halves} MiB per rank\n" in out
+    status, out, err = said("--memory", "5MiB")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: tensor 1: no plan fits into 5 MiB per rank: ")
+    assert "\nerror: tensor 2: no plan fits into 5 MiB per rank: " in err
+
+
+def test_what_cannot_gain_is_not_measured(said: Said, split: list[tuple[int, int]]) -> None:
+    _, out, _ = said("--ranks", "1")
+    assert split == [(1, 1)]
+    assert "tensor" not in out
+    _, out, _ = said("--ranks", "4", "--set", "training.num_microbatches=8", "--set", "parallel.schedule=pipedream")
+    assert (4, 1) in split
+    assert (2, 2) in split, "four stages of five layers are uneven"
+    split.clear()
+    assert said("--ranks", "5", "--memory", "4GiB")[0] == 0
+    assert split == [(5, 1)], "not a multiple of 2"
+    split.clear()
+    _, out, _ = said("--set", "parallel.schedule=pipedream", "--set", f"training.seed={EVEN}")
+    assert split == [(2, 1)]
+    assert re.search(r"^tensor 2: not measured, for it gains \d % at most$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("settings", "asked"), [
+    (["parallel.tensor=2"], [(1, 2)]), (["parallel.tensor=1"], [(2, 1)]), (["model.num_heads=1"], [(2, 1)]),
+    (["training.compile=true"], [(2, 1)]), (["parallel.compress=int8"], [(2, 1)])])
+def test_the_config_says_whether_layers_are_split(said: Said, split: list[tuple[int, int]], settings: list[str],
+                                                  asked: list[tuple[int, int]]) -> None:
+    status, _, err = said("--ranks", "2", *(word for setting in settings for word in ("--set", setting)))
+    assert (status, err, split) == (0, "", asked)
+
+
+def test_ranks_that_split_no_layers_evenly_are_refused(said: Said, split: list[tuple[int, int]]) -> None:
+    assert said("--ranks", "3", "--set", "parallel.tensor=2")[2] == (
+        "error: 3 ranks cannot split layers over 2 each (parallel.tensor)\n"
+        "hint: plan for a multiple of 2 with --ranks\n")
+    assert not split
 
 
 def test_the_heuristic_of_the_paper(said: Said) -> None:

@@ -12,7 +12,7 @@ from test_solve import by_formula, compositions
 
 from vpipe.errors import UserError
 from vpipe.plan.prediction import predict
-from vpipe.plan.profile import Profile
+from vpipe.plan.profile import Profile, Seconds
 from vpipe.plan.solver.choice import Choice
 from vpipe.plan.solver.request import PlanRequest
 from vpipe.plan.solver.search_space import SearchSpace
@@ -108,3 +108,50 @@ def test_without_replicas_nothing_is_said_of_it() -> None:
     found = both(PlanRequest({8: transformer(4)}, 2, None, ("zb_h1",), placement=((0,), (1,))))
     assert found.plan.zero1 is False
     assert not {"with zero1", "no zero1"} & set(rows(found))
+
+
+def split(made: Profile, tensor: int, slower: float) -> Profile:
+    """The layers of a profile as each of ``tensor`` ranks has its part, ``slower`` than with an even share of the time.
+    """
+    layers = tuple(replace(each, **{name: Seconds(slower / tensor * getattr(each, name).median) for name in (
+        "forward", "backward", "input_half", "weight_half", "recompute", "step")}, **{
+            name: getattr(each, name) // tensor for name in (
+                "parameter_bytes", "optimizer_bytes", "saved_bytes", "weight_half_bytes")}) for each in made.layers)
+    return replace(made, layers=layers, identity=replace(made.identity, tensor=tensor))
+
+
+def over(ranks: int, memory_bytes: int | None, **slower: float) -> Solution:
+    """The answer for a model on so many ranks, whose layers may be split as ``t2=1.1`` says."""
+    whole = transformer(2)
+    return solve_all(*(PlanRequest({4: split(whole, tensor, times)}, ranks // tensor, memory_bytes)
+                       for name, times in {"t1": 1.0, **slower}.items() for tensor in [int(name[1:])]))
+
+
+def test_layers_are_split_where_that_is_faster_and_the_others_are_named() -> None:
+    found = over(4, None, t2=1.01, t4=1.2)
+    assert (found.plan.tensor, found.plan.ranks) == (2, 2)
+    assert {"tensor 1", "tensor 4"} <= set(rows(found))
+    whole = solve(PlanRequest({4: transformer(2)}, 4))
+    assert next(other.seconds_per_sample for other in found.alternatives if other.what == "tensor 1") == seconds(whole)
+    assert seconds(found) < (1 - GAINED) * seconds(whole)
+    assert found.considered > whole.considered
+
+
+def test_as_fast_as_whole_ones_is_no_reason() -> None:
+    whole = solve(PlanRequest({4: transformer(2)}, 4))
+    even = split(transformer(2), 2, 1.0)
+    fast = seconds(solve(PlanRequest({4: even}, 2)))
+    assert over(4, None, t2=0.995 * seconds(whole) / fast).plan == whole.plan
+
+
+def test_little_memory_splits_layers_and_none_names_what_each_would_need() -> None:
+    assert over(4, None, t2=3.0).plan.tensor == 1
+    with pytest.raises(UserError) as error:
+        over(4, 10 * KIB, t2=3.0)
+    assert [problem.what.partition(" per rank")[0] for problem in error.value.problems] == [
+        f"tensor {tensor}: no plan fits into 10 KiB" for tensor in (1, 2)]
+    whole, halves = (float(problem.hint.split()[1]) for problem in error.value.problems)
+    assert halves < whole
+    tight = over(4, int(halves * KIB) + KIB, t2=3.0)
+    assert tight.plan.tensor == 2
+    assert rows(tight)["tensor 1"].startswith("no plan fits into ")

@@ -7,13 +7,13 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vpipe import Plan
+from vpipe import Plan, accelerator
 from vpipe.app.command_line import Setting, setting_words
 from vpipe.app.config.apply_plan import TARGETS
-from vpipe.app.config.config import Config, load_config
-from vpipe.app.launch.rank_env import check_alone, check_unsplit, ranks_of
+from vpipe.app.config.config import Config, config_tree, load_config
+from vpipe.app.launch.rank_env import check_alone, ranks_of
 from vpipe.app.progress import message_if_slow
 from vpipe.app.sizes import parse_size
 from vpipe.app.train.csv_rows import check_output
@@ -26,6 +26,12 @@ from vpipe.units import size_text
 
 if TYPE_CHECKING:
     from vpipe.app.train.job import Job
+
+SPLIT = (1, 2, 4, 8)
+"""Ranks that split a layer, as they are tried where the config does not say how many."""
+
+WORTH = 0.05
+"""Share of a sample's time that splitting layers could save at best, below which it is not measured."""
 
 PLANNED = frozenset(".".join(map(str, keys)) for keys in TARGETS.values()) | frozenset(
     f"parallel.{key}" for key in ("model_parallel_size", "data_parallel_size", "chunks", "memory", "plan"))
@@ -43,7 +49,6 @@ def run_plan(options: argparse.Namespace) -> None:
     if options.output is not None:
         check_output(options.output)
     config = load_config(options.config, options.settings)
-    check_unsplit("vpipe plan", config)
     own_ranks = ranks_of(config)
     ranks = own_ranks if options.ranks is None else options.ranks
 
@@ -51,34 +56,122 @@ def run_plan(options: argparse.Namespace) -> None:
     from vpipe.app.commands.profile import profiles_of
     from vpipe.app.train.job import Job
 
-    job = Job.from_config(config)
-    if ranks != own_ranks:
-        if ranks > len(job.model):
-            raise UserError(f"--ranks is {ranks}, but the model has only {counted(len(job.model), 'layer')}",
-                            hint=f"use {len(job.model)} ranks at most")
-        job = Job.from_config(with_ranks(config, ranks))
-    if options.stages is not None:
-        _check_stages(options.stages, ranks, len(job.model))
-    profiles = profiles_of(job, [config.dataset.batch_size // count for count in microbatch_choices(job.config)])
-    by_count = {config.dataset.batch_size // size: profile for size, profile in profiles.items()}
-    limit_bytes, limit_from = limit_of(memory_bytes, config, next(iter(by_count.values())))
-    own = _own_choice(job, by_count, limit_bytes) if ranks == own_ranks else None
-    known = (own.plan,) if own is not None and own.plan is not None and options.solver == "exact" and (
-        options.stages in (None, len(own.plan.partition))) else ()
-    request = PlanRequest(by_count, ranks, limit_bytes,
-                          RegisteredSchedule.for_plans(flush=not job.config.parallel.asynchronous),
-                          updates_every(job.config, by_count), stages=options.stages, known=known,
-                          warmup="auto" if job.config.parallel.asynchronous else None, solver=options.solver)
+    said = _said(options)
+    jobs = _jobs(config, Job.from_config(config), ranks, options.stages, "tensor" in said)
+    answers: dict[Any, Any] = {}  # kept, since what is measured next depends on those before
+    requests: list[PlanRequest] = []
+    others: list[OtherPlan] = []
+    took_s = 0.0
+    for tensor, job in jobs.items():
+        if requests and (gain := _most_gain(requests, ranks, answers)) < WORTH:
+            why = f"not measured, for it gains {100 * gain:.0f} % at most"
+            others += [OtherPlan(f"tensor {each}", why=why) for each in jobs if each >= tensor]
+            break
+        samples = config.dataset.batch_size
+        with message_if_slow(f"layers split over {tensor} ranks are measured, too: about {took_s:.0f} s, as before; "
+                             "--set parallel.tensor=1 leaves that out", show=bool(requests)):
+            profiles = profiles_of(job, [samples // count for count in microbatch_choices(job.config)])
+        by_count = {samples // size: profile for size, profile in profiles.items()}
+        took_s = sum(profile.took_s for profile in profiles.values())
+        limit_bytes, limit_from = limit_of(memory_bytes, config, next(iter(by_count.values())))
+        known: tuple[Plan, ...] = ()
+        if (job.processes, tensor) == (own_ranks, config.parallel.tensor):
+            own = _own_choice(job, by_count, limit_bytes)
+            others += own
+            known = tuple(one.plan for one in own if one.plan is not None and options.solver == "exact"
+                          and options.stages in (None, len(one.plan.partition)))
+        requests.append(PlanRequest(
+            by_count, job.schedule.ranks, limit_bytes,
+            RegisteredSchedule.for_plans(flush=not job.config.parallel.asynchronous),
+            updates_every(job.config, by_count), stages=options.stages, known=known,
+            warmup="auto" if job.config.parallel.asynchronous else None, solver=options.solver))
+        if "zero1" not in said and job.schedule.ranks > 1 and options.solver == "exact":
+            requests.append(requests[-1].with_zero1)
     with message_if_slow(f"searching: {len(job.model)} layers on {ranks} ranks"):
-        found = explanation(request, limit_from, own, _other_ways(job.config, request))
+        found = explanation(requests, limit_from, others, answers)
     print(found.text(terminal_columns(PIPE_COLUMNS)))
     _save(found.plan, options)
 
 
-def _other_ways(config: Config, request: PlanRequest) -> list[PlanRequest]:
-    """Return the request with what else the ranks may share: what the config does not say."""
-    shares = "zero1" not in config.parallel.model_fields_set and request.ranks > 1 and request.solver == "exact"
-    return [request.with_zero1] if shares else []
+def _said(options: argparse.Namespace) -> set[str]:
+    """Return which keys on how ranks share a config says; a plan that it names is planned anew."""
+    tree = config_tree(options.config, [*options.settings, "parallel.plan=null"])
+    return {key for key in ("tensor", "zero1") if tree.get(("parallel", key)) is not None}
+
+
+def _jobs(config: Config, own: Job, ranks: int, stages: int | None, said: bool) -> dict[int, Job]:
+    """Return the jobs that are measured, by how many of the ranks split each layer.
+
+    Args:
+        own: the job of the config.
+        ranks: in all.
+        stages: that the plan shall have.
+        said: the config says how many split a layer.
+
+    Raises:
+        UserError: none is possible.
+    """
+    jobs: dict[int, Job] = {}
+    refused: list[UserError] = []
+    for tensor in [config.parallel.tensor] if said else SPLIT:
+        try:
+            if not said and tensor > 1:
+                _check_split(own, tensor)
+            jobs[tensor] = _job_of(config, own, ranks, tensor)
+            if stages is not None:
+                _check_stages(stages, jobs[tensor].schedule.ranks, len(own.model))
+        except UserError as error:
+            jobs.pop(tensor, None)
+            refused.append(error)
+    if not jobs:
+        raise refused[0]
+    return jobs
+
+
+def _check_split(own: Job, tensor: int) -> None:
+    """Refuse to split layers over ranks that the model or the config does not allow, or that have too few devices."""
+    from vpipe.app.train.job import on_processors
+
+    config = own.config.with_parallel(tensor=tensor)
+    if any(config.mistakes()) or any(config.parallel.mistakes()):
+        raise UserError("the config has what does not go with split layers", hint="set parallel.tensor to 1")
+    cpu = on_processors(config)
+    devices = (os.cpu_count() or 1) // config.training.threads if cpu else accelerator.count()
+    if tensor > devices or (devices % tensor and not cpu):
+        raise UserError(f"{tensor} ranks would split a layer on {counted(devices, 'device')}", hint="take fewer")
+
+
+def _job_of(config: Config, own: Job, ranks: int, tensor: int) -> Job:
+    """Return the job of a config on so many ranks, of which ``tensor`` split a layer: ``own`` where it is that."""
+    from vpipe.app.train.job import Job
+
+    if (ranks, tensor) == (own.processes, own.config.parallel.tensor):
+        return own
+    each, rest = divmod(ranks, tensor)
+    if rest:
+        raise UserError(f"{counted(ranks, 'rank')} cannot split layers over {tensor} each (parallel.tensor)",
+                        hint=f"plan for a multiple of {tensor} with --ranks")
+    if each > len(own.model):
+        raise UserError(f"--ranks is {ranks}, but the model has only {counted(len(own.model), 'layer')}",
+                        hint=f"use {tensor * len(own.model)} ranks at most")
+    return Job.from_config(with_ranks(config.with_parallel(tensor=tensor), each))
+
+
+def _most_gain(requests: Sequence[PlanRequest], ranks: int, answers: dict[Any, Any]) -> float:
+    """Return which share of a sample's time is saved where every rank, or core, computes all the time, and nothing is
+    computed twice: no way to split layers saves more. All where no request has a plan."""
+    try:
+        found = solve(*requests, answers=answers).plan.predicted.seconds_per_sample
+    except UserError:
+        return 1.0
+    least = []
+    for profile in (profile for request in requests for profile in request.profiles.values()):
+        own = profile.identity
+        at_once = ranks if profile.cores is None else min(
+            ranks, profile.cores * own.tensor * -(-ranks // (own.ranks_per_host * own.tensor)))
+        work_s = sum(layer.forward.median + layer.backward.median for layer in profile.layers)
+        least.append(work_s * own.tensor / at_once / own.microbatch_size)
+    return 1 - min(least) / found
 
 
 def _check_stages(stages: int, ranks: int, layers: int) -> None:
@@ -135,41 +228,41 @@ def limit_of(memory_bytes: int | None, config: Config, profile: Profile) -> tupl
         "its device" if profile.cores is None else "its part of the host's memory")
 
 
-def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | None) -> OtherPlan | None:
-    """Return the config's own plan, where it leaves nothing open."""
+def _own_choice(job: Job, profiles: Mapping[int, Profile], limit_bytes: int | None) -> list[OtherPlan]:
+    """Return the config's own plan, where it leaves nothing open; else nothing."""
     parallel, name = job.config.parallel, "the config's own"
     if parallel.to_plan or CsvFile.is_path(parallel.schedule) or isinstance(parallel.recompute, str):
-        return None
+        return []
     plan = job.as_plan
     plan = replace(plan, predictions=predict(profiles[job.config.microbatches], plan).prediction)
     peak, seconds = plan.predicted.fullest_rank[1], plan.predicted.seconds_per_sample
     if limit_bytes is not None and peak > limit_bytes:
-        return OtherPlan(name, why=f"{1 / seconds:.3g} samples/s, but a rank would hold {size_text(peak, up=True)}")
-    return OtherPlan.simulated_one(name, plan)
+        why = f"{1 / seconds:.3g} samples/s, but a rank would hold {size_text(peak, up=True)}"
+        return [OtherPlan(name, why=why)]
+    return [OtherPlan.simulated_one(name, plan)]
 
 
-def explanation(request: PlanRequest, limit_from: str, own: OtherPlan | None,
-                ways: Sequence[PlanRequest] = ()) -> PlanExplanation:
-    """Solve a request and explain the plan.
+def explanation(requests: Sequence[PlanRequest], limit_from: str, others: Sequence[OtherPlan] = (),
+                answers: dict[Any, Any] | None = None) -> PlanExplanation:
+    """Solve requests, with the ``answers`` to some of them, and explain the plan.
 
     Args:
-        own: the plan of the config; None where that leaves something open.
-        ways: the request with other profiles, of ranks that share in other ways.
+        others: plans to compare with it, such as that of the config.
     """
-    solution = solve(request, *ways)
+    solution = solve(*requests, answers=answers)
+    request = solution.request
     kind = "exact for this schedule, m and replicas" if solution.exact else (
         "the VPipe paper's" if request.solver == "vpipe" else "not exact")
     solver = (f"{kind}; {counted(solution.considered, 'choice')} of schedule, microbatches and replicas in "
               f"{solution.seconds:.1f} s" + (f" ({solution.note})" if solution.note else ""))
     count = solution.plan.microbatches
     assert count is not None, "a solver chooses it"
-    others = [*([own] if own is not None else []), *(OtherPlan(**vars(one)) for one in solution.alternatives)]
+    others = [*others, *(OtherPlan(**vars(one)) for one in solution.alternatives)]
     if (shallow := solution.shallow) is not None and shallow.warmup != solution.plan.warmup:
         others.append(OtherPlan.simulated_one(f"warm-up {depths_text(shallow)}, as 1F1B", shallow))
     if (free := solution.without_recompute()) is not None:
         others.append(OtherPlan.simulated_one(f"no recompute, from {size_text(free[0], up=True)}", free[1]))
-    return PlanExplanation(solution.plan, solution.request.profiles[count], request.memory_bytes, limit_from, solver,
-                           others)
+    return PlanExplanation(solution.plan, request.profiles[count], request.memory_bytes, limit_from, solver, others)
 
 
 def _save(plan: Plan, options: argparse.Namespace) -> None:

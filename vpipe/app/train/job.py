@@ -447,10 +447,10 @@ def check_plan(job: Job, warn: Callable[[str], None] = to_stderr) -> None:
                         f"there, {model_name(job)} (digest {here}) here",
                         hint="vpipe plan CONFIG makes a plan for the model of a config")
     wanted: dict[str, object] = {"microbatch_size": job.microbatch_samples(job.config.microbatch_size),
-                                 "precision": job.config.training.precision}
+                                 "precision": job.config.training.precision, "tensor": job.config.parallel.tensor}
     if on_processors(job.config):  # only ranks know the name of a GPU
         wanted["device"] = accelerator.name_of(torch.device("cpu"))
-    made_for = {"precision": "fp32", **made_for}  # older plans lack it
+    made_for = {"precision": "fp32", "tensor": 1, **made_for}  # older plans lack these
     others = [f"{name.replace('_', ' ')} {made_for.get(name)}, not {value}" for name, value in wanted.items()
               if made_for.get(name) != value]
     if others:

@@ -79,7 +79,9 @@ class PlanExplanation:
         parts = [self._headline(),
                  [*times_table(self.plan, width),
                   *filled("in ms: forward, backward and recompute of one microbatch; step of the optimizer; comm "
-                          f"(transfers, mostly while it computes) and idle of a rank per {self._step_name}", width)],
+                          f"(transfers, mostly while it computes) and idle of a rank per {self._step_name}"
+                          + (f"; a rank here is {self._tensor} that split its layers" if self._tensor > 1 else ""),
+                          width)],
                  memory_table(self.plan, self.limit_bytes, width),
                  [line for text in (self._bottleneck(), *self._cuts(), *self._delay(), *self._zero1(),
                                     f"solver: {self.solver}")
@@ -90,14 +92,20 @@ class PlanExplanation:
     def _headline(self) -> list[str]:
         plan, identity, found = self.plan, self.profile.identity, self.plan.predicted
         limit = "" if self.limit_bytes is None else f" of {size_text(self.limit_bytes)} ({self.limit_from})"
-        return [f"{identity.model_name}: {counted(identity.layers, 'layer')} on {counted(plan.ranks, 'rank')}{limit}",
+        return [f"{identity.model_name}: {counted(identity.layers, 'layer')} on "
+                f"{counted(plan.ranks * self._tensor, 'rank')}{limit}",
                 f"plan: {plan.schedule}, {counted(len(plan.partition), 'stage')} {cut_text(plan.partition, 60)}, "
-                + ("zero1, " if self._shares else "")
+                + (f"tensor {self._tensor}, " if self._tensor > 1 else "") + ("zero1, " if self._shares else "")
                 + (f"{depths_text(plan)} forwards before the first backward, " if plan.warmup else "")
                 + f"{counted(self._microbatches, 'microbatch')} of {counted(identity.microbatch_size, 'sample')} per "
                 f"{self._step_name}",
                 f"predicted: {milliseconds(found.step_s)} per {self._step_name}, "
                 f"{compact(1 / found.seconds_per_sample)} samples/s, bubble {100 * found.bubble:.0f} %"]
+
+    @property
+    def _tensor(self) -> int:
+        """Ranks that split every layer."""
+        return self.profile.identity.tensor
 
     @property
     def _shares(self) -> bool:
@@ -116,7 +124,7 @@ class PlanExplanation:
     def _bottleneck(self) -> str:
         found = self.plan.predicted
         if self.plan.ranks == 1:
-            return "bottleneck: none, there is one rank"
+            return f"bottleneck: none, there is one {'rank' if self._tensor == 1 else 'stage'}"
         if (shared := self._shared_cores()) is not None:
             return shared
         number, stage = found.bottleneck, found.stages[found.bottleneck]
@@ -144,6 +152,7 @@ class PlanExplanation:
             return None
         left = max(0.0, 1 - used)
         gain = f"more than the other {100 * left:.0f} %" if left >= 0.005 else "anything"
+        cores, ranks = cores * self._tensor, ranks * self._tensor
         return (f"bottleneck: the {counted(cores, 'core')} that {ranks} ranks of a host share, which compute "
                 f"{100 * (1 - left):.0f} % of the time: no cut and no schedule gains {gain}")
 

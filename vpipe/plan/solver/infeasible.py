@@ -93,7 +93,7 @@ def _remedies(request: PlanRequest, plan: Plan, memory: StageMemory, limit: int,
         more = range(request.ranks + 1, request.layers + 1)
         enough_ranks = bisect_left(more, True, key=lambda ranks: fits(replace(alike, ranks=ranks)))
         if enough_ranks < len(more):
-            yield f"use {more[enough_ranks]} ranks"
+            yield f"use {more[enough_ranks] * profile.identity.tensor} ranks"
     owned = {count: replace(each, zero1=True) for count, each in request.profiles.items()}
     if not profile.zero1 and _small(request) and fits(replace(request, profiles=owned)):
         yield "let replicas share the optimizer's state (parallel.zero1: true)"

@@ -34,19 +34,29 @@ class Way(NamedTuple):
         return cls(profile.identity.tensor, profile.zero1)
 
 
-def solve(*requests: PlanRequest) -> Solution:
+Answers = dict[Way, Solution | UserError]
+"""To requests, by the way in which each shares."""
+
+
+def solve(*requests: PlanRequest, answers: Answers | None = None) -> Solution:
     """Return the fastest plan of requests for the same processes, which share in different ways.
+
+    Args:
+        answers: to some of them, found before; those to the others are added.
 
     Raises:
         UserError: none has a plan; for every number of processes that split a layer, why.
     """
-    solutions: dict[Way, Solution] = {}
-    refused: dict[int, UserError] = {}
-    for request in sorted(requests, key=Way.of):
-        try:
-            solutions[Way.of(request)] = solve_one(request)
-        except UserError as error:
-            refused[Way.of(request).tensor] = error  # with zero1 a rank holds least: its figures are kept
+    answers = {} if answers is None else answers
+    for request in requests:
+        if (way := Way.of(request)) not in answers:
+            try:
+                answers[way] = solve_one(request)
+            except UserError as error:
+                answers[way] = error
+    solutions = {way: answer for way, answer in sorted(answers.items()) if isinstance(answer, Solution)}
+    # With zero1 a rank holds least: its figures are kept.
+    refused = {way.tensor: answer for way, answer in sorted(answers.items()) if isinstance(answer, UserError)}
     if not solutions:
         if len(refused) == 1:
             raise next(iter(refused.values()))
