@@ -102,25 +102,10 @@ def pipeline():
                     stages=Cut(4, recompute=[0, 0.5, 0, 0]), schedule="1f1b", microbatches=4, seed=0)
 
 
-# %% Accuracy: the whole model in plain PyTorch, with the weights that the pipeline has now. Every rank calls
-# state_dict, as it does evaluate and save; one of them computes.
-def accuracy(pipe):
-    state = pipe.state_dict()
-    if pipe.rank != 0:
-        return None
-    modules = model.materialize().eval()
-    modules.load_state_dict(state, strict=False)  # a tied weight has one name, its owner's
-    right = total = 0
-    with torch.no_grad():
-        for batch in held_out:
-            tensors = dict(batch)
-            for layer in model.layers[:-1]:  # up to the logits
-                made = modules[layer.name](*(tensors[name] for name in layer.inputs))
-                tensors |= zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True)
-            there = batch["labels"] != PAD
-            right += int((tensors["logits"].argmax(-1) == batch["labels"])[there].sum())
-            total += int(there.sum())
-    return right / total
+# %% Accuracy: every output has a row per sample, here of each token whether it is right and whether it counts.
+def rights(tensors):
+    there = tensors["labels"] != PAD
+    return {"right": (tensors["logits"].argmax(-1) == tensors["labels"]) & there, "there": there}
 
 
 # %% Several epochs, saved half way.
@@ -128,10 +113,11 @@ folder = Path(tempfile.gettempdir()) / "vpipe-transformer"
 pipe = pipeline()
 for number in range(EPOCHS):
     losses = [step.loss for step in pipe.train(epoch(number))]
-    held_out_loss, right = pipe.evaluate(held_out), accuracy(pipe)
+    held_out_loss, found = pipe.evaluate(held_out, outputs=rights)
+    accuracy = found["right"].sum() / found["there"].sum()
     if pipe.rank == 0:
         print(f"epoch {number}: {pipe.position.updates} updates, {pipe.position.samples} samples, loss {losses[0]:.4f} "
-              f"-> {losses[-1]:.4f}, held out {held_out_loss:.4f}, accuracy {right:.1%}")
+              f"-> {losses[-1]:.4f}, held out {held_out_loss:.4f}, accuracy {accuracy:.1%}")
     if number == EPOCHS // 2 - 1:
         pipe.save(folder)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from vpipe.runtime.engine import Engine, Pauses
 from vpipe.runtime.executors.async_threaded import KernelScheduler, ThreadedWorker
 from vpipe.runtime.microbatches import Batch
 from vpipe.runtime.optimizer_step import StepObserver
+from vpipe.runtime.outputs import Outputs, Wanted
 from vpipe.runtime.pipeline_checkpoint import PipelineCheckpoint
 from vpipe.runtime.pipeline_schedule import prepare_schedule
 from vpipe.runtime.sharded_state import ShardedState
@@ -208,17 +209,30 @@ class Pipeline:
         """
         return self.engine.reached()
 
-    def evaluate(self, batches: Iterable[Batch]) -> float:
+    @overload
+    def evaluate(self, batches: Iterable[Batch]) -> float: ...
+
+    @overload
+    def evaluate(self, batches: Iterable[Batch], outputs: Wanted) -> tuple[float, dict[str, Tensor]]: ...
+
+    def evaluate(self, batches: Iterable[Batch],
+                 outputs: Wanted | None = None) -> float | tuple[float, dict[str, Tensor]]:
         """Return the mean loss over all samples, forward only, modules in evaluation mode; the same on every rank.
 
         Batches may have any size; the loss of a microbatch is weighted by its samples (docs/data.md).
+
+        Args:
+            outputs: what to return as well, as ``(loss, {name: tensor})``, of all samples in their order, on every rank
+                and in host memory: names of tensors that the last layer reads or writes; or a function from all of
+                these, by name, to others with a row per sample, called for every microbatch on the last stage.
 
         Every rank must call it, after the same step. With a flush it does not influence training. An asynchronous
         pipeline drains first, so the weights are those after all updates of the microbatches in flight, and fills again
         afterwards: the next microbatches use the versions that they would use at the start of training.
         """
         _check_batches(batches)
-        return self.engine.evaluate(batches)
+        loss, found = self.engine.evaluate(batches, None if outputs is None else Outputs(outputs, self.model))
+        return loss if outputs is None else (loss, found)
 
     def state_dict(self, *, corrected: bool = True, sharded: bool = False) -> dict[str, Any]:
         """Return the whole model on every rank: ``"<layer>.<parameter>"``; a tied parameter under its owner's name.

@@ -184,7 +184,7 @@ def test_sequential_keeps_names_weights_and_the_original() -> None:
     model = Model.sequential(net, nn.MSELoss())
     assert [layer.name for layer in model.layers] == ["0", "1", "2", "3"]
     assert [(layer.inputs, layer.outputs) for layer in model.layers] == [
-        (("input",), ("h",)), (("h",), ("h",)), (("h",), ("h",)), (("h", "target"), ("loss",))]
+        (("input",), ("h",)), (("h",), ("h",)), (("h",), ("h",)), (("h", "target"), ("loss", "output"))]
     assert model.batch == ("input", "target")
     pipe = Pipeline(model, sgd, stages=3)
     state = pipe.state_dict()
@@ -213,14 +213,16 @@ def test_the_loss_joins_the_last_child_in_both_modes() -> None:
     module = layer.materialize(0, 0)
     x, target = torch.randn(8, 3), torch.randn(8, 3)
     module.eval()
-    assert torch.equal(module(x, target), nn.functional.mse_loss(x, target))
+    loss, output = module(x, target)
+    assert torch.equal(loss, nn.functional.mse_loss(x, target))
+    assert torch.equal(output, x)
     module.train()
-    assert not torch.equal(module(x, target), nn.functional.mse_loss(x, target))
+    assert not torch.equal(module(x, target)[0], nn.functional.mse_loss(x, target))
 
 
 def test_one_child_is_a_model_of_one_layer() -> None:
     model = Model.sequential(nn.Sequential(nn.Linear(3, 2)), nn.MSELoss())
-    assert [(layer.inputs, layer.outputs) for layer in model.layers] == [(("input", "target"), ("loss",))]
+    assert [(layer.inputs, layer.outputs) for layer in model.layers] == [(("input", "target"), ("loss", "output"))]
     assert len(model) == 1
     assert model.index("0") == 0
 

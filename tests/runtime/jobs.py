@@ -96,13 +96,14 @@ def train(*, model: str, batches: int = 3, samples: int = 8, lengths: Sequence[i
             "state": fingerprint(pipe.state_dict())}
 
 
-def evaluate(*, sizes: Sequence[int], hide: bool = False, **arguments: Any) -> list[float]:
-    """Evaluations on batches of these sizes, before training and after each step."""
+def evaluate(*, sizes: Sequence[int], hide: bool = False, **arguments: Any) -> list[Any]:
+    """Evaluations on batches of these sizes, before training, with outputs, and after each step."""
     pipe = pipeline(rich_model(), **arguments)
     held_out: list[Batch] = [rich_batches(1, samples, seed=samples)[0] for samples in sizes]
     if hide:
         held_out = hidden(held_out, pipe)
-    found = [pipe.evaluate(held_out)]
+    loss, outputs = pipe.evaluate(held_out, ("h", "labels"))
+    found: list[Any] = [loss, fingerprint(outputs)]
     for _ in pipe.train(rich_batches(1, 8)):
         found.append(pipe.evaluate(held_out))
     return found

@@ -16,6 +16,7 @@ from models import rich_batches, rich_model
 from world import World
 
 from vpipe import Cut, Execution, Model, Pipeline
+from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Batch
 from vpipe.testing import evaluate_oracle
 
@@ -24,19 +25,22 @@ PLACEMENTS: list[list[list[int]]] = [
 EPS = torch.finfo(torch.float32).eps
 
 
-def plain_mean(model: Model, pipe: Pipeline, batches: Sequence[Batch]) -> float:
-    """The mean over all samples by the model in one piece, a batch at a time."""
-    modules, total = model.materialize(0).eval(), 0.0
+def plain(model: Model, pipe: Pipeline, batches: Sequence[Batch], parts: int = 1) -> tuple[float, torch.Tensor]:
+    """The mean over all samples by the model in one piece, of so many parts of a batch at a time, and what the last
+    layer reads."""
+    modules, total, read = model.materialize(0).eval(), 0.0, []
     state = pipe.state_dict()
     modules.load_state_dict(state | {"head.decoder.weight": state["embed.word.weight"]})
-    for batch in batches:
-        tensors = dict(batch)
+    for batch, place in [(one, place) for one in batches for place in range(min(parts, len(one["ids"])))]:
+        tensors = {name: field.tensor_split(min(parts, len(field)))[place] for name, field in batch.items()}
         with torch.no_grad():
             for layer in model.layers:
+                if layer is model.layers[-1]:
+                    read.append(tensors["h"])
                 out = modules[layer.name](*(tensors[name] for name in layer.inputs))
                 tensors |= zip(layer.outputs, out if isinstance(out, tuple) else (out,), strict=True)
-        total += float(tensors["loss"]) * len(batch["ids"])
-    return total / sum(len(batch["ids"]) for batch in batches)
+        total += float(tensors["loss"]) * len(tensors["ids"])
+    return total / sum(len(batch["ids"]) for batch in batches), torch.cat(read)
 
 
 @settings(max_examples=12, deadline=None)
@@ -50,10 +54,37 @@ def test_batches_of_any_sizes(sizes: list[int], microbatches: int, placement: li
     pipe = Pipeline(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1),
                     stages=Cut(len(placement), ranks=placement), schedule=schedule, microbatches=microbatches,
                     execution=Execution(executor=executor), seed=2)
-    found, state = pipe.evaluate(batches), pipe.state_dict()
+    (found, outputs), state = pipe.evaluate(batches, ("labels", "h")), pipe.state_dict()
     state["head.decoder.weight"] = state["embed.word.weight"]
     assert found == evaluate_oracle(model, state, batches, microbatches), "the same cut, the same bits"
-    assert found == pytest.approx(plain_mean(model, pipe, batches), rel=16 * EPS)
+    assert found == pytest.approx(plain(model, pipe, batches)[0], rel=16 * EPS)
+    assert torch.equal(outputs["h"], plain(model, pipe, batches, microbatches)[1])
+    assert torch.equal(outputs["labels"], torch.cat([batch["labels"] for batch in batches])), "in the samples' order"
+    loss, made = pipe.evaluate(batches, lambda tensors: {"sums": tensors["h"].sum((1, 2))})
+    assert (loss, list(made)) == (found, ["sums"])
+    assert torch.equal(made["sums"], torch.cat([h.sum((1, 2)) for h in outputs["h"].split(1)]))
+
+
+@pytest.mark.parametrize(("outputs", "problem"), [
+    ("logits", "error: outputs names 'logits', which the last layer '2' neither reads nor writes\nhint: name one of h, "
+               "target, loss, output, or let the layer write more than the loss: Layer(..., outputs=('loss', "
+               "'logits'))"),
+    (lambda tensors: tensors["output"], "error: the function outputs returned an object of class Tensor\nhint: let it "
+     "return tensors by name: {\"right\": logits.argmax(-1) == labels}"),
+    ("loss", "error: the output 'loss' of a microbatch of 2 samples has the shape []\nhint: dimension 0 of every "
+     "output counts samples: give a row for each, and add them up when evaluate returns them all"),
+    (lambda tensors: {"x": tensors["h"].new_ones(2, int(tensors["target"][0]))}, "error: outputs of one microbatch "
+     "have dtypes and shapes, without the samples, of {'x': ('torch.float32', [0])}, those of another of {'x': "
+     "('torch.float32', [1])}\nhint: give rows of one shape, such as a number per sample, or evaluate batches of one "
+     "shape at a time")], ids=["name", "function", "rows", "shapes"])
+def test_what_is_no_output_of_all_samples_is_refused(outputs: Any, problem: str) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    pipe = Pipeline(Model.sequential(net, torch.nn.CrossEntropyLoss()), torch.optim.SGD, stages=[2, 1], microbatches=2)
+    batch = {"input": torch.ones(4, 3), "target": torch.tensor([0, 0, 1, 1])}
+    with pytest.raises(UserError) as error:
+        pipe.evaluate([batch], outputs)
+    assert str(error.value) == problem
+    assert torch.equal(pipe.evaluate([batch], "target")[1]["target"], batch["target"]), "usable still"
 
 
 @pytest.mark.parametrize(("arguments", "under_rules"), [

@@ -50,6 +50,11 @@ def share(batch: dict[str, Tensor], place: int, lanes: int, microbatches: int = 
             for name, field in batch.items()}
 
 
+def told(loss: float, outputs: Mapping[str, Tensor]) -> list[Any]:
+    """An evaluation, its outputs lane after lane."""
+    return [loss, jobs.fingerprint(outputs)]
+
+
 def in_lanes(*, shape: Sequence[int], samples: int = 8, batches: int = 3, microbatches: int = MICROBATCHES,
              **arguments: Any) -> dict[str, Any]:
     """What a run on lanes shows."""
@@ -59,7 +64,7 @@ def in_lanes(*, shape: Sequence[int], samples: int = 8, batches: int = 3, microb
     steps = list(pipe.train(share(batch, place, lanes, microbatches) for batch in rich_batches(batches, samples)))
     held_out = [share(batch, place, lanes, microbatches) for batch in rich_batches(2, samples, seed=9)]
     return {"losses": [step.loss for step in steps], "norms": [step.gradient_norm for step in steps],
-            "evaluated": pipe.evaluate(held_out), "state": jobs.fingerprint(pipe.state_dict())}
+            "evaluated": told(*pipe.evaluate(held_out, "h")), "state": jobs.fingerprint(pipe.state_dict())}
 
 
 def with_replicas(*, lanes: int, samples: int = 8, batches: int = 3, microbatches: int = MICROBATCHES,
@@ -67,8 +72,11 @@ def with_replicas(*, lanes: int, samples: int = 8, batches: int = 3, microbatche
     """What the same run of as many replicas of every stage shows, in one process."""
     pipe = jobs.pipeline(untied_model(), AdamW(), microbatches=microbatches, ranks=lanes, **arguments)
     steps = list(pipe.train(rich_batches(batches, samples)))
+    loss, outputs = pipe.evaluate(rich_batches(2, samples, seed=9), "h")
+    batches_of_lanes = [share({"h": rows}, place, lanes, microbatches)["h"] for place in range(lanes)
+                        for rows in outputs["h"].split(samples)]
     return {"losses": [step.loss for step in steps], "norms": [step.gradient_norm for step in steps],
-            "evaluated": pipe.evaluate(rich_batches(2, samples, seed=9)),
+            "evaluated": told(loss, {"h": torch.cat(batches_of_lanes)}),
             "state": jobs.fingerprint(pipe.state_dict())}
 
 

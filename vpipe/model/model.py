@@ -98,7 +98,8 @@ class Model:
                                 shared[name]))
             source = "h"
         ending = WithLoss(children[last], loss)
-        layers.append(Layer(last, partial(copy_module, ending), (source, "target"), (LOSS,), ties[last], shared[last]))
+        layers.append(Layer(last, partial(copy_module, ending), (source, "target"), (LOSS, "output"), ties[last],
+                            shared[last]))
         return cls(layers, batch=("input", "target"))
 
     def materialize(self, seed: int = 0) -> nn.ModuleDict:

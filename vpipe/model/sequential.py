@@ -18,7 +18,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class WithLoss(nn.Module):
-    """The last child of a sequential model followed by its loss.
+    """The last child of a sequential model followed by its loss; returns that and the child's output.
 
     Shares the child's tables, so that parameters keep the names they have in the ``nn.Sequential``. A loss that is a
     module is a submodule: it moves to the device and changes its mode with the child. Its tensors are not in the
@@ -61,8 +61,9 @@ class WithLoss(nn.Module):
         _child_of(self).train(mode)
         return self
 
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        return _loss_of(self)(_at_least_fp32(_child_of(self)(hidden)), _at_least_fp32(target))
+    def forward(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        output = _child_of(self)(hidden)
+        return _loss_of(self)(_at_least_fp32(output), _at_least_fp32(target)), output
 
 
 def _child_of(module: WithLoss) -> nn.Module:

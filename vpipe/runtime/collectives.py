@@ -148,6 +148,20 @@ class Collectives:
                 state.update(shared if len(self._lane) > 1 else {name: t.clone() for name, t in shared.items()})
         return state
 
+    def of_last_stage(self, tensors: Mapping[int, Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Return what each replica of the last stage has on every rank, of lanes that read batches of their own all.
+
+        Args:
+            tensors: by rank of the last stage in this process.
+        """
+        lanes = [self._lanes.ranks[lane] for lane in self._lanes.averaged]
+        among = [rank for lane in lanes for rank in lane]
+        if len(among) == 1:
+            return [dict(tensors[rank]) for rank in self._placement[-1]]
+        mine = next(iter(tensors.values()), {})
+        return [broadcast_tensors(mine, lane[rank % len(lane)], among, self._timeout_s)
+                for lane in lanes for rank in self._placement[-1]]
+
     def _is_parted(self, ranks: Sequence[int]) -> bool:
         """Return whether the replicas on these ranks each step a part of their stage."""
         return self._zero1 and len(ranks) > 1

@@ -35,6 +35,7 @@ from vpipe.runtime.interrupts import Interrupts
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
 from vpipe.runtime.optimizer_step import OptimizerSteps
+from vpipe.runtime.outputs import Outputs, interleaved, joined
 from vpipe.runtime.reducer import count_buckets, owners_of
 from vpipe.runtime.sharded_tensors import check_meshes, whole
 from vpipe.runtime.stage import Stage
@@ -336,8 +337,11 @@ class Engine:
         self._interpreter.recorders = {rank: Recorder(worker, limit) for rank, worker in self.workers.items()}
         return self._interpreter.recorders
 
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the mean loss over samples, or labels if the model says so. See :meth:`vpipe.Pipeline.evaluate`."""
+    def evaluate(self, batches: Iterable[Batch], wanted: Outputs | None) -> tuple[float, dict[str, Tensor]]:
+        """Return the mean loss over samples, or labels if the model says so, and the outputs that are wanted.
+
+        See :meth:`vpipe.Pipeline.evaluate`.
+        """
         self._compare_replicas()
         self.drain()
         losses: dict[int, list[float]] = {rank: [] for rank in self._placement[-1] if rank in self.workers}
@@ -350,7 +354,7 @@ class Engine:
         loader, first = self._loader(batches, None, most, copied=True, equal=False), 0
         with self.interrupts, ExitStack() as stack:
             for worker in self.workers.values():
-                stack.enter_context(worker.evaluating())
+                stack.enter_context(worker.evaluating(wanted))
             for recorder in self._interpreter.recorders.values():
                 stack.enter_context(recorder.evaluating())
             stack.enter_context(self.collectives.first_buffers())
@@ -384,7 +388,16 @@ class Engine:
             weights = self._results.gather(labels, len(samples), self.collectives.exchange)
         total, weight = sum(loss * size for loss, size in zip(in_order, weights, strict=True)), sum(weights)
         self._interpreter.finish()
-        return self._results.over_lanes(total, weight)
+        return self._results.over_lanes(total, weight), {} if wanted is None else self._outputs(samples)
+
+    def _outputs(self, samples: Sequence[int]) -> dict[str, Tensor]:
+        """Return the outputs of an evaluation that is done, on every rank; ``samples``: of its microbatches."""
+        kept = {rank: self.workers[rank].outputs for rank in self._placement[-1] if rank in self.workers}
+        parts = self.collectives.of_last_stage({
+            rank: joined([own[number] for number in sorted(own)]) for rank, own in kept.items()})
+        for own in kept.values():
+            own.clear()
+        return interleaved(parts, samples) if len(self._placement[-1]) > 1 else joined(parts)
 
     def _loader(self, batches: Iterable[Batch], limit: int | None, period: int | None, begun: int = 0,
                 copied: bool = False, equal: bool = True) -> MicrobatchLoader:

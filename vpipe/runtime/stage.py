@@ -131,14 +131,20 @@ class Stage(StageLayers):
         return [contiguous(tensors[name]) for name in self.spec.outputs], record
 
     @torch.no_grad()
-    def evaluate(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey) -> list[Tensor]:
-        """Run one microbatch forward with the latest weights, keeping nothing. As :meth:`forward` otherwise."""
+    def evaluate(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey,
+                 also: Sequence[str] = ()) -> list[Tensor]:
+        """Run one microbatch forward with the latest weights, keeping nothing. As :meth:`forward` otherwise.
+
+        Args:
+            also: names of further tensors to return, which the last layer reads or writes.
+        """
         tensors = dict(zip(self.spec.inputs, received, strict=True))
         record = Record([], self._read_fields(fields), key, {}, split=False)
         with _PreserveRandomState(self.generators):
             for span in self._spans:
-                tensors = self._run(span, {name: tensors[name] for name in span.inputs}, record)
-        return [contiguous(tensors[name]) for name in self.spec.outputs]
+                tensors = self._run(span, {name: tensors[name] for name in span.inputs}, record,
+                                    also=also if span is self._spans[-1] else ())
+        return [contiguous(tensors[name]) for name in (*self.spec.outputs, *also)]
 
     def _read_fields(self, fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the fields in the precision of the stage's weights."""
@@ -180,13 +186,15 @@ class Stage(StageLayers):
         return SpanGraph(edges, store), outputs
 
     def _run(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
-             store: WeightGradStore | None = None, again: bool = False) -> dict[str, Tensor]:
+             store: WeightGradStore | None = None, again: bool = False,
+             also: Sequence[str] = ()) -> dict[str, Tensor]:
         """Run one span forward; return its outputs, by name.
 
         Args:
             inputs: leaves; an evaluation's may be changed in place.
             store: for weight gradients that can wait, if the backward comes in two halves.
             again: whether it ran on these inputs before.
+            also: further tensors to return, in an evaluation.
 
         Raises:
             UserError: a layer changes a field in place, or an input that it did not change at first, or does not return
@@ -223,7 +231,7 @@ class Stage(StageLayers):
         # Where layers got copies, an input that none of them changed is passed on itself, not one more copy. An alias
         # is passed on, so that gradients from beyond the span are added first, as in one graph.
         return {name: inputs[name] if span.recomputed and tensors[name] is given.get(name)
-                and name not in span.effects.inputs else tensors[name] for name in span.outputs}
+                and name not in span.effects.inputs else tensors[name] for name in (*span.outputs, *also)}
 
     def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor]) -> tuple[Tensor, ...]:
         """Call a layer; in reduced precision under an autocast of its own, so that no cast depends on the partition."""

@@ -26,6 +26,7 @@ from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.offload import Offloads
 from vpipe.runtime.optimizer_step import OptimizerSteps
+from vpipe.runtime.outputs import Outputs
 from vpipe.runtime.p2p import SCALE, P2PTransfers
 from vpipe.runtime.stage import NOTHING, Stage
 from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
@@ -91,6 +92,8 @@ class Worker:
         self._last = len(placement) - 1
         self.records: dict[tuple[int, int], Record] = {}
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
+        self.wanted: Outputs | None = None  # of an evaluation, beside the loss
+        self.outputs: dict[int, dict[str, Tensor]] = {}  # of the last stage, by microbatch of the evaluation
         self._activations = dict.fromkeys(stages, 0)
         self.seconds: dict[tuple[int, Kind], float] = defaultdict(float)  # by stage
         self.peak_activations = dict.fromkeys(stages, 0)
@@ -179,9 +182,11 @@ class Worker:
             self.comparison.forget(microbatches.stop)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Set modules to evaluation mode; count no seconds and bytes."""
+    def evaluating(self, wanted: Outputs | None) -> Iterator[None]:
+        """Set modules to evaluation mode; keep the outputs that are wanted; count no seconds and bytes."""
         counted = dict(self.seconds), self.transport.wait_s, self.transport.bytes_sent
+        self.wanted = wanted
+        self.outputs.clear()
         try:
             with ExitStack() as stack:
                 for number, stage in self.stages.items():
@@ -221,8 +226,13 @@ class Worker:
     def _forward(self, stage_index: int, microbatch: int) -> None:
         inputs, stage = self._forward_inputs(stage_index, microbatch), self.stages[stage_index]
         if inputs.pins is None:
-            self._end_forward(stage_index, microbatch, inputs,
-                              stage.evaluate(inputs.received, inputs.fields, inputs.key))
+            wanted = self.wanted if stage_index == self._last else None
+            outputs = stage.evaluate(inputs.received, inputs.fields, inputs.key, wanted.names if wanted else ())
+            if wanted is not None:
+                ((_, (samples, *_)), *_) = inputs.signature
+                self.outputs[self.segment.first + microbatch] = wanted.of(
+                    outputs[1:], samples, next(iter(self.outputs.values()), None))
+            self._end_forward(stage_index, microbatch, inputs, outputs)
         else:
             with self.offloads.saving(stage_index, microbatch, (*inputs.received, *inputs.fields.values())):
                 outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,

@@ -1,0 +1,93 @@
+"""Keep what an evaluation returns beside the loss: tensors of the model's last layer, or what a function makes of them.
+
+Every output has a row per sample, so that those of microbatches, replicas and lanes are put one after the other in the
+order of the samples. A metric is then computed from the whole, by the operations of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from vpipe.arguments import shown
+from vpipe.errors import UserError
+from vpipe.model.model import Model
+
+Wanted = str | Sequence[str] | Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Names of tensors that the last layer reads or writes, or a function from all of these, by name, to others."""
+
+ROWS = "dimension 0 of every output counts samples: give a row for each, and add them up when evaluate returns them all"
+
+
+class Outputs:
+    """What is wanted of every microbatch of an evaluation.
+
+    Attributes:
+        names: of the tensors that are needed, as they are after the last layer.
+
+    Raises:
+        UserError: a name is of no tensor of the last layer.
+    """
+
+    def __init__(self, wanted: Wanted, model: Model) -> None:
+        last = model.layers[-1]
+        self.names: tuple[str, ...] = tuple(dict.fromkeys((*last.inputs, *last.outputs)))
+        self._function = wanted if callable(wanted) else None
+        if callable(wanted):
+            return
+        names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+        if unknown := [name for name in names if name not in self.names]:
+            raise UserError(f"outputs names {shown(unknown[0])}, which the last layer '{last.name}' neither reads nor "
+                            "writes", hint=f"name one of {', '.join(self.names)}, or let the layer write more than "
+                                           "the loss: Layer(..., outputs=('loss', 'logits'))")
+        self.names = names
+
+    def of(self, tensors: Sequence[Tensor], samples: int, first: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Return copies of the outputs of a microbatch in host memory.
+
+        Args:
+            tensors: those of :attr:`names`.
+            first: the outputs of another microbatch, which these must fit; None: there is none yet.
+        """
+        found: object = dict(zip(self.names, tensors, strict=True))
+        if self._function is not None:
+            found = self._function(found)  # type: ignore[arg-type]
+        if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+            raise UserError(f"the function outputs returned {shown(found)}",
+                            hint='let it return tensors by name: {"right": logits.argmax(-1) == labels}')
+        for name, value in found.items():
+            if not value.dim() or value.shape[0] != samples:
+                raise UserError(f"the output '{name}' of a microbatch of {samples} samples has the shape "
+                                f"{list(value.shape)}", hint=ROWS)
+        if first is not None:
+            _check_alike([first, found])
+        return {name: value.detach().to("cpu", copy=True) for name, value in found.items()}
+
+
+def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Put outputs one after the other. Raises UserError where they do not fit."""
+    _check_alike(parts)
+    return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+
+
+def interleaved(replicas: Sequence[Mapping[str, Tensor]], samples: Sequence[int]) -> dict[str, Tensor]:
+    """Put the outputs of replicas, which take microbatches in turn, in the order of these.
+
+    Args:
+        samples: of every microbatch.
+    """
+    apart = [[dict(zip(own, rows, strict=True)) for rows in zip(*(
+        torch.split(value, list(samples[place::len(replicas)])) for value in own.values()), strict=True)]
+        for place, own in enumerate(replicas)]
+    return joined([part for turn in zip_longest(*apart) for part in turn if part is not None])
+
+
+def _check_alike(parts: Sequence[Mapping[str, Tensor]]) -> None:
+    kinds = [{name: (str(value.dtype), list(value.shape[1:])) for name, value in part.items()} for part in parts]
+    if other := next((kind for kind in kinds if kind != kinds[0]), None):
+        raise UserError(f"outputs of one microbatch have dtypes and shapes, without the samples, of {kinds[0]}, those "
+                        f"of another of {other}", hint="give rows of one shape, such as a number per sample, or "
+                        "evaluate batches of one shape at a time")
