@@ -242,6 +242,11 @@ def test_a_plan_says_what_the_arguments_would() -> None:
         assert (pipe.partition, pipe.recomputed, pipe.placement, pipe.schedule) == (
             (1, 4, 1), (frozenset(), {3, 4}, {5}), ((2,), (0,), (1,)), "gpipe")
     assert run(by_plan, batches(2))[0] == run(by_hand, batches(2))[0]
+    shared = pipeline(plan=Plan(Cut((6,), ranks=((0, 1),)), zero1=True, tensor=1), microbatches=2)
+    assert any(action.op == "GATHER_W" for program in shared.lowered.programs for action in program)
+    assert message(plan=Plan(Cut((6,)), tensor=2)) == (
+        "error: the plan is for layers that 2 ranks split, but there is 1 lane\n"
+        "hint: build the layers on a mesh, Execution(mesh=mesh), or make another plan")
 
 
 def test_layers_to_recompute_may_be_named() -> None:

@@ -207,6 +207,9 @@ def test_layers_are_split_where_that_gains(said: Said, split: list[tuple[int, in
     assert Plan.load("plan.json").tensor == 2
     job = Job.from_config(load_config(Path("c.yaml"), ["parallel.plan=plan.json"]))
     assert (job.config.parallel.tensor, job.schedule.ranks, job.processes) == (2, 1, 2)
+    split.clear()
+    assert said("--set", "parallel.plan=plan.json")[0] == 0
+    assert split == [(2, 1), (1, 2)], "a plan that the config names is planned anew"
 
 
 def test_layers_are_split_where_whole_ones_do_not_fit(said: Said, split: list[tuple[int, int]]) -> None:

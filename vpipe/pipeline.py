@@ -25,7 +25,7 @@ from vpipe.description.update import FromNamed, Update
 from vpipe.distributed import excepthook
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import join_world
-from vpipe.errors import PerformanceWarning, Problem, UserError
+from vpipe.errors import PerformanceWarning, Problem, UserError, counted
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec
 from vpipe.old_calls import shows_new_call
@@ -115,6 +115,10 @@ class Pipeline:
             cut = replace(cut, stages=model.balanced(cut.count))
         world = join_world(transfers.backend, transfers.timeout_s, execution.device, execution.mesh,
                            execution.data)
+        if plan is not None and world.lanes.count % (plan.tensor or 1):
+            raise UserError(f"the plan is for layers that {plan.tensor} ranks split, but there "
+                            f"{'is' if world.lanes.count == 1 else 'are'} {counted(world.lanes.count, 'lane')}",
+                            hint="build the layers on a mesh, Execution(mesh=mesh), or make another plan")
         description = Description(cut, order, microbatches, update, computed, transfers, execution, seed)
         lowered = prepare_schedule(model, cut, order, microbatches, execution, needs_norms=description.needs_norms,
                                    zero1=update.zero1,
