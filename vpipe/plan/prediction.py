@@ -31,7 +31,7 @@ class SimulatedPlan:
 
 
 def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microbatches: int | None = None,
-            update_every: int | None = None) -> SimulatedPlan:
+            update_every: int | None = None, lanes: int = 1) -> SimulatedPlan:
     """Predict what training with ``plan`` takes per step, without evaluations, checkpoints and reading data.
 
     With a flush the time of a step is that from one to the next of several in a row. Without one it is the mean over
@@ -41,6 +41,7 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
         schedule: its name, or the path of a CSV file, where the plan has none.
         microbatches: of a batch, where the plan has none.
         update_every: without a flush, microbatches per update and replica, where the plan has none.
+        lanes: among which ``fully_shard`` divides the weights of every stage; what they send takes no time here.
 
     Raises:
         UserError: the plan is for another number of layers, or its numbers do not fit each other.
@@ -61,7 +62,7 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
     shares = [-(-assignment.per_update(stage) // len(ranks)) for stage, ranks in enumerate(built.placement)]
     costs = pipeline_costs(profile, partition, recomputed, built.placement, split, built.versions, shares)
     steps = simulate_steps(built, costs)
-    return SimulatedPlan(_prediction(profile, partition, recomputed, steps), steps.timeline)
+    return SimulatedPlan(_prediction(profile, partition, recomputed, steps, lanes), steps.timeline)
 
 
 def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -86,7 +87,7 @@ def _build(profile: Profile, spec: ScheduleSpec) -> Schedule:
 
 
 def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence[Collection[int]],
-                steps: SimulatedSteps) -> Prediction:
+                steps: SimulatedSteps, lanes: int) -> Prediction:
     timeline, step_s = steps.timeline, steps.step_s
     schedule, costs = timeline.schedule, timeline.costs
     idle = [max(0.0, step_s - working) for working in steps.working_s]
@@ -95,7 +96,7 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
     for stage, layers in enumerate(ranges(partition)):
         cost, ranks = costs.stages[stage], schedule.placement[stage]
         memories = [stage_memory(profile, layers, recomputed[stage], held.in_flight, held.versions, held.weight_halves,
-                                 held.recomputed, len(ranks))
+                                 held.recomputed, len(ranks), lanes)
                     for held in (contents[rank][stage] for rank in sorted(ranks))]
         stages.append(StagePrediction(
             layers.start, len(layers), ranks, float(cost.forward_s), float(cost.input_s + cost.weight_s),

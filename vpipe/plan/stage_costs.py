@@ -55,6 +55,10 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         tied_bytes=_tied_bytes(profile, layers, lent=True), reduce_bytes=weights)
 
 
+SUM_BYTES = 4 << 20
+"""Of gradients, how many lanes send each other in one message, and have besides them while they sum them, or one larger
+gradient (:data:`vpipe.runtime.reducer.BUCKET_BYTES`)."""
+
 EXTRAPOLATION_COPIES = 3.2
 """An extrapolation takes as long as so many copies of the weights; measured on a processor with 12 matrices of 1024 x
 1024: 8.6 ms, a copy of them 2.8 ms, and a fused AdamW 6.4 ms."""
@@ -123,8 +127,12 @@ def combined_memory(stages: Sequence[StageMemory]) -> StageMemory:
 
 
 def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], in_flight: int, versions: int,
-                 weight_halves: int = 0, remade: int = 1, width: int = 1) -> StageMemory:
+                 weight_halves: int = 0, remade: int = 1, width: int = 1, lanes: int = 1) -> StageMemory:
     """Return what a replica of a stage of ``layers`` holds at most.
+
+    Of n lanes whose weights ``fully_shard`` divides a rank has 1/n of the weights and of the optimizer's state all the
+    time, and between UNSHARD and RESHARD the whole weights and the whole gradients of its stages. With a flush all its
+    stages are gathered at once: none has its last backward before the rank's last stage has.
 
     Args:
         layers: their numbers in the model.
@@ -134,21 +142,26 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
         weight_halves: microbatches between the two halves of their backward.
         remade: microbatches in flight whose dropped activations are recomputed; right before the backward, one is.
         width: replicas, which share the optimizer's state where the profile says so.
+        lanes: among which ``fully_shard`` divides the weights. Where their number does not divide the first dimension
+            of a parameter, a rank has up to a row of it more.
     """
     own = [profile.layers[number] for number in layers]
     trained = sum(layer.parameter_bytes for layer in own)
     weights = trained + _tied_bytes(profile, layers)
     kept, full = profile.activations.held_bytes(layers, recomputed)
     remade = min(remade, in_flight)
-    stepped = profile.owned_bytes(trained, max(layer.largest_bytes for layer in own), width)
+    largest = max(layer.largest_bytes for layer in own)
+    stepped = profile.owned_bytes(trained, largest, width)
     state = profile.owned_bytes(sum(layer.optimizer_bytes for layer in own),
                                 max(layer.largest_state_bytes for layer in own), width)
+    held = weights + sum(layer.frozen_bytes for layer in own)
+    summed = min(trained, max(SUM_BYTES, largest)) if lanes > 1 else 0
     return StageMemory(
-        weights=weights + sum(layer.frozen_bytes for layer in own), stashed=(versions - 1) * weights, gradients=weights,
-        optimizer=state + profile.extrapolated_bytes(stepped, versions),
+        weights=held if lanes == 1 else held + -(-held // lanes), stashed=(versions - 1) * weights, gradients=weights,
+        optimizer=-(-state // lanes) + profile.extrapolated_bytes(stepped, versions),
         activations=remade * full + (in_flight - remade) * kept
         + weight_halves * sum(layer.weight_half_bytes for layer in own),
-        working=max(step_working(profile, stepped, versions), *(layer.working_bytes for layer in own)))
+        working=max(step_working(profile, stepped, versions), summed, *(layer.working_bytes for layer in own)))
 
 
 def step_working(profile: Profile, weights: int, versions: int = 1) -> int:

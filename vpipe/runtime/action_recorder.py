@@ -22,6 +22,7 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Kind
 from vpipe.schedules.action_record import RecordedAction, RecordedEvaluation
+from vpipe.schedules.kinds import GATHERED, Memory
 
 MOST_ACTIONS = 100_000
 """Most actions that are recorded per rank: about 7 MB in its file."""
@@ -97,6 +98,7 @@ class Recorder:
         if self._device_times is not None and worker.transport.ordered:  # else the host waits
             worker.transport.receive = partial(self._receive, worker.transport.receive)  # type: ignore[method-assign]
         self._held = 0
+        self._gathered: dict[int, int] = {}  # bytes by stage
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._sizes: dict[tuple[int, bool, Signature], _Sizes] = defaultdict(_Sizes)
 
@@ -143,6 +145,8 @@ class Recorder:
             self._keep(op, stage, index)
         elif op.completes:
             self._drop(stage, index)
+        elif op.memory is not None:
+            self._follow_gathered(op.memory, stage)
         here = worker.stages.get(stage)
         self._records.append((op, stage, worker.segment.number_of(action), started, ended,
                               waited if self._device_times is None else (waited, waits), self._held,
@@ -159,6 +163,7 @@ class Recorder:
     def abandon(self) -> None:
         """Forget microbatches that failed; their actions stay recorded."""
         self._in_flight.clear()
+        self._gathered.clear()
         self._held = 0
 
     @contextmanager
@@ -179,6 +184,16 @@ class Recorder:
         weights, last changes where late gradients are corrected, parameters that are not trained."""
         return {index: size + self.worker.optimizer_steps.state_bytes(index)
                 + _untrained_bytes(self.worker.stages[index]) for index, size in self.weight_bytes().items()}
+
+    def _follow_gathered(self, memory: Memory, stage: int) -> None:
+        """Add gathered weights and their gradients, which then stand in place of the parts of static bytes."""
+        if GATHERED in memory.takes:
+            leaves = self.worker.stages[stage].weights.leaves()
+            own = sum(local(leaf).nbytes for leaf in self.worker.fully_sharded.divided[stage])
+            self._gathered[stage] = 2 * sum(leaf.nbytes for leaf in leaves) - own
+            self._held += self._gathered[stage]
+        elif GATHERED in memory.frees:
+            self._held -= self._gathered.pop(stage)
 
     def _counter_for(self, op: Kind, stage: int, microbatch: int) -> ActivationCounter | None:
         """Return the counter of an action's activations; None where their size is known."""

@@ -5,13 +5,17 @@ By itself ``fully_shard`` gathers in hooks around every forward and reduces in e
 do here: weights are gathered before the first forward of an update, once, and it is told not to synchronise gradients.
 They accumulate in the gathered parameters, also those of weight halves, and are summed in the order of the lanes, as
 the replicas of a stage are. Of FSDP2 only public names are used.
+
+Of n lanes a rank holds 1/n of the weights and of the optimizer's state of its stages, from UNSHARD to RESHARD also the
+whole weights, from the first backward to REDUCE_GRAD the whole gradients, and then 1/n of their sums until the step. A
+sum takes a bucket's memory (:data:`~vpipe.runtime.reducer.BUCKET_BYTES`) besides. With a flush the last stage of a rank
+has its last backward while all others of the rank are gathered: at most all are at once.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from vpipe.errors import UserError
+from vpipe.runtime.reducer import by_size
 from vpipe.runtime.sharded_tensors import is_sharded, local, wrapped
 from vpipe.runtime.stage import Stage
 
@@ -33,6 +38,7 @@ class FullyShardedStages:
 
     Attributes:
         place, lanes: of this rank's lane among these, and how many they are.
+        divided: by stage what this rank has of its parameters.
     """
 
     def __init__(self, stages: Mapping[int, Stage], group: dist.ProcessGroup | None = None) -> None:
@@ -49,7 +55,7 @@ class FullyShardedStages:
             part.set_requires_gradient_sync(False, recurse=False)
             part.set_reshard_after_forward(False, recurse=False)
             part.set_reshard_after_backward(False, recurse=False)
-        self._divided = {s: stage.weights.leaves() for s, stage in stages.items()}
+        self.divided = {s: stage.weights.leaves() for s, stage in stages.items()}
         self._sums: dict[int, Sequence[Tensor | None]] = {}
 
     def __contains__(self, stage: int) -> bool:
@@ -65,37 +71,41 @@ class FullyShardedStages:
         """Add up the gradients of a stage over lanes; this rank takes the sums of what it has of the weights."""
         weights = self._stages[stage].weights
         weights.complete_gradients()
-        gradients, found = weights.pop_gradients(), dict[int, Tensor | None]()
-        by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
-        for i, leaf in enumerate(weights.graded()):
-            by_dtype[leaf.dtype].append(i)
-        for members in by_dtype.values():
-            found |= zip(members, self._summed([gradients[i] for i in members],
-                                               [weights.graded()[i] for i in members],
-                                               [self._divided[stage][i] for i in members]), strict=True)
-        self._sums[stage] = [found[i] for i in range(len(gradients))]
+        gradients = weights.pop_gradients()
+        for members in by_size([*map(local, weights.graded())]):
+            for i, total in zip(members, self._summed(stage, members, gradients), strict=True):
+                gradients[i] = total
+        self._sums[stage] = gradients
 
-    def _summed(self, gradients: Sequence[Tensor | None], whole: Sequence[nn.Parameter],
-                divided: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """Return the sums of this rank's parts of gradients, which may be missing in some lanes.
-
-        One message to every lane: its parts, then for each gradient whether there is one.
-        """
-        full = [torch.zeros_like(local(leaf)) if gradient is None else local(gradient)
-                for gradient, leaf in zip(gradients, whole, strict=True)]
-        there = full[0].new_tensor([gradient is not None for gradient in gradients])
-        parts = [_parts(each, _dimension(leaf), self.lanes) for each, leaf in zip(full, divided, strict=True)]
-        messages = [torch.cat([*(of_all[lane].reshape(-1) for of_all in parts), there]) for lane in range(self.lanes)]
-        mine = messages[self.place].numel()
-        arrived = torch.empty(self.lanes * mine, dtype=there.dtype, device=there.device)
-        dist.all_to_all_single(arrived, torch.cat(messages), [mine] * self.lanes,
-                               [message.numel() for message in messages], group=self._group)
+    def _summed(self, stage: int, members: Sequence[int], gradients: list[Tensor | None]) -> Iterator[Tensor | None]:
+        """Yield the sums of this rank's parts of some gradients, which may be missing in some lanes."""
+        message, sizes = self._message(stage, members, gradients)
+        for i in members:  # they have been copied: their memory is for what arrives
+            gradients[i] = None
+        mine, divided = sizes[self.place], [self.divided[stage][i] for i in members]
+        arrived = message.new_empty(self.lanes * mine)
+        dist.all_to_all_single(arrived, message, [mine] * self.lanes, sizes, group=self._group)
+        del message
         total, *others = arrived.view(self.lanes, mine)
         for other in others:
             total += other
-        sums = torch.split(total, [*(local(leaf).numel() for leaf in divided), len(divided)])
-        return [wrapped(each.view(local(leaf).shape), leaf) if count else None
-                for each, leaf, count in zip(sums, divided, sums[-1].tolist(), strict=False)]
+        sums = torch.split(total.clone(), [*(local(leaf).numel() for leaf in divided), len(members)])
+        for each, leaf, count in zip(sums, divided, sums[-1].tolist(), strict=False):
+            yield wrapped(each.view(local(leaf).shape), leaf) if count else None
+
+    def _message(self, stage: int, members: Sequence[int],
+                 gradients: Sequence[Tensor | None]) -> tuple[Tensor, list[int]]:
+        """Return what every lane gets: its parts of gradients, then for each whether there is one; and the sizes."""
+        whole, divided = self._stages[stage].weights.graded(), self.divided[stage]
+        parts = [_parts(torch.zeros_like(local(whole[i])) if (gradient := gradients[i]) is None else local(gradient),
+                        _dimension(divided[i]), self.lanes) for i in members]
+        there = parts[0][0].new_tensor([gradients[i] is not None for i in members])
+        pieces = [[*(of_all[lane] for of_all in parts), there] for lane in range(self.lanes)]
+        sizes = [sum(piece.numel() for piece in of_lane) for of_lane in pieces]
+        message, flat = there.new_empty(sum(sizes)), [piece for of_lane in pieces for piece in of_lane]
+        for place, piece in zip(torch.split(message, [piece.numel() for piece in flat]), flat, strict=True):
+            place.view(piece.shape).copy_(piece)
+        return message, sizes
 
     def reshard(self, stage: int, update: int = 0) -> None:
         """Give back the gathered weights of a stage, and give its own parts the sums of their gradients."""

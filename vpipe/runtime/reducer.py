@@ -323,7 +323,7 @@ def count_buckets(stages: Iterable[Stage], owners: Mapping[int, Sequence[int]]) 
 
 def _grouped(leaves: Sequence[Tensor], owners: Sequence[int] | None) -> Iterator[list[int]]:
     """Yield groups of parameters of one dtype, and one owner, from the last to the first, the order of a backward."""
-    for members in _by_size(leaves):
+    for members in by_size(leaves):
         if owners is None:
             yield members
         else:
@@ -333,7 +333,8 @@ def _grouped(leaves: Sequence[Tensor], owners: Sequence[int] | None) -> Iterator
             yield from of_owner.values()
 
 
-def _by_size(leaves: Sequence[Tensor]) -> Iterator[list[int]]:
+def by_size(leaves: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield groups of parameters of one dtype of at most a bucket's size, or one; from the last to the first."""
     members: list[int] = []
     size = 0
     for i in reversed(range(len(leaves))):
