@@ -30,18 +30,18 @@ from vpipe.testing import assert_equals_oracle
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6, inner: int = 10) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)  # four ranks have 3, 3, 3 and 1 of 10
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)  # four ranks have 3, 3, 3 and 1 of 10
 
     def forward(self, h: Tensor) -> Tensor:
         return h + self.down(F.gelu(self.up(h)))
 
 
 class Loss(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6, targets: int = 2) -> None:
         super().__init__()
-        self.out = nn.Linear(6, 2)
+        self.out = nn.Linear(width, targets)
 
     def forward(self, h: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.out(h), y)

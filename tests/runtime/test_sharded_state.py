@@ -10,12 +10,12 @@ import jobs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from dtensor_jobs import Block, Loss
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import functional as F
 from world import World
 
 from vpipe import Layer, Model, Pipeline
@@ -26,24 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h + self.down(F.gelu(self.up(h)))
-
-
-class Loss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(8, 4)
-
-    def forward(self, h: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.out(h), y)
-
-
 class AdamW:
     """Element by element, and so the same of a shard as of the whole."""
 
@@ -52,9 +34,9 @@ class AdamW:
 
 
 def model(wrap: Any = lambda module: module) -> Model:
-    return Model([Layer("b0", lambda: wrap(Block()), inputs=("x",)), *(
-        Layer(f"b{i}", lambda: wrap(Block())) for i in (1, 2)),
-        Layer("loss", lambda: wrap(Loss()), inputs=("h", "y"), outputs=("loss",))], batch=("x", "y"))
+    return Model([Layer("b0", lambda: wrap(Block(8, 16)), inputs=("x",)), *(
+        Layer(f"b{i}", lambda: wrap(Block(8, 16))) for i in (1, 2)),
+        Layer("loss", lambda: wrap(Loss(8, 4)), inputs=("h", "y"), outputs=("loss",))], batch=("x", "y"))
 
 
 def batches(first: int, count: int) -> list[dict[str, Tensor]]:
@@ -131,7 +113,7 @@ def plain(folder: str | None) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
     """A plain model on FSDP2, with the names of the pipeline's layers; loaded, if there is something to load."""
     mesh = init_device_mesh("cpu", (4,))
     torch.manual_seed(3)
-    whole = nn.ModuleDict({"b0": Block(), "b1": Block(), "b2": Block(), "loss": Loss()})
+    whole = nn.ModuleDict({"b0": Block(8, 16), "b1": Block(8, 16), "b2": Block(8, 16), "loss": Loss(8, 4)})
     for part in whole.values():
         fully_shard(part, mesh=mesh)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, foreach=False)

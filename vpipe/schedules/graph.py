@@ -358,8 +358,7 @@ class Dependencies:
         self.assignment = Assignment(placement, update_every, flush, lambda number: number >= 0)
         there = {value for kind in present for value, _ in kind.makes}
         # A simulated sum is a transfer, no action.
-        self._setting = Setting(self.assignment, is_lowered=SUM in there, normed=NORMS in there,
-                                sharded=GATHERED in there, zero1=EXCHANGED in there)
+        self._setting = Setting(self.assignment, is_lowered=SUM in there, **exchanged_at_updates(present))
 
     def made(self, action: Action) -> list[Hashable]:
         """Return the values that an action made; a send of an update or a version, what it sent."""

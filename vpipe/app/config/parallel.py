@@ -171,8 +171,9 @@ class ParallelSection(Section):
     backend: Literal["gloo", "nccl", "xccl", "hccl"] | None = Field(None, description=(
         "communication between ranks; null takes nccl where every rank has a GPU of its own, else gloo"))
     device: DeviceName = Field(None, description=(
-        "device of a rank: cpu; cuda, the GPU with the rank's number on its host, shared where ranks outnumber GPUs; "
-        "cuda:1, that GPU; null takes cuda where there is a GPU, else cpu"))
+        "device of a rank: cpu; cuda, or the kind that torch is built for, such as xpu: the GPU with the rank's "
+        "number on its host, shared where ranks outnumber GPUs; cuda:1, that GPU; null takes a GPU where there is one, "
+        "else cpu"))
     master_port: int | None = Field(None, ge=1, le=65535, description=(
         "TCP port of the rendezvous; null takes a free one"))
     master_address: Name | None = Field(None, description=(
