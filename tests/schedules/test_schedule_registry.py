@@ -124,3 +124,7 @@ def test_processes_that_may_be_those_of_a_mesh(processes: int, more: str) -> Non
     with pytest.raises(UserError) as caught:
         ScheduleSpec(Order("1f1b"), Cut(2), 8, processes=processes).prepare()
     assert caught.value.problems[0].hint == f"start 2 processes, or cut the model into {processes} stages{more}"
+    with pytest.raises(UserError) as caught:
+        ScheduleSpec(Order("1f1b"), Cut(2), 8, processes=processes, meshed=True).prepare()
+    assert caught.value.problems[0].what.startswith(f"{processes} ranks along 'pp' of the mesh for 2 stages, ")
+    assert caught.value.problems[0].hint == f"give 'pp' 2 ranks, or cut the model into {processes} stages"

@@ -15,7 +15,7 @@ from vpipe.runtime.worker import IsSplit, Worker
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.builder import build_evaluation, replica_views, stream_program
-from vpipe.schedules.graph import Flow, Graph, exchanged_at_updates
+from vpipe.schedules.graph import Exchanged, Flow, Graph, exchanged_at_updates
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
@@ -116,7 +116,7 @@ class Interpreter:
     """
 
     def __init__(self, workers: Mapping[int, Worker], results: StepResults, ties: Mapping[int, Sequence[int]],
-                 interrupts: Interrupts, distributed: bool, exchanged: Mapping[str, bool]) -> None:
+                 interrupts: Interrupts, distributed: bool, exchanged: Exchanged) -> None:
         self._workers, self._results, self._distributed = workers, results, distributed
         self._exchanged = exchanged
         self._ties, self._interrupts = ties, interrupts

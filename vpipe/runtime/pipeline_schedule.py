@@ -40,7 +40,8 @@ def prepare_schedule(model: Model | None, cut: Cut, order: Order, microbatches: 
 
         ties = {owner: tuple(borrowers) for owner, borrowers in ties_between(model.split(cut.partition)).items()}
     schedule = ScheduleSpec(order, cut, microbatches, ranks, ties, needs_norms, execution.data is not None,
-                            last_first=execution.threaded, zero1=zero1).prepare(proved=proved)
+                            last_first=execution.threaded, zero1=zero1,
+                            meshed=execution.mesh is not None).prepare(proved=proved)
     if execution.backend is not None:
         from vpipe.runtime.compiled import check_compiled
 

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypedDict
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules import kinds
@@ -49,8 +50,16 @@ def receive_of(send: Action) -> Action:
     return Action(send.op.other_end, send.stage + send.op.transfer.offset, send.index)
 
 
-def exchanged_at_updates(present: Collection[Kind]) -> dict[str, bool]:
-    """Return what ranks exchange at the updates of a lowered schedule, by the fields of a setting."""
+class Exchanged(TypedDict):
+    """What ranks exchange at the updates of a lowered schedule: fields of a setting."""
+
+    normed: bool
+    sharded: bool
+    zero1: bool
+
+
+def exchanged_at_updates(present: Collection[Kind]) -> Exchanged:
+    """Return what ranks exchange at the updates of a schedule with these kinds."""
     there = {value for kind in present for value, _ in kind.makes}
     return {"normed": NORMS in there, "sharded": GATHERED in there, "zero1": EXCHANGED in there}
 

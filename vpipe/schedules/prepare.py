@@ -40,6 +40,7 @@ class ScheduleSpec:
         norm: clip gradients by the norm over all stages; without a flush, by that of each.
         sharded: the weights of stages are divided over lanes.
         zero1: each replica of a stage steps a part of its parameters.
+        meshed: the processes are those along a dimension of a mesh.
         last_first: run the backwards from the last microbatch to the first, see
             :func:`~vpipe.schedules.builder.reverse_backwards`.
     """
@@ -53,6 +54,7 @@ class ScheduleSpec:
     sharded: bool = False
     last_first: bool = False
     zero1: bool = False
+    meshed: bool = False
 
     @property
     def schedule(self) -> str:
@@ -153,17 +155,22 @@ class ScheduleSpec:
                                 f"rank {rank}", hint="leave chunks out: it follows from the placement")
         if self.processes in (None, len(used)):
             return
-        processes, start = counted(self.processes or 0, "process"), f"start {counted(len(used), 'process')}"
+        count = self.processes or 0
+        processes, start = counted(count, "process"), f"start {counted(len(used), 'process')}"
+        if self.meshed:
+            processes = f"{counted(count, 'rank')} along 'pp' of the mesh"
+            start = f"give 'pp' {counted(len(used), 'rank')}"
         widths = [len(ranks) for ranks in placement]
         if max(widths) > 1:
             raise UserError(f"{processes} for {counted(len(used), 'rank')}: the stages have "
                             f"{', '.join(map(str, widths))} replicas", hint=f"{start}, or change the replicas")
         per_rank = self.cut.count // len(used)
+        more = "" if self.meshed or count % len(used) else (
+            "; where other ranks share its layers, give Execution(mesh=mesh), of which 'pp' has "
+            f"{counted(len(used), 'rank')}")
         raise UserError(f"{processes} for {counted(self.cut.count, 'stage')}, of which '{self.schedule}' holds "
                         f"{per_rank} on each rank",
-                        hint=f"{start}, or cut the model into {counted((self.processes or 0) * per_rank, 'stage')}"
-                             + ("" if (self.processes or 0) % len(used) else "; where other ranks share its layers, "
-                                f"give Execution(mesh=mesh), of which 'pp' has {counted(len(used), 'rank')}"))
+                        hint=f"{start}, or cut the model into {counted(count * per_rank, 'stage')}{more}")
 
     def _from_file(self) -> Schedule:
         schedule = CsvFile.read(self.schedule).schedule
