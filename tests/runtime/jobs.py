@@ -27,7 +27,8 @@ from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Batch
 
 MODELS = {"rich": rich_model, "untied": lambda: rich_model(tied=False), "dtypes": dtype_model,
-          "norm": norm_model, "frozen": frozen_front}
+          "norm": norm_model, "frozen": frozen_front,
+          "labelled": lambda: Model(rich_model().layers, rich_model().batch, labels="labels")}
 
 
 class AdamW:

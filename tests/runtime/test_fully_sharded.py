@@ -41,7 +41,15 @@ def divided(mesh: DeviceMesh) -> Model:
 
     model = untied_model()
     return Model([replace(layer, build=lambda make=layer.build: build(make)) for layer in model.layers],
-                 batch=model.batch)
+                 batch=model.batch, labels="labels")
+
+
+def uneven(batches: int, samples: int) -> list[dict[str, Tensor]]:
+    """Batches whose microbatches have different numbers of labels."""
+    made = rich_batches(batches, samples)
+    for batch in made:
+        batch["labels"][:samples // 2, 2:] = Model.NO_LABEL
+    return made
 
 
 def share(batch: dict[str, Tensor], place: int, lanes: int, microbatches: int = MICROBATCHES) -> dict[str, Tensor]:
@@ -61,7 +69,7 @@ def in_lanes(*, shape: Sequence[int], samples: int = 8, batches: int = 3, microb
     mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("pp", "dp"))
     place, lanes = mesh["dp"].get_local_rank(), mesh["dp"].size()
     pipe = jobs.pipeline(divided(mesh), AdamW(), mesh=mesh, data="dp", microbatches=microbatches // lanes, **arguments)
-    steps = list(pipe.train(share(batch, place, lanes, microbatches) for batch in rich_batches(batches, samples)))
+    steps = list(pipe.train(share(batch, place, lanes, microbatches) for batch in uneven(batches, samples)))
     held_out = [share(batch, place, lanes, microbatches) for batch in rich_batches(2, samples, seed=9)]
     return {"losses": [step.loss for step in steps], "norms": [step.gradient_norm for step in steps],
             "evaluated": told(*pipe.evaluate(held_out, "h")), "state": jobs.fingerprint(pipe.state_dict())}
@@ -70,8 +78,9 @@ def in_lanes(*, shape: Sequence[int], samples: int = 8, batches: int = 3, microb
 def with_replicas(*, lanes: int, samples: int = 8, batches: int = 3, microbatches: int = MICROBATCHES,
                   **arguments: Any) -> dict[str, Any]:
     """What the same run of as many replicas of every stage shows, in one process."""
-    pipe = jobs.pipeline(untied_model(), AdamW(), microbatches=microbatches, ranks=lanes, **arguments)
-    steps = list(pipe.train(rich_batches(batches, samples)))
+    model = Model(untied_model().layers, untied_model().batch, labels="labels")
+    pipe = jobs.pipeline(model, AdamW(), microbatches=microbatches, ranks=lanes, **arguments)
+    steps = list(pipe.train(uneven(batches, samples)))
     loss, outputs = pipe.evaluate(rich_batches(2, samples, seed=9), "h")
     batches_of_lanes = [share({"h": rows}, place, lanes, microbatches)["h"] for place in range(lanes)
                         for rows in outputs["h"].split(samples)]
@@ -81,7 +90,8 @@ def with_replicas(*, lanes: int, samples: int = 8, batches: int = 3, microbatche
 
 
 @pytest.mark.parametrize(("shape", "arguments"), [
-    ([2, 2], {"schedule": "gpipe"}), ([2, 2], {"schedule": "1f1b", "recompute": 1.0}), ([2, 2], {"schedule": "zb_h1"}),
+    ([2, 2], {"schedule": "gpipe", "per_token_loss": True}), ([2, 2], {"schedule": "1f1b", "recompute": 1.0}),
+    ([2, 2], {"schedule": "zb_h1"}),
     ([2, 2], {"schedule": "zb_v", "partition": [2, 2, 2, 2]}), ([2, 2], {"schedule": "1f1b", "precision": "bf16"}),
     ([2, 2], {"schedule": "1f1b", "precision": "fp16"}), ([1, 4], {"schedule": "interleaved", "partition": [4, 4]})],
     ids=str)

@@ -56,7 +56,8 @@ def test_both_directions(world: World, rules: Mapping[str, bool] | None, argumen
 
 @over(("gloo nccl", {"schedule": "pipedream", "placement": TWO_ONE_ONE, "microbatches": 5}),
       ("nccl", {"schedule": "pipedream", "placement": MIDDLE, "microbatches": 5}),
-      ("gloo nccl", {"schedule": "pipedream", "placement": ONE_THREE, "microbatches": 4, "update_every": 2}),
+      ("gloo nccl", {"schedule": "pipedream", "placement": ONE_THREE, "microbatches": 4, "update_every": 2,
+                     "model": "labelled", "per_token_loss": True}),
       ("gloo", {"schedule": "pipedream", "placement": FOUR, "microbatches": 3}),
       ("gloo nccl", {"schedule": "2bw", "placement": TWO_TWO, "microbatches": 4, "update_every": 2}),
       ("gloo", {"schedule": "pipedream_vertical_sync", "placement": TWO_TWO, "microbatches": 3}),

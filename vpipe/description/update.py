@@ -38,6 +38,8 @@ class Update:
             stages, without one on each stage that has such a gradient. Weights and optimizer stay as they were.
         zero1: each replica of a stage steps a part of its parameters, whole ones, and has the optimizer's state of
             these alone; the numbers are the same. Without replicas it changes nothing.
+        per_token_loss: the loss of an update is the mean over all labels of its microbatches, of the field that
+            ``Model(labels=...)`` names, instead of the mean of the microbatches' means.
 
     Raises:
         UserError: a value is of another kind.
@@ -48,6 +50,7 @@ class Update:
     grad_clip: float | None = None
     skip_not_finite: bool = False
     zero1: bool = False
+    per_token_loss: bool = False
 
     def __post_init__(self) -> None:
         given = Arguments()
@@ -58,6 +61,7 @@ class Update:
         object.__setattr__(self, "grad_clip", given.number("grad_clip", self.grad_clip, 1.0, or_none=True))
         given.flag("skip_not_finite", self.skip_not_finite)
         given.flag("zero1", self.zero1)
+        given.flag("per_token_loss", self.per_token_loss)
         given.check()
 
     def factor(self, step: int) -> float:
@@ -67,6 +71,21 @@ class Update:
             raise UserError(f"learning_rate_factor({step}) is {shown(value)}",
                             hint="let it return a finite number for the number of every step, such as 1.0")
         return number
+
+    def counted_labels(self, labels: str | None) -> str | None:
+        """Return the field whose labels give microbatches their weights; None where all weigh the same.
+
+        Args:
+            labels: the field of the model.
+
+        Raises:
+            UserError: the model has none.
+        """
+        if self.per_token_loss and labels is None:
+            raise UserError("per_token_loss is True, but the model does not say which field of a batch has its labels",
+                            hint="name it, if the loss is the mean over its entries that are not -100: Model(layers, "
+                                 "batch=..., labels='labels'); or leave per_token_loss out")
+        return labels if self.per_token_loss else None
 
     def make_optimizer(self, named: Mapping[str, nn.Parameter]) -> Optimizers:
         """Make the optimizer of a stage, or several, from its parameters by name; None where there are none."""

@@ -53,7 +53,7 @@ class Model:
     Args:
         labels: a field that the last layer reads, if the loss is the mean over its entries that are not
             :attr:`NO_LABEL`, of which samples have different numbers. An evaluation is then the mean over all of them.
-            In training an update weights its microbatches alike, as ever.
+            In training an update weights its microbatches alike, unless :class:`~vpipe.Update` says ``per_token_loss``.
     """
 
     NO_LABEL = -100

@@ -84,6 +84,7 @@ class Engine:
         self.collectives = Collectives(self.workers, specs, self._placement, world.lanes, timeout_s,
                                        description.update.zero1)
         self._beside = beside = exchange("lanes", timeout_s, world.lanes.beside(world.lanes.own.index(world.rank)))
+        self._counted = description.update.counted_labels(model.labels)
         self._lane_comparison = None if world.lanes.count == 1 else LaneComparison(beside, model.batch,
                                                                                    world.lanes.alike)
         if distributed and is_ordered(self._device):  # refuses while another pipeline has transfers under way
@@ -386,7 +387,8 @@ class Engine:
         weights: list[float] = list(samples)
         if self._labels is not None:
             weights = self._results.gather(labels, len(samples), self.collectives.exchange)
-        total, weight = sum(loss * size for loss, size in zip(in_order, weights, strict=True)), sum(weights)
+        # The loss of a microbatch without a label may be NaN: it does not count.
+        total, weight = sum(loss * size for loss, size in zip(in_order, weights, strict=True) if size), sum(weights)
         self._interpreter.finish()
         return self._results.over_lanes(total, weight), {} if wanted is None else self._outputs(samples)
 
@@ -419,7 +421,15 @@ class Engine:
         used = {name for stage in self.local_stages for name in stage.spec.fields}
         comparison = next((worker.comparison for worker in self.workers.values()), None)
         return MicrobatchLoader(iter(batches), self._description.microbatches, self._fields, uses, limit, used,
-                                self._device if copied else None, comparison, self._lane_comparison, equal=equal)
+                                self._device if copied else None, comparison, self._lane_comparison,
+                                self._counted if equal else None, self._over_lanes, equal=equal)
+
+    def _over_lanes(self, numbers: list[int]) -> list[int]:
+        """Return the sums of numbers over the lanes that read batches of their own."""
+        if len(self._lanes.averaged) == 1:
+            return numbers
+        of_all = self._beside.all_gather(numbers)
+        return [sum(each) for each in zip(*(of_all[lane] for lane in self._lanes.averaged), strict=True)]
 
     @property
     def local_stages(self) -> list[Stage]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -84,6 +84,8 @@ class MicrobatchLoader:
             they are in use; None: they are not copied.
         comparison: with the batches of other ranks; None where there are none.
         lanes: comparison with the batches of other lanes; None where there are none.
+        labels: the field whose labels are counted, of every microbatch; None: none are.
+        over_lanes: returns the sums of such numbers over the lanes that read batches of their own.
         equal: whether a batch is refused that cannot be cut into so many equal microbatches. Otherwise their sizes
             differ by at most one sample, and a batch of fewer samples has a microbatch for each.
 
@@ -93,21 +95,25 @@ class MicrobatchLoader:
             other ranks wait.
         checksums: of batches, by number, until the comparison with other ranks drops them.
         batches_read: their number.
+        labels: the field whose labels are counted.
+        counts: labels of microbatches by number, here and over lanes, until their step is done.
     """
 
     def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...],
                  uses: Callable[[int], int], limit: int | None = None, used: Collection[str] = (),
                  copy_to: torch.device | None = None, comparison: BatchChecker | None = None,
-                 lanes: LaneChecker | None = None, *, equal: bool = True) -> None:
+                 lanes: LaneChecker | None = None, labels: str | None = None,
+                 over_lanes: Callable[[list[int]], list[int]] = list, *, equal: bool = True) -> None:
         self._batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
         self._limit, self._used, self._copy_to, self._comparison = limit, used, copy_to, comparison
-        self._equal, self._lanes = equal, lanes
+        self._equal, self._lanes, self.labels, self._over_lanes = equal, lanes, labels, over_lanes
         self._open: dict[int, _OpenBatch] = {}
         self._exhausted = False
         self.batches_read = self._read = 0  # and their microbatches
         self.end: int | None = None
         self.error: BaseException | None = None
         self.checksums: dict[int, tuple[int, Checksums]] = {}
+        self.counts: dict[int, tuple[int, int]] = {}
         self._sizes = [_Sizes(0, 0, 0, 0, microbatches)]  # where they change
 
     def has(self, microbatch: int) -> bool:
@@ -144,11 +150,16 @@ class MicrobatchLoader:
         uses = sum(map(self._uses, range(first, first + microbatches)))
         if self._comparison is not None:
             self.checksums[number] = self._comparison.checksums(fields)
+        if self.labels is not None:
+            parts = fields[self.labels].tensor_split(microbatches)
+            own = [int(labels) for labels in torch.stack([_labelled(part) for part in parts]).tolist()]
+            self.counts |= zip(range(first, first + microbatches), zip(own, self._over_lanes(own), strict=True),
+                               strict=True)
         if uses:
             if self._copy_to is not None:
                 fields |= {name: accelerator.queued_copy(fields[name], self._copy_to) for name in self._used}
-            parts = {name: torch.tensor_split(t, microbatches) for name, t in fields.items()}
-            chunks = [{name: part[i] for name, part in parts.items()} for i in range(microbatches)]
+            by_field = {name: torch.tensor_split(t, microbatches) for name, t in fields.items()}
+            chunks = [{name: each[i] for name, each in by_field.items()} for i in range(microbatches)]
             signatures = [tuple((name, tuple(t.shape)) for name, t in chunk.items()) for chunk in chunks]
             self._open[number] = _OpenBatch(chunks, signatures, uses)
         self.batches_read += 1
@@ -182,7 +193,7 @@ class MicrobatchLoader:
     def labelled(self, microbatch: int, name: str) -> Tensor:
         """Return the number of entries with a label in a field of a microbatch whose batch is still in use."""
         _, number, within = self._locate(microbatch)
-        return (self._open[number].chunks[within][name] != Model.NO_LABEL).sum()
+        return _labelled(self._open[number].chunks[within][name])
 
     def consume(self, microbatch: int) -> dict[str, Tensor]:
         """Return the fields of a microbatch; free the batch when every stage has used all of it."""
@@ -247,10 +258,17 @@ class MicrobatchLoader:
             fitting = " or ".join(str(size) for size in (down, down + self._microbatches) if size)
             raise UserError(f"a batch of {samples} samples cannot be cut into {self._microbatches} equal microbatches",
                             hint=f"use batches of {fitting} samples, or drop the incomplete last batch")
+        if self.labels is not None and tensors[self.labels].is_meta:
+            raise UserError(f"the field '{self.labels}' of a batch is on the meta device, but per_token_loss counts "
+                            "its labels on every rank", hint="give its values on every rank")
         if unread := [name for name in self._used if tensors[name].is_meta]:
             raise UserError(f"the field '{unread[0]}' of a batch is on the meta device, but layers of this process "
                             "read it", hint="leave out the values of such fields alone as no layer of a rank reads")
         return tensors
+
+
+def _labelled(labels: Tensor) -> Tensor:
+    return (labels != Model.NO_LABEL).sum()
 
 
 @dataclass
@@ -279,6 +297,17 @@ class Segment:
             return self.base + action.index
         per_update = self.assignment.per_update(action.stage)
         return self.steps_before * self.assignment.per_step // per_update + action.index
+
+    def weight(self, microbatch: int) -> int:
+        """Return how much the loss of a microbatch counts: its labels where they are counted, 1 elsewhere."""
+        return 1 if self.loader.labels is None else self.loader.counts[self.first + microbatch][0]
+
+    def total_weight(self, microbatches: Sequence[int], lanes: int) -> int:
+        """Return the weight of microbatches of all lanes that read batches of their own, so many; without any label 1.
+        """
+        if self.loader.labels is None:
+            return len(microbatches) * lanes
+        return sum(self.loader.counts[self.first + number][1] for number in microbatches) or 1
 
     def signature(self, microbatch: int) -> Signature:
         """Return the shapes of a microbatch's fields."""

@@ -149,17 +149,20 @@ class OptimizerSteps:
         self.reducers[stage].reduce(self._number(stage, update), self._contributors(stage, update))
 
     def _complete_gradients(self, stage: int, update: int) -> None:
-        """Add the gradients of all replicas and borrowers; an incomplete update takes the mean of its microbatches."""
+        """Add the gradients of all replicas and borrowers, and divide them by what an update has, where the losses were
+        not: the microbatches of an incomplete one, or without a flush its labels."""
         if stage in self.reducers:
             self.reducers[stage].gather(self._number(stage, update))
-        weights, count = self._stages[stage].weights, len(self._assignment.in_update(stage, update))
+        weights, assignment = self._stages[stage].weights, self._assignment
         weights.complete_gradients()
         self._tied.add_gradients(stage, update)
         for position in self.optimizers[stage].untrained:
             weights.graded()[position].grad = None
         weights.widen_gradients()
-        if count != self._assignment.update_every:
-            weights.scale_gradients(self._assignment.update_every / count)
+        there = self._segment.total_weight(assignment.in_update(stage, update), lanes=1)
+        known_ahead = assignment.flush and self._segment.loader.labels is not None
+        if there != assignment.update_every and not known_ahead:
+            weights.scale_gradients(assignment.update_every / there)
         if self.scaler is not None:
             weights.scale_gradients(1 / self.scaler[stage].value)
 

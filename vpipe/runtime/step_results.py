@@ -24,7 +24,7 @@ class Step:
 
     Attributes:
         index: from 0.
-        loss: mean over its microbatches, on every rank.
+        loss: mean over its microbatches, or their labels where these count, on every rank.
         learning_rate: of the first parameter group of this process's first stage that trains, with
             ``learning_rate_factor``; None without.
         gradient_norm: of all stages, before clipping; None when not clipped globally.
@@ -115,8 +115,14 @@ class StepResults:
         if self._lanes.count > 1:  # each asks whether to stop; the first decides for all
             of_all = self._beside.all_gather([loss, stop, not_finite])
             own = [of_all[lane] for lane in self._lanes.averaged]
-            loss, stop = sum(one for one, _, _ in own) / len(own), of_all[0][1]
+            loss, stop = sum(one for one, _, _ in own), of_all[0][1]
             not_finite = next((one for _, _, one in own if one is not None), None)
+        if segment.loader.labels is None:
+            loss /= len(self._lanes.averaged)
+        else:
+            loss /= segment.total_weight(microbatches, len(self._lanes.averaged))
+            for microbatch in microbatches:
+                del segment.loader.counts[segment.first + microbatch]
         norm = self._steps[0][1].gradient_norm
         # Computed here: within one process a later stage may already have set the rate of its next update.
         rate = next((rate for stage, steps in self._steps if (rate := steps.learning_rate(stage, step)) is not None),
@@ -129,7 +135,8 @@ class StepResults:
         return Step(number, loss, rate, None if norm is None else float(norm), stop, skipped, not_finite)
 
     def _receive_results(self, segment: Segment, step: int, microbatches: range) -> tuple[float, bool, int | None]:
-        """Return a step's mean loss, whether to stop, and the first microbatch whose loss is not finite."""
+        """Return a step's mean loss, or the sum over labels where they count, whether to stop, and the first microbatch
+        whose loss is not finite."""
         results = [self._own.pop((step, rank)) if rank in self._workers
                    else self._worker.transport.receive(rank, self._key(segment, step))[0].tolist()
                    for rank in self._sources]
@@ -138,7 +145,12 @@ class StepResults:
                 for i in self._share(microbatches, rank):
                     del self._workers[rank].losses[segment.base + i]
         losses = self._in_order([each[1:] for each in results], microbatches)
-        loss = losses[0] if len(losses) == 1 else float(torch.tensor(losses, dtype=torch.float64).mean())
+        if segment.loader.labels is not None:  # a mean over no labels, which counts for nothing, is NaN
+            losses = [each * weight if (weight := segment.weight(i)) else 0.0
+                      for i, each in zip(microbatches, losses, strict=True)]
+            loss = sum(losses)
+        else:
+            loss = losses[0] if len(losses) == 1 else float(torch.tensor(losses, dtype=torch.float64).mean())
         not_finite = None if isfinite(loss) else segment.base + next(
             (i for i, each in zip(microbatches, losses, strict=True) if not isfinite(each)), microbatches[0])
         return loss, bool(results[0][0]), not_finite

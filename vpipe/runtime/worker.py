@@ -356,15 +356,31 @@ class Worker:
         if stage_index == self._last:
             loss, steps = self.losses[self.segment.base + microbatch], self.optimizer_steps
             scale = 1 if steps.scaler is None else steps.scaler[stage_index].value
-            share = torch.full_like(loss, scale / (self.segment.assignment.update_every * self.fully_sharded.lanes))
+            share = torch.full_like(loss, self._share(microbatch, scale))
             # NaN reaches the gradients of every stage, also where the backward alone would give finite ones.
-            return {"loss": share.masked_fill_(~loss.isfinite(), math.nan) if steps.skip else share}
+            return {"loss": share.masked_fill_(~loss.isfinite(), math.nan)
+                    if steps.skip and self.segment.weight(microbatch) else share}
         gradients = self._p2p.receive_gradients(stage_index, microbatch)
         if self._stage_scaler is not None:
             factor = self._stage_scaler[stage_index].value / float(gradients.pop(SCALE))
             if factor != 1:
                 gradients = {name: gradient * factor for name, gradient in gradients.items()}
         return gradients
+
+    def _share(self, microbatch: int, scale: float) -> float:
+        """Return the share of a microbatch's loss in that of its update, times the scale.
+
+        Without a flush microbatches of the update may not have been read, or never come: their number stands for that
+        of their labels, and each stage divides by these when it makes the update.
+        """
+        segment, lanes = self.segment, self.fully_sharded.lanes
+        assignment, whole = segment.assignment, segment.assignment.update_every * lanes
+        if segment.loader.labels is None:
+            return scale / whole
+        if assignment.flush:
+            update = assignment.update_of(self._last, microbatch)
+            whole = segment.total_weight(assignment.in_update(self._last, update), lanes)
+        return scale * (segment.weight(microbatch) / whole)
 
     def _end_backward(self, stage_index: int, microbatch: int, returned: list[Tensor]) -> None:
         """Store the gradients of a stage's inputs for the stage before."""

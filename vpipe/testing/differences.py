@@ -158,7 +158,7 @@ def references(model: Model, description: Description, schedule: Schedule, batch
     def recipe(trajectory: Trajectory) -> TrainingRecipe:
         return TrainingRecipe(update.make_optimizer, description.microbatches, description.seed, update.factor,
                               update.grad_clip, trajectory, compress, update.skip_not_finite, precision, device,
-                              description.delay_correction or None)
+                              description.delay_correction or None, update.counted_labels(model.labels))
 
     trajectory = Trajectory()
     if schedule.flush:

@@ -68,9 +68,12 @@ class ReferenceRun:
     state: dict[str, Tensor] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def end_step(self, losses: Sequence[Tensor], trajectory: Trajectory | None) -> None:
-        """Record the mean loss of a step after its updates."""
-        self.losses.append(float(torch.stack(list(losses)).double().mean()))
+    def end_step(self, losses: Sequence[Tensor], weights: Sequence[int | None], trajectory: Trajectory | None) -> None:
+        """Record the mean loss of a step after its updates, over labels where the weights of microbatches are these."""
+        counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight is not None]
+        self.losses.append(float(torch.stack(list(losses)).double().mean()) if not counted else
+                           sum(float(loss) * weight for loss, weight in counted if weight)
+                           / (sum(weight for _, weight in counted) or 1))
         if trajectory is not None:
             trajectory.end_step(self.losses[-1])
 
@@ -96,12 +99,15 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
     run, scale = ReferenceRun(), ReferenceLossScale.create(precision, 0, start.tensors)
     for update, batch in enumerate(batches):
         losses, number = [], update + start.microbatches // recipe.microbatches
-        for m, fields in enumerate(_microbatches(batch, recipe.microbatches, recipe.device)):
+        parts = list(_microbatches(batch, recipe.microbatches, recipe.device))
+        weights = list(map(recipe.weight, parts))
+        whole = recipe.microbatches if recipe.labels is None else sum(filter(None, weights)) or 1
+        for m, fields in enumerate(parts):
             with reference.replica(m):
                 loss = _forward(model, fields, lambda i, arguments: reference.layers[i](*arguments),
                                 (recipe.seed, number, m), partial(recipe.compress, number * recipe.microbatches + m, m),
                                 precision)
-                recipe.backward(loss, recipe.microbatches, scale)
+                recipe.backward(loss, whole, scale, weights[m])
             losses.append(loss.detach())
             sums.add(m, _pop_gradients(parameters | copies))
         result = recipe.apply(sums.pop(parameters), masters, optimizers, update, recipe.factor(start.steps + update),
@@ -114,7 +120,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
         with torch.no_grad():
             for name, copy in copies.items():
                 copy.copy_(parameters[reference.owners[name]])
-        run.end_step(losses, recipe.trajectory)
+        run.end_step(losses, weights, recipe.trajectory)
     run.state = reference.state()
     run.tensors = reference.checkpoint_tensors() | optimizer_tensors(optimizers, masters) | _scale_tensors([scale])
     return run
@@ -161,6 +167,7 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
     round_of_all = update_every * math.lcm(*reference.widths)
     run, empty = ReferenceRun(), start.microbatches  # the microbatch before which the pipeline was last empty
     losses: list[Tensor] = []  # of the step that is not complete yet
+    weights: list[int | None] = []  # likewise
 
     def complete(ending: bool = False) -> None:
         """Make the updates and the step that have all their microbatches; with ``ending``, also incomplete ones."""
@@ -170,8 +177,9 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
                 if not stage.update(sums.pop(stage.parameters), step):
                     run.skipped.add(step)
         if len(losses) == round_of_all or (ending and losses):
-            run.end_step(losses, recipe.trajectory)
+            run.end_step(losses, weights, recipe.trajectory)
             losses.clear()
+            weights.clear()
 
     stream = (fields for batch in batches for fields in _microbatches(batch, recipe.microbatches, recipe.device))
     for i, fields in enumerate(islice(stream, start.begun, None), start.microbatches):
@@ -184,7 +192,7 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
         for s, stage in enumerate(stages):
             leaves |= stage.leaves(version_of(i - empty, s, reference.widths, update_every))
         leaves |= {copy: leaves[owner].detach().clone().requires_grad_() for copy, owner in reference.owners.items()}
-        weights = {f"layers.{layer}.{own}": leaves[name] for layer, used in enumerate(reference.names)
+        used_weights = {f"layers.{layer}.{own}": leaves[name] for layer, used in enumerate(reference.names)
                    for own, name in used.items()}
         key = (recipe.seed, i // update_every, i % update_every)
 
@@ -196,19 +204,21 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
                 recipe.compress(number, since, before, tensors)
 
             loss = _forward(model, fields, lambda at, inputs: layers.layers[at](*inputs), key, compress, precision)
-            recipe.backward(loss, update_every, stages[-1].scale)
+            recipe.backward(loss, update_every, stages[-1].scale, recipe.weight(fields))
             return loss.detach()
 
         with reference.replica(i - empty):
-            losses.append(functional_call(layers, weights, (microbatch,), tie_weights=False))
+            losses.append(functional_call(layers, used_weights, (microbatch,), tie_weights=False))
         gradients = {name: leaf.grad for name, leaf in leaves.items()}
         if precision.dynamic:
             for copy, owner in reference.owners.items():
                 gradients[copy] = rescaled(gradients[copy], stages[reference.stage_of[owner]],
                                            stages[reference.stage_of[copy]])
         sums.add(i - empty, gradients)
+        weights.append(recipe.weight(fields))
         for stage in stages:
             stage.seen += 1
+            stage.labels += weights[-1] or 0
         complete()
     complete(ending=True)
     run.state = reference.state()
@@ -239,7 +249,7 @@ def evaluate_oracle(model: Model, state: Mapping[str, Tensor], batches: Iterable
                     size = int((fields[model.labels] != Model.NO_LABEL).sum())
                 loss = _forward(model, fields, lambda i, inputs: modules[model.layers[i].name](*inputs), (0, 0, 0),
                                 precision=precision)
-                total, samples = total + float(loss) * size, samples + size
+                total, samples = total + (float(loss) * size if size else 0.0), samples + size
     return total / (samples or 1)
 
 

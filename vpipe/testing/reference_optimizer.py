@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vpipe.model.model import Model
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import default_warmup
@@ -258,6 +259,7 @@ class TrainingRecipe:
         skip: whether to skip an update whose loss or gradient norms are not all finite.
         device: of the layers; batches are moved there.
         extrapolation: strength of the extrapolation over the delay of a stage; None without one.
+        labels: the field whose labels say how much each microbatch of an update counts; None: all count the same.
     """
 
     optimizer: MakeOptimizer
@@ -271,6 +273,7 @@ class TrainingRecipe:
     precision: ReferencePrecision = FP32
     device: torch.device | str = "cpu"
     extrapolation: float | None = None
+    labels: str | None = None
 
     def optimizers(self, parameters: Mapping[str, nn.Parameter], start: InitialState) -> list[torch.optim.Optimizer]:
         """Create the optimizers of some parameters, in their initial state."""
@@ -281,13 +284,23 @@ class TrainingRecipe:
             start.load_optimizer(optimizer, parameters)
         return optimizers
 
-    def backward(self, loss: Tensor, parts: int, scale: ReferenceLossScale | None = None) -> None:
-        """Run backward of a share of the mean loss; with ``skip`` a non-finite loss makes every gradient NaN."""
-        lost = torch.full_like(loss, math.nan) if self.skip and not loss.isfinite() else None
+    def weight(self, fields: Mapping[str, Tensor]) -> int | None:
+        """Return the labels of a microbatch; None where they are not counted."""
+        return None if self.labels is None else int((fields[self.labels] != Model.NO_LABEL).sum())
+
+    def backward(self, loss: Tensor, parts: int, scale: ReferenceLossScale | None = None,
+                 weight: int | None = None) -> None:
+        """Run backward of a share of the mean loss; with ``skip`` a non-finite loss makes every gradient NaN.
+
+        Args:
+            weight: how many of the ``parts`` a microbatch is; None: one.
+        """
+        lost = torch.full_like(loss, math.nan) if self.skip and weight != 0 and not loss.isfinite() else None
         if scale is None:
-            torch.autograd.backward(loss / parts, lost)
+            torch.autograd.backward(loss / parts if weight is None else loss * (weight / parts), lost)
         else:
-            torch.autograd.backward(loss, torch.full_like(loss, scale.value / parts) if lost is None else lost)
+            share = scale.value / parts if weight is None else scale.value * (weight / parts)
+            torch.autograd.backward(loss, torch.full_like(loss, share) if lost is None else lost)
 
     def apply(self, gradients: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter],
               optimizers: Sequence[torch.optim.Optimizer], update: int, factor: float,
@@ -397,7 +410,7 @@ class StageVersions:
 
     Attributes:
         span: microbatches of an update, over all replicas.
-        seen: microbatches since the last update.
+        seen, labels: microbatches since the last update, and their labels where they are counted.
         first: the latest version when the pipeline began to fill.
         scale: the factor of its gradients; None where losses are not scaled.
         overflow: whether, since the last update, it sent a gradient that is not finite.
@@ -405,7 +418,7 @@ class StageVersions:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], registered: TrainingRecipe, every: int, width: int,
                  rate: float, start: InitialState, layer: int = 0, delay: float = 0.0) -> None:
-        self.parameters, self.span, self.seen, self.first = parameters, every * width, 0, 0
+        self.parameters, self.span, self.seen, self.labels, self.first = parameters, every * width, 0, 0, 0
         self._recipe, self._every, self._rate = registered, every, rate
         self.optimizers = registered.optimizers(parameters, start)
         self.scale, self.overflow = ReferenceLossScale.create(registered.precision, layer, start.tensors), False
@@ -439,15 +452,16 @@ class StageVersions:
 
     def update(self, gradients: Mapping[str, Tensor | None], step: int) -> bool:
         """Apply the mean of gradients that are sums divided by ``every``; return False if the update is skipped."""
-        if self.seen != self._every:
-            share = self._every / self.seen
+        there = self.seen if self._recipe.labels is None else self.labels or 1
+        if there != self._every:
+            share = self._every / there
             gradients = {name: None if each is None else each.to(self.parameters[name].dtype) * share
                          for name, each in gradients.items()}
         made = self._recipe.apply(gradients, self.parameters, self.optimizers, self.latest,
                                   self._recipe.factor(step) * self._rate, self.scale, self.overflow,
                                   self.extrapolation)
         self.keep_version()
-        self.seen, self.overflow = 0, False
+        self.seen, self.labels, self.overflow = 0, 0, False
         return not made.skipped
 
     def keep_version(self) -> None:

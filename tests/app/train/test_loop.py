@@ -40,8 +40,10 @@ def run(folder: Path, **changes: Any) -> Job:
     {**ASYNCHRONOUS, "training__max_steps": 5},
     {**ASYNCHRONOUS, "training__max_steps": 5, "parallel__update_every": 4, "training__lr_policy": "polynomial",
      "training__warmup_steps": 2},
+    {"parallel__schedule": "1f1b", "model__name": "gpt", "model__preset": None, "model__num_layers": 2,
+     "model__num_heads": 2, "model__packed": True, "training__per_token_loss": True},
 ], ids=["gpipe", "gpipe-recompute", "1f1b-clip", "pipedream", "pipedream-updates-of-a-batch",
-        "pipedream-2-updates-a-batch", "pipedream-every-4"])
+        "pipedream-2-updates-a-batch", "pipedream-every-4", "packed-per-token"])
 def test_losses_are_the_oracles(tmp_path: Path, changes: dict[str, Any]) -> None:
     job = run(tmp_path, **changes)
     count = job.config.training.max_steps

@@ -173,6 +173,9 @@ class TrainingSection(Section):
     weight_decay: float = Field(0.0, ge=0, description=(
         "decoupled weight decay, or an L2 term in the gradient (sgd, adam); not applied to biases and norms"))
     grad_clip: float | None = Field(None, gt=0, description="largest norm of the gradient over all stages")
+    per_token_loss: bool = Field(False, description=(
+        "whether the loss of an update is the mean over all labels of its microbatches, instead of the mean of each "
+        "microbatch's mean"))
     on_nan: Literal["stop", "skip"] = Field("stop", description=(
         "reaction to a loss or gradient that is not finite: stop ends the run; skip leaves the update out, with a "
         "flush on all stages, without one on the stage concerned"))

@@ -278,4 +278,4 @@ def decoder(blocks: int, embeddings: Callable[[], nn.Module], attention: Callabl
         layers.append(Layer(f"block{i}.mlp", mlp))
     layers.append(Layer("head", head, inputs=("h", "labels"), outputs=("loss",),
                         ties={"decoder.weight": TOKEN_EMBEDDINGS} if tied else {}))
-    return Model(layers, batch=("input_ids", *more, "labels"))
+    return Model(layers, batch=("input_ids", *more, "labels"), labels="labels")

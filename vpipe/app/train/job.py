@@ -122,7 +122,7 @@ class Job:
                             hint=f"profile one of the {self.step_name}s 1 to {last}, or let the run be longer")
         model_flops(self.config.model, len(self.model))
         self.lr_policy()
-        self.optimizer()
+        self.update.counted_labels(self.model.labels)
         self.evaluation_batches(())
         next(self.dataset.batches("train", self.config.dataset.batch_size, seed=0, fields=()))
         for observer in OBSERVERS.added():
@@ -202,13 +202,19 @@ class Job:
         return self.cut.recomputed
 
     @property
+    def update(self) -> Update:
+        """An update of the weights."""
+        training = self.config.training
+        return Update(self.optimizer(), self.lr_policy(), training.grad_clip, training.on_nan == "skip",
+                      self.config.parallel.zero1, training.per_token_loss)
+
+    @property
     def description(self) -> Description:
         """The whole description of the pipeline."""
         config, training, parallel = self.config, self.config.training, self.config.parallel
-        update = Update(self.optimizer(), self.lr_policy(), training.grad_clip, training.on_nan == "skip",
-                        parallel.zero1)
-        return Description(self.cut, config.order, config.microbatches, update, training.computed, parallel.transfers,
-                           Execution(device_of(config), parallel.executor, training.compile or False), training.seed)
+        return Description(self.cut, config.order, config.microbatches, self.update, training.computed,
+                           parallel.transfers, Execution(device_of(config), parallel.executor,
+                                                         training.compile or False), training.seed)
 
     @cached_property
     def advice(self) -> Advice:

@@ -116,7 +116,9 @@ class _TrainingRun:
         self._job, self._pipe, self._hosts, self._folder = job, pipe, hosts, folder
         self._observers: list[Observer] = []
         self._policy = job.lr_policy()
-        self._fields = tuple(name for stage in pipe.stages for name in stage.fields)
+        counted = job.update.counted_labels(job.model.labels)
+        self._fields = (*(name for stage in pipe.stages for name in stage.fields),
+                        *(() if counted is None else (counted,)))
         # At the first step that the figures count.
         self._warm_usage: Mapping[int, Mapping[int, StageUsage]] | None = None
         self._cadence = Cadence(job.config.saving.every_steps, job.config.training.evaluate_every, job.updates)

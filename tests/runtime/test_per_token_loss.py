@@ -1,0 +1,96 @@
+"""The loss of an update is the mean over its labels: microbatches with unequal numbers of them, some with none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import rich_batches, rich_model
+from oracles import Momentum, equals_its_oracle, pipeline_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vpipe import Layer, Model, Pipeline, Update
+from vpipe.errors import UserError
+
+
+def labelled() -> Model:
+    return Model(rich_model().layers, rich_model().batch, labels="labels")
+
+
+def uneven(batches: int, seed: int = 3) -> list[dict[str, Tensor]]:
+    """Eight samples of six tokens; the first two of a batch, a microbatch, have no label, and the others differ."""
+    made = rich_batches(batches, 8, seed=seed)
+    for number, batch in enumerate(made):
+        batch["labels"][:2] = Model.NO_LABEL
+        for sample in range(2, 8):
+            batch["labels"][sample, 1 + (sample + number) % 6:] = Model.NO_LABEL
+    made[1]["labels"][:] = Model.NO_LABEL  # and one batch has none at all
+    return made
+
+
+@pytest.mark.parametrize("words", [
+    {"schedule": "1f1b", "stages": 3, "grad_clip": 0.5}, {"schedule": "zb_h1", "stages": 3},
+    {"schedule": "1f1b", "placement": [[0, 1], [2]], "stages": 2, "skip_not_finite": True},
+    {"schedule": "gpipe", "stages": 2, "executor": "async_threaded"},
+    {"schedule": "1f1b", "stages": 2, "precision": "fp16", "loss_scale": 1000},
+    {"schedule": "pipedream", "stages": 3}, {"schedule": "2bw", "stages": 3, "update_every": 4},
+    {"schedule": "pipedream", "placement": [[0], [1, 2, 3]], "stages": 2, "update_every": 2},
+    {"schedule": "pipedream", "stages": 3, "update_every": 2, "skip_not_finite": True, "delay_correction": 1.0},
+    {"schedule": "pipedream", "stages": 2, "precision": "fp16", "placement": [[0], [1, 2]], "zero1": True}], ids=str)
+def test_every_schedule_has_the_bits_of_its_oracle(words: dict[str, Any]) -> None:
+    """Also where an update is incomplete, as batches end before it or an evaluation drains the pipeline."""
+    _, steps = equals_its_oracle(labelled, uneven(3), uneven(2, seed=5), per_token_loss=True, **words)
+    assert all(step.loss == step.loss and not step.skipped for step in steps) or "precision" in words
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(4, 5)
+
+    def forward(self, h: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(h), labels)
+
+
+def two_layers() -> Model:
+    return Model([Layer("first", lambda: nn.Linear(3, 4), ("x",), ("h",)),
+                  Layer("head", Scores, ("h", "labels"), ("loss",))], batch=("x", "labels"), labels="labels")
+
+
+def test_it_is_what_one_writes_by_hand() -> None:
+    """Labels are powers of two in each microbatch and together, so that no division rounds: the sum over tokens,
+    divided by the labels of the batch, has the same bits."""
+    random = torch.Generator().manual_seed(0)
+    batches = [{"x": torch.randn(24, 3, generator=random), "labels": torch.randint(5, (24,), generator=random)}
+               for _ in range(3)]
+    for batch in batches:
+        for first, labels in ((0, 8), (8, 4), (16, 4)):
+            batch["labels"][first + labels:first + 8] = Model.NO_LABEL
+    pipe = Pipeline(two_layers(), Update(lambda p: torch.optim.SGD(p, lr=0.1, foreach=True), per_token_loss=True),
+                    stages=2, microbatches=3)
+    modules = two_layers().materialize()
+    optimizer, losses = torch.optim.SGD(modules.parameters(), lr=0.1, foreach=True), []
+    for batch in batches:
+        optimizer.zero_grad()
+        parts = [F.cross_entropy(modules["head"].scores(modules["first"](x)), labels, reduction="sum") / 16
+                 for x, labels in zip(batch["x"].split(8), batch["labels"].split(8), strict=True)]
+        for part in parts:
+            part.backward()
+        losses.append(sum(part.item() for part in parts))
+        optimizer.step()
+    assert [step.loss for step in pipe.train(batches)] == losses
+    assert all(torch.equal(value, modules.state_dict()[name]) for name, value in pipe.state_dict().items())
+
+
+def test_labels_must_be_known_everywhere() -> None:
+    with pytest.raises(UserError) as error:
+        pipeline_of(rich_model, stages=2, optimizer=Momentum(), per_token_loss=True)
+    assert str(error.value) == (
+        "error: per_token_loss is True, but the model does not say which field of a batch has its labels\nhint: name "
+        "it, if the loss is the mean over its entries that are not -100: Model(layers, batch=..., labels='labels'); or "
+        "leave per_token_loss out")
+    pipe = pipeline_of(labelled, stages=2, per_token_loss=True)
+    with pytest.raises(UserError, match="'labels' of a batch is on the meta device, but per_token_loss counts"):
+        list(pipe.train([{name: field.to("meta") for name, field in rich_batches(1, 8)[0].items()}]))
