@@ -61,7 +61,8 @@ def test_torchrun(tmp_path: Path) -> None:
     check_updates(run, 4)
     assert losses(run) == oracle(Job.from_config(load_config(config)), 4).losses
     assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "metrics.jsonl", "rank0.log", "rank1.log",
-                                                             "starter.json", "summary.csv"]
+                                                             "rank_times.jsonl", "run.json", "starter.json",
+                                                             "summary.csv"]
     assert "Traceback" not in done.stderr
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_run import GAP_S, LATENCY_S, SEND_S, make_run
+from made_run import GAP_S, LATENCY_S, SEND_S, TIMES, make_run
 
-from vpipe.app.report.figures import Window, rank_times, steady_window
+from vpipe.app.cli import main
+from vpipe.app.report.figures import Figures, Window, rank_times, steady_window
 from vpipe.app.report.idle_causes import Cause, Producers, TimeSlice, time_slices
 from vpipe.app.report.recording import Recording, Track, read_recording
 from vpipe.schedules.action import Action
@@ -161,3 +162,24 @@ def test_transfers_take_what_they_take(tmp_path: Path) -> None:
     assert [piece.end_s - piece.start_s for piece in found] == [pytest.approx(SEND_S + LATENCY_S)]
     between = [piece for piece in slices if piece.cause is Cause.DISPATCH]
     assert {json.dumps(round(piece.end_s - piece.start_s, 9)) for piece in between} == {json.dumps(round(GAP_S, 9))}
+
+
+def test_vpipe_watch_shows_the_causes_that_the_latest_actions_tell(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last tenth of a run in which every update is alike has the causes of the whole."""
+    folder = make_run(tmp_path, updates=40, took=lambda rank, action: TIMES[action.op] * (1 + 0.2 * rank))
+    made = read_recording(folder)
+    whole = Figures.from_recording(made, Producers.from_recording(made)).ranks
+    (folder / "metrics.jsonl").write_text("")  # it has not ended
+    tail = (folder / "trace" / "rank0.jsonl").stat().st_size // 10
+    monkeypatch.setattr("vpipe.app.commands.watch.RECORD_BYTES", tail)
+    assert main(["watch", str(folder)]) == 0
+    head, *rows = [line.replace(" %", "").split() for line in capsys.readouterr().out.splitlines()[-5:]]
+    assert head == ["rank", "stage", "work", "comm", "schedule", "transfer", "straggler", "between", "unknown"]
+    for (_, _, work, _, *idle), time_ in zip(rows, whole, strict=True):
+        assert float(work) == pytest.approx(100 * (time_.compute + time_.update) / time_.whole, abs=3)
+        assert [float(part) for part in idle] == pytest.approx(
+            [100 * time_.idle.get(cause, 0.0) / time_.whole for cause in Cause], abs=3)
+    (folder / "trace" / "rank1.jsonl").write_text("")  # of a rank that has just begun
+    assert main(["watch", str(folder)]) == 0
+    assert "the latest " not in capsys.readouterr().out

@@ -50,14 +50,17 @@ def test_every_rank_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str
         assert f"rank {rank}, updates {first} to {last}, in milliseconds per update: forward " in log
 
 
-def test_nothing_is_measured_or_written_where_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*arguments: object) -> None:
-        raise AssertionError(arguments)
-
-    monkeypatch.setattr("vpipe.app.train.rank_times.RankTimes._usage", never)
-    monkeypatch.setattr("vpipe.distributed.value_exchange.Exchange.gather", never)
-    train(job_of(tmp_path), tmp_path)
-    assert not (tmp_path / "rank_times.jsonl").exists()
+@pytest.mark.parametrize(("pause_s", "covered"), [(5.0, [[0, 1]]), (0.0, [[0, 1], [2, 3]])])
+def test_reports_that_nobody_asked_for_are_few_and_in_the_file_alone(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch, pause_s: float, covered: list[list[int]]) -> None:
+    monkeypatch.setattr("vpipe.app.train.rank_times.AFTER_S", pause_s)
+    monkeypatch.setattr("vpipe.app.train.rank_times.UNASKED", 2)
+    with caplog.at_level("INFO"):
+        train(job_of(tmp_path), tmp_path)
+    assert [[report["first_step"], report["last_step"]] for report in reports(tmp_path)] == covered
+    assert [rank["rank"] for rank in reports(tmp_path)[0]["ranks"]] == [0, 1]
+    assert "in milliseconds per update:" not in capfd.readouterr().err + caplog.text
 
 
 def test_an_attempt_that_goes_on_counts_on(tmp_path: Path) -> None:

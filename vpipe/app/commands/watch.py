@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from math import isfinite
 from pathlib import Path
 
@@ -19,9 +20,12 @@ from tqdm import tqdm
 
 from vpipe.app.launch.failure_report import find_failure
 from vpipe.app.metric_formulas import share_text
+from vpipe.app.report.figures import Window, rank_times
+from vpipe.app.report.idle_causes import Cause, Producers
+from vpipe.app.report.recording import read_recording
 from vpipe.app.train.run_state import RankTime, RankTimes, RunState, losses, number
 from vpipe.app.visualize.table import compact, ms_text, terminal_columns
-from vpipe.errors import RunError, VpipeError
+from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.units import size_text
 
 EVERY_S = 1.0
@@ -29,6 +33,11 @@ EVERY_S = 1.0
 
 MOST_RANKS = 32
 """Rows of ranks; of more, these and the slowest are shown."""
+
+RECORD_BYTES = 1 << 16
+"""The end of a rank's record that is read, with hundreds of actions; and the share of their time left out at its
+beginning, when what a rank waited for is not among them."""
+BEGINNING = 0.2
 
 CURVE = "▁▂▃▄▅▆▇█"
 CURVE_COLUMNS = 40
@@ -86,7 +95,9 @@ def _view(state: RunState, console: Console) -> RenderableType:
     if state.rank_times is not None:
         parts += [Text(), *_ranks(state, state.rank_times)]
     elif state.lines:
-        parts.append(Text("(no times of each rank: they come with metrics.rank_times_every)", "dim"))
+        parts.append(Text("(no times of each rank yet)", "dim"))
+    if state.summary is None:
+        parts += _recorded(state.folder)
     return Group(*parts)
 
 
@@ -125,7 +136,7 @@ def _progress(state: RunState) -> Iterator[RenderableType]:
 
 def _figures(state: RunState, *, ascii_only: bool) -> Iterator[Text]:
     """Yield the losses, and the speed: of an ended run all of it, of another the present one."""
-    last, ended = state.lines[-1], state.summary
+    last = state.lines[-1]
     parts = [f"loss {number(last, 'loss'):.3f}"]
     for key, name in (("perplexity", "perplexity"), ("gradient_norm", "grad norm"), ("learning_rate", "learning rate")):
         if isfinite(value := number(last, key)):
@@ -136,16 +147,11 @@ def _figures(state: RunState, *, ascii_only: bool) -> Iterator[Text]:
     yield Text("  ".join(parts))
     if not ascii_only and (curve := _curve([loss for _, loss in losses(state.folder, CURVE_COLUMNS)])):
         yield Text(f"     {curve}", "cyan")
-    speeds = {key: state.per_s(key) if ended is None else number(ended, key)
-              for key in ("tokens_per_s", "samples_per_s", "mfu")}
-    shown = [f"{speeds[key]:,.{digits}f} {name}" for key, name, digits in (
-        ("tokens_per_s", "tokens/s", 0), ("samples_per_s", "samples/s", 1)) if speeds[key] is not None]
-    for key, name in (("mfu", "MFU"), ("bubble", "bubble")):
-        if (share := speeds.get(key, number(ended or {}, key))) is not None and isfinite(share):
-            shown.append(f"{name} {share_text(share)}")
-    if ended is not None and isfinite(memory := number(ended, "memory_bytes")):
-        shown.append(f"memory {size_text(int(memory))}")
-    yield Text("  ".join(shown))
+    texts: dict[str, Callable[[float], str]] = {
+        "tokens_per_s": "{:,.0f} tokens/s".format, "samples_per_s": "{:,.1f} samples/s".format,
+        "mfu": lambda share: f"MFU {share_text(share)}", "bubble": lambda share: f"bubble {share_text(share)}",
+        "memory_bytes": lambda size: f"memory {size_text(int(size))}"}
+    yield Text("  ".join(text(value) for key, text in texts.items() if isfinite(value := state.figure(key))))
 
 
 def _curve(values: list[float]) -> str:
@@ -160,12 +166,7 @@ def _curve(values: list[float]) -> str:
 def _ranks(state: RunState, times: RankTimes) -> Iterator[RenderableType]:
     """Yield a row per rank, and which of them is slow."""
     slowest = times.slowest
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for head in ("rank", "stage"):
-        table.add_column(head, justify="left", no_wrap=True)
-    causes = ("uneven", "schedule", "between")
-    for head in ("forward", "backward", "step", "comm", "idle", *causes):
-        table.add_column(head, justify="right", no_wrap=True, style="yellow" if head in causes else "")
+    table = _table("forward", "backward", "step", "comm", "idle", causes=("uneven", "schedule", "between"))
     shown = [rank for at, rank in enumerate(times.ranks) if at < MOST_RANKS or rank is slowest]
     for rank in shown:
         idle = times.idle(rank)
@@ -182,6 +183,49 @@ def _ranks(state: RunState, times: RankTimes) -> Iterator[RenderableType]:
     yield Text("(idle, waiting for others: uneven, as another rank works longer; schedule, its order, transfers and "
                "delays. between: reading data, and other time between actions)", "dim")
     yield from _slow(state, times, slowest)
+
+
+def _recorded(folder: Path) -> Iterator[RenderableType]:
+    """Yield, of a run with ``trace: true``, the causes of idleness that its latest actions tell."""
+    files = sorted((folder / "trace").glob("rank*.jsonl"))
+    with suppress(UserError, OSError):  # it has just begun
+        if files and (found := _causes(folder, tuple(file.stat().st_mtime_ns for file in files))) is not None:
+            yield Text()
+            yield from found
+
+
+@lru_cache(1)
+def _causes(folder: Path, written: tuple[int, ...]) -> tuple[RenderableType, ...] | None:
+    """Return these rows; they change when the ranks have ``written`` more, which they do every few seconds."""
+    recording = read_recording(folder, tail_bytes=RECORD_BYTES)
+    if not all(track.actions for track in recording.tracks):
+        return None
+    start_s, end_s = max(track.actions[0].start_s for track in recording.tracks), recording.recorded_until_s
+    start_s += BEGINNING * (end_s - start_s)
+    times = rank_times(recording, Window(0, 0, start_s, end_s), Producers.from_recording(recording))
+    if not all(time.whole > 0 for time in times):
+        return None
+    table = _table("work", "comm", causes=[_CAUSES[cause] for cause in Cause])
+    for time_ in times:
+        work_s, idle_s = time_.compute + time_.update + time_.others, [time_.idle.get(cause, 0.0) for cause in Cause]
+        parts = work_s, time_.whole - work_s - sum(idle_s), *idle_s
+        table.add_row(str(time_.rank), " ".join(map(str, recording.stages_of(time_.rank))),
+                      *(f"{100 * abs(part) / time_.whole:.1f} %" for part in parts))
+    return Text(f"the latest {end_s - start_s:.1f} s that were recorded:"), table
+
+
+_CAUSES = {Cause.SCHEDULE: "schedule", Cause.TRANSFER: "transfer", Cause.STRAGGLER: "straggler",
+           Cause.DISPATCH: "between", Cause.UNKNOWN: "unknown"}
+
+
+def _table(*heads: str, causes: Sequence[str]) -> Table:
+    """Begin a table of ranks; its columns of causes of idle time are coloured."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for head in ("rank", "stage"):
+        table.add_column(head, no_wrap=True)
+    for head in (*heads, *causes):
+        table.add_column(head, justify="right", no_wrap=True, style="yellow" if head in causes else "")
+    return table
 
 
 def _slow(state: RunState, times: RankTimes, slowest: RankTime) -> Iterator[Text]:

@@ -290,7 +290,8 @@ class MetricsSection(Section):
         "peak of one device in 10^12 operations per second, for MFU and HFU; null takes it from a table of GPUs, else "
         "measures it"))
     rank_times_every: Steps | None = Field(None, description=(
-        "updates between two reports of the time and the traffic of each rank; null for none"))
+        "updates between two reports of the time and the traffic of each rank, on the screen and in logs; null for "
+        "none there"))
     tensorboard: bool = Field(False, description="write TensorBoard events into the run folder")
     wandb: Literal["offline", "online"] | None = Field(None, description=(
         "log the run with Weights & Biases: offline writes files into the run folder, online uploads them; null does "

@@ -81,10 +81,12 @@ def _read_header(file: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _open_lines(file: Path) -> Iterator[Iterator[str]]:
-    """Open a file's lines; a file that cannot be read is a UserError."""
+def _open_lines(file: Path, tail_bytes: int | None = None) -> Iterator[Iterator[str]]:
+    """Open a file's lines, or those in its last bytes; a file that cannot be read is a UserError."""
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
+            if tail_bytes is not None:
+                lines.seek(max(0, file.stat().st_size - tail_bytes))
             yield lines
     except OSError as error:
         raise UserError(f"cannot read the record: {error.strerror}", where=str(file), hint=_RECORD_AGAIN) from None
@@ -185,11 +187,13 @@ class Recording:
                    default=self.end_s)
 
 
-def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None, lane: int = 0) -> Recording:
+def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None, lane: int = 0,
+                   tail_bytes: int | None = None) -> Recording:
     """Return the record of a lane of the run in ``folder``.
 
     Args:
         say: called with a line before each file is read.
+        tail_bytes: of each file that are read, at its end; all when None.
 
     Raises:
         UserError: there is none, a rank's file is missing, or a line is damaged.
@@ -225,7 +229,7 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None,
         if number > 1:
             say(f"reading rank{rank}.jsonl, {number} of {counted(len(ranks), 'file')}")
         file = trace / f"rank{rank}.jsonl"
-        track, track_notes = _read_track(file, headers[file])
+        track, track_notes = _read_track(file, headers[file], tail_bytes)
         tracks.append(track)
         notes += track_notes
     if not any(track.actions for track in tracks):
@@ -244,14 +248,14 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None,
                                      "as far as they all reach."))
 
 
-def _read_track(file: Path, header: Mapping[str, Any]) -> tuple[Track, list[str]]:
+def _read_track(file: Path, header: Mapping[str, Any], tail_bytes: int | None) -> tuple[Track, list[str]]:
     """Return a rank's record, and notes on it."""
     notes, actions, stages = list[str](), list[RecordedAction](), len(header["placement"])
     clocks: list[tuple[float, float]] = []
     evaluations: list[tuple[float, float]] = []
     truncated, last_s = False, float("-inf")
-    with _open_lines(file) as lines:
-        next(lines)
+    with _open_lines(file, tail_bytes) as lines:
+        next(lines)  # the header, or the rest of a line
         for number, line in enumerate(lines, 2):
             try:
                 entry = json.loads(line)

@@ -1,4 +1,5 @@
-"""Report the times of every rank, every few updates: in its log, on the screen, and in ``rank_times.jsonl``."""
+"""Report the times of every rank every few updates: in ``rank_times.jsonl``, and to who asks in logs and on the screen.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -19,6 +21,9 @@ from vpipe.units import size_text
 
 FIGURES = ("forward_s", "backward_s", "step_s", "communication_s", "idle_s", "others_s", "bytes_sent")
 """Fields of :class:`~vpipe.runtime.stage_usage.StageUsage`, reported as means per update."""
+
+UNASKED, AFTER_S = 10, 5.0
+"""Updates between reports where nobody asked for them, and seconds between those that are written for a live view."""
 
 _HEADS = ("forward", "backward", "step", "comm", "idle", "other", "sent")
 
@@ -37,14 +42,15 @@ class _Report(NamedTuple):
 class RankTimes(Observer):
     """Report every ``metrics.rank_times_every`` updates. All ranks make one, and call it after the same updates.
 
-    No rank waits for another: each sends its figures to rank 0, which shows them when all must have arrived.
+    Without that key some are only written into ``rank_times.jsonl``, for ``vpipe watch``. No rank waits for another:
+    each sends its figures to rank 0, which shows them when all must have arrived.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, job = run, run.job
-        every = job.config.metrics.rank_times_every
-        assert every is not None, "a run without reports makes no RankTimes"
-        self._every = every
+        self._asked = job.config.metrics.rank_times_every is not None
+        self._every = job.config.metrics.rank_times_every or UNASKED
+        self._wrote_s = float("-inf")
         self._exchange = exchange(timeout_s=job.config.parallel.timeout_s)
         # Without a flush a rank is ahead of another by a few updates at most.
         self._lead = 1 if job.schedule.flush else 2 * len(job.placement)
@@ -55,7 +61,7 @@ class RankTimes(Observer):
 
     @classmethod
     def of_run(cls, run: Run) -> Self | None:
-        return None if run.job.config.metrics.rank_times_every is None else cls(run)
+        return cls(run)
 
     def step(self, done: int) -> None:
         """Report if due after ``done`` updates, those of earlier attempts included."""
@@ -84,21 +90,25 @@ class RankTimes(Observer):
             spent = StageUsage.of_rank([own.since(self._before[place][stage]) for stage, own in stages.items()])
             rank = place * self._run.job.config.parallel.tensor + self._run.pipe.lane
             here[str(rank)] = [getattr(spent, name) / steps for name in FIGURES]
-            heads, (texts,) = figure_texts([here[str(rank)]])
-            cells = ", ".join(map(" ".join, zip(heads, texts, strict=True)))
-            log.info("rank %d, %s: %s", rank, self._title(self._reported + 1, done), cells)
+            if self._asked:
+                heads, (texts,) = figure_texts([here[str(rank)]])
+                cells = ", ".join(map(" ".join, zip(heads, texts, strict=True)))
+                log.info("rank %d, %s: %s", rank, self._title(self._reported + 1, done), cells)
         gathered = self._exchange.gather(here, "sharing where its time went")
         self._pending.append(_Report(self._reported + 1, done, gathered, done + self._lead))
         self._reported, self._before = done, usage
 
     def _show(self, report: _Report) -> None:
         found = {int(rank): values for here in report.gathered() for rank, values in here.items()}
-        if self._file is None:
+        if self._file is None or (not self._asked and perf_counter() - self._wrote_s < AFTER_S):
             return
+        self._wrote_s = perf_counter()
         self._file.write(json.dumps({
             "first_step": report.first - 1, "last_step": report.last - 1,
             "ranks": [{"rank": rank, **dict(zip(FIGURES, (finite(float(f"{value:.6g}")) for value in values),
                                                 strict=True))} for rank, values in found.items()]}))
+        if not self._asked:
+            return
         heads, cells = figure_texts(list(found.values()))
         rows = [[str(rank), " ".join(str(stage) for stage, home in enumerate(self._run.job.homes) if rank in home),
                  *texts] for rank, texts in zip(found, cells, strict=True)]

@@ -161,12 +161,14 @@ class RunState:
         """Return the mean seconds of a recent update."""
         return fmean(number(line, "step_s") for line in self.recent) if self.lines else None
 
-    def per_s(self, key: str) -> float | None:
-        """Return the mean over recent updates of a figure that is a rate or a share, weighted by their times."""
+    def figure(self, key: str) -> float:
+        """Return a figure of the summary; of a run that goes on the mean of a rate or share over recent updates,
+        weighted by their times. NaN where it is not known.
+        """
+        if self.summary is not None:
+            return number(self.summary, key)
         seconds = sum(number(line, "step_s") for line in self.recent)
-        if not seconds or not all(key in line for line in self.recent):
-            return None
-        return sum(number(line, key) * number(line, "step_s") for line in self.recent) / seconds
+        return sum(number(line, key) * number(line, "step_s") for line in self.recent) / (seconds or nan)
 
     @property
     def limit_s(self) -> float | None:
@@ -253,8 +255,8 @@ def _tail(path: Path) -> Iterator[Line]:
 
 
 def _parsed(text: bytes) -> Iterator[Line]:
-    """Yield the objects of whole lines that say their step; what is cut short or damaged is none."""
-    for line in text.split(b"\n")[:-1]:
+    """Yield the objects of lines that say their step; what is cut short or damaged is none."""
+    for line in text.splitlines():
         with suppress(ValueError):
             if isinstance(found := json.loads(line), dict) and type(found.get("step", found.get("last_step"))) is int:
                 yield found
