@@ -97,7 +97,8 @@ def oracle(job: Job, updates: int, drained_at: tuple[int, ...] = ()) -> Referenc
     batches = list(islice(job.training_batches(fields), count))
     recipe = TrainingRecipe(job.optimizer().from_named, config.training.num_microbatches, seed=config.training.seed,
                     factor=job.lr_policy(), clip=config.training.grad_clip,
-                    extrapolation=config.training.extrapolation, labels=job.update.counted_labels(job.model.labels))
+                    extrapolation=config.training.extrapolation,
+                    labels=job.model.labels if config.training.per_token_loss else None)
     partition = job.partition
     if not config.parallel.asynchronous:
         return flush_oracle(job.model, batches, recipe, partition=partition)

@@ -214,13 +214,14 @@ class Pipeline:
         return self.engine.reached()
 
     @overload
-    def evaluate(self, batches: Iterable[Batch]) -> float: ...
+    def evaluate(self, batches: Iterable[Batch], *, averaged: bool = False) -> float: ...
 
     @overload
-    def evaluate(self, batches: Iterable[Batch], outputs: Wanted) -> tuple[float, dict[str, Tensor]]: ...
+    def evaluate(self, batches: Iterable[Batch], outputs: Wanted, *,
+                 averaged: bool = False) -> tuple[float, dict[str, Tensor]]: ...
 
-    def evaluate(self, batches: Iterable[Batch],
-                 outputs: Wanted | None = None) -> float | tuple[float, dict[str, Tensor]]:
+    def evaluate(self, batches: Iterable[Batch], outputs: Wanted | None = None, *,
+                 averaged: bool = False) -> float | tuple[float, dict[str, Tensor]]:
         """Return the mean loss over all samples, forward only, modules in evaluation mode; the same on every rank.
 
         Batches may have any size; the loss of a microbatch is weighted by its samples (docs/data.md).
@@ -229,16 +230,18 @@ class Pipeline:
             outputs: what to return as well, as ``(loss, {name: tensor})``, of all samples in their order, on every rank
                 and in host memory: names of tensors that the last layer reads or writes; or a function from all of
                 these, by name, to others with a row per sample, called for every microbatch on the last stage.
+            averaged: with the average that follows the weights (``Update(average=...)``) in their place.
 
         Every rank must call it, after the same step. With a flush it does not influence training. An asynchronous
         pipeline drains first, so the weights are those after all updates of the microbatches in flight, and fills again
         afterwards: the next microbatches use the versions that they would use at the start of training.
         """
         _check_batches(batches)
-        loss, found = self.engine.evaluate(batches, None if outputs is None else Outputs(outputs, self.model))
+        wanted = None if outputs is None else Outputs(outputs, self.model)
+        loss, found = self.engine.evaluate(batches, wanted, averaged)
         return loss if outputs is None else (loss, found)
 
-    def state_dict(self, *, corrected: bool = True, sharded: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, corrected: bool = True, sharded: bool = False, averaged: bool = False) -> dict[str, Any]:
         """Return the whole model on every rank: ``"<layer>.<parameter>"``; a tied parameter under its owner's name.
 
         Every rank must call it, after the same step; an asynchronous pipeline drains first.
@@ -248,8 +251,9 @@ class Pipeline:
                 ``torch.distributed.checkpoint``; see :attr:`sharded`.
             corrected: False takes back what ``delay_correction`` has added: the weights are then the sum of what the
                 optimizer's steps changed, without the extrapolation over the delay.
+            averaged: the average that follows the weights (``Update(average=...)``) in place of those that are trained.
         """
-        return self.sharded.state_dict() if sharded else self.engine.state(corrected)
+        return self.sharded.state_dict() if sharded else self.engine.state(corrected, averaged)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`state_dict` on every rank before training: a whole model; or, with the optimizer's state and

@@ -84,6 +84,23 @@ def test_it_is_what_one_writes_by_hand() -> None:
     assert all(torch.equal(value, modules.state_dict()[name]) for name, value in pipe.state_dict().items())
 
 
+class WithPenalty(Scores):
+    def forward(self, h: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(h, labels) + h.square().mean()
+
+
+def test_a_microbatch_without_labels_is_no_loss_that_is_not_finite() -> None:
+    """Its mean is NaN, which must not reach the penalty's gradient."""
+    layers = [two_layers().layers[0], Layer("head", WithPenalty, ("h", "labels"), ("loss",))]
+    pipe = pipeline_of(Model(layers, batch=("x", "labels"), labels="labels"), stages=2, optimizer=Momentum(),
+                       microbatches=2, per_token_loss=True, skip_not_finite=True)
+    labels = torch.tensor([1, 2, Model.NO_LABEL, Model.NO_LABEL])
+    [step] = pipe.train([{"x": torch.ones(4, 3), "labels": labels}])
+    assert not step.skipped
+    assert step.loss == step.loss
+    assert pipe.evaluate([{"x": torch.ones(4, 3), "labels": labels}]) < step.loss
+
+
 def test_labels_must_be_known_everywhere() -> None:
     with pytest.raises(UserError) as error:
         pipeline_of(rich_model, stages=2, optimizer=Momentum(), per_token_loss=True)

@@ -285,6 +285,11 @@ def last_change_of(parameter: str) -> str:
     return f"{_CORRECTION}{parameter}.last_change"
 
 
+def average_of(parameter: str) -> str:
+    """Return the name of the average that follows a parameter."""
+    return f"average.{parameter}"
+
+
 def factor_of(parameter: str) -> str:
     """Return the name of what the correction multiplies by: strength times mean delay."""
     return f"{_CORRECTION}{parameter}.factor"

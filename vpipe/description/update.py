@@ -40,6 +40,7 @@ class Update:
             these alone; the numbers are the same. Without replicas it changes nothing.
         per_token_loss: the loss of an update is the mean over all labels of its microbatches, of the field that
             ``Model(labels=...)`` names, instead of the mean of the microbatches' means.
+        average: the decay of an exponential moving average that follows the weights, such as 0.999; None: none does.
 
     Raises:
         UserError: a value is of another kind.
@@ -51,6 +52,7 @@ class Update:
     skip_not_finite: bool = False
     zero1: bool = False
     per_token_loss: bool = False
+    average: float | None = None
 
     def __post_init__(self) -> None:
         given = Arguments()
@@ -62,6 +64,9 @@ class Update:
         given.flag("skip_not_finite", self.skip_not_finite)
         given.flag("zero1", self.zero1)
         given.flag("per_token_loss", self.per_token_loss)
+        object.__setattr__(self, "average", given.number("average", self.average, 0.999, or_none=True))
+        if self.average is not None and self.average >= 1:
+            given.refuse(f"average is {shown(self.average)}", "give the decay of the average, below 1, such as 0.999")
         given.check()
 
     def factor(self, step: int) -> float:

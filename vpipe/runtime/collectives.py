@@ -130,7 +130,7 @@ class Collectives:
         self.job = exchange(timeout_s=timeout_s) if lanes.count * len(lanes.own) > 1 else Exchange()
         self.exchange = self.job if lanes.count == 1 else exchange(timeout_s=timeout_s, among=lanes.own)
 
-    def state(self, corrected: bool = True) -> dict[str, Tensor]:
+    def state(self, corrected: bool = True, averaged: bool = False) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, of first replicas, in the order of the layers."""
         state: dict[str, Tensor] = {}
         for stage, ranks in enumerate(self._placement):
@@ -141,6 +141,9 @@ class Collectives:
                     steps = self._workers[rank].optimizer_steps
                     if (extrapolation := steps.extrapolations.get(stage)) is not None:
                         own |= extrapolation.uncorrected(own)
+                if here is not None and averaged:
+                    trained = {name: leaf for name, leaf in here.trained_names().items() if name in own}
+                    own |= self._workers[rank].optimizer_steps.averages[stage].of(trained)
                 own = {name: whole(tensor) for name, tensor in own.items()}
                 if here is not None and replica == 0:  # all names, in their order; other replicas fill them in
                     own = {name: own.get(name, torch.empty(0)) for name in here.state()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -47,6 +47,7 @@ from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import Compression
 from vpipe.runtime.transport.process_group import DistributedTransport, is_ordered, tensor_groups
 from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
+from vpipe.runtime.weight_average import WeightAverage
 from vpipe.runtime.worker import Worker, check_runnable
 from vpipe.schedules.assignment import Assignment, describe_rank
 from vpipe.schedules.delays import mean_delay
@@ -338,11 +339,16 @@ class Engine:
         self._interpreter.recorders = {rank: Recorder(worker, limit) for rank, worker in self.workers.items()}
         return self._interpreter.recorders
 
-    def evaluate(self, batches: Iterable[Batch], wanted: Outputs | None) -> tuple[float, dict[str, Tensor]]:
+    def evaluate(self, batches: Iterable[Batch], wanted: Outputs | None,
+                 averaged: bool = False) -> tuple[float, dict[str, Tensor]]:
         """Return the mean loss over samples, or labels if the model says so, and the outputs that are wanted.
 
         See :meth:`vpipe.Pipeline.evaluate`.
         """
+        if averaged:
+            self.check_averaged()
+            with self._averaged_weights():
+                return self.evaluate(batches, wanted)
         self._compare_replicas()
         self.drain()
         losses: dict[int, list[float]] = {rank: [] for rank in self._placement[-1] if rank in self.workers}
@@ -392,6 +398,37 @@ class Engine:
         self._interpreter.finish()
         return self._results.over_lanes(total, weight), {} if wanted is None else self._outputs(samples)
 
+    def check_averaged(self) -> None:
+        """Refuse to look at the average of the weights where none is kept."""
+        if self._description.update.average is None:
+            raise UserError("averaged is True, but no average follows the weights",
+                            hint="keep one from the start: Update(optimizer, average=0.999)")
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Put the averages in place of the weights meanwhile, on all stages that use them."""
+        self._interpreter.check_usable()
+        self._compare_replicas()
+        self.drain()
+        before = [(worker, stage, {name: value.clone() for name, value in stage.state().items()})
+                  for worker in self.workers.values() for stage in worker.stages.values()]
+        self._exchange_loaded((stage, state | worker.optimizer_steps.averages[stage.spec.index].of(
+            stage.trained_names())) for worker, stage, state in before)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            if not failed or len(self._lanes.own) == 1:  # after a failure other ranks may not be there any more
+                self._exchange_loaded((stage, state) for _, stage, state in before)
+
+    def _exchange_loaded(self, states: Iterable[tuple[Stage, Mapping[str, Tensor]]]) -> None:
+        """Load the states of stages, and give the weights to all others that hold them."""
+        for stage, state in states:
+            stage.load(state)
+        self._interpreter.exchange_owned_weights()
+        self._interpreter.exchange_tied_weights()
+
     def _outputs(self, samples: Sequence[int]) -> dict[str, Tensor]:
         """Return the outputs of an evaluation that is done, on every rank; ``samples``: of its microbatches."""
         kept = {rank: self.workers[rank].outputs for rank in self._placement[-1] if rank in self.workers}
@@ -436,13 +473,15 @@ class Engine:
         """Return the stages of this process."""
         return [stage for worker in self.workers.values() for stage in worker.stages.values()]
 
-    def state(self, corrected: bool = True) -> dict[str, Tensor]:
+    def state(self, corrected: bool = True, averaged: bool = False) -> dict[str, Tensor]:
         """Return the whole model on every rank, in the order of the layers; see :meth:`vpipe.Pipeline.state_dict`."""
+        if averaged:
+            self.check_averaged()
         self._interpreter.check_usable()
         self._compare_replicas()
         self.drain()
         self.collectives.check_replicas()
-        return self.collectives.state(corrected)
+        return self.collectives.state(corrected, averaged)
 
     # -- save and restore ------------------------------------------------------------------------------
 
@@ -585,7 +624,9 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                    if description.delay_correction}
         steps = OptimizerSteps(placement, stages, optimizers, tied, transport, update, scaler,
                                {s: Extrapolation(stages[s].weights, optimizers[s], factor)
-                                for s, factor in factors.items() if factor}, owners)
+                                for s, factor in factors.items() if factor},
+                               {s: WeightAverage(stages[s].weights, optimizers[s], update.average) for s in stages
+                                if update.average is not None}, owners)
         workers[rank] = worker_of[execution.executor](
             rank, placement, stages, steps, tied, transport,
             BatchComparison(transport, placement, model.batch, lanes.own) if distributed else None,

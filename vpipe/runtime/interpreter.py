@@ -229,7 +229,7 @@ class Interpreter:
     def exchange_tied_weights(self) -> None:
         """Send the present values of tied weights to every stage that borrows them."""
         for worker in self._workers.values():
-            worker.tied.exchange_first()
+            worker.tied.exchange_latest()
         for worker in self._workers.values():
             worker.tied.install_all()
         self.finish()

@@ -23,6 +23,7 @@ from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
+from vpipe.runtime.weight_average import WeightAverage
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.size import Placement
 
@@ -56,6 +57,7 @@ class OptimizerSteps:
             is always skipped.
         scaler: of the losses; None: they are not scaled.
         extrapolations: of the stages whose late gradients are corrected.
+        averages: that follow the weights of the stages, if any do.
         owners: per stage whose replicas each step some of its parameters, the numbers of the replicas that do.
 
     Attributes:
@@ -66,9 +68,10 @@ class OptimizerSteps:
 
     def __init__(self, placement: Placement, stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer],
                  tied: TiedWeights, transport: Transport, update: Update, scaler: LossScaler | None,
-                 extrapolations: Mapping[int, Extrapolation], owners: Mapping[int, Sequence[int]]) -> None:
+                 extrapolations: Mapping[int, Extrapolation], averages: Mapping[int, WeightAverage],
+                 owners: Mapping[int, Sequence[int]]) -> None:
         self.optimizers, self.skip, self.scaler = optimizers, update.skip_not_finite, scaler
-        self.extrapolations, self._update = extrapolations, update
+        self.extrapolations, self.averages, self._update = extrapolations, averages, update
         self._stages, self._tied, self._transport = stages, tied, transport
         self.reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, self.stage_scaler,
                                     owners.get(s)) for s, stage in stages.items() if len(placement[s]) > 1}
@@ -278,6 +281,8 @@ class OptimizerSteps:
                 return False
         optimizer = self.optimizers[stage]
         optimizer.step_at_rate(rate, partial(weights.step, self.extrapolations.get(stage) or optimizer))
+        if (average := self.averages.get(stage)) is not None:
+            average.follow()
         return True
 
     def _clip_gradients(self, weights: WeightVersions, norms: Tensor, clip: float, dtype: torch.dtype) -> None:
@@ -305,7 +310,8 @@ class OptimizerSteps:
         extrapolation, here = self.extrapolations.get(stage), self._stages[stage]
         return sum(local(tensor).nbytes for tensor in (
             *self.optimizers[stage].state_tensors(), *(here.weights.masters.values() if here.precision.pure else ()),
-            *(() if extrapolation is None else extrapolation.last_changes.values())))
+            *(() if extrapolation is None else extrapolation.last_changes.values()),
+            *(self.averages[stage].values.values() if stage in self.averages else ())))
 
     def use(self, stage: int, version: int) -> None:
         """Give the following microbatches this version."""

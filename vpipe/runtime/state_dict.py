@@ -10,6 +10,7 @@ this process needs. So a checkpoint is one flat table, and loads into any other 
     loss.<replica>.<layer>.<buffer>                     of the loss of a sequential model, which is not in its state
     loss_scale.<first layer of the stage>.value, .good  of fp16; with a flush one for all, layer 0's
     delay_correction.<layer>.<parameter>.last_change, .factor  where late gradients are corrected
+    average.<layer>.<parameter>                         where an average follows the weights
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vpipe.checkpoint.manifest import factor_of, last_change_of
+from vpipe.checkpoint.manifest import average_of, factor_of, last_change_of
 from vpipe.errors import UserError, counted
 from vpipe.model.sequential import WithLoss, loss_buffers
 from vpipe.runtime.loss_scaler import LossScaleState
@@ -81,7 +82,7 @@ def state_parts(workers: Mapping[int, Worker], placement: Placement) -> list[Sta
             for rank, worker in workers.items() for number, stage in worker.stages.items()]
     return [ModelState(stages), OptimizerState(stages), NamedBuffers(partial(_replica_buffers, stages)),
             NamedBuffers(partial(_loss_buffers, stages)), LossScales(stages),
-            LastChanges(stages)]
+            LastChanges(stages), WeightAverages(stages)]
 
 
 class ModelState(StatePart):
@@ -279,6 +280,31 @@ class LastChanges(StatePart):
     def names(self) -> dict[str, None]:
         return {of(name): None for each, _ in self._stages for name in each.stage.state()
                 for of in (last_change_of, factor_of)}
+
+
+class WeightAverages(StatePart):
+    """The averages that follow the weights; one that a checkpoint lacks begins with the weights, loaded before."""
+
+    def __init__(self, stages: Sequence[LocalStage]) -> None:
+        self._stages = [(each, average) for each in stages if (
+            average := each.worker.optimizer_steps.averages.get(each.stage.spec.index)) is not None]
+
+    def state(self) -> dict[str, Tensor]:
+        return {average_of(name): value for each, average in self._stages
+                for name, value in average.of({name: own for name, own in each.stage.trained_names().items()
+                                               if name in each.stage.own_state(each.replica)}).items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for each, average in self._stages:
+            average.begin_again()
+            for name, value in average.of(each.stage.trained_names()).items():
+                if (saved := tensors.get(average_of(name))) is not None:
+                    value.copy_(parted(saved, value))
+
+    @cached_property
+    def names(self) -> dict[str, None]:
+        return {average_of(name): None for each, average in self._stages
+                for name in average.of(each.stage.trained_names())}
 
 
 def _readings(name: str) -> Iterator[tuple[str, str]]:

@@ -76,13 +76,14 @@ class TiedWeights:
         for store in (self._posted, self._here, self._senders):
             store.clear()
 
-    def exchange_first(self) -> None:
-        """Send the initial weights and post their receives: owner after owner, in one order on all ranks."""
+    def exchange_latest(self) -> None:
+        """Send the latest weights and post their receives: owner after owner, in one order on all ranks."""
         for owner in sorted(self._ties):
             if owner in self._stages:
-                self.send_version(owner, 0)
+                self.send_version(owner, self._stages[owner].weights.latest - self._begun[owner])
             if owner in self._source:
-                self.post_version(owner, 0)
+                (_, weights), *_ = self._borrowed(owner)
+                self.post_version(owner, weights.latest - self._begun[owner])
 
     # -- the owner's side
 

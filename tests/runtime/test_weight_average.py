@@ -1,0 +1,84 @@
+"""An average follows the weights: that of the oracle's updates, evaluated, saved, and loaded under another cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import rich_batches, rich_model
+from oracles import pipeline_of
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from vpipe import Pipeline
+from vpipe.errors import UserError
+from vpipe.testing import evaluate_oracle, references
+
+DECAY = 0.75
+
+
+def expected(pipe: Pipeline, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """By torch's own step of an average, from the weights after every update of the oracle."""
+    start = pipeline_of(rich_model, stages=1).state_dict()
+    oracle = next(references(pipe.model, pipe.description, pipe.lowered, batches))
+    follow = get_ema_multi_avg_fn(DECAY)
+    for update in sorted(oracle.trajectory.values):
+        for name, value in oracle.trajectory.values[update].items():
+            follow([start[name]], [value], 1)
+    return start
+
+
+@pytest.mark.parametrize("words", [
+    {"schedule": "1f1b", "stages": 3, "recompute": 1.0}, {"schedule": "zb_v", "stages": 4},
+    {"schedule": "1f1b", "placement": [[0, 1], [2]], "stages": 2, "zero1": True, "grad_clip": 0.5},
+    {"schedule": "pipedream", "stages": 3, "delay_correction": 1.0},
+    {"schedule": "2bw", "placement": [[0], [1, 2]], "stages": 2, "precision": "bf16_pure", "zero1": True}], ids=str)
+def test_it_is_the_average_of_the_oracles_weights(tmp_path: Path, words: dict[str, Any]) -> None:
+    batches, held_out = rich_batches(3, 8), rich_batches(1, 5, seed=9)
+    pipe = pipeline_of(rich_model, average=DECAY, **words)
+    list(pipe.train(batches))
+    weights, average = pipe.state_dict(), pipe.state_dict(averaged=True)
+    theirs = expected(pipe, batches)
+    assert list(average) == list(theirs)
+    assert [name for name in theirs if not torch.equal(average[name], theirs[name])] == []
+    assert any(not torch.equal(average[name], weights[name]) for name in weights)
+
+    found = pipe.evaluate(held_out, averaged=True)
+    if "precision" not in words:
+        tied = {"head.decoder.weight": average["embed.word.weight"]}
+        assert found == evaluate_oracle(pipe.model, average | tied, held_out, 4)
+    assert all(torch.equal(value, weights[name]) for name, value in pipe.state_dict().items()), "they are back"
+
+    pipe.save(tmp_path / "saved")
+    kept = {key: words[key] for key in ("delay_correction", "precision") if key in words}
+    cut = {"stages": 3} if kept.get("delay_correction") else {"stages": 2}  # where they look ahead, a cut changes it
+    other = pipeline_of(rich_model, average=DECAY, schedule="pipedream" if kept else "gpipe", **kept, **cut)
+    other.load(tmp_path / "saved")
+    assert all(torch.equal(value, average[name]) for name, value in other.state_dict(averaged=True).items())
+
+
+def test_a_failed_evaluation_puts_the_weights_back() -> None:
+    pipe = pipeline_of(rich_model, stages=2, average=DECAY)
+    list(pipe.train(rich_batches(2, 8)))
+    before = pipe.state_dict()
+    with pytest.raises(UserError, match="an odd error"):
+        pipe.evaluate(odd(), averaged=True)
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+
+
+def odd() -> Any:
+    yield rich_batches(1, 8)[0]
+    raise UserError("an odd error", hint="none")
+
+
+def test_what_has_no_average_is_refused() -> None:
+    pipe = pipeline_of(rich_model, stages=2)
+    for look in (lambda: pipe.state_dict(averaged=True), lambda: pipe.evaluate(rich_batches(1, 8), averaged=True)):
+        with pytest.raises(UserError) as error:
+            look()
+        assert str(error.value) == ("error: averaged is True, but no average follows the weights\n"
+                                    "hint: keep one from the start: Update(optimizer, average=0.999)")
+    with pytest.raises(UserError, match=r"average is 1\.0\nhint: give the decay of the average, below 1"):
+        pipeline_of(rich_model, stages=2, average=1)
