@@ -174,7 +174,8 @@ def test_vpipe_watch_shows_the_causes_that_the_latest_actions_tell(
     tail = (folder / "trace" / "rank0.jsonl").stat().st_size // 10
     monkeypatch.setattr("vpipe.app.commands.watch.RECORD_BYTES", tail)
     assert main(["watch", str(folder)]) == 0
-    head, *rows = [line.replace(" %", "").split() for line in capsys.readouterr().out.splitlines()[-5:]]
+    title, head, *rows = [line.replace(" %", "").split() for line in capsys.readouterr().out.splitlines()[-6:]]
+    assert 0 < float(title[2]) < made.end_s / 10, "seconds"
     assert head == ["rank", "stage", "work", "comm", "schedule", "transfer", "straggler", "between", "unknown"]
     for (_, _, work, _, *idle), time_ in zip(rows, whole, strict=True):
         assert float(work) == pytest.approx(100 * (time_.compute + time_.update) / time_.whole, abs=3)
