@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from small_run import job_of, write_config
 from vpipe.app.cli import main
 from vpipe.app.commands.verify import _compared
 from vpipe.app.train.job import Job
+from vpipe.app.train.loop import build_pipeline
 from vpipe.app.verify import batches_for_steps, references, run_in_process, steps_in_batches
 from vpipe.errors import RunError
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.testing import Difference, Reference, ReplicaMismatch, Trajectory, compare
+from vpipe.testing import Difference, Reference, ReplicaMismatch, Trajectory, compare, record_ranks
 
 
 def compared(job: Job, updates: int = 2) -> tuple[Reference, list[Reference], list[Difference], Trajectory]:
@@ -90,8 +92,12 @@ def test_a_run_that_differs_ends_with_one_and_the_place(tmp_path: Path, capfd: p
                 value.data[0, 0] += 1e-3
 
     monkeypatch.setattr(WeightVersions, "step", wrong)
-    monkeypatch.setattr("vpipe.app.commands.verify._over_gloo",
-                        lambda job, batches, folder: run_in_process(job, batches))
+    def saved(job: Job, batches: int, folder: Path) -> None:
+        read = islice(job.training_batches(job.model.batch), batches)
+        for rank, trajectory in record_ranks(build_pipeline(job), list(read)).items():
+            trajectory.save(folder, rank)
+
+    monkeypatch.setattr("vpipe.app.commands.verify._over_gloo", saved)
     assert main(["verify", str(write_config(tmp_path))]) == 1
     err = capfd.readouterr().err
     assert err.startswith("error: in one process, step 0 is not what plain PyTorch on one device")
