@@ -181,7 +181,10 @@ def test_ranks_that_are_bound_to_cores_of_their_own_have_all_of_them(monkeypatch
     assert world_of(monkeypatch, ["a", "b", "b"], three, three).cores() == 1, "two threads on three"
     split = world_of(monkeypatch, ["a", "a"], *([None, [core], 1] for core in (1, 2, 3)))
     split.tensor, split.ranks = 2, 4
-    assert (split.at_once(), split.cores()) == (4, 2)
+    assert (split.at_once(), split.cores(), split.turn(split.cores())) == (4, 2, (0, 1))
+    split = world_of(monkeypatch, ["a", "a"], *([None, [core], 1] for core in (0, 1, 1)))
+    split.tensor, split.ranks = 2, 4
+    assert (split.at_once(), split.cores(), split.turn(split.cores())) == (2, 2, (0, 1)), "all at once, slower"
 
 
 @pytest.mark.parametrize(("gpus", "at_once"), [("xyz", None), ("xyx", 2), ("xxx", 1)])

@@ -81,7 +81,7 @@ class RankGroup:
             backend = accelerator.collectives() if device.type != "cpu" and cores is None else "gloo"
         if device.type == "cpu":
             backend += " and shared memory" * shared_memory
-            cores = cores or max(1, len(usable_cores()) // threads // self.tensor)
+            cores = cores or self._ranks_of(len(usable_cores()) // threads)
         structures = [structure(layer) for layer in model.layers]
         first = Identity(
             model=model.digest(microbatches[0], structures), model_name=model_name, layers=len(model),
@@ -104,7 +104,15 @@ class RankGroup:
     def cores(self) -> int | None:
         """Return how many ranks of the pipeline can compute at once on a host; None where each process has a GPU."""
         at_once = self.at_once()
-        return None if at_once is None else max(1, at_once // self.tensor)
+        return None if at_once is None else self._ranks_of(at_once)
+
+    def _ranks_of(self, processes: int) -> int:
+        """Return how many ranks of the pipeline so many processes of a host are that can compute at once.
+
+        Those that split layers wait for one another, and leave their cores to other ranks. So all ranks are measured at
+        once there, and the times say how much they slow each other.
+        """
+        return max(1, processes) if self.tensor == 1 else max(processes // self.tensor, self.ranks_per_host)
 
     def at_once(self) -> int | None:
         """Return how many processes of a host can compute at once without slowing each other; None where each has a
