@@ -29,6 +29,9 @@ from vpipe.app.families.registry import Family, ModelSettings, family_named
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import UserError
 from vpipe.model.layer import seed_of, set_parameter, split_target
+from vpipe.model.structure import structure
+from vpipe.profiling.layer_runner import LayerRunner
+from vpipe.profiling.measurement import survey
 from vpipe.runtime.sharded_tensors import local, parted, whole
 
 WORDS, HIDDEN, HEADS, LENGTH, SAMPLES, BLOCKS = 24, 16, 8, 8, 3, 2
@@ -167,6 +170,30 @@ def test_a_wrong_plan_is_found(world: World, planted: str, what: str) -> None:
     part of the vocabulary."""
     for rank in world.run(compare, family="gpt", parts=2, sequence=True, planted=planted):
         assert rank[what] > 1e6 * BOUND
+
+
+def counts(*, parts: int) -> list[list[int]]:
+    """Per layer of GPT in each of ``parts`` processes that split it: the first that is equal, operations, bytes of
+    weights, and the most bytes of a microbatch at once."""
+    made, device = model("gpt"), torch.device("cpu")
+    if parts > 1:
+        mesh = init_device_mesh("cpu", (4 // parts, parts), mesh_dim_names=("pp", "tp"))
+        made = tp.parallel(made, tp.TensorMesh(mesh["tp"], Shard(1)))
+    seen = survey(made, list(map(structure, made.layers)), batch("gpt"),
+                  lambda number: LayerRunner(made, number, device, 0), device,
+                  OptimizerSettings("adamw", 1e-3).from_named)
+    return [[first, found.forward_flops, found.parameter_bytes, found.saved_bytes + found.working_bytes]
+            for first in seen.like for found in [seen.counts[first]]]
+
+
+def test_a_profile_counts_what_one_process_does_and_holds(world: World) -> None:
+    """Not what DTensor's whole tensors stand for, and nothing of what it asks about their shapes."""
+    alone = counts(parts=1)
+    for rank in world.run(counts, parts=2):
+        for (first, flops, weights, most), (like, all_flops, all_weights, at_most) in zip(rank, alone, strict=True):
+            assert (first, 2 * flops) == (like, all_flops)
+            assert all_weights / 2 <= weights <= all_weights
+            assert most <= at_most
 
 
 def refused(length: int) -> str:
