@@ -161,12 +161,12 @@ class Pipeline:
     def _set_up(self, model: Model, description: Description, schedule: Schedule, world: DeviceMap) -> None:
         self.model, self._trained, self.rank, self.description = model, False, world.rank, description
         self.lane = world.lanes.number
-        self.lowered = schedule
         self.schedule, self.microbatches = description.order.schedule, description.microbatches
         self.partition, self.recomputed = description.cut.partition, description.cut.recomputed
         self.placement, self.update_every = schedule.placement, schedule.update_every
         self._streams = schedule.stream
         self.engine = Engine(model, model.split(self.partition), schedule, description, world)
+        self.lowered = self.engine.schedule
 
     def train(self, batches: Iterable[Batch], pauses: int | Collection[int] | Pauses | None = None, *,
               updates: int | None = None, stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:

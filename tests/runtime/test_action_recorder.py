@@ -107,7 +107,7 @@ def test_a_run_that_goes_on_counts_on(setting: dict[str, Any], tmp_path: Path) -
 
 def test_a_flush_schedule_is_recorded_action_by_action() -> None:
     _, pipe, notes = trained(record=True, schedule="1f1b", stages=3, recompute=0.5, grad_clip=1.0)
-    for rank, program in enumerate(pipe.engine._schedule.programs):
+    for rank, program in enumerate(pipe.lowered.programs):
         expected = [(a.op, a.stage, a.microbatch + batch * (4 if a.op.per_microbatch else 1))
                     for batch in range(4) for a in program]
         assert [(note.op, note.stage, note.number) for note in actions(notes[rank])] == expected

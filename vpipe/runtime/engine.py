@@ -52,6 +52,7 @@ from vpipe.runtime.worker import Worker, check_runnable
 from vpipe.schedules.assignment import Assignment, describe_rank
 from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.graph import exchanged_at_updates
+from vpipe.schedules.prepare import with_frozen
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 
@@ -71,13 +72,14 @@ class Engine:
     Attributes:
         workers: of this process, by rank.
         collectives: operations that all ranks call together.
+        schedule: the lowered one, without the backwards of stages in front that train nothing.
         interrupts: lets Ctrl-C wait until the pipeline is whole.
         position: of training; microbatches in flight are not counted.
     """
 
     def __init__(self, model: Model, specs: Sequence[StageSpec], schedule: Schedule, description: Description,
                  world: DeviceMap) -> None:
-        self._schedule, self._description, self._fields, self._labels = schedule, description, model.batch, model.labels
+        self._description, self._fields, self._labels = description, model.batch, model.labels
         self._device, self._lanes, timeout_s = world.own, world.lanes, description.transfers.timeout_s
         distributed = len(world.lanes.own) > 1
         self._placement: Placement = schedule.placement
@@ -101,6 +103,7 @@ class Engine:
         with self.collectives.problems_of_all(foreign):
             check_runnable(schedule.kinds)
             stages = build_stages(model, specs, schedule, description, world)
+        self.schedule = schedule = with_frozen(schedule, self._frozen(stages))
         self.workers.update(build_workers(stages, model, specs, schedule, description, world))
         exchanged, widest = exchanged_at_updates(schedule.kinds), max(map(len, self._placement))
         assert exchanged["zero1"] == (description.update.zero1 and widest > 1), "lowered for another update"
@@ -122,6 +125,12 @@ class Engine:
         self._replicas_compared = False
         self._lanes_compared = world.lanes.count == 1  # after their first update
 
+    def _frozen(self, built: Mapping[int, Mapping[int, Stage]]) -> int:
+        """Return how many stages from the first on train nothing on any rank; the last is never one of them."""
+        trained = self.collectives.job.united({str(number): "" for stages in built.values()
+                                               for number, stage in stages.items() if stage.trains})
+        return min(map(int, trained), default=len(self._placement) - 1)
+
     # -- training --------------------------------------------------------------------------------------
 
     def train(self, batches: Iterable[Batch], updates: int | None = None, stop: Callable[[], bool] = lambda: False,
@@ -136,7 +145,7 @@ class Engine:
         self._made.clear()
         self._results.stop = stop
         begun, self._begun = self._begun, 0
-        schedule, per_step = self._schedule, self._schedule.assignment.per_step
+        schedule, per_step = self.schedule, self.schedule.assignment.per_step
         whole = per_step if schedule.stream else schedule.microbatches
         loader = self._loader(batches, None if updates is None else begun + -(-updates * per_step // whole) * whole,
                           None if schedule.stream else schedule.microbatches, begun, copied=schedule.stream)
@@ -147,7 +156,7 @@ class Engine:
         stream = self._stream
         if stream is None:
             return self.position
-        first, done = stream.segment.first, stream.done * self._schedule.assignment.per_step
+        first, done = stream.segment.first, stream.done * self.schedule.assignment.per_step
         return self.position.after(stream.done, done, self._samples(stream.segment, first + done),
                                    (first + done) % self._description.microbatches)
 
@@ -167,7 +176,7 @@ class Engine:
         self._end_batches(loader)
 
     def _train_batch(self, loader: MicrobatchLoader, first: int) -> None:
-        segment, last_forwards = self._segment(loader, first, self._schedule.assignment), self._results.last_forwards
+        segment, last_forwards = self._segment(loader, first, self.schedule.assignment), self._results.last_forwards
         if last_forwards:
             self._results.post(segment, 0)
         steps: Iterable[int] = self._interpreter.run(segment, self._programs.for_batch)
@@ -189,13 +198,13 @@ class Engine:
             pause = pauses(done)
             if pause is not None:
                 assert pause > done, f"a pause after step {pause}, but {done} are done"
-                loader.end = first + (pause - done) * self._schedule.assignment.per_step
+                loader.end = first + (pause - done) * self.schedule.assignment.per_step
             yield from self._train_to_pause(loader, first, pause)
             first, loader.end = loader.total, None
         self._end_batches(loader)
 
     def _train_to_pause(self, loader: MicrobatchLoader, first: int, pause: int | None) -> Iterator[Step]:
-        assignment = replace(self._schedule.assignment,
+        assignment = replace(self.schedule.assignment,
                              has_microbatch=lambda microbatch: loader.has(first + microbatch))
         segment = self._segment(loader, first, assignment)
         stream = self._stream = RunningSegment(segment, self._steps_of_stream(segment, assignment), self._results)
@@ -266,7 +275,7 @@ class Engine:
     def _yield_unchanged(self, step: Step, later_updates: Callable[[], bool]) -> Iterator[Step]:
         """Yield a step; refuse changed parameter groups if later updates are made or under way: which stage sees a
         change would depend on the transport."""
-        if self._schedule.flush:
+        if self.schedule.flush:
             yield step
             return
         optimizers = self._optimizers
@@ -275,7 +284,7 @@ class Engine:
         self._check_not_wrapped()
         if later_updates() and [optimizer.options() for optimizer in optimizers] != before:
             raise UserError(f"a parameter group of an optimizer was changed after step {step.index}, while "
-                            f"'{self._schedule.name}' has later updates under way", hint=CHANGES_HINT)
+                            f"'{self.schedule.name}' has later updates under way", hint=CHANGES_HINT)
 
     @property
     def _optimizers(self) -> list[StageOptimizer]:
@@ -308,7 +317,7 @@ class Engine:
         if stream is None or self._interpreter.broken:
             return tuple(self._made)
         with self.interrupts:
-            steps = stream.drain(self._schedule)
+            steps = stream.drain(self.schedule)
             self._end_stream(stream)
         return steps
 
@@ -449,7 +458,7 @@ class Engine:
             equal: whether all microbatches of a batch must have the same size.
         """
         here = [(stage, rank) for rank, worker in self.workers.items() for stage in worker.stages]
-        assignment = self._schedule.assignment
+        assignment = self.schedule.assignment
 
         def uses(microbatch: int) -> int:
             number = microbatch - begun if period is None else microbatch % period
@@ -542,9 +551,9 @@ class Engine:
             raise UserError(f"training has begun: {counted(self.position.steps, 'step')} done",
                             hint="load a checkpoint into a new pipeline, before its first step")
         begun = position.within(self._description.microbatches)
-        if begun and not self._schedule.stream:
+        if begun and not self.schedule.stream:
             raise UserError(f"the checkpoint was made after {begun} of the {self._description.microbatches} "
-                            f"microbatches of a batch, but '{self._schedule.name}' takes whole ones",
+                            f"microbatches of a batch, but '{self.schedule.name}' takes whole ones",
                             hint="go on with the schedule that made it, or from a checkpoint at the end of a batch")
 
 

@@ -14,7 +14,7 @@ from vpipe.runtime.step_results import Step, StepResults
 from vpipe.runtime.worker import IsSplit, Worker
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment, stages_of_rank
-from vpipe.schedules.builder import build_evaluation, replica_views, stream_program
+from vpipe.schedules.builder import build_evaluation, replica_views, stream_program, without_backwards
 from vpipe.schedules.graph import Exchanged, Flow, Graph, exchanged_at_updates
 from vpipe.schedules.lowering import Lowering, lower
 from vpipe.schedules.registry import RegisteredSchedule
@@ -66,7 +66,9 @@ class RankPrograms:
                               self._schedule.warmup)
 
         def compute(rank: int) -> Iterator[Action]:
-            return stream_program(registered, views[rank], assignment, stages_of_rank(placement, rank), self._recompute)
+            program = stream_program(registered, views[rank], assignment, stages_of_rank(placement, rank),
+                                     self._recompute)
+            return without_backwards(program, assignment.frozen)
 
         ties, versions = self._schedule.ties, StreamVersions(assignment, compute)
 

@@ -101,7 +101,7 @@ class P2PTransfers:
         specs = self._specs.get((stage, training, signature))
         if specs is None or not specs.match(outputs):
             specs = self._specs[stage, training, signature] = self._specs_of(names, outputs)
-        if training:
+        if training and self._segment.assignment.trains(stage):
             self._expected[stage, microbatch] = specs
         key = TransferKey(_ACTIVATIONS, stage + 1, self._segment.base + microbatch)
         self._put(key, microbatch, outputs, specs.outputs, signature)

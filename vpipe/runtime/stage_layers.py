@@ -153,6 +153,11 @@ class StageLayers:
                 {owner: WeightVersions(borrowed_here[owner], slots_of_borrowed[owner])
                  for owner in sorted(borrowed_here)})
 
+    @property
+    def trains(self) -> bool:
+        """Return whether a parameter of the stage, or one that it borrows, is trained."""
+        return bool(self.weights.names or self.borrowed)
+
     def renew_leaves(self, versions: bool) -> None:
         """Give parameters that will have several versions other leaves than those that the modules were built with.
 

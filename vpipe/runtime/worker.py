@@ -267,7 +267,10 @@ class Worker:
     def _end_forward(self, stage_index: int, microbatch: int, inputs: ForwardInputs, outputs: list[Tensor],
                      record: Record | None = None) -> None:
         """Store the record for the backward, and the loss or the outputs."""
-        if record is not None:
+        if record is not None and not self.segment.assignment.trains(stage_index):
+            self._check_wants_no_gradient(stage_index, outputs)
+            self.stages[stage_index].unpin(record.pins)
+        elif record is not None:
             self.records[stage_index, microbatch] = record
             held = self._activations[stage_index] = self._activations[stage_index] + 1
             if held > self.peak_activations[stage_index]:
@@ -279,6 +282,14 @@ class Worker:
             return
         self._p2p.put_activations(stage_index, microbatch, inputs.signature, self.stages[stage_index].spec.outputs,
                                   outputs)
+
+    def _check_wants_no_gradient(self, stage_index: int, outputs: list[Tensor]) -> None:
+        """Refuse an output that wants a gradient of a stage that has no backward, since nothing is trained up to it."""
+        names = self.stages[stage_index].spec.outputs
+        if wanting := [name for name, tensor in zip(names, outputs, strict=True) if tensor.requires_grad]:
+            raise UserError(f"'{wanting[0]}' requires a gradient, but nothing is trained up to there: it gets none",
+                            hint="leave out requires_grad_() of a tensor in a layer or of a batch field; what is "
+                                 "to be trained is a parameter")
 
     def _check_loss_may_be_constant(self, stage_index: int, microbatch: int, inputs: ForwardInputs) -> None:
         """Refuse a loss without a gradient if there is something to train."""
@@ -386,7 +397,7 @@ class Worker:
         """Store the gradients of a stage's inputs for the stage before."""
         self._activations[stage_index] -= 1
         self.offloads.forget(stage_index, microbatch)
-        if stage_index > 0:
+        if self.segment.assignment.trains(stage_index - 1):
             if self._stage_scaler is not None:
                 scale = self._stage_scaler[stage_index].value  # the other stage's may differ
                 returned = [*returned, torch.full((1,), scale, device=self.stages[stage_index].device)]

@@ -27,12 +27,18 @@ class Assignment:
         update_every: microbatches per update with a flush; per update and replica without.
         flush: the pipeline is empty at every update.
         has_microbatch: tells whether there is a microbatch of a number. If so, all smaller numbers exist.
+        frozen: how many stages from the first on train nothing, so that no gradient is made there.
     """
 
     placement: Placement
     update_every: int
     flush: bool
     has_microbatch: Callable[[int], bool]
+    frozen: int = 0
+
+    def trains(self, stage: int) -> bool:
+        """Return whether gradients of a stage are made; of none outside the pipeline."""
+        return stage >= self.frozen
 
     @staticmethod
     def replica_of(microbatch: int, width: int) -> int:
@@ -98,7 +104,10 @@ class Assignment:
         return range(first, beyond)
 
     def share(self, owner: int, update: int, stage: int, rank: int) -> Sequence[int]:
-        """Return the microbatches of an update of ``owner`` that ``rank`` takes through ``stage``, in order."""
+        """Return the microbatches of an update of ``owner`` that ``rank`` takes through ``stage``, in order.
+
+        Their gradients are what is shared out: none where the stage trains nothing.
+        """
         return self._of_rank(self.in_update(owner, update), stage, rank)
 
     def complete_share(self, owner: int, update: int, stage: int, rank: int) -> Sequence[int]:
@@ -107,18 +116,19 @@ class Assignment:
         return self._of_rank(range(first, first + self.per_update(owner)), stage, rank)
 
     def _of_rank(self, microbatches: range, stage: int, rank: int) -> Sequence[int]:
-        """Return those microbatches that ``rank`` takes: every ``width``-th; none where it is no rank of the stage."""
+        """Return those microbatches that ``rank`` takes: every ``width``-th; none where it is no rank of the stage, or
+        the stage trains nothing."""
         width = self.width(stage)
-        replica = self.placement[stage].index(rank) if rank in self.placement[stage] else -1
+        replica = self.placement[stage].index(rank) if rank in self.placement[stage] and self.trains(stage) else -1
         for first in microbatches[:width]:
             if self.replica_of(first, width) == replica:
                 return microbatches[first - microbatches.start::width]
         return ()
 
     def contributors(self, owner: int, update: int, stage: int) -> list[int]:
-        """Return the ranks of ``stage`` that take any microbatch of an update of ``owner``, in replica order."""
+        """Return the ranks of ``stage`` that make any gradient of an update of ``owner``, in replica order."""
         ranks, microbatches = self.placement[stage], self.in_update(owner, update)
-        if len(microbatches) >= len(ranks):
+        if len(microbatches) >= len(ranks) and self.trains(stage):
             return list(ranks)
         return [rank for rank in ranks if self._of_rank(microbatches, stage, rank)]
 

@@ -416,6 +416,18 @@ def with_recompute(program: Iterable[Action], stages: Collection[int]) -> Iterat
         yield action
 
 
+def without_backwards(program: Iterable[Action], frozen: int) -> Iterator[Action]:
+    """Yield a program in which the first ``frozen`` stages, which train nothing, take microbatches forward only."""
+    return (action for action in program
+            if action.stage >= frozen or not action.op.per_microbatch or action.op.uses_version)
+
+
+def freeze(schedule: Schedule, frozen: int) -> Schedule:
+    """Return a schedule that is not lowered yet for a pipeline whose first ``frozen`` stages train nothing."""
+    return replace(schedule, frozen=frozen, programs=tuple(tuple(without_backwards(program, frozen))
+                                                           for program in schedule.programs))
+
+
 def reverse_backwards(schedule: Schedule) -> Schedule:
     """Return a schedule that is not lowered yet with the backwards of every rank from the last microbatch to the first.
 

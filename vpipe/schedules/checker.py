@@ -159,7 +159,13 @@ def completeness(graph: Graph) -> None:
         for microbatch in range(graph.schedule.microbatches):
             backward = [Action(whole, stage, microbatch)]
             halves = Action(first, stage, microbatch), Action(second, stage, microbatch)
-            if any(half in graph.where for half in halves):
+            if not graph.schedule.assignment.trains(stage):
+                backward = []
+                if needless := [action for action in (Action(whole, stage, microbatch), *halves)
+                                if action in graph.where]:
+                    raise graph.error(f"{needless[0]} stands in the programs, but stage {stage} trains nothing, nor "
+                                      "does any before it", "leave out its backwards", graph.where[needless[0]][-1])
+            elif any(half in graph.where for half in halves):
                 if backward[0] in graph.where:
                     raise graph.error(f"{backward[0]} stands in the programs beside its halves",
                                       "give every microbatch on every stage either B, or I and W",
@@ -281,7 +287,7 @@ def updates(graph: Graph) -> None:
         since: set[int] = set()  # microbatches whose weight gradients were made since the last step
         for action, spot in graph.of_stage(stage, rank):
             if action.op.uses_version:
-                in_flight += 1
+                in_flight += assignment.trains(stage)
             elif action.op.completes:
                 in_flight -= 1
                 since.add(action.index)
@@ -389,7 +395,7 @@ def weight_versions(graph: Graph) -> None:
     """Check that a stage holds at most its stated number of versions, and no backward is staler than they allow."""
     for stage, rank in graph.replicas():
         bound = graph.schedule.versions[stage]
-        for load in stage_loads(graph.schedule.programs[rank], stage):
+        for load in stage_loads(graph.schedule.programs[rank], stage, graph.schedule.frozen):
             if load.versions > bound or load.staleness > bound - 1:
                 raise graph.error(f"stage {stage} holds {counted(load.versions, 'weight version')} with staleness "
                                  f"{load.staleness}; the schedule states at most {bound} and {bound - 1}",
@@ -400,7 +406,7 @@ def weight_versions(graph: Graph) -> None:
 def peak_activations(graph: Graph) -> None:
     """Check that a rank holds the activations of at most its stated number of microbatch-stages."""
     for rank, bound in enumerate(graph.schedule.peak_activations):
-        for load in rank_loads(graph.schedule.programs[rank]):
+        for load in rank_loads(graph.schedule.programs[rank], graph.schedule.frozen):
             if load.activations > bound:
                 raise graph.error(f"rank {rank} holds the activations of "
                                  f"{counted(load.activations, 'microbatch-stage')}; the schedule states at most "

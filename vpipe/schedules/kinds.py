@@ -71,6 +71,8 @@ NORMS = Value("gradient norms",
               lambda at, stage, index, rank: at.placement[stage] if at.zero1 else
               () if rank in at.placement[stage] else at.placement[stage][:1])
 UPDATED = Value("weights after an update")
+PACE = Value("update of the first stage that trains",
+             lambda at, stage, index, rank: [home for home in at.placement[stage] if home != rank])
 GATHERED = Value("gathered weights")
 DIVIDED = Value("weights and gradients divided over lanes again")
 STEPPED = Value("weights that a replica steps",
@@ -297,6 +299,16 @@ def _sums(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     return (TIED_GRADIENT, s, i), (SUM if at.is_lowered else PART, s, i), *([(DIVIDED, s, i)] if at.sharded else [])
 
 
+def _paced(at: Setting, s: int, i: int) -> Iterable[Needed]:
+    """What the step of a stage that trains nothing waits for in a stream, where no backward holds it back: the last
+    update of the first stage that trains which needs no later microbatch."""
+    frozen = at.assignment.frozen
+    if s >= frozen or at.assignment.flush:
+        return []
+    complete = at.assignment.in_update(s, i).stop // at.assignment.per_update(frozen)
+    return [(PACE, frozen, complete - 1)] if complete else []
+
+
 def _norms(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     """The norms by which a step is clipped: of all stages; without a flush those that its own replicas have."""
     if not at.normed:
@@ -317,6 +329,11 @@ def _neighbour(offset: int) -> Callable[[Setting, int, int, int], Sequence[int]]
         return () if peer in (-1, rank) else (peer,)
 
     return peers
+
+
+def _wanting_gradient(at: Setting, s: int, i: int, rank: int) -> Sequence[int]:
+    """The same of the stage before, if it trains anything."""
+    return _neighbour(-1)(at, s, i, rank) if at.assignment.trains(s - 1) else ()
 
 
 def _borrowers(at: Setting, s: int, i: int, rank: int) -> Sequence[int]:
@@ -385,9 +402,9 @@ class Op(metaclass=_Members):
     STEP = Kind(
         "STEP", "optimizer step", UPDATE, "optimizer_steps.step", generated=True, makes_version=True,
         torch="STEP: step the optimizer after schedule.step()",
-        needs=lambda at, s, i, rank: [*_sums(at, s, i, rank), *_norms(at, s, i, rank)],
-        makes=((UPDATED, 0), (STEPPED, 0)), ends=_gradients_of, seconds=lambda cost: cost.step_s, colour="#d6336c",
-        shades=("1;38;5;255;48;5;160",))
+        needs=lambda at, s, i, rank: [*_sums(at, s, i, rank), *_norms(at, s, i, rank), *_paced(at, s, i)],
+        makes=((UPDATED, 0), (STEPPED, 0), (PACE, 0)), ends=_gradients_of, seconds=lambda cost: cost.step_s,
+        colour="#d6336c", shades=("1;38;5;255;48;5;160",))
     USE = Kind("USE", "choose a weight version", VERSION, "optimizer_steps.use", generated=True, chooses=True,
                torch="USE: with a flush there is one version of the weights")
     REDUCE = Kind(
@@ -416,7 +433,8 @@ class Op(metaclass=_Members):
     SEND_B = Kind(
         "SEND_B", "send gradients", MICROBATCH, "_p2p.send_gradients",
         needs=lambda at, s, i, rank: [(OUTPUT_GRADIENT, s - 1, i)],
-        transfer=TransferEnd(OUTPUT_GRADIENT, True, "RECV_B", -1, -1, _neighbour(-1), lambda cost: cost.gradient_bytes))
+        transfer=TransferEnd(OUTPUT_GRADIENT, True, "RECV_B", -1, -1, _wanting_gradient,
+                             lambda cost: cost.gradient_bytes))
     RECV_B = Kind(  # the shapes of a gradient are known once its forward has run
         "RECV_B", "get ready for gradients", MICROBATCH, "_p2p.post_gradients",
         needs=lambda at, s, i, rank: [(OUTPUT, s, i)],

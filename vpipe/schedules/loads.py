@@ -39,18 +39,21 @@ class StageLoad(NamedTuple):
     staleness: int
 
 
-def rank_loads(program: Sequence[Action]) -> Iterator[RankLoad]:
-    """Yield what a rank holds after each action that takes or frees memory."""
+def rank_loads(program: Sequence[Action], frozen: int = 0) -> Iterator[RankLoad]:
+    """Yield what a rank holds after each action that takes or frees memory; ``frozen`` stages in front keep nothing."""
     activations = halves = 0
     for position, action in enumerate(program):
         more = action.op.more_held
-        if more != (0, 0):
+        if more != (0, 0) and action.stage >= frozen:
             activations, halves = activations + more[0], halves + more[1]
             yield RankLoad(position, activations, halves)
 
 
-def stage_loads(program: Sequence[Action], stage: int) -> Iterator[StageLoad]:
-    """Yield what ``stage`` holds after each forward, backward, half, step and USE of its rank's program."""
+def stage_loads(program: Sequence[Action], stage: int, frozen: int = 0) -> Iterator[StageLoad]:
+    """Yield what ``stage`` holds after each forward, backward, half, step and USE of its rank's program.
+
+    Each of the ``frozen`` stages in front needs no version beyond the forward.
+    """
     register = VersionRegister()
     pinned: dict[int, int] = {}  # version by microbatch in flight
     users: Counter[int] = Counter()  # microbatches in flight by version
@@ -60,8 +63,9 @@ def stage_loads(program: Sequence[Action], stage: int) -> Iterator[StageLoad]:
             continue
         staleness = 0
         if op.uses_version:
-            pinned[microbatch] = register.in_use
-            users[register.in_use] += 1
+            if stage >= frozen:
+                pinned[microbatch] = register.in_use
+                users[register.in_use] += 1
         else:
             register.follow(action)
         if op.returns:

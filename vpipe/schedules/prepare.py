@@ -9,9 +9,10 @@ from vpipe.description.cut import Cut
 from vpipe.description.order import Order
 from vpipe.errors import UserError, counted
 from vpipe.schedules.assignment import Assignment, passes
-from vpipe.schedules.builder import build, check_no_warmup, replica_views, reverse_backwards, with_recompute
+from vpipe.schedules.builder import build, check_no_warmup, freeze, replica_views, reverse_backwards, with_recompute
 from vpipe.schedules.checker import check
 from vpipe.schedules.csv_format import CsvFile
+from vpipe.schedules.graph import exchanged_at_updates
 from vpipe.schedules.lowering import lower
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
@@ -195,6 +196,20 @@ class ScheduleSpec:
                             hint=f"use a multiple of {schedule.assignment.per_step} microbatches")
         compute = replace(schedule, ties=dict(self.ties or {})).compute_only()
         return compute.with_programs([list(with_recompute(program, self.recompute)) for program in compute.programs])
+
+
+def with_frozen(lowered: Schedule, frozen: int) -> Schedule:
+    """Return a lowered schedule for a pipeline whose first ``frozen`` stages train nothing, lowered and proved again.
+
+    What knows that only when the stages are built prepares a schedule without it. One that divides weights over lanes,
+    or has actions of packages, which may need a gradient, stays as it is: then backwards of such stages are empty.
+    """
+    exchanged = exchanged_at_updates(lowered.kinds)
+    if not frozen or exchanged["sharded"] or not all(kind.is_own for kind in lowered.kinds):
+        return lowered
+    schedule = lower(freeze(lowered.compute_only(), frozen), exchanged["normed"], zero1=exchanged["zero1"])
+    check(schedule)
+    return schedule
 
 
 def _part_of_stream(placement: Placement, size: Size, in_flight: int) -> int:

@@ -41,6 +41,7 @@ class Schedule:
         ties: stages that borrow a stage's tied weights, by owning stage.
         stream: these programs are the beginning of a stream, which the generator registered as ``name`` continues.
         warmup: of a stream, per stage, how many forwards of a replica precede its first backward; otherwise empty.
+        frozen: how many stages from the first on train nothing: they have no backwards (:func:`~.builder.freeze`).
     """
 
     MOST_STAGES: ClassVar[int] = MOST_STAGES
@@ -59,6 +60,7 @@ class Schedule:
     ties: Mapping[int, tuple[int, ...]]
     stream: bool = False
     warmup: tuple[int, ...] = ()
+    frozen: int = 0
 
     check_work, default_warmup = staticmethod(check_work), staticmethod(default_warmup)
 
@@ -73,7 +75,8 @@ class Schedule:
     @cached_property
     def assignment(self) -> Assignment:
         """The microbatches of every replica and of every update."""
-        return Assignment(self.placement, self.update_every, self.flush, lambda number: 0 <= number < self.microbatches)
+        return Assignment(self.placement, self.update_every, self.flush, lambda number: 0 <= number < self.microbatches,
+                          self.frozen)
 
     @cached_property
     def kinds(self) -> set[Kind]:
@@ -99,14 +102,15 @@ class Schedule:
     @cached_property
     def rank_peaks(self) -> tuple[RankPeaks, ...]:
         """The most that every rank ever holds; the schedule must have passed the checker."""
-        loads = [list(rank_loads(program)) for program in self.programs]
-        return tuple(RankPeaks(max(load.activations for load in rank), max(load.weight_halves for load in rank))
+        loads = [list(rank_loads(program, self.frozen)) for program in self.programs]
+        return tuple(RankPeaks(max((load.activations for load in rank), default=0),
+                               max((load.weight_halves for load in rank), default=0))
                      for rank in loads)
 
     @cached_property
     def stage_peaks(self) -> tuple[StagePeaks, ...]:
         """The most that every stage ever holds, likewise."""
-        loads = [[load for rank in ranks for load in stage_loads(self.programs[rank], stage)]
+        loads = [[load for rank in ranks for load in stage_loads(self.programs[rank], stage, self.frozen)]
                  for stage, ranks in enumerate(self.placement)]
         return tuple(StagePeaks(max(load.versions for load in stage), max(load.staleness for load in stage))
                      for stage in loads)

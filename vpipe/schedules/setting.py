@@ -54,7 +54,7 @@ class Setting:
 
     def sums(self, stage: int) -> bool:
         """Return whether gradients of a stage are summed over replicas or lanes."""
-        return self.sharded or self.assignment.width(stage) > 1
+        return self.sharded or (self.assignment.width(stage) > 1 and self.assignment.trains(stage))
 
     @cached_property
     def owners(self) -> Mapping[int, Sequence[int]]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules.action import Action
-from vpipe.schedules.builder import build
+from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.costs import Costs, Number, ratio
 from vpipe.schedules.error_grid import rule_error
 from vpipe.schedules.peaks import moments
@@ -235,8 +235,9 @@ def _blocked(tables: SimulationTables, cursors: Sequence[int]) -> CheckError:
 
 def lengthened(stream: Schedule, recompute: Collection[int] = ()) -> Schedule:
     """Return a stream that is long enough to have a steady state in its middle."""
-    return build(stream.name, stream.placement, sum(_stream_steps(stream)) * stream.assignment.per_step,
-                 stream.update_every, stream.ties, recompute, warmup=stream.warmup)
+    longer = build(stream.name, stream.placement, sum(_stream_steps(stream)) * stream.assignment.per_step,
+                   stream.update_every, stream.ties, recompute, warmup=stream.warmup)
+    return freeze(longer, stream.frozen)
 
 
 _SETTLING = 12

@@ -1,0 +1,83 @@
+"""Stages in front that train nothing: the bits of the oracles, without backwards, records and gradients there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from models import Frozen, Head, Normed, RawMatmul, rich_batches
+from oracles import equals_its_oracle, pipeline_of
+from torch import Tensor, nn
+
+from vpipe import Layer, Model
+from vpipe.errors import UserError
+from vpipe.runtime.microbatches import Batch
+
+
+class FrozenNorm(Normed):
+    """Not trained, but its running statistics change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class Dropped(nn.Dropout):
+    """Has nothing to train at all."""
+
+    def __init__(self) -> None:
+        super().__init__(0.2)
+
+
+def front(*layers: type[nn.Module]) -> Model:
+    """Layers in front of six that are trained."""
+    return Model([Layer("words", Frozen, ("ids",), ("h",)), *(Layer(f"f{i}", kind) for i, kind in enumerate(layers)),
+                  *(Layer(f"t{i}", RawMatmul) for i in range(4)), Layer("late", FrozenNorm),
+                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"), labels="labels")
+
+
+def frozen_front() -> Model:
+    return front(FrozenNorm, Dropped, FrozenNorm)
+
+
+@pytest.mark.parametrize(("frozen", "words"), [
+    (2, {"schedule": "1f1b", "partition": [1, 3, 3, 3], "recompute": 0.5, "grad_clip": 0.5}),
+    (1, {"schedule": "zb_h1", "partition": [3, 2, 3, 2]}),
+    (3, {"schedule": "interleaved", "partition": [1, 2, 1, 6], "chunks": 2}),
+    (2, {"schedule": "gpipe", "partition": [2, 2, 6], "executor": "async_threaded"}),
+    (1, {"schedule": "1f1b", "placement": [[0, 1], [2, 3]], "partition": [3, 7], "zero1": True, "grad_clip": 0.5}),
+    (2, {"schedule": "pipedream", "partition": [1, 3, 3, 3], "update_every": 1, "recompute": 0.5,
+         "per_token_loss": True}),
+    (1, {"schedule": "2bw", "partition": [4, 3, 3], "update_every": 4, "precision": "fp16"}),
+    (1, {"schedule": "pipedream", "placement": [[0, 1], [2], [3]], "partition": [3, 2, 5], "update_every": 1})])
+def test_every_kind_of_schedule_equals_its_oracle(frozen: int, words: dict[str, Any]) -> None:
+    pipe, _ = equals_its_oracle(frozen_front, rich_batches(3, 8), rich_batches(2, 8, seed=4), **words)
+    assert pipe.lowered.frozen == frozen
+    usage = {stage: used for stages in pipe.local_usage().values() for stage, used in stages.items()}
+    assert [(used.backward_s > 0, used.peak_activations > 0) for _, used in sorted(usage.items())] == [
+        (stage >= frozen,) * 2 for stage in range(len(usage))]
+
+
+def test_a_stream_does_not_run_ahead_of_what_is_trained() -> None:
+    read = []
+
+    def batches() -> Iterator[Batch]:
+        for batch in rich_batches(40, 4):
+            read.append(batch)
+            yield batch
+
+    pipe = pipeline_of(frozen_front, schedule="pipedream", partition=[4, 3, 3], microbatches=2, update_every=1)
+    steps = pipe.train(batches())
+    assert [next(steps).index for _ in range(8)] == list(range(8))
+    assert len(read) <= 4 + 2  # of two microbatches: those of eight updates, and the three in flight
+
+
+def test_a_gradient_that_nothing_could_be_trained_by_is_refused() -> None:
+    class Wants(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden.requires_grad_()
+
+    pipe = pipeline_of(front(Wants), schedule="1f1b", partition=[2, 6])
+    with pytest.raises(UserError, match="'h' requires a gradient, but nothing is trained up to there: it gets none"):
+        list(pipe.train(rich_batches(1, 4)))
