@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from vpipe.distributed import excepthook
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import join_world
 from vpipe.errors import PerformanceWarning, Problem, UserError, counted
+from vpipe.model.layer import split_target
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec
 from vpipe.old_calls import shows_new_call
@@ -366,6 +368,18 @@ class Pipeline:
         for worker in self.engine.workers.values():
             assert isinstance(worker, ThreadedWorker), "only forwards that run in threads have streams of their own"
             worker.schedule(scheduler)
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Return the norm of the gradients of each layer in the latest update of its stage, before clipping.
+
+        Every rank must call it. Norms are computed where something needs them: with ``grad_clip``, which ``math.inf``
+        makes clip nothing, ``skip_not_finite`` or fp16; else there are none. A tied weight counts where it is owned.
+        """
+        squares: dict[str, float] = {}
+        for name, norm in self.engine.collectives.gradient_norms().items():
+            layer, _ = split_target(name, self.model.layers)
+            squares[layer] = squares.get(layer, 0.0) + norm ** 2
+        return {layer.name: math.sqrt(squares[layer.name]) for layer in self.model.layers if layer.name in squares}
 
     def check_replicas(self) -> None:
         """Refuse weights that differ between the replicas of a stage. Every rank must call it.

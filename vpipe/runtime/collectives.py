@@ -22,6 +22,7 @@ from vpipe.distributed.watchdog import watch
 from vpipe.errors import Problem, RunError, UserError
 from vpipe.model.layer import check_alike, kind_of
 from vpipe.model.split import StageSpec
+from vpipe.runtime.optimizer_step import ABSENT
 from vpipe.runtime.sharded_tensors import local, shard_of, whole
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_usage import StageUsage
@@ -250,6 +251,12 @@ class Collectives:
                 {stage: {source: owned[f"{stage} {source}"] for source in ranks
                          if rank in audience.get((stage, source), ())} for stage, ranks in enumerate(self._placement)},
                 {stage: sorted(audience.get((stage, rank), ())) for stage in worker.stages})
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Return the norm of every gradient of the latest update of each stage, by the name of its parameter."""
+        return self.exchange.united({
+            name: norm for worker in self._workers.values() for stage, norms in worker.optimizer_steps.norms.items()
+            for name, norm in zip(worker.stages[stage].weights.names, norms.tolist(), strict=True) if norm != ABSENT})
 
     def check_replicas(self) -> None:
         """Compare the weights of the replicas of every stage by their checksums.

@@ -63,6 +63,8 @@ class OptimizerSteps:
     Attributes:
         reducers: of the stages with replicas.
         gradient_norm: of all stages at the latest update, before clipping; None when not clipped globally.
+        norms: by stage of this rank, of each gradient of its latest update, before clipping, where norms
+            are computed.
         skipped: steps of which an update was skipped.
     """
 
@@ -85,6 +87,7 @@ class OptimizerSteps:
         self.observer: StepObserver | None = None
         self._completed: Counter[int] = Counter()  # by replicated stage: backwards of the update at hand
         self.gradient_norm: Tensor | None = None
+        self.norms: dict[int, Tensor] = {}
         self.global_norms = False
         self._norms: dict[_Together, dict[int, Tensor]] = defaultdict(dict)  # by stage, own and others'
         self._steps: Counter[_Together] = Counter()  # of own stages
@@ -265,6 +268,7 @@ class OptimizerSteps:
         if self._uses_norms:
             of_stage = (self._norms_before(stage, number) if self._norms_come_first(stage) else
                         {stage: _gradient_norms(weights)})
+            self.norms[stage] = of_stage[stage]
             norms = torch.cat([of_stage[s] for s in sorted(of_stage)])
             if self._update.grad_clip is not None:
                 # Of the first gradient of the stage, which may be another replica's.
