@@ -55,7 +55,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch, model: Model,
            flops: Callable[[ModelSettings], Sequence[int]] | None = None) -> None:
     """A model in place of the config's, whatever its settings."""
     family = Family(lambda settings: model, flops=flops)
-    monkeypatch.setattr("vpipe.app.train.job.model_named", lambda name: family.factory)
+    monkeypatch.setattr("vpipe.app.train.job.family_named", lambda name: family)
     monkeypatch.setattr("vpipe.app.train.model_section.family_named", lambda name: family)
 
 

@@ -92,7 +92,9 @@ def rows(section: type[Section]) -> Iterator[list[str]]:
 def sections() -> dict[str, type[Section]]:
     """Heading in docs/config.md -> the keys below it."""
     native = {name: found for name, info in Config.model_fields.items() if (found := section_of(info)) is not None}
-    return {**{f"`{name}`": found for name, found in native.items()}, "Top level": Config}
+    inner = {f"{name}.{key}": found for name, section in native.items() for key, info in section.model_fields.items()
+             if (found := section_of(info)) is not None}
+    return {**{f"`{name}`": found for name, found in (native | inner).items()}, "Top level": Config}
 
 
 def table_below(heading: str, page: Path = CONFIG_PAGE) -> list[list[str]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from public_names import PAGES, faces, insides_imported, named_in, names_imported, public_names
+from pydantic import BaseModel
 from tier_sizes import lines_of_tiers
 
 from vpipe import Asynchronous, Cut, Execution, Order, Pipeline, Plan, Precision, Transfers, Update, accelerator
@@ -283,16 +284,18 @@ def test_only_the_public_class_knows_its_engine() -> None:
 
 PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Transfers, Update}
 
-BUDGETS = {"library": 31_150, "testing": 2_010, "application": 21_200, "extras": 6_200, "tests": 54_620,
-           "parameters of Pipeline": 9, "config keys": 93}
+BUDGETS = {"library": 31_150, "testing": 2_010, "application": 21_430, "extras": 6_200, "tests": 54_870,
+           "parameters of Pipeline": 9, "config keys": 97}
 """The most lines of every tier, as tests/tier_sizes.py counts them, and the most that users have to learn."""
 
 
 def test_a_feature_makes_room_or_raises_its_budget() -> None:
-    sections = [found for info in Config.model_fields.values() if (found := section_of(info)) is not None]
-    keys = len(Config.model_fields) - len(sections) + sum(len(one.model_fields) for one in sections)
+    def keys_of(section: type[BaseModel]) -> int:
+        inner = map(section_of, section.model_fields.values())
+        return sum(1 if found is None else keys_of(found) for found in inner)  # type: ignore[arg-type]
+
     now = {**lines_of_tiers(), "parameters of Pipeline": len(inspect.signature(Pipeline).parameters),
-           "config keys": keys}
+           "config keys": keys_of(Config)}
     above = {what: f"{count:,} of {BUDGETS[what]:,}" for what, count in now.items() if count > BUDGETS[what]}
     assert not above, (f"{above}: delete what nobody uses, do a job once, or take what is there for the new one; where "
                        "that would harm users, raise the budget in this file, and let the commit say why")

@@ -240,10 +240,11 @@ def _add_checkpoint(commands: Any) -> None:
     export = _add(commands, "export", "checkpoint_convert.run_export", "write the whole model for other programs",
                   new_output=True)
     export.add_argument("folder", type=Path, metavar="RUN|STEP", help=f"{where}; for a run: the newest")
-    export.add_argument("--format", choices=("safetensors", "torch", "huggingface"), required=True,
-                        help="a safetensors file; a state dict for torch.load; a folder for transformers")
+    export.add_argument("--format", choices=("safetensors", "torch", "huggingface", "peft"), required=True,
+                        help="a safetensors file; a state dict for torch.load; a folder for transformers; the adapters "
+                        "of model.lora in a folder for peft")
     export.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="file to write, or folder for "
-                        "huggingface; must not exist")
+                        "huggingface and peft; must not exist")
     export.add_argument("--uncorrected", action="store_true", help="leave out what training.delay_correction has added "
                         "to the weights")
     add_import(export)
@@ -254,6 +255,7 @@ def _add_checkpoint(commands: Any) -> None:
                       "checkpoint.<stage>.pth.tar files")
     load.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="folder of the new checkpoint; "
                       "must not exist")
+    load.add_argument("--adapter", type=Path, metavar="FOLDER", help="adapter of that model, which peft saved, too")
     load.add_argument("--config", type=Path, help="config to train with; needed for VPipe's files, for Hugging Face "
                       "its model is compared with the folder's")
     add_overrides(load)

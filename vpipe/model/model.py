@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from vpipe.arguments import Arguments, shown
 from vpipe.errors import Problem, UserError, nearest
+from vpipe.model.adapters import adapted
 from vpipe.model.layer import (
     LOSS,
     Layer,
@@ -101,6 +102,14 @@ class Model:
         layers.append(Layer(last, partial(copy_module, ending), (source, "target"), (LOSS, "output"), ties[last],
                             shared[last]))
         return cls(layers, batch=("input", "target"))
+
+    def with_adapters(self, config: Any) -> Model:
+        """Return this model with the adapters of a ``peft.LoraConfig`` in its layers, and all other weights frozen.
+
+        Layers begin with the same weights as without. ``target_modules`` are names of modules, or ends of them, below
+        ``<layer>.``. Raises UserError where one is in no layer, or its weight is tied.
+        """
+        return Model(adapted(self.layers, self.ties, config), self.batch, self.labels)
 
     def materialize(self, seed: int = 0) -> nn.ModuleDict:
         """Return the whole model on one device, tied parameters shared: for references, export, inference."""

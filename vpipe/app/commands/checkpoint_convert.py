@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -16,14 +17,15 @@ from vpipe.app.command_line import setting_words
 from vpipe.app.commands.checkpoint import checkpoints_in
 from vpipe.app.config.config import load_config
 from vpipe.app.data.tokenizers import end_token, load_tokenizer
+from vpipe.app.families.lora import adapter_names, base_names, merged
 from vpipe.app.families.registry import HuggingFace, ModelSettings, family_named
 from vpipe.app.progress import byte_progress
 from vpipe.app.train.checkpoint_model import CheckpointModel, config_text, data_tokenizer, has_model, model_differences
 from vpipe.app.train.job import Job
 from vpipe.app.train.model_section import model_settings
-from vpipe.app.weights.export import export_huggingface, export_safetensors, export_torch, make_checkpoint
+from vpipe.app.weights.export import export_huggingface, export_peft, export_safetensors, export_torch, make_checkpoint
 from vpipe.app.weights.formats import CHECKPOINT_FORMATS, CheckpointFormat
-from vpipe.app.weights.import_weights import CONFIG, import_weights, read_model_config
+from vpipe.app.weights.import_weights import CONFIG, import_adapter, import_weights, read_model_config
 from vpipe.checkpoint import Checkpoint, Manifest
 from vpipe.errors import UserError, counted
 from vpipe.units import size_text
@@ -36,16 +38,29 @@ def run_export(options: argparse.Namespace) -> None:
     """Write the model of a checkpoint for other programs."""
     folder = checkpoints_in(options.folder)[-1]
     manifest = Manifest.load(folder)
-    found = CheckpointModel.from_manifest(manifest, folder) if options.format == "huggingface" or (
+    named = options.format in ("huggingface", "peft")
+    found = CheckpointModel.from_manifest(manifest, folder) if named or (
         options.format == "torch" and has_model(manifest)) else None
-    huggingface = None if options.format != "huggingface" or found is None else _names_of(found.name)
+    huggingface = _names_of(found.name) if named and found is not None else None
+    lora = None if found is None else found.settings.lora
+    if options.format == "peft" and lora is None:
+        raise UserError(f"the checkpoint '{folder}' has no adapters: its run trained all weights",
+                        hint="export it as huggingface, safetensors or torch")
     with byte_progress(f"reading {folder.name}") as progress:
-        weights = Checkpoint(folder, manifest).weights(progress=progress, corrected=not options.uncorrected)
+        weights = Checkpoint(folder, manifest).weights(
+            adapter_names(manifest.tensors) if options.format == "peft" else None, progress,
+            corrected=not options.uncorrected)
+    if options.format == "huggingface" and lora is not None:
+        weights = merged(weights, lora)
+        print("note: the adapters are merged into the weights; --format peft writes them alone")
     size = sum(tensor.nbytes for tensor in weights.values())
     if size >= SLOW_BYTES:
         print(f"writing {size_text(size)}", file=sys.stderr, flush=True)
     out, tokenizer = options.output, None
-    if huggingface is not None and found is not None:
+    if huggingface is not None and found is not None and lora is not None and options.format == "peft":
+        export_peft(weights, lora, huggingface, found.settings, out)
+        load = f"peft.PeftModel.from_pretrained(base, {str(out)!r})"
+    elif huggingface is not None and found is not None:
         tokenizer, note = data_tokenizer(manifest)
         if note:
             print(f"note: no tokenizer goes with it: {note}")
@@ -83,10 +98,12 @@ def run_import(options: argparse.Namespace) -> None:
         raise UserError(f"{setting_words(options.settings)[0]} changes a config, but there is none",
                         hint="name it with --config")
     found = next(((form, files) for form in forms if (files := form.find(source))), None)
+    if options.adapter is not None and found is not None:
+        raise UserError(f"--adapter is given, but '{source}' is no model of Hugging Face", hint="leave it out")
     if found is not None:
         _from_files(*found, job, source, out)
     elif (source / CONFIG).is_file():
-        _from_huggingface(source, job, out)
+        _from_huggingface(source, options.adapter, job, out)
     else:
         signs = " nor ".join([f"{'neither ' if forms else 'no '}{CONFIG}", *(form.sign for form in forms)])
         raise UserError(f"'{source}' holds {signs}",
@@ -101,14 +118,27 @@ def run_import(options: argparse.Namespace) -> None:
         print(f"its tokenizer, for data that are text: --set dataset.tokenizer={tokenizer}")
 
 
-def _from_huggingface(source: Path, job: Job | None, out: Path) -> None:
+def _from_huggingface(source: Path, adapter: Path | None, job: Job | None, out: Path) -> None:
     found = read_model_config(source)
-    huggingface = _names_of(found.family)
+    family, huggingface, settings = family_named(found.family), _names_of(found.family), found.settings
     if job is not None:
-        _check_same(job, found.family, found.settings, source)
-    weights = import_weights(source, huggingface, found.settings, note=lambda line: print(f"note: {line}"))
-    model = family_named(found.family).factory(found.settings) if job is None else job.model
-    config = config_text(found.family, found.settings, Path(os.path.abspath(out)) / CONFIG) if job is None else (
+        _check_same(job, found.family, settings, source)
+    weights = import_weights(source, huggingface, settings, note=lambda line: print(f"note: {line}"))
+    model = family.factory(settings) if job is None else job.base_model
+    if adapter is not None:
+        lora, adapters = import_adapter(adapter, huggingface, settings)
+        wanted = lora if job is None else job.config.model.lora
+        if wanted is None or (wanted.rank, wanted.alpha) != (lora.rank, lora.alpha):
+            here = "none" if wanted is None else f"rank {wanted.rank} and alpha {wanted.alpha:g}"
+            raise UserError(f"the adapter in '{adapter}' has rank {lora.rank} and alpha {lora.alpha:g}, model.lora"
+                            f" {here}",
+                            hint=f"set model.lora to {{rank: {lora.rank}, alpha: {lora.alpha:g}, targets: "
+                                 f"[{', '.join(lora.targets or ())}]}}")
+        settings = replace(settings, lora=lora)
+        frozen = base_names(family.model(settings).outline(), model)
+        weights = {name: weights[theirs].clone() for name, theirs in frozen.items()} | adapters  # ties are apart
+        model = family.model(settings) if job is None else job.model
+    config = config_text(found.family, settings, Path(os.path.abspath(out)) / CONFIG) if job is None else (
         job.config.resolved_yaml())
     _make(out, job, config, "Hugging Face", model, weights, source / CONFIG)
 

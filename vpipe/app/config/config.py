@@ -73,6 +73,17 @@ def _nearest_multiples(what: str, size: int, divisor: int) -> str:
     return f"the nearest {what}s are {low} and {low + divisor}" if low else f"the nearest {what} is {divisor}"
 
 
+class LoraSection(Section):
+    """Adapters, which are trained instead of the model's weights."""
+
+    rank: Size = Field(description="rows of A and columns of B: (alpha / rank) B A is added to a frozen weight")
+    alpha: float = Field(gt=0, description="factor of what is added, times the rank; twice the rank is usual")
+    targets: Texts | None = Field(None, description=(
+        "names of linear modules of the family that get adapters, such as query, value, qkv, up or down; null takes "
+        "all in front of the head"))
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability of what an adapter reads")
+
+
 class ModelSection(Section):
     """The model. Sizes given here override those of ``preset`` or ``config_file``."""
 
@@ -102,6 +113,8 @@ class ModelSection(Section):
         "family's default"))
     config_file: FilePath | None = Field(None, description=(
         "Hugging Face config with the sizes, such as bert_config.json, relative to the current folder"))
+    lora: LoraSection | None = Field(None, description=(
+        "adapters that are trained alone, by peft; null trains all weights"))
     options: dict[str, Any] | None = Field(None, description=(
         "keys of the family's own, for one that register_model gives some; null takes their defaults"))
 
@@ -395,6 +408,9 @@ class Config(Section):
             if self.training.compile:
                 yield Mistake(("training", "compile"), f"is {self.training.compile}, but parallel.tensor is "
                               f"{self.parallel.tensor}, and split layers are not compiled", "set it to false")
+            if self.model.lora is not None:
+                yield Mistake(("model", "lora"), f"is given, but parallel.tensor is {self.parallel.tensor}, and split "
+                              "layers get no adapters", "set parallel.tensor to 1, or leave it out")
             if self.elastic:
                 yield Mistake(("elastic",), f"is true, but parallel.tensor is {self.parallel.tensor}: what is left of "
                               "a host cannot split a layer", "set it to false")
@@ -475,7 +491,7 @@ def config_row(config: Config) -> dict[str, Any]:
 def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key of a section by its path, and its value."""
     for key, value in section.items():
-        if isinstance(value, dict) and key not in ("stage_to_rank_map", "options"):
+        if isinstance(value, dict) and key not in ("stage_to_rank_map", "options", "lora"):
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

@@ -20,6 +20,7 @@ from typing import Any
 
 import vpipe.app.families
 from vpipe import Model
+from vpipe.app.families.lora import LoraSettings
 from vpipe.errors import UserError
 from vpipe.plugins import PluginGroup
 
@@ -34,6 +35,7 @@ class ModelSettings:
     in config files, not the layers a pipeline cuts between. ``num_kv_heads`` counts the heads of keys and values,
     which groups of the ``num_heads`` share. ``dropout`` is a probability and replaces every dropout of the family.
     ``packed``: samples have several texts, and the model reads the place of each token in its text, ``positions``.
+    ``lora``: adapters are trained alone, see :meth:`Family.model`; a factory need not know it.
     ``overrides`` holds the content of a ``config_file``, such as a Hugging Face config. ``options`` is an instance of
     the family's class of :func:`register_model`; None for a family without.
     """
@@ -48,6 +50,7 @@ class ModelSettings:
     dropout: float | None = None
     tie_weights: bool | None = None
     packed: bool = False
+    lora: LoraSettings | None = None
     overrides: Mapping[str, object] = field(default_factory=dict)
     options: Any = None
 
@@ -117,6 +120,11 @@ class Family:
     options: type | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     datasets: tuple[str, ...] = ()
+
+    def model(self, settings: ModelSettings) -> Model:
+        """Return the model of the settings, with its adapters."""
+        model = self.factory(settings)
+        return model if settings.lora is None else settings.lora.added_to(model)
 
 
 _families: dict[str, Family] = {}

@@ -61,7 +61,7 @@ class CheckpointModel:
 
     def model(self) -> Model:
         """Return the layers of the model, not materialized."""
-        return self.family.factory(self.settings)
+        return self.family.model(self.settings)
 
 
 _COPY = "config.json"
@@ -87,8 +87,10 @@ def model_text(manifest: Manifest, folder: Path) -> str:
 
 def config_text(found: str, settings: ModelSettings, config_file: Path) -> str:
     """Return a config with only a model section, for an imported checkpoint."""
+    lora = {} if settings.lora is None else {
+        "lora": {**vars(settings.lora), "targets": list(settings.lora.targets or ())}}
     return write({"model": {"name": found, "vocab_size": settings.vocab_size, "tie_weights": settings.tie_weights,
-                            "config_file": str(config_file)}})
+                            "config_file": str(config_file), **lora}})
 
 
 def checkpoint_config(manifest: Manifest) -> Config | None:

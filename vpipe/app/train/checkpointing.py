@@ -13,10 +13,13 @@ from statistics import median
 from time import perf_counter
 from types import TracebackType
 
+from torch import Tensor
+
 from vpipe import Pipeline
+from vpipe.app.families.lora import base_names, is_adapter
 from vpipe.app.train.job import Job, device_of
 from vpipe.app.train.observers import Run
-from vpipe.app.train.resume import RUN
+from vpipe.app.train.resume import RUN, lacks_adapters
 from vpipe.app.train.run_folder import checkpoints_root
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest, Saver
 from vpipe.distributed import RankEnvironment, exchange, watch
@@ -244,5 +247,16 @@ def restore(pipe: Pipeline, job: Job, checkpoint: Path, manifest: Manifest) -> s
     """
     with watch.activity.during("reading a checkpoint"):
         found = Checkpoint(checkpoint, manifest)
-        return pipe.restore(manifest.position(pipe.microbatches), lambda wants: found.tensors(
-            filter(wants, manifest.tensors), device_of(job.config), checked=True))
+        return pipe.restore(manifest.position(pipe.microbatches), lambda wants: (
+            _with_new_adapters(pipe, job, found) if lacks_adapters(manifest, job) else
+            found.tensors(filter(wants, manifest.tensors), device_of(job.config), checked=True)))
+
+
+def _with_new_adapters(pipe: Pipeline, job: Job, found: Checkpoint) -> dict[str, Tensor]:
+    """Return the weights of the stages here, of which a checkpoint has only those that are frozen."""
+    state = {f"{layer.name}.{name}": tensor if is_adapter(name) else None
+             for stage in pipe.stages for number in stage.layers for layer in [job.model.layers[number]]
+             for name, tensor in layer.materialize(number, job.config.training.seed).state_dict().items()}
+    frozen = base_names(state, job.base_model)
+    read = found.weights(dict.fromkeys(frozen.values()), checked=True)
+    return {f"model.{name}": read[frozen[name]] if tensor is None else tensor for name, tensor in state.items()}

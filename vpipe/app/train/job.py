@@ -20,7 +20,7 @@ from vpipe.app.config.config import Config
 from vpipe.app.config.options import all_options
 from vpipe.app.data.dataset import Comparable, Dataset, DatasetSettings, HeldOutText, Tokenized, VaryingBatches
 from vpipe.app.data.registry import dataset_named
-from vpipe.app.families.registry import family_named, model_named
+from vpipe.app.families.registry import family_named
 from vpipe.app.families.tensor_parallel import TensorMesh, parallel, problems
 from vpipe.app.train.epochs import Epochs, epoch_seed
 from vpipe.app.train.model_section import model_file, model_flops, model_settings
@@ -83,7 +83,7 @@ class Job:
         vocab_size = config.model.vocab_size
         if vocab_size == -1 and type(vocab_size := overrides.get("vocab_size", -1)) is not int:
             raise UserError(f"vocab_size is {vocab_size!r}", hint="give a whole number")
-        describe = model_named(config.model.name)
+        describe = family_named(config.model.name).model
         settings = model_settings(config.model, _STAND_IN if vocab_size == -1 else vocab_size, overrides)
         model = describe(settings)
         dataset = dataset_named(config.dataset.name)(DatasetSettings(
@@ -190,6 +190,12 @@ class Job:
         return Plan(replace(self.cut, ranks=self.placement),
                     Order.of(order.schedule, update_every=order.late.update_every, warmup=order.warmup),
                     self.config.microbatches)
+
+    @cached_property
+    def base_model(self) -> Model:
+        """The model without adapters."""
+        section = self.config.model
+        return family_named(section.name).factory(model_settings(section, section.vocab_size, model_file(section)))
 
     @property
     def partition(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 from vpipe.app.config.config import ModelSection
 from vpipe.app.config.options import make_options
 from vpipe.app.config.yaml_tree import read_json_tree
+from vpipe.app.families.lora import LoraSettings
 from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.errors import UserError, counted
 
@@ -43,8 +44,9 @@ def model_settings(section: ModelSection, vocab_size: int | None = None,
     """
     overrides = model_file(section) if overrides is None else overrides
     return ModelSettings(
-        **section.model_dump(exclude={"name", "config_file", "options", "vocab_size"}), overrides=overrides,
-        vocab_size=section.vocab_size if vocab_size is None else vocab_size, options=_options(section))
+        **section.model_dump(exclude={"name", "config_file", "options", "vocab_size", "lora"}), overrides=overrides,
+        vocab_size=section.vocab_size if vocab_size is None else vocab_size, options=_options(section),
+        lora=None if section.lora is None else LoraSettings(**section.lora.model_dump()))
 
 
 def _options(section: ModelSection) -> object:

@@ -28,6 +28,7 @@ from vpipe.app.config.parallel import AUTO
 from vpipe.app.config.validation import validated
 from vpipe.app.config.yaml_tree import Tree, describe, parse
 from vpipe.app.data.dataset import Tokenized
+from vpipe.app.families.lora import is_adapter
 from vpipe.app.train.run_folder import (
     CONFIG,
     EARLIER,
@@ -62,8 +63,9 @@ _BINDING = {"training.seed": "the initial weights, dropout and the order of the 
 _UPDATES = (("training", "num_microbatches"), ("parallel", "update_every"))
 """Keys of the samples of an update."""
 
-_CHANGE_NUMBERS = {"training.num_microbatches", "training.precision", "training.loss_scale", "parallel.compress",
-                   "parallel.compress_rounding", "training.delay_correction", "training.delay_correction_strength"}
+_CHANGE_NUMBERS = {"model.lora", "training.num_microbatches", "training.precision", "training.loss_scale",
+                   "parallel.compress", "parallel.compress_rounding", "training.delay_correction",
+                   "training.delay_correction_strength"}
 """Keys of how a run is arranged that change its numbers under every schedule."""
 
 _CHANGE_NUMBERS_WITHOUT_FLUSH = {
@@ -439,10 +441,16 @@ def check_fits_job(manifest: Manifest, job: Job) -> None:
     if was is not None and was != job.config.model.name:
         raise UserError(f"the checkpoint is of the model '{was}', but model.name is '{job.config.model.name}'",
                         hint=f"set model.name to {was}, with its sizes: vpipe checkpoint show prints them")
-    manifest.check_compatible(job.model)
+    manifest.check_compatible(job.base_model if lacks_adapters(manifest, job) else job.model)
     if problems := list(_differences(manifest, job)):
         raise UserError.all_of(problems)
     manifest.position(job.config.microbatches)
+
+
+def lacks_adapters(manifest: Manifest, job: Job) -> bool:
+    """Return whether a checkpoint of an import has the frozen weights of a model alone, whose adapters begin anew."""
+    return job.config.model.lora is not None and bool(manifest.arrangement.get(IMPORTED)) and not any(
+        map(is_adapter, manifest.tensors))
 
 
 def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:

@@ -17,9 +17,10 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from vpipe import Model
+from vpipe.app.families.lora import LoraSettings, to_peft
 from vpipe.app.families.registry import HuggingFace, ModelSettings
 from vpipe.app.weights import check_free
-from vpipe.app.weights.import_weights import CONFIG, WEIGHTS
+from vpipe.app.weights.import_weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, WEIGHTS
 from vpipe.checkpoint import Checkpoint, Manifest
 from vpipe.errors import UserError
 
@@ -79,6 +80,17 @@ def export_huggingface(weights: Mapping[str, Tensor], huggingface: HuggingFace, 
             else:
                 ending.save(str(partial / "tokenizer.json"))
             _write_json(partial / "tokenizer_config.json", {"tokenizer_class": huggingface.tokenizer, **special})
+
+
+def export_peft(weights: Mapping[str, Tensor], lora: LoraSettings, huggingface: HuggingFace, settings: ModelSettings,
+                out: Path) -> None:
+    """Write a folder for ``PeftModel.from_pretrained``. Raises UserError as :func:`export_safetensors` does."""
+    config, tensors = to_peft(weights, lora, huggingface.names(huggingface.config(settings)), huggingface.transposed,
+                              huggingface.architecture.endswith(("ForCausalLM", "LMHeadModel")))
+    with _written(out) as partial:
+        partial.mkdir()
+        _write_json(partial / ADAPTER_CONFIG, config)
+        save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def make_checkpoint(out: Path, about: Manifest, model: Model, weights: Mapping[str, Tensor],

@@ -19,11 +19,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vpipe import files
+from vpipe.app.families.lora import LoraSettings, from_peft
 from vpipe.app.families.registry import HuggingFace, ModelSettings, family_named, model_names
 from vpipe.errors import UserError, counted, nearest
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 SHOWN = 3
 """Names that a message lists; the others are counted."""
 
@@ -98,6 +101,19 @@ def import_weights(folder: Path, huggingface: HuggingFace, settings: ModelSettin
     if unused:
         note(f"left out, for this model does not compute with it: {_some(unused)}")
     return weights
+
+
+def import_adapter(folder: Path, huggingface: HuggingFace, settings: ModelSettings) -> tuple[
+        LoraSettings, dict[str, Tensor]]:
+    """Return the settings and the weights of an adapter that ``peft`` saved, under our names.
+
+    Raises UserError when it is of another kind or another model, or a file cannot be read.
+    """
+    names = huggingface.names(huggingface.config(settings))
+    config = files.read_json(folder / ADAPTER_CONFIG, MOST_BYTES, f"the adapter's {ADAPTER_CONFIG}",
+                             "give a folder that save_pretrained of peft wrote")
+    lora = LoraSettings.from_peft(config if isinstance(config, dict) else {}, names)
+    return lora, from_peft(read_safetensors(folder / ADAPTER_WEIGHTS), names)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

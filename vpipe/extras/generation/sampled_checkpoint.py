@@ -78,7 +78,7 @@ class SampledCheckpoint:
         if self.config is not None:
             return self.found.model()
         # Tables of positions for all that it could read would be large.
-        return self.found.family.factory(replace(self.found.settings, sequence_length=length))
+        return self.found.family.model(replace(self.found.settings, sequence_length=length))
 
     def check(self, length: int, tokenizer: Tokenizer) -> None:
         """Check that the checkpoint is of this model, for texts of up to ``length`` tokens of a tokenizer.

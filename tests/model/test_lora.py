@@ -1,0 +1,149 @@
+"""Adapters of peft in the layers of a model: through pipelines as without one, and there and back to peft's files."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipelines import parts
+from small_run import write_config
+from torch import Tensor, nn
+from transformers_models import names_of, our_logits, quiet_transformers
+
+from vpipe import Layer, Model, Pipeline
+from vpipe.app.cli import main
+from vpipe.app.families.lora import LoraSettings, is_adapter
+from vpipe.app.families.registry import ModelSettings, family_named
+from vpipe.app.train.job import Job
+from vpipe.app.train.loop import train
+from vpipe.app.train.resume import find_resume_point, prepare_run, resumed_config
+from vpipe.app.train.run_folder import unlock_runs
+from vpipe.checkpoint import Checkpoint, Checkpoints
+from vpipe.errors import UserError
+from vpipe.testing import assert_equals_oracle
+
+peft = pytest.importorskip("peft")
+WORDS, MICROBATCHES, RATE = 50, 4, 1e-2
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "sequence_length": 11}
+LORA = LoraSettings(4, 8.0, ("query", "value", "up"))
+
+
+def settings(lora: LoraSettings | None = LORA, tied: bool = True) -> ModelSettings:
+    return ModelSettings(WORDS, **SIZES, num_kv_heads=2, tie_weights=tied, packed=True, dropout=0.0, lora=lora)
+
+
+def batches(count: int = 3) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, WORDS, (count, 8, 12), generator=generator)
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]).expand(8, 11)
+    labels = torch.where(positions == 4, Model.NO_LABEL, ids[..., 1:])
+    return [{"input_ids": one[:, :-1], "positions": positions, "labels": label}
+            for one, label in zip(ids, labels, strict=True)]
+
+
+@pytest.mark.parametrize("words", [{"schedule": "1f1b", "recompute": 1.0}, {"schedule": "zb_h1"},
+                                   {"schedule": "pipedream", "update_every": 4}], ids=lambda words: words["schedule"])
+def test_a_pipeline_is_its_oracle(words: dict[str, Any]) -> None:
+    """With dropout in the adapters, a stage without any, and a head whose frozen weight is that of the embeddings."""
+    lora = LoraSettings(4, 8.0, ("query", "value"), dropout=0.2)
+    pipe = Pipeline(family_named("qwen3").model(settings(lora)), **parts(
+        stages=[1, 1, 1, 2], microbatches=MICROBATCHES, optimizer=partial(torch.optim.AdamW, lr=RATE), **words))
+    assert_equals_oracle(pipe, batches())
+
+
+def test_a_pipeline_is_peft_without_one() -> None:
+    """The same layers in one module, into which peft puts the adapters at once, and a loop of plain PyTorch."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["query", "value", "up"])
+    base = family_named("qwen3").factory(settings(None))
+    pipe = Pipeline(base.with_adapters(config), stages=4, microbatches=MICROBATCHES,
+                    optimizer=partial(torch.optim.AdamW, lr=RATE))
+    before = pipe.state_dict()
+    names = [layer.name for layer in base.layers]
+    modules = base.materialize()
+    plain = nn.ModuleDict({name.replace(".", "_"): modules[name] for name in names})
+    peft.inject_adapter_in_model(config, plain)
+    own = {f"{name}.{weight}": parameter for name in names
+           for weight, parameter in plain[name.replace(".", "_")].named_parameters() if parameter.requires_grad}
+    assert {name for name in before if is_adapter(name)} == own.keys()
+    for name, parameter in own.items():
+        parameter.data.copy_(before[name])
+    optimizer = torch.optim.AdamW(own.values(), lr=RATE)
+    expected = []
+    for batch in batches():
+        losses = []
+        for part in range(MICROBATCHES):
+            tensors: dict[str, Any] = {name: field.chunk(MICROBATCHES)[part] for name, field in batch.items()}
+            for layer in base.layers:
+                tensors[layer.outputs[0]] = plain[layer.name.replace(".", "_")](*(tensors[n] for n in layer.inputs))
+            (tensors["loss"] / MICROBATCHES).backward()
+            losses.append(tensors["loss"].detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(torch.stack(losses).mean().item())
+    assert [step.loss for step in pipe.train(batches())] == pytest.approx(expected, rel=1e-6)
+    after = pipe.state_dict()
+    assert all(torch.equal(after[name], parameter) for name, parameter in own.items())
+    assert all(torch.equal(after[name], value) == (name not in own) for name, value in before.items())
+    state = {name.split(".lora_")[0] for name in pipe.local_state() if name.startswith("optim.")}
+    assert state == {f"optim.{name.split('.lora_')[0]}" for name in own}, "an optimizer has the adapters alone"
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"target_modules": ["query", "valeu"]}, "no module has the name of 1 target of the adapters: 'valeu'"),
+    ({"target_modules": r".*\.(decoder|query)"}, "the adapters' targets match 'head.decoder', whose weight is tied"),
+    ({"target_modules": "all-linear"}, "does not list its target_modules"),
+    ({"target_modules": ["query"], "bias": "all"}, "trains other weights, too")])
+def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+        family_named("qwen3").factory(settings(None)).with_adapters(peft.LoraConfig(**change))
+
+
+def test_a_layer_may_be_a_target_itself() -> None:
+    model = Model.sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), nn.CrossEntropyLoss())
+    named = model.with_adapters(peft.LoraConfig(r=2, target_modules=["0"])).materialize()
+    assert [name for name, weight in named.named_parameters() if weight.requires_grad] == [
+        "0.lora_A.default.weight", "0.lora_B.default.weight"]
+    late = Model([Layer("a", partial(nn.Linear, 3, 3), inputs=("x",), outputs=("loss",))], batch=("x",))
+    assert len(late.with_adapters(peft.LoraConfig(r=2, target_modules=["a"])).outline()) == 4
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of transformers, which peft reads
+@pytest.mark.parametrize(("family", "targets"), [("qwen3", ["query", "value", "up"]), ("gpt", ["qkv"]),
+                                                 ("qwen2", None)])
+def test_there_and_back(family: str, targets: list[str] | None, tmp_path: Path,
+                        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model of transformers, tuned by a run: peft has its logits from the adapters alone, bit for bit, and merges
+    them as the export does; the adapters, read back, are the run's."""
+    transformers = quiet_transformers()
+    monkeypatch.chdir(tmp_path)
+    names = names_of(family)
+    sizes = names.config(ModelSettings(WORDS, **SIZES, tie_weights=True))
+    kind = getattr(transformers, names.architecture)
+    kind(kind.config_class(**sizes)).save_pretrained("base")
+    assert main(["checkpoint", "import", "base", "-o", "start"]) == 0
+    start = find_resume_point(Path("start"))
+    job = Job.from_config(resumed_config(start, write_config(
+        tmp_path, model__name=family, model__preset=None, model__hidden_size=None, model__vocab_size=WORDS,
+        model__config_file="start/config.json", model__lora={"rank": 4, "alpha": 8, "targets": targets},
+        checkpoint__at_end=True), []))
+    train(job, run := prepare_run(start, job), start.checkpoint)
+    unlock_runs()
+    assert main(["checkpoint", "export", str(run), "--format", "peft", "-o", "adapter"]) == 0
+    assert main(["checkpoint", "export", str(run), "--format", "huggingface", "-o", "merged"]) == 0
+    assert main(["checkpoint", "import", "base", "--adapter", "adapter", "-o", "again"]) == 0
+    assert "alpha: 8.0" in Checkpoint.open(Path("again")).manifest.config
+    tuned, again = (Checkpoint.open(Checkpoints.find(folder)).weights() for folder in (run, Path("again")))
+    assert tuned.keys() == again.keys()
+    assert all(torch.equal(tuned[name], weight) for name, weight in again.items())
+    assert all(weight.any() for name, weight in tuned.items() if is_adapter(name)), "B begins with zeros"
+    ids = torch.arange(16).view(2, 8) % WORDS
+    with torch.no_grad():
+        ours = our_logits(job.model, job.model.with_weights(tuned, seed=0), {"input_ids": ids})[0]
+        theirs = peft.PeftModel.from_pretrained(kind.from_pretrained("base"), "adapter").eval()
+        assert torch.equal(theirs(ids).logits, ours)
+        assert not torch.equal(kind.from_pretrained("base").eval()(ids).logits, ours)
+        merged = theirs.merge_and_unload()(ids).logits
+        assert torch.equal(kind.from_pretrained("merged").eval()(ids).logits, merged)
