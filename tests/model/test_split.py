@@ -130,6 +130,17 @@ def test_parameters_are_counted_where_they_are_owned_and_without_memory() -> Non
     assert torch.empty(0).device.type == "cpu"
 
 
+def test_frozen_layers_weigh_as_many_passes_as_they_need() -> None:
+    def still() -> nn.Module:
+        return nn.Linear(4, 4).requires_grad_(False)
+
+    def cut(frozen: range) -> tuple[int, ...]:
+        return Model([Layer(f"l{i}", still if i in frozen else (lambda: nn.Linear(4, 4)), ("h",) if i else ("x",),
+                            ("h",) if i < 7 else ("loss",)) for i in range(8)], ("x",)).balanced(2)
+
+    assert (cut(range(0)), cut(range(4)), cut(range(4, 8))) == ((4, 4), (5, 3), (3, 5))
+
+
 def compositions(items: int, parts: int | None = None) -> list[list[int]]:
     """Every way to cut items into consecutive parts, none empty; the earliest cuts first."""
     found = []

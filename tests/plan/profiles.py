@@ -32,6 +32,15 @@ def profile(layers: Sequence[LayerProfile], *, microbatch_size: int = 4, latency
     return Profile(identity, tuple(layers), fields or {"ids": 64}, LinkProfile(latency_s, bytes_per_s), cores=cores)
 
 
+def frozen(made: Profile, layers: int) -> Profile:
+    """The same with so many layers in front that train nothing, as they are measured."""
+    still = [replace(each, backward=Seconds(0.0), input_half=Seconds(0.0), weight_half=Seconds(0.0), step=Seconds(0.0),
+                     parameter_bytes=0, optimizer_bytes=0, largest_bytes=0, frozen_bytes=each.parameter_bytes, tied={},
+                     writes=tuple(replace(tensor, wants_gradient=False) for tensor in each.writes),
+                     saved_bytes=0, saves=(), weight_half_bytes=0, working_bytes=0) for each in made.layers[:layers]]
+    return replace(made, layers=(*still, *made.layers[layers:]))
+
+
 def transformer(blocks: int, **options: object) -> Profile:
     """Embeddings with the first attention, halves of blocks, a heavy head that borrows the embeddings."""
     layers = []

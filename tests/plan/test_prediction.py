@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from profiles import KIB, any_profile, layer, profile, transformer
+from profiles import KIB, any_profile, frozen, layer, profile, transformer
 
 from vpipe import Asynchronous, Cut, Order
 from vpipe.description.recompute import Recompute
@@ -49,6 +49,17 @@ def test_closed_forms(name: str, options: dict[str, object], step_s: float) -> N
     per_step = options.get("update_every", 1) if name in ("pipedream", "2bw") else 8
     assert prediction.samples_per_step == 4 * per_step  # type: ignore[operator]
     assert prediction.seconds_per_sample == prediction.step_s / prediction.samples_per_step
+
+
+@pytest.mark.parametrize(("name", "step_s"), [
+    ("1f1b", (8 + 1) * 3), ("zb_h1", 8 * 3.1 + (1 + 1.1 - 1.0)), ("pipedream", 3)])
+def test_a_frozen_front_only_goes_forward(name: str, step_s: float) -> None:
+    """Two stages are trained; in a closed form of them alone, since those in front are done long before."""
+    made = replace(frozen(equal(), 2), dispatch_s=1e-6)
+    prediction = taken(made, name)
+    assert prediction.step_s == pytest.approx(step_s, abs=1e-3)
+    assert [stage.backward_s > 0 for stage in prediction.stages] == [False, False, True, True]
+    assert [stage.memory.activations > 0 for stage in prediction.stages] == [False, False, True, True]
 
 
 def test_a_batch_begins_while_others_finish_the_one_before() -> None:

@@ -54,7 +54,9 @@ def test_forwards_in_front_only_delay_the_beginning_of_the_trained_stages() -> N
     costs = Costs((StageCosts(3, 0, 0),) * 2 + trained).with_transfers(1)
     whole, alone = build("1f1b", default_placement(4), 8), build("1f1b", default_placement(2), 8)
     rest = simulate(alone, Costs(trained).with_transfers(1)).makespan_s
-    assert simulate(freeze(whole, 2), costs).makespan_s == 2 * (3 + 1) + rest == 43
+    found = simulate(freeze(whole, 2), costs)
+    assert found.makespan_s == 2 * (3 + 1) + rest == 43
+    assert found.peak_bytes == (0, 0, 2, 1), "an activation is a byte"
     assert simulate(whole, costs).makespan_s == 49, "empty backwards hold forwards back"
 
 

@@ -21,8 +21,8 @@ class Cut:
     """How a model is cut.
 
     Attributes:
-        stages: how many, with equally many parameters as far as layers allow; or the layers of each, such as
-            ``[3, 2, 2, 2]``. As many as ``ranks`` lists when None.
+        stages: how many, with equally many parameters as far as layers allow (docs/concepts.md, for frozen
+            ones); or the layers of each, such as ``[3, 2, 2, 2]``. As many as ``ranks`` lists when None.
         recompute: layers that are recomputed: a share of each stage's, from its end, as one number or one per stage;
             for a stage also a list of layers by their numbers in the model.
         ranks: of every stage: how many, on consecutive ranks in the schedule's own order; or which, such as

@@ -203,12 +203,25 @@ class Model:
 
     def parameter_counts(self) -> list[int]:
         """Count the parameters of each layer, a tied one once, where it is owned, without memory for them."""
-        counts = []
+        return [sum(p.numel() for name, p in module.named_parameters() if name not in layer.ties)
+                for layer, module in self._without_values()]
+
+    def _without_values(self) -> Iterable[tuple[Layer, nn.Module]]:
         for layer in self.layers:
             with without_values():
                 module = layer.make()
-            counts.append(sum(p.numel() for name, p in module.named_parameters() if name not in layer.ties))
-        return counts
+            yield layer, module
+
+    def _passes(self) -> list[int]:
+        """Count each layer's parameters once per pass of a microbatch: forward; back to the input, unless nothing up to
+        there is trained; and for the gradients of those that are."""
+        passes, trains = [], False
+        for layer, module in self._without_values():
+            parameters = dict(module.named_parameters())
+            trains = trains or any(p.requires_grad for p in parameters.values())
+            passes.append(sum(p.numel() * (1 + trains + p.requires_grad) for name, p in parameters.items()
+                              if name not in layer.ties))
+        return passes
 
     def parameter_count(self) -> int | None:
         """Return the number of parameters; None where a layer cannot be built without values (it reads them)."""
@@ -222,12 +235,13 @@ class Model:
         """Return the partition into so many stages with the smallest possible heaviest stage.
 
         Args:
-            costs: of the layers; their parameters when None.
+            costs: of the layers; when None their parameters, of which one that is not trained counts two thirds,
+                and a third where nothing before it is, because it needs fewer passes.
 
         Raises:
             UserError: there are more stages than layers.
         """
-        return tuple(balanced(self.parameter_counts() if costs is None else costs, stages))
+        return tuple(balanced(self._passes() if costs is None else costs, stages))
 
 
 def _module_dict(modules: Mapping[str, nn.Module]) -> nn.ModuleDict:

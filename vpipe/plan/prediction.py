@@ -11,10 +11,10 @@ from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
 from vpipe.plan.stage_costs import pipeline_costs, stage_memory
-from vpipe.schedules.builder import build
+from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.peaks import peak_contents
-from vpipe.schedules.prepare import ScheduleSpec
+from vpipe.schedules.prepare import ScheduleSpec, with_frozen
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import SimulatedSteps, Timeline, lengthened, simulate_steps
@@ -56,7 +56,8 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
                         hint="make another plan, or profile the model that the plan is for")
     order = plan.order.over(Order.of(name, update_every=update_every))
     spec = ScheduleSpec(order, plan.cut, microbatches, ties=ties_of(profile, partition))
-    built = spec.prepare() if CsvFile.is_path(name) else _build(profile, spec)
+    frozen = sum(layers.stop <= profile.frozen_layers for layers in ranges(partition))
+    built = with_frozen(spec.prepare(), frozen) if CsvFile.is_path(name) else _build(profile, spec, frozen)
     split = bool(built.split_backwards)
     assignment = built.assignment
     shares = [-(-assignment.per_update(stage) // len(ranks)) for stage, ranks in enumerate(built.placement)]
@@ -76,13 +77,14 @@ def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, 
     return {owner: tuple(sorted(borrowers)) for owner, borrowers in sorted(ties.items())}
 
 
-def _build(profile: Profile, spec: ScheduleSpec) -> Schedule:
+def _build(profile: Profile, spec: ScheduleSpec, frozen: int) -> Schedule:
     """Build a schedule that is simulated only, so without proof; a stream with a steady state in its middle."""
     registered, cut = RegisteredSchedule.named(spec.schedule), spec.cut
     placement = cut.placement or spec.placement(registered)
     costs = None if registered.search is None else pipeline_costs(profile, cut.partition, cut.recomputed, placement)
     one = build(spec.schedule, placement, spec.microbatches, spec.update_every, spec.ties, spec.recompute, costs,
                 warmup=spec.order.warmup)
+    one = freeze(one, frozen)
     return one if one.flush else lengthened(one, spec.recompute)
 
 

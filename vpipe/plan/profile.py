@@ -155,6 +155,12 @@ class Profile:
     extrapolates: bool = False  # training.delay_correction extrapolates the steps of stages with several versions
     zero1: bool = False  # parallel.zero1: each replica of a stage steps a part of its parameters
 
+    @cached_property
+    def frozen_layers(self) -> int:
+        """How many layers from the first on train nothing, and so have no backward; never all."""
+        return next((number for number, layer in enumerate(self.layers[:-1]) if layer.parameter_bytes or layer.tied
+                     or any(tensor.wants_gradient for tensor in layer.writes)), len(self.layers) - 1)
+
     def owned_bytes(self, total: int, largest: int, width: int) -> int:
         """Return the most that one of so many replicas has of what there is for parameters, ``largest`` for one."""
         return min(total, -(-total // width) + largest) if self.zero1 else total

@@ -42,6 +42,9 @@ def stage_costs(profile: Profile, layers: range, recomputed: Collection[int] = (
         weight_s = max(0.0, weight_s - weights / profile.accumulate_bytes_per_s / per_update)
     last = layers.stop == len(profile.layers)
     dispatch_s = profile.dispatch_s * (1 + (layers.start > 0) + (not last))
+    if layers.stop <= profile.frozen_layers:  # it has forwards alone
+        return StageCosts(sum(layer.forward.median for layer in own) + dispatch_s, 0.0, 0.0, step_s=profile.dispatch_s,
+                          activation_bytes=0, weight_half_bytes=0, output_bytes=activations.output_bytes(layers.stop))
     return StageCosts(
         forward_s=sum(layer.forward.median for layer in own) + dispatch_s, input_s=input_s + dispatch_s,
         weight_s=weight_s + (profile.dispatch_s if split else 0.0),

@@ -59,7 +59,7 @@ def moments(schedule: Schedule, costs: Costs, rank: int,
     """
     program, stages = schedule.programs[rank], stages_of_rank(schedule.placement, rank)
     in_units, unit = costs.in_units
-    versions = {stage: {load.position: load.versions for load in stage_loads(program, stage)}
+    versions = {stage: {load.position: load.versions for load in stage_loads(program, stage, schedule.frozen)}
                 if every_version or costs.stages[stage].version_bytes else {} for stage in stages}
     early, foreign = recomputations(program), {kind for kind in schedule.kinds if not kind.is_own}
     contents = {stage: StageContents() for stage in stages}
@@ -67,7 +67,7 @@ def moments(schedule: Schedule, costs: Costs, rank: int,
     yield -1, True, contents, sum(held.values())
     for position, action in enumerate(program):
         stage, memory = action.stage, action.op.memory
-        if stage not in contents:  # tied weights of another rank's
+        if stage not in contents or stage < schedule.frozen:  # tied weights of another rank's; nothing is kept
             continue
         own, cost, is_early = contents[stage], in_units[stage], (stage, action.index) in early
         if memory is None and position not in versions[stage]:

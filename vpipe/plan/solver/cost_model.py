@@ -113,9 +113,12 @@ class CostModel:
     def _work_s(self, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
         """Return the seconds of a microbatch in stages; infinite for those that do not fit or are not fixed."""
         cuts = (first > 0).astype(float) + (stop < self.table.layers)
-        actions = 2 * (1 + cuts) + self.choice.traits.split
+        backwards = stop > self.table.profile.frozen_layers  # others only go forward
+        actions = (1 + backwards) * (1 + cuts) + backwards * self.choice.traits.split
         again = self._if_fixed(first, stop, lambda first, stop: self.table.recompute_s(first, stop, demand))
-        return self.plain_s(first, stop) + self.table.profile.dispatch_s * (actions + (again > 0)) + again
+        again = np.where(backwards | np.isinf(again), again, 0.0)
+        work: Floats = self.plain_s(first, stop) + self.table.profile.dispatch_s * (actions + (again > 0)) + again
+        return work
 
     def _step_s(self, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
         """Return the seconds of an optimizer step of stages."""
@@ -172,15 +175,17 @@ class CostModel:
         source, target = self._order[-ranks_left - 1], self._order[-ranks_left]
         profile = self.table.profile
         there, back = (profile.links.get(ends, profile.default_link) for ends in ((source, target), (target, source)))
+        backwards = np.arange(self.table.layers + 1) > profile.frozen_layers
         return (there.latency_s + self.table.forward_bytes / there.bytes_per_s
-                + back.latency_s + self.table.gradient_bytes / back.bytes_per_s)
+                + backwards * (back.latency_s + self.table.gradient_bytes / back.bytes_per_s))
 
     def _sum_s(self, first: Integers, stop: Integers, width: int) -> Floats:
         """Return the seconds in which the replicas of stages sum their gradients."""
         if width == 1:
             return np.zeros(first.shape)
-        link = self.table.profile.default_link
-        return 2 * (link.latency_s + (width - 1) / width * self.table.parameter_bytes(first, stop) / link.bytes_per_s)
+        link, sums = self.table.profile.default_link, stop > self.table.profile.frozen_layers
+        return 2 * (sums * link.latency_s
+                    + (width - 1) / width * self.table.parameter_bytes(first, stop) / link.bytes_per_s)
 
     def cost(self, found: FoundPartition) -> float:
         """Return the seconds of a step with a flush, of a microbatch without."""

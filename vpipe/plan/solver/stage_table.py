@@ -41,6 +41,7 @@ class _Node:
     layers: int
     parent: int
     weights: int = 0
+    frozen: int = 0
     optimizer: int = 0
     working: int = 0
     largest: tuple[int, int] = (0, 0)  # bytes of a parameter, and of what the optimizer keeps for one
@@ -85,7 +86,7 @@ class StageTable:
         self._sums = {name: running_sum([getattr(layer, key).median for layer in profile.layers])
                       for name, key in sums.items()}
         self.floor_bytes = running_sum([2 * layer.parameter_bytes + layer.optimizer_bytes * (not profile.zero1)
-                                        + layer.saved_bytes for layer in profile.layers])
+                                        + layer.frozen_bytes + layer.saved_bytes for layer in profile.layers])
         self._parameters = running_sum([layer.parameter_bytes for layer in profile.layers])
         cuts = range(1, self.layers)
         self.forward_bytes = np.array([0, *map(profile.activations.output_bytes, cuts), 0], float)
@@ -95,7 +96,7 @@ class StageTable:
         """Return everything of a layer that the bytes of a stage depend on; equal layers have the same."""
         layer = self.profile.layers[number]
         return (self._tensors[number], layer.parameter_bytes, layer.optimizer_bytes, layer.largest_bytes,
-                layer.weight_half_bytes,
+                layer.weight_half_bytes, layer.frozen_bytes,
                 layer.working_bytes, frozenset(layer.reads).intersection(self.profile.fields),
                 None if self._required is None else number in self._required, number if layer.tied else None)
 
@@ -225,7 +226,7 @@ class StageTable:
             stepped = profile.owned_bytes(node.weights, node.largest[0], width)
             stepping, correcting = (max(node.working, step_working(profile, stepped, versions)) for versions in (1, 2))
             node.figures[width] = (
-                profile.owned_bytes(node.optimizer, node.largest[1], width) + stepping,
+                profile.owned_bytes(node.optimizer, node.largest[1], width) + stepping + node.frozen,
                 node.weights + sum(node.borrowed.values()), node.halves,
                 sum(profile.fields[name] for name in node.fields),
                 profile.extrapolated_bytes(stepped, 2) + correcting - stepping, node.keeping[1], node.dropping[1])
@@ -277,7 +278,8 @@ class StageTable:
         working, halves = max(before.working, layer.working_bytes), before.halves + layer.weight_half_bytes
         fields = before.fields.union(layer.reads).intersection(self.profile.fields)
         largest = (max(before.largest[0], layer.largest_bytes), max(before.largest[1], layer.largest_state_bytes))
-        return _Node(start, layers, parent, weights, optimizer, working, largest, halves, fields, borrowed,
+        return _Node(start, layers, parent, weights, before.frozen + layer.frozen_bytes, optimizer, working, largest,
+                     halves, fields, borrowed,
                      (keeping, before.keeping[1] + added),
                      (dropping, before.dropping[1] + kept, before.dropping[2] + full))
 
