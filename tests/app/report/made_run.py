@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.schedules.action import Action, Op
-from vpipe.schedules.builder import build
+from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.registry import RegisteredSchedule
 
 MS = 1e-3
@@ -21,17 +21,17 @@ Took = Callable[[int, Action], float]
 
 def make_run(folder: Path, name: str = "1f1b", ranks: int = 4, microbatches: int = 8, updates: int = 6,
              took: Took | None = None, evaluation: bool = False, offsets: tuple[float, ...] = (),
-             done: int = 0) -> Path:
+             done: int = 0, frozen: int = 0) -> Path:
     """Write a run of ``updates`` steps; ``took`` says what an action takes on a rank, a little noise when left out.
 
-    ``done``: steps of earlier attempts, from which it counts on.
+    ``done``: steps of earlier attempts, from which it counts on. ``frozen``: stages in front that train nothing.
     """
     noise = random.Random(0)
     took = took or (lambda rank, action: TIMES[action.op] * (1 + 0.1 * noise.random() + (0.1 * rank)))
     recipe = RegisteredSchedule.named(name)
     placement = recipe.layout(ranks, recipe.chunks)
     total = microbatches if recipe.flush else updates
-    schedule = build(name, placement, total, None if recipe.flush else 1)
+    schedule = freeze(build(name, placement, total, None if recipe.flush else 1), frozen)
     programs = [[Action(action.op, action.stage, action.microbatch + turn * (1 if action.op is Op.STEP else total))
                  for turn in range(updates if recipe.flush else 1) for action in program]
                 for program in schedule.programs]

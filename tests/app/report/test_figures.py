@@ -38,6 +38,15 @@ def test_steps_end_where_stage_0_steps(tmp_path: Path) -> None:
     assert list(step_ends(run)) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+def test_steps_end_where_the_first_stage_that_trains_steps(tmp_path: Path, name: str) -> None:
+    run = made(tmp_path, name, updates=8, frozen=2)
+    assert list(step_ends(run).values()) == [done.end_s for done in run.tracks[2].actions if done.op is Op.STEP]
+    replayed = replay_medians(run, Producers.from_recording(run))
+    assert replayed is not None
+    assert {transfer.target for transfer in replayed.transfers if transfer.action.op is Op.SEND_B} == {2}
+
+
 def test_the_first_steps_and_of_a_stream_the_last_are_not_measured(tmp_path: Path) -> None:
     run, stream = made(tmp_path / "a", updates=12), made(tmp_path / "b", "pipedream", updates=20)
     assert (steady_window(run).first, steady_window(run).steps) == (4, 8)

@@ -44,17 +44,18 @@ class Window:
 
 
 def step_ends(recording: Recording) -> dict[int, float]:
-    """Return the end of each step on all ranks of stage 0, where its last backward ends; by the number of the step."""
+    """Return by number the end of each step: of the last backward on all ranks of the first stage that trains."""
     assignment, ends, seen = recording.dependencies.assignment, dict[int, float](), Counter[int]()
-    per_update, per_step = assignment.per_update(0), assignment.per_step
-    for rank in recording.placement[0]:
+    first, per_step = recording.frozen, assignment.per_step
+    per_update = assignment.per_update(first)
+    for rank in recording.placement[first]:
         for done in recording.tracks[rank].actions:
-            if done.op.makes_version and done.stage == 0 and (done.number + 1) * per_update % per_step == 0:
+            if done.op.makes_version and done.stage == first and (done.number + 1) * per_update % per_step == 0:
                 step = (done.number + 1) * per_update // per_step - 1
                 ends[step] = max(done.end_s, ends.get(step, 0.0))
                 seen[step] += 1
     return {step: ends[step] for step in sorted(ends)
-            if seen[step] == assignment.width(0) and ends[step] <= recording.recorded_until_s}
+            if seen[step] == assignment.width(first) and ends[step] <= recording.recorded_until_s}
 
 
 def steady_window(recording: Recording) -> Window:

@@ -166,6 +166,11 @@ class Recording:
     notes: tuple[str, ...] = ()
 
     @cached_property
+    def frozen(self) -> int:
+        """How many stages from the first on train nothing: those without a backward."""
+        return min((done.stage for track in self.tracks for done in track.actions if done.op.returns), default=0)
+
+    @cached_property
     def dependencies(self) -> Dependencies:
         """What its actions needed of each other, and the microbatches of every rank and update."""
         kinds_there = {done.op for track in self.tracks for done in track.actions}

@@ -74,8 +74,7 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
     ranks, stages = len(programs), len(recording.placement)
     schedule = Schedule(recording.schedule, recording.placement, tuple(map(tuple, programs)), last,
                         assignment.update_every, recording.flush, (last * stages,) * ranks, (last + 1,) * stages, {},
-                        frozen=min((action.stage for program in programs for action in program if action.op.returns),
-                                   default=0))
+                        frozen=recording.frozen)
     return simulate(schedule, _median_costs(recording, producers, schedule.recomputed_stages))
 
 
