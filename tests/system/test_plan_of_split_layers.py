@@ -14,6 +14,7 @@ from vpipe.app.cli import main
 pytestmark = pytest.mark.usefixtures("forked")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)  # of a busy machine
 def test_a_plan_that_splits_layers_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str],
                                         monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert near(losses(run), oracle(Job.from_config(load_config(config).with_parallel(tensor=1)), 4).losses)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)  # of a busy machine
 def test_split_layers_are_measured_and_planned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """On 2 x 2 processes. Another run with the plan's partition computes the same, and the cache has the profile."""
     config = write_config(tmp_path, **SGD, parallel__partition="auto", parallel__tensor=2, training__max_steps=2,
