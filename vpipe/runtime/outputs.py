@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vpipe.arguments import shown
 from vpipe.errors import UserError
+from vpipe.model.layer import LOSS
 from vpipe.model.model import Model
 
 Wanted = str | Sequence[str] | Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -38,11 +39,14 @@ class Outputs:
         self._function = wanted if callable(wanted) else None
         if callable(wanted):
             return
+        if not isinstance(wanted, Sequence):
+            raise UserError(f"outputs is {shown(wanted)}",
+                            hint="give names of tensors of the last layer, or a function")
         names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
         if unknown := [name for name in names if name not in self.names]:
             raise UserError(f"outputs names {shown(unknown[0])}, which the last layer '{last.name}' neither reads nor "
-                            "writes", hint=f"name one of {', '.join(self.names)}, or let the layer write more than "
-                                           "the loss: Layer(..., outputs=('loss', 'logits'))")
+                            "writes", hint=f"name one of {', '.join(name for name in self.names if name != LOSS)}, or "
+                                           "let the layer write more: Layer(..., outputs=('loss', 'logits'))")
         self.names = names
 
     def of(self, tensors: Sequence[Tensor], samples: int, first: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

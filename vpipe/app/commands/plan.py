@@ -260,7 +260,9 @@ def explanation(requests: Sequence[PlanRequest], limit_from: str, others: Sequen
     others = [*others, *(OtherPlan(**vars(one)) for one in solution.alternatives)]
     if (shallow := solution.shallow) is not None and shallow.warmup != solution.plan.warmup:
         others.append(OtherPlan.simulated_one(f"warm-up {depths_text(shallow)}, as 1F1B", shallow))
-    if (free := solution.without_recompute()) is not None:
+    # With more memory than for this way to split layers another one may be the best, of which that would not speak.
+    if len({of.identity.tensor for each in requests for of in each.profiles.values()}) == 1 and (
+            free := solution.without_recompute()) is not None:
         others.append(OtherPlan.simulated_one(f"no recompute, from {size_text(free[0], up=True)}", free[1]))
     return PlanExplanation(solution.plan, request.profiles[count], request.memory_bytes, limit_from, solver, others)
 

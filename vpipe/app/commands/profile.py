@@ -144,7 +144,9 @@ def described(profile: Profile) -> str:
              f"{counted(identity.microbatch_size, 'sample')}, {identity.optimizer}, {identity.precision}"
              + f"; layers split over {identity.tensor} processes, bytes of one" * (identity.tensor > 1),
              f"{identity.device}, {counted(identity.threads, 'thread')} per rank, "
-             f"{counted(identity.ranks_per_host, 'rank')} on a host busy at the same time, torch {identity.torch}", "",
+             f"{counted(identity.ranks_per_host, 'rank')} on a host busy at the same time"
+             + f", each of {identity.tensor} processes that split its layers" * (identity.tensor > 1)
+             + f", torch {identity.torch}", "",
              *table(head, rows, left=1), "",
              "times of one microbatch in ms, ± half the distance of the quartiles; kept: for backward, by a stage of "
              "this layer alone"]

@@ -211,7 +211,7 @@ def _causes(folder: Path, written: tuple[int, ...]) -> tuple[RenderableType, ...
         parts = work_s, time_.whole - work_s - sum(idle_s), *idle_s
         table.add_row(str(time_.rank), " ".join(map(str, recording.stages_of(time_.rank))),
                       *(f"{100 * abs(part) / time_.whole:.1f} %" for part in parts))
-    return Text(f"the latest {end_s - start_s:.1f} s that were recorded:"), table
+    return Text(f"the latest {end_s - start_s:.1f} s that were recorded{recording.in_lane}:"), table
 
 
 _CAUSES = {Cause.SCHEDULE: "schedule", Cause.TRANSFER: "transfer", Cause.STRAGGLER: "straggler",

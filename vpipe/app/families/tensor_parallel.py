@@ -80,10 +80,12 @@ def _split(build: Callable[[], nn.Module], at: TensorMesh) -> nn.Module:
 
 def problems(parts: int, sizes: Mapping[str, int]) -> Iterator[Problem]:
     """Yield what ``parts`` ranks cannot split, of sizes by the names of their settings."""
+    fewer = [str(each) for each in range(1, parts) if not any(size % each for size in sizes.values())]
     for name, size in sizes.items():
         if size % parts:
             yield Problem(f"{name} is {size:,}, which {parts} ranks of tensor parallelism cannot share evenly",
-                          f"the next that they can is {-(-size // parts) * parts:,}; or choose another parallel.tensor")
+                          f"set parallel.tensor to {' or '.join(fewer)}; or {name} to {-(-size // parts) * parts:,}, "
+                          "the next that they can share")
 
 
 # The words of the plans.

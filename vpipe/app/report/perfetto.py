@@ -66,7 +66,7 @@ _dumped = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
 def _names(recording: Recording) -> Iterator[dict[str, Any]]:
     for track in recording.tracks:
         rank = track.rank
-        name = row_name(recording.placement, rank) + (f" on {track.host}" if track.host else "")
+        name = row_name(recording.placement, rank) + (f" on {track.host}" if track.host else "") + recording.in_lane
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
         for row, what in _ROWS.items():

@@ -152,6 +152,7 @@ class Recording:
         recomputed: per stage, numbers of recomputed layers.
         tracks: by rank; second 0 is the start of the first action, on the clock of rank 0.
         notes: sentences for the reader of the report.
+        in_lane: which lane's ranks these are, to stand behind what they are called; empty where there is one.
     """
 
     schedule: str
@@ -164,6 +165,7 @@ class Recording:
     samples_per_step: int
     tracks: tuple[Track, ...]
     notes: tuple[str, ...] = ()
+    in_lane: str = ""
 
     @cached_property
     def frozen(self) -> int:
@@ -226,10 +228,11 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None,
         if differing := [key for key in SHARED if header[key] != first[key]]:
             raise UserError(f"{file.name} and {files[0].name} are of different runs: {differing[0]} is "
                             f"{header[differing[0]]} and {first[differing[0]]}", where=f"{file}:1", hint=_RECORD_AGAIN)
-    tracks, notes = [], []
+    tracks, notes, in_lane = [], [], ""
     if _is_count(lanes := first.get("lanes"), 2):
         notes.append(f"Lane {lane} of {lanes}: rank r here is process {lanes} r" + f" + {lane}" * bool(lane)
                      + " of the job; 'vpipe trace RUN --lane N' shows another.")
+        in_lane = f", lane {lane} of {lanes}"
     for number, rank in enumerate(ranks, 1):
         if number > 1:
             say(f"reading rank{rank}.jsonl, {number} of {counted(len(ranks), 'file')}")
@@ -244,7 +247,7 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None,
         first["schedule"], tuple(map(tuple, first["placement"])), first["flush"], first["microbatches"],
         first["update_every"], tuple(first["partition"]), tuple(map(tuple, first["recomputed"])),
         first["samples_per_step"], tuple(_map_times(track, lambda second: second - zero) for track in tracks),
-        tuple(notes))
+        tuple(notes), in_lane)
     if not any(track.broken_off for track in tracks):
         return recording
     return replace(recording, notes=(*notes, "The run did not end well, or is still going: the records of "

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from vpipe.errors import UserError
+from vpipe.errors import Problem, UserError
 from vpipe.plan.plan import Plan
 from vpipe.plan.solver.request import Alternative, PlanRequest
 from vpipe.plan.solver.solve import Solution
@@ -70,7 +70,7 @@ def solve(*requests: PlanRequest, answers: Answers | None = None) -> Solution:
               for alternative in _of_zero1(way, solutions.get(way))]
     for tensor in sorted({*refused, *(way.tensor for way in solutions)} - {chosen.tensor}):
         found = min((each for way, each in solutions.items() if way.tensor == tensor), key=_seconds, default=None)
-        others.append(Alternative(f"tensor {tensor}", why=refused[tensor].problems[0].what.partition(":")[0])
+        others.append(Alternative(f"tensor {tensor}", why=_in_short(refused[tensor].problems[0]))
                       if found is None else _alternative(f"tensor {tensor}", found.plan))
     best = solutions[chosen]
     return replace(best, considered=sum(each.considered for each in solutions.values()),
@@ -85,6 +85,11 @@ def _of_zero1(way: Way, solution: Solution | None) -> Iterator[Alternative]:
         yield Alternative("with zero1" if way.zero1 else "no zero1", why="does not fit")
     elif not way.zero1 or any(len(ranks) > 1 for ranks in solution.plan.groups):
         yield _alternative("with zero1" if way.zero1 else "no zero1", solution.plan)
+
+
+def _in_short(problem: Problem) -> str:
+    """Return what does not fit, and the first remedy."""
+    return f"{problem.what.partition(':')[0]}; {problem.hint.partition(';')[0]}"
 
 
 def _alternative(what: str, plan: Plan) -> Alternative:
