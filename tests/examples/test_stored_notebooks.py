@@ -16,8 +16,11 @@ FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
-def test_there_are_five() -> None:
-    assert [path.name[:2] for path in NOTEBOOKS] == ["1_", "2_", "3_", "4_", "5_"]
+def test_there_are_six_the_last_in_two_languages() -> None:
+    assert [path.name[:2] for path in NOTEBOOKS] == ["1_", "2_", "3_", "4_", "5_", "6_", "6_"]
+    one, other = ([(cell["id"], cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
+                   if cell["cell_type"] == "code"] for path in NOTEBOOKS[5:])
+    assert one == other
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -298,3 +298,19 @@ def test_a_tie_of_unequal_parameters_or_none_is_refused(ties: dict[str, str], te
     if ties["weight" if "weight" in ties else "wieght"] == "first.w" and partition == [1, 1, 1]:
         text = "error: 'first.w' is tied to a parameter of another stage, but is no trainable parameter"
     assert text in str(error.value)
+
+
+def test_a_constructor_that_loads_weights_is_built_without_values() -> None:
+    """Without torch's warning, which is an error here, for each weight that it would load."""
+    weights = nn.Linear(3, 3).state_dict()
+
+    def loaded() -> nn.Module:
+        module = nn.Linear(3, 3)
+        module.load_state_dict(weights)
+        return module
+
+    layer = Layer("first", loaded, ("x",), ("loss",))
+    outline = layer.without_values()
+    assert outline is not None
+    assert all(tensor.is_meta for tensor in outline.parameters())
+    assert torch.equal(layer.make().state_dict()["weight"], weights["weight"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -135,8 +136,11 @@ def check_module(name: str, module: nn.Module) -> None:
 @contextmanager
 def without_values() -> Iterator[None]:
     """Build modules with shapes and dtypes but no values: on the meta device, without memory."""
-    # To draw normal values for a tensor without values, torch would import a compiler, for seconds.
-    with torch.device("meta"), _Undrawn((Tensor.normal_, nn.init.normal_), lambda tensor: tensor.is_meta):
+    # A constructor that loads weights loads none, of each of which torch would warn. To draw normal values for a tensor
+    # without values, torch would import a compiler, for seconds.
+    with warnings.catch_warnings(), torch.device("meta"), _Undrawn((Tensor.normal_, nn.init.normal_),
+                                                                    lambda tensor: tensor.is_meta):
+        warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter", UserWarning)
         yield
 
 
