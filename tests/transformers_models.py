@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.app.cli import main
+from vpipe.app.families.experts import BALANCE
 from vpipe.app.families.registry import HuggingFace, ModelSettings, family_named
 from vpipe.app.weights.export import export_huggingface
 from vpipe.app.weights.import_weights import import_weights, read_model_config
@@ -52,14 +53,17 @@ def our_logits(model: Model, modules: nn.ModuleDict, fields: Mapping[str, Tensor
     """Of every word [B, S, V]; and BERT's of the next sentence [B, 2]."""
     tensors = dict(fields)
     for layer in model.layers[:-1]:
-        tensors[layer.outputs[0]] = modules[layer.name](*(tensors[name] for name in layer.inputs))
-    inputs = [tensors[name] for name in model.layers[-1].inputs if name in tensors]
+        written = modules[layer.name](*(tensors[name] for name in layer.inputs))
+        tensors.update(zip(layer.outputs, written if isinstance(written, tuple) else (written,), strict=True))
+    inputs = [tensors[name] for name in model.layers[-1].inputs if name in tensors and name != BALANCE]
     found = modules["head"].scores(*inputs)
     return found if isinstance(found, tuple) else (found,)
 
 
 @torch.no_grad()
 def their_logits(theirs: Any, fields: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    if theirs.config.model_type == "mixtral":  # one expert after the other; else the matrices of all are one product
+        theirs.set_experts_implementation("eager")
     if theirs.config.model_type == "marian":
         return (theirs.eval()(fields["source_ids"], fields["source_mask"], fields["target_ids"]).logits,)
     if theirs.config.model_type != "bert":

@@ -105,7 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--restarts", type=int, metavar="N", help="restart a failed run from its newest checkpoint up "
                        "to N times (default: 0)")
 
-    families = " or ".join(("gpt, llama, mistral, qwen2, qwen3, bert", *PluginGroup("vpipe.models", "model").names))
+    families = " or ".join(("gpt, llama, mistral, mixtral, qwen2, qwen3, bert",
+                            *PluginGroup("vpipe.models", "model").names))
     init = _add(commands, "init", "init.run_init", "write a commented config for your data, from a few questions; "
                 "an option answers its question, and without a terminal the others take their defaults")
     init.add_argument("path", nargs="?", metavar="PATH", help="your data: a .txt file, or a folder of .txt, .jsonl or "

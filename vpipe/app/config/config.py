@@ -35,7 +35,7 @@ from vpipe.app.config.validation import (
     validated,
 )
 from vpipe.app.config.yaml_tree import Tree, describe, parse, read_yaml, write
-from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS
+from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS, MOST_EXPERTS
 from vpipe.errors import UserError
 from vpipe.schedules import CsvFile, Schedule
 
@@ -87,10 +87,12 @@ class LoraSection(Section):
 class ModelSection(Section):
     """The model. Sizes given here override those of ``preset`` or ``config_file``."""
 
-    name: Name = Field(description="model family, such as bert, gpt, llama, mistral, qwen2, qwen3 or translation")
+    name: Name = Field(description="model family, such as bert, gpt, llama, mistral, mixtral, qwen2, qwen3 or "
+                      "translation")
     preset: str | None = Field(None, description=(
         "named sizes of the family: for bert tiny, mini, small, medium, base or large; for gpt small, medium, large, "
         "xl or cpm; for llama 15m, 110m, 135m, 360m, 1b, 7b, 13b, 3.2-1b, 3.2-3b or 3.1-8b; for mistral 7b or nemo; "
+        "for mixtral 8x7b; "
         "for qwen2 (2.5) 0.5b, 1.5b, 3b, 7b, 14b, 32b or 72b; for qwen3 0.6b, 1.7b, 4b, 8b, 14b or 32b; for "
         "translation tiny, small, base or big"))
     hidden_size: Size | None = Field(None, description="hidden size: features of a layer's output")
@@ -108,6 +110,13 @@ class ModelSection(Section):
     packed: bool = Field(False, description=(
         "whether each text of a sample is computed as if it were alone: attention stays inside of it, and its "
         "positions begin at 0"))
+    experts: int | None = Field(None, ge=1, le=MOST_EXPERTS, description=(
+        "experts in place of each MLP, for gpt, llama and its kin; a stage keeps all of its layers; null: an MLP, for "
+        "mixtral 8"))
+    experts_per_token: int | None = Field(None, ge=1, le=MOST_EXPERTS, description=(
+        "experts that compute a token; null: 2"))
+    balance_weight: float | None = Field(None, ge=0, lt=1, description=(
+        "weight of the loss that lets experts compute equally many tokens, added to that of training; null: 0.01"))
     tie_weights: bool | None = Field(None, description=(
         "share the weights of the word embeddings with the output layer; null takes config_file's value, else the "
         "family's default"))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from vpipe import Model
 from vpipe.app.families import tensor_parallel as tp
+from vpipe.app.families.experts import Experts, Mixture, check_used, mixture_from_settings, refuse_experts, whole_alone
 from vpipe.app.families.kv_cache import KeyValueCache, PerToken
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
 from vpipe.app.families.transformer import (
@@ -55,7 +56,7 @@ KEYS = ConfigKeys(
 
 
 @dataclass(frozen=True)
-class GptConfig:
+class GptConfig(Mixture):
     """The sizes of a GPT under the key names of Hugging Face's ``GPT2Config``, with its defaults but for one.
 
     The dropouts (``resid`` after a sublayer, ``embd`` after the embeddings, ``attn`` of attention) are probabilities in
@@ -80,6 +81,7 @@ class GptConfig:
 
     def __post_init__(self) -> None:
         KEYS.check(self, "n_embd n_head")
+        self.check_experts()
 
     @property
     def inner(self) -> int:
@@ -98,9 +100,11 @@ def config_from_settings(settings: ModelSettings) -> GptConfig:
     values = KEYS.merge(GptConfig, settings.preset, overrides, {
         "vocab_size": settings.vocab_size, "n_embd": settings.hidden_size, "n_layer": settings.num_layers,
         "n_head": settings.num_heads, "resid_pdrop": settings.dropout, "embd_pdrop": settings.dropout,
-        "attn_pdrop": settings.dropout, "tie_word_embeddings": settings.tie_weights})
+        "attn_pdrop": settings.dropout, "tie_word_embeddings": settings.tie_weights, **mixture_from_settings(settings)})
     positions = max(settings.sequence_length or 1, GptConfig.n_positions)
-    return GptConfig(**{"n_positions": positions, **values})
+    config = GptConfig(**{"n_positions": positions, **values})
+    check_used(settings, config)
+    return config
 
 
 def from_huggingface(found: Mapping[str, object]) -> ModelSettings:
@@ -112,7 +116,7 @@ def from_huggingface(found: Mapping[str, object]) -> ModelSettings:
 
 def huggingface_config(settings: ModelSettings) -> dict[str, object]:
     """Return every field, and no tokens to begin and end with, which ``transformers`` else takes of GPT-2."""
-    return {**vars(config_from_settings(settings)), "bos_token_id": None, "eos_token_id": None}
+    return {**config_from_settings(settings).written(), "bos_token_id": None, "eos_token_id": None}
 
 
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -125,6 +129,7 @@ _MLP = (("norm", "ln_2"), ("expand", "mlp.c_fc"), ("contract", "mlp.c_proj"))
 
 def huggingface_names(config: Mapping[str, object]) -> dict[str, str]:
     """Map Hugging Face's names of the weights to ours; ``config`` holds the keys of a ``GPT2Config``."""
+    refuse_experts("GPT2LMHeadModel", config)
     return decoder_names(config, config["n_layer"], "transformer", "h", (("token", "wte"), ("position", "wpe")),
                          _ATTENTION, _MLP, "ln_f")
 
@@ -150,7 +155,8 @@ def gpt(config: GptConfig, packed: bool = False) -> Model:
         packed: as of :func:`vpipe.app.families.transformer.decoder`.
     """
     return decoder(config.n_layer, partial(GptEmbeddings, config), partial(GptAttention, config),
-                   partial(GptMlp, config), partial(_head, config), tied=config.tie_word_embeddings, packed=packed)
+                   partial(_mlp, config), partial(_head, config), tied=config.tie_word_embeddings, packed=packed,
+                   experts=config.num_local_experts is not None)
 
 
 def _flops(settings: ModelSettings) -> list[int]:
@@ -158,12 +164,14 @@ def _flops(settings: ModelSettings) -> list[int]:
     h, i, s = config.n_embd, config.inner, settings.sequence_length or config.n_positions
     norm = 2 * h
     attention = 2 * (norm + 4 * h * h + 4 * h) + 4 * h * s
-    mlp = 2 * (norm + 2 * h * i + i + h)
+    expert = 2 * h * i + i + h
+    mlp = 2 * (norm + config.uses(expert, h, expert))
     return [*(attention, mlp) * config.n_layer, 2 * (norm + config.vocab_size * h)]
 
 
 def _tensor_sizes(settings: ModelSettings) -> dict[str, int]:
     config = config_from_settings(settings)
+    whole_alone(config)
     return {"vocab_size": config.vocab_size, "num_heads": config.n_head, "n_inner": config.inner,
             "sequence_length": settings.sequence_length or config.n_positions}
 
@@ -216,7 +224,7 @@ class GptAttention(nn.Module):
         size = config.n_embd
         self.head_size = size // config.n_head
         self.attention_dropout = nn.Dropout(config.attn_pdrop)
-        self.norm = nn.LayerNorm(size, eps=config.layer_norm_epsilon)
+        self.norm = _norm(config)
         self.qkv = _linear(size, 3 * size, config)
         self.output = _linear(size, size, config, residual=True)
         self.dropout = nn.Dropout(config.resid_pdrop)
@@ -237,28 +245,51 @@ class GptAttention(nn.Module):
         return self(h_bsh, cache=cache)  # type: ignore[no-any-return]
 
 
-class GptMlp(PerToken):
+class Gelu(PerToken):
+    """Norm, if there is one, expand to I, GELU, contract: [..., H] -> [..., H]."""
+
+    def __init__(self, config: GptConfig, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.activation = config.activation_function
+        self.norm = nn.Identity() if norm is None else norm
+        self.expand = _linear(config.n_embd, config.inner, config)
+        self.contract = _linear(config.inner, config.n_embd, config, residual=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.contract(GELU[self.activation](self.expand(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class GptMlp(Gelu):
     """Norm, expand to I, GELU, contract, add: [B, S, H] -> [B, S, H]."""
 
     tensor_plan: ClassVar = {"norm": tp.gathered, "expand": tp.column, "contract": tp.row, "dropout": tp.dropout}
 
     def __init__(self, config: GptConfig) -> None:
-        super().__init__()
-        self.activation = config.activation_function
-        self.norm = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.expand = _linear(config.n_embd, config.inner, config)
-        self.contract = _linear(config.inner, config.n_embd, config, residual=True)
+        super().__init__(config, _norm(config))
         self.dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(self, h_bsh: Tensor) -> Tensor:
-        inner_bsi = GELU[self.activation](self.expand(self.norm(h_bsh)))
-        return h_bsh + self.dropout(self.contract(inner_bsi))  # type: ignore[no-any-return]
+        return h_bsh + self.dropout(super().forward(h_bsh))  # type: ignore[no-any-return]
+
+
+def _mlp(config: GptConfig) -> nn.Module:
+    if config.num_local_experts is None:
+        return GptMlp(config)
+    router = nn.Linear(config.n_embd, config.num_local_experts, bias=False)
+    nn.init.normal_(router.weight, std=config.initializer_range)
+    return Experts(_norm(config), router, (Gelu(config) for _ in range(config.num_local_experts)),
+                   nn.Dropout(config.resid_pdrop), per_token=config.num_experts_per_tok,
+                   weight=config.router_aux_loss_coef / config.n_layer)
+
+
+def _norm(config: GptConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
 
 def _head(config: GptConfig) -> NextTokenHead:
     decoder = nn.Linear(config.n_embd, config.vocab_size, bias=False)
     nn.init.normal_(decoder.weight, std=config.initializer_range)
-    return NextTokenHead(nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon), decoder)
+    return NextTokenHead(_norm(config), decoder)
 
 
 def _linear(inputs: int, outputs: int, config: GptConfig, residual: bool = False) -> nn.Linear:

@@ -24,11 +24,13 @@ from torch import Tensor, nn
 
 from vpipe import Model
 from vpipe.app.families import tensor_parallel as tp
+from vpipe.app.families.experts import Experts, Mixture, check_used, mixture_from_settings, refuse_experts, whole_alone
 from vpipe.app.families.kv_cache import KeyValueCache, PerToken
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
 from vpipe.app.families.transformer import (
     Blocks,
     ConfigKeys,
+    Names,
     NextTokenHead,
     Positive,
     attention,
@@ -108,7 +110,7 @@ KEYS = ConfigKeys(
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(Mixture):
     """The sizes of a LLaMA under the key names, and with the defaults, of Hugging Face's ``LlamaConfig``.
 
     ``intermediate_size`` is 8/3 ``hidden_size``, rounded up to a multiple of 256, where it is None, which gives the
@@ -123,6 +125,8 @@ class LlamaConfig:
         absent: what keys that a ``config.json`` lacks mean there, where it is not the default here.
         biased: queries, keys and values have biases.
         normed: queries and keys are divided by their root mean square, head by head.
+        experts: names of the router, and of an expert's gate, up and down, in ``transformers``; None for a kind that it
+            does not have with experts.
     """
 
     keys: ClassVar[ConfigKeys] = KEYS
@@ -130,6 +134,7 @@ class LlamaConfig:
     absent: ClassVar[Mapping[str, object]] = {"intermediate_size": 11008}
     biased: ClassVar[bool] = False
     normed: ClassVar[bool] = False
+    experts: ClassVar[tuple[str, str, str, str] | None] = None
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -148,6 +153,7 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         self.keys.check(self, "hidden_size num_attention_heads")
+        self.check_experts()
         if self.num_attention_heads % self.groups:
             raise UserError(f"{self.keys.family}'s {self.groups} heads of keys and values do not divide its "
                             f"{self.num_attention_heads} attention heads",
@@ -195,9 +201,11 @@ def config_from_settings(of: type[LlamaConfig], settings: ModelSettings) -> Llam
         "vocab_size": settings.vocab_size, "hidden_size": settings.hidden_size,
         "num_hidden_layers": settings.num_layers, "num_attention_heads": settings.num_heads,
         "num_key_value_heads": settings.num_kv_heads or settings.num_heads, "attention_dropout": settings.dropout,
-        "tie_word_embeddings": settings.tie_weights})
+        "tie_word_embeddings": settings.tie_weights, **mixture_from_settings(settings)})
     positions = max(settings.sequence_length or 1, LlamaConfig.max_position_embeddings)
-    return of(**{"max_position_embeddings": positions, **values})
+    config = of(**{"max_position_embeddings": positions, **values})
+    check_used(settings, config)
+    return config
 
 
 def from_huggingface(of: type[LlamaConfig], found: Mapping[str, object]) -> ModelSettings:
@@ -211,7 +219,7 @@ def huggingface_config(of: type[LlamaConfig], settings: ModelSettings) -> dict[s
     """Return every field, and no tokens to begin and end with, which ``transformers`` else takes of LLaMA."""
     config = config_from_settings(of, settings)
     computed = {key: of.keys.fixed[key] for key in ("hidden_act", *of.absent) if key in of.keys.fixed}
-    return {**vars(config), **computed, "intermediate_size": config.inner, "num_key_value_heads": config.groups,
+    return {**config.written(), **computed, "intermediate_size": config.inner, "num_key_value_heads": config.groups,
             "head_dim": config.head_size, "bos_token_id": None, "eos_token_id": None,
             "rope_scaling": None if config.rope_scaling is None else config.rope_scaling.as_config()}
 
@@ -228,9 +236,19 @@ _MLP = (("gate", "mlp.gate_proj"), ("up", "mlp.up_proj"), ("down", "mlp.down_pro
 def huggingface_names(of: type[LlamaConfig], config: Mapping[str, object]) -> dict[str, str]:
     """Map Hugging Face's names of the weights to ours; ``config`` holds the keys of a ``LlamaConfig``."""
     blocks = config["num_hidden_layers"]
+    mlp: Names = _MLP
+    if of.experts is None:
+        refuse_experts(of.architecture, config)
+    else:
+        router, *parts = of.experts
+        experts = config["num_local_experts"]
+        assert isinstance(experts, int), "a checked config"
+        mlp = (*_MLP[3:], ("router", router), *(
+            (f"experts.{number}.{ours}", theirs.format(number)) for number in range(experts)
+            for (ours, _), theirs in zip(_MLP[:3], parts, strict=True)))
     biases = block_weight_names("model.layers", blocks, _BIASED, (), ("bias",)) if of.biased else {}
     return biases | decoder_names(config, blocks, "model", "layers", (("token", "embed_tokens"),),
-                                  _ATTENTION + (_NORMED if of.normed else ()), _MLP, "norm", ("weight",))
+                                  _ATTENTION + (_NORMED if of.normed else ()), mlp, "norm", ("weight",))
 
 
 def huggingface_spelled(name: str) -> str | None:
@@ -246,8 +264,8 @@ def llama(config: LlamaConfig, length: int | None = None, packed: bool = False) 
     """
     positions = config.max_position_embeddings if length is None else length
     return decoder(config.num_hidden_layers, partial(LlamaEmbeddings, config),
-                   partial(LlamaAttention, config, positions), partial(LlamaMlp, config), partial(_head, config),
-                   tied=config.tie_word_embeddings, packed=packed)
+                   partial(LlamaAttention, config, positions), partial(_mlp, config), partial(_head, config),
+                   tied=config.tie_word_embeddings, packed=packed, experts=config.num_local_experts is not None)
 
 
 def _flops(of: type[LlamaConfig], settings: ModelSettings) -> list[int]:
@@ -256,12 +274,13 @@ def _flops(of: type[LlamaConfig], settings: ModelSettings) -> list[int]:
         config.head_size
     heads, groups = config.num_attention_heads * d, config.groups * d
     weights = h + 2 * h * heads + 2 * h * groups + (heads + 2 * groups) * of.biased + 2 * d * of.normed
-    return [*(2 * weights + 4 * heads * s, 2 * (h + 3 * h * i)) * config.num_hidden_layers,
+    return [*(2 * weights + 4 * heads * s, 2 * (h + config.uses(3 * h * i, h, 3 * h * i))) * config.num_hidden_layers,
             2 * (h + config.vocab_size * h)]
 
 
 def _tensor_sizes(of: type[LlamaConfig], settings: ModelSettings) -> dict[str, int]:
     config = config_from_settings(of, settings)
+    whole_alone(config)
     return {"vocab_size": config.vocab_size, "num_heads": config.num_attention_heads, "num_kv_heads": config.groups,
             "intermediate_size": config.inner,
             "sequence_length": settings.sequence_length or config.max_position_embeddings}
@@ -392,22 +411,39 @@ class LlamaAttention(nn.Module):
         return self(h_bsh, cache=cache)  # type: ignore[no-any-return]
 
 
-class LlamaMlp(PerToken):
+class SwiGlu(PerToken):
+    """Norm, if there is one, and SwiGLU: [..., H] -> [..., H]."""
+
+    def __init__(self, config: LlamaConfig, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm = nn.Identity() if norm is None else norm
+        self.gate = _linear(config.hidden_size, config.inner, config)
+        self.up = _linear(config.hidden_size, config.inner, config)
+        self.down = _linear(config.inner, config.hidden_size, config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        return self.down(F.silu(self.gate(normed)) * self.up(normed))  # type: ignore[no-any-return]
+
+
+class LlamaMlp(SwiGlu):
     """Norm, SwiGLU, add: [B, S, H] -> [B, S, H]."""
 
     tensor_plan: ClassVar = {"norm": tp.gathered, "gate": tp.column, "up": tp.column, "down": tp.row}
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.norm = LlamaRMSNorm(config)
-        self.gate = _linear(config.hidden_size, config.inner, config)
-        self.up = _linear(config.hidden_size, config.inner, config)
-        self.down = _linear(config.inner, config.hidden_size, config)
+        super().__init__(config, LlamaRMSNorm(config))
 
     def forward(self, h_bsh: Tensor) -> Tensor:
-        normed_bsh = self.norm(h_bsh)
-        inner_bsi = F.silu(self.gate(normed_bsh)) * self.up(normed_bsh)
-        return h_bsh + self.down(inner_bsi)  # type: ignore[no-any-return]
+        return h_bsh + super().forward(h_bsh)
+
+
+def _mlp(config: LlamaConfig) -> nn.Module:
+    if config.num_local_experts is None:
+        return LlamaMlp(config)
+    return Experts(LlamaRMSNorm(config), _linear(config.hidden_size, config.num_local_experts, config),
+                   (SwiGlu(config) for _ in range(config.num_local_experts)), nn.Identity(),
+                   per_token=config.num_experts_per_tok, weight=config.router_aux_loss_coef / config.num_hidden_layers)
 
 
 def _head(config: LlamaConfig) -> NextTokenHead:

@@ -101,6 +101,10 @@ def to_peft(weights: Mapping[str, Tensor], lora: LoraSettings, names: Mapping[st
         transposed: ends of the names of matrices that are stored there as [inputs, outputs].
         causal: whether the model there predicts the next token.
     """
+    if any(".experts." in name or ".router." in name for name in weights if is_adapter(name)):
+        raise UserError("adapters of experts and their router have no modules of their own in transformers",
+                        hint="choose model.lora.targets in attention, or export --format huggingface, which adds the "
+                             "adapters to the weights")
     modules = {ours.rpartition(".")[0]: theirs.rpartition(".")[0] for theirs, ours in names.items()}
     tensors = {f"base_model.model.{_their_name(name, modules)}": tensor for name, tensor in weights.items()
                if is_adapter(name)}

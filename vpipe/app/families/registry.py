@@ -33,7 +33,9 @@ class ModelSettings:
 
     ``vocab_size`` is known by now (-1, the data set's, is resolved before). ``num_layers`` counts blocks as
     in config files, not the layers a pipeline cuts between. ``num_kv_heads`` counts the heads of keys and values,
-    which groups of the ``num_heads`` share. ``dropout`` is a probability and replaces every dropout of the family.
+    which groups of the ``num_heads`` share. ``experts`` is the number of those that replace each MLP,
+    ``balance_weight`` that of their loss of balance (:mod:`vpipe.app.families.experts`). ``dropout`` is a probability
+    and replaces every dropout of the family.
     ``packed``: samples have several texts, and the model reads the place of each token in its text, ``positions``.
     ``lora``: adapters are trained alone, see :meth:`Family.model`; a factory need not know it.
     ``overrides`` holds the content of a ``config_file``, such as a Hugging Face config. ``options`` is an instance of
@@ -50,6 +52,9 @@ class ModelSettings:
     dropout: float | None = None
     tie_weights: bool | None = None
     packed: bool = False
+    experts: int | None = None
+    experts_per_token: int | None = None
+    balance_weight: float | None = None
     lora: LoraSettings | None = None
     overrides: Mapping[str, object] = field(default_factory=dict)
     options: Any = None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vpipe import Layer, Model
 from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS
 from vpipe.app.families import tensor_parallel as tp
+from vpipe.app.families.experts import BALANCE
 from vpipe.app.families.kv_cache import KeyValueCache
 from vpipe.app.families.registry import ModelSettings
 from vpipe.errors import Problem, UserError, nearest
@@ -243,7 +244,10 @@ class EmbeddingsAndAttention(nn.Module):
 
 
 class NextTokenHead(nn.Module):
-    """The last layer of a decoder: norm, logits and their loss, [B, S, H] and int64 labels [B, S] -> a scalar."""
+    """The last layer of a decoder: norm, logits and their loss, [B, S, H] and int64 labels [B, S] -> a scalar.
+
+    In training the loss of balance of experts is added; that of an evaluation is of the labels alone.
+    """
 
     tensor_plan: ClassVar = {"norm": tp.gathered, "decoder": tp.scores}
 
@@ -256,26 +260,29 @@ class NextTokenHead(nn.Module):
         """Return the logits [B, S, V] of the next token."""
         return self.decoder(self.norm(h_bsh))  # type: ignore[no-any-return]
 
-    def forward(self, h_bsh: Tensor, labels_bs: Tensor) -> Tensor:
-        return next_token_loss(self.scores(h_bsh), labels_bs)
+    def forward(self, h_bsh: Tensor, labels_bs: Tensor, balance: Tensor | None = None) -> Tensor:
+        loss = next_token_loss(self.scores(h_bsh), labels_bs)
+        return loss + balance if self.training and balance is not None else loss
 
 
 def decoder(blocks: int, embeddings: Callable[[], nn.Module], attention: Callable[[], nn.Module],
-            mlp: Callable[[], nn.Module], head: Callable[[], nn.Module], *, tied: bool, packed: bool = False) -> Model:
+            mlp: Callable[[], nn.Module], head: Callable[[], nn.Module], *, tied: bool, packed: bool = False,
+            experts: bool = False) -> Model:
     """Return a decoder of 2n + 1 layers for n blocks, from the functions that build each part.
 
     Batch fields, int64 [B, S]: ``input_ids``, and ``labels``: for every token the next one; -100 where there
     is none to learn. The only tensor between layers is ``h`` [B, S, H]. ``tied``: the head shares the token
     embeddings' weight. ``packed``: samples have several texts, and each is computed as if it were alone; the batch
-    has :data:`POSITIONS`, too.
+    has :data:`POSITIONS`, too. ``experts``: the MLPs are :class:`~vpipe.app.families.experts.Experts`, with a second
+    tensor between layers.
     """
-    more = (POSITIONS,) if packed else ()
+    more, beside = (POSITIONS,) if packed else (), (BALANCE,) if experts else ()
     layers = [Layer("block0.attention", partial(EmbeddingsAndAttention, embeddings, attention),
                     inputs=("input_ids", *more))]
     for i in range(blocks):
         if i > 0:
             layers.append(Layer(f"block{i}.attention", attention, inputs=("h", *more)))
-        layers.append(Layer(f"block{i}.mlp", mlp))
-    layers.append(Layer("head", head, inputs=("h", "labels"), outputs=("loss",),
+        layers.append(Layer(f"block{i}.mlp", mlp, inputs=("h", *(beside if i > 0 else ())), outputs=("h", *beside)))
+    layers.append(Layer("head", head, inputs=("h", "labels", *beside), outputs=("loss",),
                         ties={"decoder.weight": TOKEN_EMBEDDINGS} if tied else {}))
     return Model(layers, batch=("input_ids", *more, "labels"), labels="labels")

@@ -15,7 +15,7 @@ from vpipe.app.train.model_section import model_settings
 from vpipe.checkpoint import Manifest
 from vpipe.errors import UserError
 
-_ONLY_TRAINING = ("dropout", "initializer_range")
+_ONLY_TRAINING = ("dropout", "initializer_range", "router_aux_loss_coef")
 """Parts of keys that change how a model is trained, but not what its weights mean."""
 
 

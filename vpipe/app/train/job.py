@@ -20,6 +20,7 @@ from vpipe.app.config.config import Config
 from vpipe.app.config.options import all_options
 from vpipe.app.data.dataset import Comparable, Dataset, DatasetSettings, HeldOutText, Tokenized, VaryingBatches
 from vpipe.app.data.registry import dataset_named
+from vpipe.app.families.experts import BALANCE
 from vpipe.app.families.registry import family_named
 from vpipe.app.families.tensor_parallel import TensorMesh, parallel, problems
 from vpipe.app.train.epochs import Epochs, epoch_seed
@@ -415,6 +416,9 @@ def _check_data(model: Model, dataset: Dataset, config: Config) -> None:
     if config.model.packed and "positions" not in model.batch:
         raise UserError(f"model.packed is true, but the model '{config.model.name}' does not tell the texts of a "
                         "sample apart", hint="set it to false, or train a gpt, a llama or one of its kinds")
+    if config.model.experts is not None and BALANCE not in model.layers[-1].inputs:
+        raise UserError(f"model.experts is {config.model.experts}, but the model '{config.model.name}' has none",
+                        hint="leave it out, or train a gpt, a llama or one of its kinds")
     if missing := [field for field in model.batch if field not in dataset.fields]:
         suitable = ("text", "synthetic") if "input_ids" in model.batch else family_named(config.model.name).datasets
         raise UserError(f"the model '{config.model.name}' reads {missing}, which the data set '{name}' does not hold "

@@ -28,6 +28,9 @@ GPT = gpt(GptConfig(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=
 LLAMA = llama(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
                           num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.3))
 
+MIXTURE = llama(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+                            max_position_embeddings=16, initializer_range=0.3, num_local_experts=3))
+
 
 def weights_of(model: Model, seed: int) -> dict[str, Tensor]:
     tied = {f"{layer.name}.{own}" for layer in model.layers for own in layer.ties}
@@ -80,10 +83,11 @@ def whole_forward(model: Model, modules: nn.ModuleDict, request: Request, window
     choose, rows = chooser(request.decoding).choose, [list(request.prompt)]
     while True:
         with torch.no_grad():
-            h_rsh = torch.tensor([row[-window:] for row in rows])
+            tensors = {"input_ids": torch.tensor([row[-window:] for row in rows])}
             for layer in model.layers[:-1]:
-                h_rsh = modules[layer.name](h_rsh)
-            chosen = choose(modules["head"].scores(h_rsh)[:, -1])
+                found = modules[layer.name](*(tensors[name] for name in layer.inputs))
+                tensors.update(zip(layer.outputs, found if isinstance(found, tuple) else (found,), strict=True))
+            chosen = choose(modules["head"].scores(tensors["h"])[:, -1])
         if chosen.texts is not None:
             return chosen.texts
         rows = [[*rows[parent], token] for parent, token in zip(chosen.parents, chosen.tokens, strict=True)]
@@ -94,7 +98,7 @@ DECODINGS = {"greedy": {"temperature": 0}, "drawn": {"seed": 3}, "nucleus": {"se
 
 
 @pytest.mark.parametrize("decoding", DECODINGS)
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("model", [GPT, LLAMA, MIXTURE], ids=["gpt", "llama", "mixture"])
 def test_caches_give_the_tokens_of_whole_forwards(model: Model, decoding: str) -> None:
     """Also of a prompt of one token, and of texts that outgrow the window."""
     modules, decoder = model.materialize(3).eval(), DecoderModel(model)
