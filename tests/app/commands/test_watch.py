@@ -51,6 +51,12 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests beside each other have the width of no terminal."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def shown(capsys: pytest.CaptureFixture[str], folder: Path, status: int = 0) -> tuple[str, str]:
     assert main(["watch", str(folder)]) == status
     out, err = capsys.readouterr()

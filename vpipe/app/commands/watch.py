@@ -89,7 +89,8 @@ def _failure(state: RunState) -> VpipeError | None:
 
 
 def _view(state: RunState, console: Console) -> RenderableType:
-    parts: list[RenderableType] = [_headline(state), *_progress(state)]
+    folder = Text(str(state.folder), "bold", no_wrap=True, overflow="ignore")
+    parts: list[RenderableType] = [folder, _headline(state), *_progress(state)]
     if state.lines:
         parts += _figures(state, ascii_only=console.options.ascii_only)
     if state.rank_times is not None:
@@ -113,8 +114,7 @@ def _headline(state: RunState) -> Text:
             status += f" ({state.holder})"
         if state.is_silent:
             status, style = f"{status}, but silent", "yellow"
-    return Text.assemble((f"{state.folder}\n", "bold"), (status, style),
-                         f", last line {_clock(state.silent_s)} ago" * (state.summary is None))
+    return Text.assemble((status, style), f", last line {_clock(state.silent_s)} ago" * (state.summary is None))
 
 
 def _progress(state: RunState) -> Iterator[RenderableType]:
