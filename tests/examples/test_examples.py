@@ -11,7 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from pipelines import parts
-from torch import nn
+from torch import Tensor, nn
 
 from vpipe import Asynchronous, Cut, Execution, Layer, Model, Order, Pipeline, Precision, Transfers, Update
 from vpipe.runtime.step_results import Step
@@ -29,6 +29,7 @@ from vpipe.schedules.registry import RegisteredSchedule
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 TRANSFORMER = QUICKSTART.with_name("transformer.py")
 MESH = QUICKSTART.with_name("mesh.py")
+TOKEN_WEIGHTS = QUICKSTART.with_name("token_weights.py")
 TORCH_RUNTIME = QUICKSTART.with_name("torch_runtime.py")
 PAGE = QUICKSTART.parents[1] / "docs" / "python.md"
 LIBRARY = PAGE.with_name("library.md")
@@ -77,6 +78,42 @@ def test_the_output_of_quickstart() -> None:
         assert held_out < 0.7 * first
     assert lines[0].split(":")[1] == lines[1].split(":")[1], "both wait for the pipeline to empty: one run"
     assert lines[3:] == ["8 tensors: 0.weight, 0.bias, 2.weight, 2.bias, ..."]
+
+
+def test_tokens_that_count_the_same_are_those_of_plain_pytorch() -> None:
+    """Whose loss is over all labels of a batch at once, and whose average is torch's own formula."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, torch.random.fork_rng():
+        made = runpy.run_path(str(TOKEN_WEIGHTS))
+    model, losses = made["model"], made["losses"]
+    modules = model.materialize(made["pipe"].description.seed)
+
+    def loss_of(batch: Mapping[str, Tensor]) -> Tensor:
+        h = batch["ids"]
+        for layer in model.layers[:-1]:
+            h = modules[layer.name](h)
+        found: Tensor = modules["head"](h, batch["labels"])
+        return found
+
+    optimizer = torch.optim.AdamW(modules.parameters(), lr=0.02)
+    average = [parameter.detach().clone() for parameter in modules.parameters()]
+    for batch, loss in zip(made["batches"](60, seed=1), losses, strict=True):
+        expected = loss_of(batch)
+        # To the digits that are printed; to the last bit it is compared in tests/runtime/test_per_token_loss.py.
+        assert loss == pytest.approx(expected.item(), abs=1e-4)
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for mean, parameter in zip(average, modules.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.1)
+    with torch.no_grad():
+        for mean, parameter in zip(average, modules.parameters(), strict=True):
+            parameter.copy_(mean)
+        held_out = list(made["batches"](8, seed=2))
+        counts = [int((batch["labels"] != Model.NO_LABEL).sum()) for batch in held_out]
+        expected = sum(loss_of(batch) * count for batch, count in zip(held_out, counts, strict=True)) / sum(counts)
+    assert made["held_out"][1] == pytest.approx(expected.item(), abs=1e-4)
+    assert made["held_out"][1] < made["held_out"][0] - 0.05
+    assert out.getvalue() in PAGE.with_name("concepts.md").read_text()
 
 
 @pytest.mark.usefixtures("forked")
