@@ -107,7 +107,10 @@ def test_ctrl_c_ends_the_view_quietly(run: Path, monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr("time.sleep", interrupt)
-    watch(run, Console(file=StringIO(), force_terminal=True))
+    screen = StringIO()
+    watch(run, Console(file=screen, force_terminal=True, width=80, height=40, color_system=None))
+    assert "update 3 of 4" in screen.getvalue()
+    assert screen.getvalue().endswith("\x1b[?25h"), "the cursor is shown again"
 
 
 def test_a_real_run_that_ended_and_one_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

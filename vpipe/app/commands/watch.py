@@ -23,7 +23,7 @@ from vpipe.app.metric_formulas import share_text
 from vpipe.app.report.figures import Window, rank_times
 from vpipe.app.report.idle_causes import Cause, Producers
 from vpipe.app.report.recording import read_recording
-from vpipe.app.train.run_state import RankTime, RankTimes, RunState, losses, number
+from vpipe.app.train.run_state import MeanTime, MeanTimes, RunState, losses, number
 from vpipe.app.visualize.table import compact, ms_text, terminal_columns
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.units import size_text
@@ -163,7 +163,7 @@ def _curve(values: list[float]) -> str:
     return f"{values[0]:.3f} {blocks} {values[-1]:.3f}"
 
 
-def _ranks(state: RunState, times: RankTimes) -> Iterator[RenderableType]:
+def _ranks(state: RunState, times: MeanTimes) -> Iterator[RenderableType]:
     """Yield a row per rank, and which of them is slow."""
     slowest = times.slowest
     table = _table("forward", "backward", "step", "comm", "idle", causes=("uneven", "schedule", "between"))
@@ -228,7 +228,7 @@ def _table(*heads: str, causes: Sequence[str]) -> Table:
     return table
 
 
-def _slow(state: RunState, times: RankTimes, slowest: RankTime) -> Iterator[Text]:
+def _slow(state: RunState, times: MeanTimes, slowest: MeanTime) -> Iterator[Text]:
     """Name the rank that works longest, and the one that takes most above its plan."""
     if len(times.ranks) > 1 and slowest.work_s > 0:
         mean_s = sum(rank.work_s for rank in times.ranks) / len(times.ranks)

@@ -33,7 +33,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class RankTime:
+class MeanTime:
     """The mean seconds per update of one rank; ``idle_s`` is None where a GPU's stream waits, not its host."""
 
     rank: int
@@ -50,7 +50,7 @@ class RankTime:
         return self.forward_s + self.backward_s + self.step_s + self.others_s
 
     @classmethod
-    def of_values(cls, rank: int, values: Line, per: float = 1.0) -> RankTime:
+    def of_values(cls, rank: int, values: Line, per: float = 1.0) -> MeanTime:
         """Take the seconds of an object of ``rank_times.jsonl``, or of so many updates of one in a summary."""
         spent = {name: number(values, name) / per for name in (*OF_STAGE, "communication_s")}
         idle_s = None if values.get("idle_s") is None else number(values, "idle_s") / per
@@ -58,7 +58,7 @@ class RankTime:
 
 
 @dataclass(frozen=True)
-class RankTimes:
+class MeanTimes:
     """The times of all ranks in the updates ``first`` to ``last``, counted from 1, that took ``update_s`` each.
 
     Attributes:
@@ -68,9 +68,9 @@ class RankTimes:
     first: int
     last: int
     update_s: float | None
-    ranks: Sequence[RankTime]
+    ranks: Sequence[MeanTime]
 
-    def idle(self, rank: RankTime) -> tuple[float, float, float | None] | None:
+    def idle(self, rank: MeanTime) -> tuple[float, float, float | None] | None:
         """Split the time in which a rank does nothing by its causes; None where it is not known.
 
         Returns:
@@ -86,7 +86,7 @@ class RankTimes:
             max(0.0, self.update_s - busy_s - rank.idle_s)
 
     @property
-    def slowest(self) -> RankTime:
+    def slowest(self) -> MeanTime:
         """Return the rank that works longest."""
         return max(self.ranks, key=lambda rank: rank.work_s)
 
@@ -111,7 +111,7 @@ class RunState:
     evaluation: Line | None
     summary: Line | None
     facts: Line
-    rank_times: RankTimes | None
+    rank_times: MeanTimes | None
     silent_s: float
     holder: str | None
     is_alive: bool | None
@@ -300,19 +300,19 @@ def _silent_s(folder: Path) -> float:
     return max(0.0, time.time() - max(written, default=0.0))
 
 
-def _reported(folder: Path, lines: Sequence[Line]) -> RankTimes | None:
+def _reported(folder: Path, lines: Sequence[Line]) -> MeanTimes | None:
     """Return the latest report of ``rank_times.jsonl``."""
     for report in reversed(list(_tail(folder / RANK_TIMES))):
         with suppress(KeyError, TypeError):  # of a damaged line
             first, last = report["first_step"], report["last_step"]
-            ranks = [RankTime.of_values(values["rank"], values) for values in report["ranks"]]
+            ranks = [MeanTime.of_values(values["rank"], values) for values in report["ranks"]]
             taken = [number(line, "step_s") for line in lines if first <= line["step"] <= last]
             if ranks:
-                return RankTimes(first + 1, last + 1, fmean(taken) if len(taken) == last + 1 - first else None, ranks)
+                return MeanTimes(first + 1, last + 1, fmean(taken) if len(taken) == last + 1 - first else None, ranks)
     return None
 
 
-def _of_summary(summary: Line, facts: Line) -> RankTimes | None:
+def _of_summary(summary: Line, facts: Line) -> MeanTimes | None:
     """Return the times of all updates that the summary of a run counts."""
     with suppress(KeyError, TypeError, ValueError):
         stages: dict[int, list[Line]] = {}
@@ -321,6 +321,6 @@ def _of_summary(summary: Line, facts: Line) -> RankTimes | None:
         last, per = summary["steps_done"], summary["usage_steps"]
         united = {rank: {**own[0], **{key: sum(number(usage, key) for usage in own) for key in OF_STAGE}}
                   for rank, own in stages.items()}
-        return RankTimes(last - per + 1, last, number(summary, "samples_per_step") / number(summary, "samples_per_s"),
-                         [RankTime.of_values(rank, united[rank], per) for rank in sorted(united)])
+        return MeanTimes(last - per + 1, last, number(summary, "samples_per_step") / number(summary, "samples_per_s"),
+                         [MeanTime.of_values(rank, united[rank], per) for rank in sorted(united)])
     return None
