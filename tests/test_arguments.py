@@ -172,6 +172,11 @@ def linear() -> nn.Module:
      "error: the inputs of layer 'e' are (1, 2)\nhint: give a tuple of names, such as ('h', 'mask')"),
     (lambda: Layer("e", linear, outputs=("h", "h")), "error: the outputs of layer 'e' are ('h', 'h'), with a name that "
                                                      "stands twice\nhint: give every output a name of its own"),
+    (lambda: Layer("e", linear, carried=["k", "k"]), "error: the carried tensors of layer 'e' are ('k', 'k'), with a "
+                                                     "name that stands twice\n"
+                                                     "hint: give every carried tensor a name of its own"),
+    (lambda: Layer("e", linear, carried="keys"), "error: the carried tensors of layer 'e' are the text 'keys', not a "
+                                                 "tuple of names\nhint: write ('keys',), with a comma"),
     (lambda: Layer("e", linear, ties=["weight"]), "error: the ties of layer 'e' are ['weight']\n"
                                                   "hint: give a dict, such as {'decoder.weight': 'embed.word.weight'}"),
     (lambda: Layer(3, None), "error: the name of a layer is 3\nhint: give a name, such as 'block0'\n"

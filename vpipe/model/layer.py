@@ -41,6 +41,10 @@ class Layer:
     to the parameter of an earlier layer that it shares: ``{"decoder.weight": "embed.word.weight"}``.
     ``shared`` maps a submodule of this layer, ``""`` for all of it, to the module of an earlier layer that it is, such
     as ``"norm"`` or ``"block.norm"``: both have one set of buffers, and so must be in one stage.
+
+    ``carried`` names tensors that go from a slice of a sequence to the next, where the schedule has slices: such as
+    ``("keys", "values")``. ``forward`` is then given ``carried=``, a tuple of these tensors, empty for the first slice,
+    and returns them behind its outputs. ``()``: every token is computed by itself. None: the layer cannot do so.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Layer:
     outputs: tuple[str, ...] = ("h",)
     ties: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
+    carried: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         given = Arguments()
@@ -64,9 +69,13 @@ class Layer:
         for field_name in ("inputs", "outputs"):
             names = given.names(f"the {field_name} {where}", getattr(self, field_name), "('h', 'mask')")
             object.__setattr__(self, field_name, names)
-        if len(set(self.outputs)) < len(self.outputs):
-            given.refuse(f"the outputs {where} are {shown(self.outputs)}, with a name that stands twice",
-                         "give every output a name of its own")
+        if self.carried is not None:
+            names = given.names(f"the carried tensors {where}", self.carried, "('keys', 'values')")
+            object.__setattr__(self, "carried", names)
+        for what, found in (("output", self.outputs), ("carried tensor", self.carried or ())):
+            if len(set(found)) < len(found):
+                given.refuse(f"the {what}s {where} are {shown(found)}, with a name that stands twice",
+                             f"give every {what} a name of its own")
         for field_name, example in (("ties", "{'decoder.weight': 'embed.word.weight'}"),
                                     ("shared", "{'norm': 'block.norm'}")):
             value = getattr(self, field_name)
