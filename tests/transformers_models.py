@@ -62,7 +62,7 @@ def our_logits(model: Model, modules: nn.ModuleDict, fields: Mapping[str, Tensor
 
 @torch.no_grad()
 def their_logits(theirs: Any, fields: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    if theirs.config.model_type == "mixtral":  # one expert after the other; else the matrices of all are one product
+    if theirs.config.model_type in ("mixtral", "qwen3_moe"):  # one expert after the other, not all in one product
         theirs.set_experts_implementation("eager")
     if theirs.config.model_type == "marian":
         return (theirs.eval()(fields["source_ids"], fields["source_mask"], fields["target_ids"]).logits,)

@@ -22,13 +22,15 @@ GPT = {"n_embd": 24, "n_layer": 3, "n_head": 3, "n_inner": 40, "n_positions": 16
        "activation_function": "gelu_pytorch_tanh"}
 BERT = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 40,
         "max_position_embeddings": 16, "type_vocab_size": 3, "layer_norm_eps": 1e-7}
+QWEN3_MOE = {**LLAMA, "head_dim": 8, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", BERT), "gpt": ("gpt", GPT), "gpt-new": ("gpt", {**GPT, "activation_function": "gelu_new"}),
     "gpt-exact": ("gpt", {**GPT, "activation_function": "gelu"}),
     "llama": ("llama", LLAMA), "llama-3.1": ("llama", LLAMA_31), "llama-wide": ("llama", {**LLAMA, "head_dim": 8}),
     "qwen2": ("qwen2", LLAMA), "qwen3": ("qwen3", {**LLAMA, "head_dim": 8}),
     "mistral": ("mistral", {**LLAMA, "sliding_window": None}),
-    "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 64})}
+    "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 64}),
+    "qwen3-moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}), "qwen3-moe-shares": ("qwen3_moe", QWEN3_MOE)}
 # transformers takes gates from a wider row; torch's vectorized SiLU rounds the end of a row of 40 in another way.
 
 

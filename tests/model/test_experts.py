@@ -128,6 +128,14 @@ def test_what_experts_cannot_is_refused() -> None:
             found.huggingface.names(found.huggingface.config(SIZES))
         with pytest.raises(UserError, match="no plan for tensor parallelism"):
             found.tensor_sizes(SIZES)
+    qwen = family_named("qwen3_moe").huggingface
+    assert qwen is not None
+    for config, words in (({"decoder_sparse_step": 2}, "'decoder_sparse_step' is 2, but this Qwen3-MoE computes 1"),
+                          ({"mlp_only_layers": [0]}, r"'mlp_only_layers' is \[0\], but this Qwen3-MoE computes \[\]"),
+                          ({"num_experts": 0}, "num_local_experts is 0"),
+                          ({"num_experts": 8, "num_local_experts": 9}, "'num_experts' is 8, but 'num_local_experts'")):
+        with pytest.raises(UserError, match=words):
+            qwen.settings(config)
     with pytest.raises(UserError, match="adapters of experts"):
         to_peft({"block0.mlp.experts.0.gate.lora_A.default.weight": torch.zeros(1)}, LoraSettings(1, 1.0), {}, (), True)
     assert model_differences("llama", SIZES, replace(SIZES, balance_weight=0.2, experts_per_token=1)) == [

@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--restarts", type=int, metavar="N", help="restart a failed run from its newest checkpoint up "
                        "to N times (default: 0)")
 
-    families = " or ".join(("gpt, llama, mistral, mixtral, qwen2, qwen3, bert",
+    families = " or ".join(("gpt, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, bert",
                             *PluginGroup("vpipe.models", "model").names))
     init = _add(commands, "init", "init.run_init", "write a commented config for your data, from a few questions; "
                 "an option answers its question, and without a terminal the others take their defaults")

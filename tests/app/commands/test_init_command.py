@@ -134,8 +134,8 @@ def test_at_a_terminal_it_asks_what_no_option_says_and_asks_again(
     (["--data", "there.yaml"], "error: no data set reads 'there.yaml'\nhint: give a file, or a folder with "
                                 "files, called *.jsonl, *.jsonl.gz, dataset_info.json, *.txt"),
     (["--data", "f.jsonl", "--family", "bert"], "error: the family bert cannot be trained on 'f.jsonl'\nhint: "
-                                                "give --family gpt or llama or mistral or mixtral or qwen2 or qwen3, "
-                                                "or data with *.txt"),
+                                                "give --family gpt or llama or mistral or mixtral or qwen2 or qwen3 "
+                                                "or qwen3_moe, or data with *.txt"),
     (["--schedule", "asynchronous", "--batch-size", "9"], "error: dataset.batch_size is 9, which cannot be cut evenly"),
 ])
 def test_mistakes_are_refused_and_nothing_is_written(words: list[str], said: str,

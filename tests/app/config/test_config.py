@@ -92,7 +92,7 @@ trace: 1
         ("the key 'parallel' is missing", "c.yaml:1:1",
          "add parallel: stages, their ranks and their schedule"),
         ("model.name must be text, got 3", "c.yaml:1:15",
-         "name: model family, such as bert, gpt, llama, mistral, mixtral, qwen2, qwen3 or translation"),
+         "name: model family, such as bert, gpt, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe or translation"),
         ("unknown key 'model.hiden_size'", "c.yaml:1:18", "did you mean 'hidden_size'?"),
         ("the key 'dataset.batch_size' is missing", "c.yaml:2:1",
          "add batch_size: samples per batch, which is split into num_microbatches microbatches; with a flush, one "

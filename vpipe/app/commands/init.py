@@ -20,7 +20,7 @@ from vpipe.app.families.registry import PLUGINS, Family, family_named
 from vpipe.app.train.model_section import model_settings
 from vpipe.errors import UserError, counted, nearest
 
-OWN_FAMILIES = ("gpt", "llama", "mistral", "mixtral", "qwen2", "qwen3", "bert")
+OWN_FAMILIES = ("gpt", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "bert")
 SIZES: Mapping[str, Mapping[str, int]] = {"tiny": {"hidden_size": 128, "num_layers": 2, "num_heads": 2},
                                           "mini": {"hidden_size": 256, "num_layers": 4, "num_heads": 4}}
 """Sizes for families whose presets are for GPUs."""

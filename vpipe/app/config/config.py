@@ -87,14 +87,14 @@ class LoraSection(Section):
 class ModelSection(Section):
     """The model. Sizes given here override those of ``preset`` or ``config_file``."""
 
-    name: Name = Field(description="model family, such as bert, gpt, llama, mistral, mixtral, qwen2, qwen3 or "
-                      "translation")
+    name: Name = Field(description="model family, such as bert, gpt, llama, mistral, mixtral, qwen2, qwen3, "
+                      "qwen3_moe or translation")
     preset: str | None = Field(None, description=(
         "named sizes of the family: for bert tiny, mini, small, medium, base or large; for gpt small, medium, large, "
         "xl or cpm; for llama 15m, 110m, 135m, 360m, 1b, 7b, 13b, 3.2-1b, 3.2-3b or 3.1-8b; for mistral 7b or nemo; "
         "for mixtral 8x7b; "
         "for qwen2 (2.5) 0.5b, 1.5b, 3b, 7b, 14b, 32b or 72b; for qwen3 0.6b, 1.7b, 4b, 8b, 14b or 32b; for "
-        "translation tiny, small, base or big"))
+        "qwen3_moe 30b-a3b or 235b-a22b; for translation tiny, small, base or big"))
     hidden_size: Size | None = Field(None, description="hidden size: features of a layer's output")
     num_layers: int | None = Field(None, ge=1, le=MOST_BLOCKS, description=(
         "number of transformer blocks, for translation of the encoder and of the decoder; each is split into two "
@@ -112,9 +112,9 @@ class ModelSection(Section):
         "positions begin at 0"))
     experts: int | None = Field(None, ge=1, le=MOST_EXPERTS, description=(
         "experts in place of each MLP, for gpt, llama and its kin; a stage keeps all of its layers; null: an MLP, for "
-        "mixtral 8"))
+        "mixtral 8, for qwen3_moe 128"))
     experts_per_token: int | None = Field(None, ge=1, le=MOST_EXPERTS, description=(
-        "experts that compute a token; null: 2"))
+        "experts that compute a token; null: 2, for qwen3_moe 8"))
     balance_weight: float | None = Field(None, ge=0, lt=1, description=(
         "weight of the loss that lets experts compute equally many tokens, added to that of training; null: 0.01"))
     tie_weights: bool | None = Field(None, description=(

@@ -80,7 +80,8 @@ def refuse_experts(architecture: str, config: Mapping[str, object]) -> None:
     """Raise UserError for experts of a kind of model that ``transformers`` has without."""
     if config.get("num_local_experts") is not None:
         raise UserError(f"{architecture} has no experts, and this model has {config['num_local_experts']}",
-                        hint="train a mixtral for a model that transformers loads, or export --format safetensors")
+                        hint="train a mixtral or a qwen3_moe for a model that transformers loads, or export --format "
+                             "safetensors")
 
 
 class Experts(nn.Module):
@@ -90,19 +91,21 @@ class Experts(nn.Module):
         router: H -> E, without bias.
         experts: modules [N, H] -> [N, H].
         weight: of the loss of balance of this layer.
+        sum_to_one: the K scores have a softmax of their own; otherwise the weights are the probabilities among all E.
     """
 
     def __init__(self, norm: nn.Module, router: nn.Linear, experts: Iterable[nn.Module], dropout: nn.Module, *,
-                 per_token: int, weight: float) -> None:
+                 per_token: int, weight: float, sum_to_one: bool = True) -> None:
         super().__init__()
         self.norm, self.router, self.experts, self.dropout = norm, router, nn.ModuleList(experts), dropout
-        self.per_token, self.weight = per_token, weight
+        self.per_token, self.weight, self.sum_to_one = per_token, weight, sum_to_one
 
     def forward(self, h_bsh: Tensor, balance: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x_nh = self.norm(h_bsh).flatten(0, 1)
         odds_ne = self.router(x_nh).float().softmax(-1)
         weights_nk, chosen_nk = odds_ne.topk(self.per_token, dim=-1)
-        weights_nk = weights_nk / weights_nk.sum(-1, keepdim=True)
+        if self.sum_to_one:
+            weights_nk = weights_nk / weights_nk.sum(-1, keepdim=True)
         mixed_nh = torch.zeros_like(x_nh)
         for chosen, expert in enumerate(self.experts):
             # An expert without tokens computes none, so that its weights have gradients (zeros) in every microbatch.

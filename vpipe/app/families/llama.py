@@ -123,6 +123,7 @@ class LlamaConfig(Mixture):
         keys: of its configs.
         architecture: its class in ``transformers``.
         absent: what keys that a ``config.json`` lacks mean there, where it is not the default here.
+        spelled: further names of keys -> the names here.
         biased: queries, keys and values have biases.
         normed: queries and keys are divided by their root mean square, head by head.
         experts: names of the router, and of an expert's gate, up and down, in ``transformers``; None for a kind that it
@@ -132,6 +133,7 @@ class LlamaConfig(Mixture):
     keys: ClassVar[ConfigKeys] = KEYS
     architecture: ClassVar[str] = "LlamaForCausalLM"
     absent: ClassVar[Mapping[str, object]] = {"intermediate_size": 11008}
+    spelled: ClassVar[Mapping[str, str]] = {}
     biased: ClassVar[bool] = False
     normed: ClassVar[bool] = False
     experts: ClassVar[tuple[str, str, str, str] | None] = None
@@ -177,6 +179,11 @@ class LlamaConfig(Mixture):
         """Return the width of the MLP."""
         return -(-8 * self.hidden_size // 3 // 256) * 256 if self.intermediate_size is None else self.intermediate_size
 
+    @property
+    def weights_sum_to_one(self) -> bool:
+        """Return whether the weights of a token's experts do."""
+        return True
+
 
 def config_from_settings(of: type[LlamaConfig], settings: ModelSettings) -> LlamaConfig:
     """Merge the preset, ``overrides`` (the contents of a ``config.json``) and the settings' fields; the later wins.
@@ -184,7 +191,7 @@ def config_from_settings(of: type[LlamaConfig], settings: ModelSettings) -> Llam
     ``num_heads`` without ``num_kv_heads`` gives every head keys of its own. Without ``max_position_embeddings`` there
     are positions for as many tokens as a sample has, and for 2,048 at least.
     """
-    overrides: dict[str, Any] = dict(settings.overrides)
+    overrides = _respelled(of, settings.overrides)
     found = overrides.pop("rope_parameters", None) or overrides.pop("rope_scaling", None) or {}
     if not isinstance(found, Mapping):
         raise UserError(f"rope_scaling is {found!r}", hint="it must be null, or give the rope_type and its numbers")
@@ -208,9 +215,19 @@ def config_from_settings(of: type[LlamaConfig], settings: ModelSettings) -> Llam
     return config
 
 
+def _respelled(of: type[LlamaConfig], found: Mapping[str, object]) -> dict[str, Any]:
+    values = dict(found)
+    for other in of.spelled.keys() & values.keys():
+        name, value = of.spelled[other], values.pop(other)
+        if values.setdefault(name, value) != value:
+            raise UserError(f"'{other}' is {value!r}, but '{name}' is {values[name]!r}",
+                            hint=f"leave out one of the two: they are names of the same key of {of.keys.family}")
+    return values
+
+
 def from_huggingface(of: type[LlamaConfig], found: Mapping[str, object]) -> ModelSettings:
     """Return the settings for a ``config.json``. Missing keys have the defaults of ``transformers``."""
-    values: dict[str, Any] = {**vars(of()), **of.absent, **found}
+    values: dict[str, Any] = {**vars(of()), **of.absent, **_respelled(of, found)}
     config = config_from_settings(of, ModelSettings(values["vocab_size"], overrides=values))
     return ModelSettings(config.vocab_size, tie_weights=config.tie_word_embeddings, overrides=values)
 
@@ -443,7 +460,8 @@ def _mlp(config: LlamaConfig) -> nn.Module:
         return LlamaMlp(config)
     return Experts(LlamaRMSNorm(config), _linear(config.hidden_size, config.num_local_experts, config),
                    (SwiGlu(config) for _ in range(config.num_local_experts)), nn.Identity(),
-                   per_token=config.num_experts_per_tok, weight=config.router_aux_loss_coef / config.num_hidden_layers)
+                   per_token=config.num_experts_per_tok, weight=config.router_aux_loss_coef / config.num_hidden_layers,
+                   sum_to_one=config.weights_sum_to_one)
 
 
 def _head(config: LlamaConfig) -> NextTokenHead:
