@@ -10,6 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -417,6 +418,37 @@ def test_pauses_make_an_evaluation_be_of_an_exact_update(pauses: Any) -> None:
 def test_pauses_of_a_flush_change_nothing() -> None:
     assert [step.loss for step in pipeline(stages=3, microbatches=4).train(batches(3), pauses=1)] \
         == [step.loss for step in pipeline(stages=3, microbatches=4).train(batches(3))]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_stop_from_another_thread_ends_training_and_the_next_training_goes_on(schedule: str) -> None:
+    pipe, indices = pipeline(stages=3, microbatches=4, schedule=schedule), []
+    for step in pipe.train(batches(9)):
+        indices.append(step.index)
+        if len(indices) == 2:
+            asking = Thread(target=pipe.stop)
+            asking.start()
+            asking.join(10)
+    assert (indices, step.stop, pipe.position.updates) == ([0, 1, 2], True, 3)
+    left = pipeline(stages=3, microbatches=4, schedule=schedule)
+    for step in left.train(batches(9)):
+        if step.index == 2:
+            break
+    assert run(pipe, batches(2))[0] == run(left, batches(2))[0], "as if its caller had left the loop"
+
+
+def test_a_stop_while_nothing_is_trained_or_of_another_pipeline() -> None:
+    pipe, other = pipeline(stages=2, microbatches=2), pipeline(stages=2, microbatches=2)
+    pipe.stop()
+    assert [len(run(one, batches(3))[0]) for one in (other, pipe, pipe)] == [3, 1, 3]
+
+
+def test_updates_that_an_evaluation_makes_come_with_the_stop() -> None:
+    pipe, steps = pipeline(stages=3, microbatches=4, schedule="pipedream"), []
+    for step in pipe.train(batches(9), stop=lambda: True):
+        pipe.evaluate(batches(1))
+        steps.append(step)
+    assert len(steps) == pipe.position.updates > 1
 
 
 @pytest.mark.parametrize("given", [0, -3, 2.5, True, "15", [0], [1.5], [None], {3: 1}])

@@ -189,7 +189,7 @@ class Pipeline:
             updates: end after so many, within a batch if need be (not under a schedule read from a file, which ends
                 with its batch).
             stop: called on the rank of the last stage, once per update. The result comes with the :class:`Step` on
-                every rank, so that all can stop after the same one.
+                every rank, and training ends after it; see :meth:`stop`.
         """
         _check_batches(batches)
         next_pause = pauses if callable(pauses) else _pauses(pauses)
@@ -200,10 +200,19 @@ class Pipeline:
             self._trained = True
         return self.engine.train(batches, updates, stop, next_pause)
 
+    def stop(self) -> None:
+        """End training on every rank after the same update, the one that is under way or one soon after it.
+
+        One rank calls it, or several, from any thread or signal handler; it does not wait. :meth:`train` then yields a
+        step with ``stop`` and ends, as if its caller had left the loop: without a flush microbatches are in flight.
+        Where nothing is trained at the moment, the next training ends after its first update. The one after it goes on.
+        """
+        self.engine.ask_stop()
+
     def drain(self) -> Sequence[Step]:
         """Finish the microbatches in flight without a flush; return the updates that this made, in order.
 
-        Every rank must call it, after the same update. :meth:`train` then goes on: it does not yield these again.
+        Every rank must call it, after the same update. A :meth:`train` that goes on yields these, too.
         """
         return self.engine.drain()
 

@@ -10,7 +10,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, repeat
+from threading import Thread
 from typing import Any
 
 import torch
@@ -177,6 +178,19 @@ def stopped(*, schedule: str, after: int) -> list[list[Any]]:
         if step.stop:
             break
     return [*steps, [fingerprint(pipe.state_dict())]]
+
+
+def stopped_by_rank(*, rank: int) -> list[list[Any]]:
+    """Where trainings end that a thread of this rank stops after its third step, and another training after them."""
+    ends = []
+    for schedule in ("1f1b", "pipedream"):
+        pipe = pipeline(rich_model(), schedule=schedule, partition=[2, 2, 2, 2], microbatches=2)
+        for updates in (500, 2):
+            for step in pipe.train(repeat(rich_batches(1, 4)[0]), updates=updates):
+                if step.index == 2 and dist.get_rank() == rank:
+                    Thread(target=pipe.stop).start()
+            ends.append([step.stop, step.index])
+    return ends
 
 
 def limited(*, updates: int) -> dict[str, Any]:

@@ -145,6 +145,13 @@ def test_a_stop_reaches_every_rank_with_the_same_step(world: World, schedule: st
     assert world.run(jobs.stopped, schedule=schedule, after=3) == [expected] * 4
 
 
+def test_a_thread_of_any_rank_stops_all_after_the_same_step(world: World) -> None:
+    first, *others = world.run(jobs.stopped_by_rank, rank=1)
+    assert others == [first] * 3
+    assert [stop for stop, _ in first] == [True, False] * 2
+    assert all(2 < index < 499 for _, index in first[::2]), first
+
+
 def test_a_stream_ends_after_the_updates_asked_for(world: World) -> None:
     expected = jobs.limited(updates=6)
     assert len(expected["losses"]) == 6

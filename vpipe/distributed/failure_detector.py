@@ -137,7 +137,7 @@ class FailureDetector:
         """The oldest first, with the time until which it may stay, and what it has to answer."""
         self._fault: Fault | None = None
         self._claims: list[Fault] = []  # of the ranks, since failures were looked for
-        self._stop: str | None = None
+        self._stops: dict[str, str] = {}  # why, by what is asked to stop
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._stopping = False
@@ -251,8 +251,8 @@ class FailureDetector:
         self._selector.modify(connection, selectors.EVENT_READ, lambda: self._receive(member))
         if self._fault is not None:
             connection.send({"fault": asdict(self._fault)})
-        if self._stop is not None:
-            connection.send({"stop": self._stop})
+        if self._stops:
+            connection.send({"stop": self._stops})
         for message in messages[1:]:
             self._handle(member, message)
         if all(member.connection is not None for member in self._members):
@@ -287,9 +287,9 @@ class FailureDetector:
             self._answer(self._relay.leave(member.rank))
         if "fault" in message:
             self._claims.append(Fault.from_message(message["fault"]))
-        if "stop" in message and self._stop is None:
-            self._stop = str(message["stop"])
-            self._broadcast({"stop": self._stop})
+        if message.get("stop", {}).keys() - self._stops.keys():
+            self._stops = message["stop"] | self._stops
+            self._broadcast({"stop": self._stops})
 
     def _answer(self, answers: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
         for rank, message in answers:

@@ -9,7 +9,7 @@ import os
 import selectors
 import socket
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -120,7 +120,7 @@ class Watchdog:
         activity: of the main thread.
         note: shows long waits; on rank 0, from another thread.
         break_off: makes the main thread's transfers fail.
-        stop_asked: why a rank asked all to stop, once one did.
+        stops: why a rank asked all to stop, by what is to stop.
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], connection: Connection, timing: WatchdogTiming,
@@ -140,8 +140,8 @@ class Watchdog:
         self._wake.setblocking(False)
         self._leaving, self._leave_by = False, 0.0
         self._given_up: Fault | None = None  # sent to rank 0, whose answer comes first
-        self.stop_asked: str | None = None
-        self._stop: str | None = None  # asked here, and still to be sent
+        self.stops: dict[str, str] = {}
+        self._asked: deque[dict[str, str]] = deque()  # here, and still to be sent
         self._arrived: dict[str, Mapping[str, Any]] = {}  # exchanges by their names, until they are taken
         self._arrival, self._names = Condition(), Counter[str]()
         self._over = False  # nothing arrives any more
@@ -234,9 +234,10 @@ class Watchdog:
         if not self._leaving and not self._known.wait(PATIENCE_S if may_follow(str(error)) else 0):
             self._report(Fault.failed(self.rank, error))
 
-    def ask_stop(self, why: str) -> None:
+    def ask_stop(self, why: str, what: str = "") -> None:
         """Ask all ranks to stop and save; from a signal handler, too: no locks."""
-        self.stop_asked = self._stop = why
+        self.stops.setdefault(what, why)
+        self._asked.append({what: why})
         with suppress(OSError):
             self._wake.send(b".")
 
@@ -352,9 +353,8 @@ class Watchdog:
                         self._connection.flush()
                     if events & selectors.EVENT_READ and self._receive():
                         heard_at = monotonic()
-                if self._stop is not None:
-                    self._connection.send({"stop": self._stop})
-                    self._stop = None
+                while self._asked:
+                    self._connection.send({"stop": self._asked.popleft()})
                 now = monotonic()
                 if self._known.is_set():  # what is left is to end the process, and exchanges of other threads
                     if end_at is None:
@@ -442,8 +442,9 @@ class Watchdog:
                     self._arrival.notify_all()
             if "fault" in message:
                 self._set_fault(Fault.from_message(message["fault"]))
-            if "stop" in message and self.stop_asked is None:
-                self.stop_asked = str(message["stop"])
+            if "stop" in message:
+                for what, why in message["stop"].items():
+                    self.stops.setdefault(what, why)
         return bool(messages)
 
     def _set_fault(self, fault: Fault) -> None:
@@ -478,14 +479,14 @@ class ProcessWatch:
         self.watchdog: Watchdog | None = None
         self.report: Callable[[RunError], None] = _print
         self._note: Callable[[str], None] = _print
-        self._stop: str | None = None
+        self._stops: dict[str, str] = {}  # asked here
 
     def begin(self, watchdog: Watchdog) -> None:
         """Take the watchdog of a job that this process has joined."""
         self.watchdog = watchdog
         watchdog.activity, watchdog.note = self.activity, self._note
-        if self._stop is not None:
-            watchdog.ask_stop(self._stop)  # asked while this process was joining the others
+        for what, why in self._stops.items():
+            watchdog.ask_stop(why, what)  # asked while this process was joining the others
 
     def note_to(self, note: Callable[[str], None]) -> None:
         """Have a function show long waits on rank 0, called from another thread; by default stderr."""
@@ -504,27 +505,34 @@ class ProcessWatch:
             self.report(error)
         os._exit(error.exit_status)
 
-    def ask_stop(self, why: str) -> None:
+    def ask_stop(self, why: str, what: str = "") -> None:
         """Ask all ranks to stop and save; the first to ask gives the reason, such as ``SIGTERM``.
 
         A signal handler may call it, whatever it interrupts: it takes no lock and does not wait.
-        """
-        if self._stop is None:
-            self._stop = why
-            if self.watchdog is not None:
-                self.watchdog.ask_stop(why)
 
-    @property
-    def stop_asked(self) -> str | None:
-        """Why a rank of this job, this one or another, was asked to stop; None while none was.
+        Args:
+            what: is to stop, by a name that all ranks give it; the run when empty.
+        """
+        if what not in self._stops:
+            self._stops[what] = why
+            if self.watchdog is not None:
+                self.watchdog.ask_stop(why, what)
+
+    def why_stop(self, what: str = "") -> str | None:
+        """Return why a rank of this job, this one or another, asked to stop it; None while none did.
 
         Other ranks know within milliseconds, not all at one time: they agree on a step when one of them decides.
         """
-        return self._stop if self._stop is not None or self.watchdog is None else self.watchdog.stop_asked
+        return self._stops.get(what) or (None if self.watchdog is None else self.watchdog.stops.get(what))
+
+    @property
+    def stop_asked(self) -> str | None:
+        """Why a rank of this job was asked to stop; None while none was."""
+        return self.why_stop()
 
     def forget_stop(self) -> None:
         """Forget a request to stop: it was about another run than the one that begins."""
-        self._stop = None
+        self._stops.pop("", None)
 
 
 def _print(message: RunError | str) -> None:

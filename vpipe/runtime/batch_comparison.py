@@ -96,6 +96,7 @@ class BatchComparison:
 
     Attributes:
         posted_until, compared_until: per stage, the microbatch before which nothing is left to post or compare.
+        outputs: of an evaluation here, in words; its other ranks must want the same.
 
     Args:
         placement: ranks per stage.
@@ -115,6 +116,7 @@ class BatchComparison:
         self._lowest = {rank: stage for stage in reversed(range(len(placement))) for rank in placement[stage]}
         self._messages: Counter[tuple[int, int]] = Counter()  # by source and target
         self._bytes = 6 * _TEXT + sum(100 + len(json.dumps(name)) for name in fields)  # of a message
+        self.outputs = ""
         self._segment: Segment
         self._loader: MicrobatchLoader | None = None
         self._ended: MicrobatchLoader | None = None  # the latest whose end was checked
@@ -249,7 +251,7 @@ class BatchComparison:
     @property
     def _kind(self) -> str:
         """Return the kind of message about a batch."""
-        return "training batch" if self._segment.training else "evaluation batch"
+        return "training batch" if self._segment.training else f"evaluation{self.outputs[:_TEXT // 2]} batch"
 
     def _compare_with(self, peer: int, microbatch: int) -> None:
         """Compare a microbatch's batch with that of a rank before this one, unless that was done."""

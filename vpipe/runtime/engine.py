@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
+from itertools import count
 from operator import gt
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from vpipe.description.description import Description
 from vpipe.description.execution import Execution
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import exchange
+from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, counted
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec, ties_between
@@ -61,6 +63,9 @@ Pauses = Callable[[int], int | None]
 
 CHANGES_HINT = ("give learning rates as learning_rate_factor=lambda step: ..., change them between two calls of train, "
                 "or choose a schedule with a flush")
+
+
+_made_here = count()
 
 
 class Engine:
@@ -122,6 +127,8 @@ class Engine:
         self._interpreter = Interpreter(self.workers, self._results, schedule.ties, self.interrupts, distributed,
                                         exchanged)
         self._interpreter.exchange_tied_weights()
+        self._number = self.collectives.job.from_rank(next(_made_here))  # the same on all ranks
+        self._stopped = 0  # calls of train that ended since a rank asked
         self._replicas_compared = False
         self._lanes_compared = world.lanes.count == 1  # after their first update
 
@@ -143,13 +150,34 @@ class Engine:
         self._compare_replicas()
         self.drain()
         self._made.clear()
-        self._results.stop = stop
+        self._results.stop = lambda: stop() or watch.why_stop(self._training) is not None
         begun, self._begun = self._begun, 0
         schedule, per_step = self.schedule, self.schedule.assignment.per_step
         whole = per_step if schedule.stream else schedule.microbatches
         loader = self._loader(batches, None if updates is None else begun + -(-updates * per_step // whole) * whole,
                           None if schedule.stream else schedule.microbatches, begun, copied=schedule.stream)
-        return self._train_stream(loader, begun, pauses) if schedule.stream else self._train_whole(loader)
+        return self._until_asked(self._train_stream(loader, begun, pauses) if schedule.stream
+                                 else self._train_whole(loader))
+
+    @property
+    def _training(self) -> str:
+        """The name by which all ranks know what the next stop ends; a request that comes late ends no other training.
+        """
+        return f"training {self._stopped} of pipeline {self._number}"
+
+    def ask_stop(self) -> None:
+        """End the training on all ranks; see :meth:`vpipe.Pipeline.stop`."""
+        watch.ask_stop("asked", self._training)
+
+    def _until_asked(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """Yield steps up to the one that says stop, and those that have been made with it."""
+        asked = False
+        for step in steps:
+            self._stopped += step.stop and not asked
+            asked = asked or step.stop
+            yield step
+            if asked and step.index + 1 >= self.reached().steps:
+                return
 
     def reached(self) -> Position:
         """Return the position after the steps that were yielded, and those that :meth:`drain` made."""

@@ -49,6 +49,9 @@ class Outputs:
                                            "let the layer write more: Layer(..., outputs=('loss', 'logits'))")
         self.names = names
 
+    def __str__(self) -> str:
+        return "of a function" if self._function is not None else ", ".join(self.names)
+
     def of(self, tensors: Sequence[Tensor], samples: int, first: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Return copies of the outputs of a microbatch in host memory.
 

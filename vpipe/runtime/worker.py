@@ -187,6 +187,8 @@ class Worker:
         counted = dict(self.seconds), self.transport.wait_s, self.transport.bytes_sent
         self.wanted = wanted
         self.outputs.clear()
+        if self.comparison is not None:
+            self.comparison.outputs = "" if wanted is None else f" (outputs: {wanted})"
         try:
             with ExitStack() as stack:
                 for number, stage in self.stages.items():
