@@ -133,7 +133,8 @@ COMPARED = ["schedule", "--all", "--stages", "4", "--microbatches", "8"]
 
 def drawing(name: str) -> list[str]:
     """The command that draws a schedule of the page."""
-    size = [name, "--stages", "4", "--microbatches", "16" if name == "2bw" else "8"]
+    size = [name, "--stages", "4", "--microbatches", "16" if name == "2bw" else "8",
+            *(["--slices", "2"] if name == "seq1f1b" else [])]
     return ["schedule", *MORE.get(name, size), "--format", "svg"]
 
 
@@ -175,24 +176,26 @@ def test_formulas_are_exact_where_they_hold(name: str) -> None:
     recipe, (*cells, condition) = RegisteredSchedule.named(name), formulas()[name]
     held = 0
     for p, m, v in ((1, 3, 2), (2, 6, 2), (2, 8, 4), (3, 6, 6), (4, 4, 2), (4, 8, 3), (4, 16, 2), (5, 15, 2)):
+        n = v if recipe.sliced else 1
         v = v if recipe.any_chunks and name != "auto" else recipe.chunks
         try:
-            schedule = build(name, recipe.layout(p, v), m)
+            schedule = build(name, recipe.layout(p, v), m, slices=n)
         except UserError:  # not of this size
             continue
         checked = Summary.of(schedule, RankCosts())
         for f, i, w in ((1, 1, 1), (7, 6, 5), (2, 3, 1), (2, 8, 5), (3, 1, 2)):
             costs = RankCosts(f, i, w)
-            summary = replace(checked, costs=costs, timeline=simulate(checked.schedule, costs.of(schedule.placement)))
+            summary = replace(checked, costs=costs, timeline=simulate(
+                checked.schedule, costs.of(schedule.placement, slices=n)))
             for r in range(p):
                 symbols = {name: Fraction(number) for name, number in {
-                    "p": p, "m": m, "v": v, "r": r, "k": summary.schedule.update_every, "F": f, "I": i, "W": w,
+                    "p": p, "m": m, "v": v, "n": n, "r": r, "k": summary.schedule.update_every, "F": f, "I": i, "W": w,
                     "B": i + w}.items()}
                 if condition and not value(condition.strip("`"), symbols):
                     continue
                 held += 1
                 stages = [stage for stage, ranks in enumerate(summary.schedule.placement) if r in ranks]
-                actual = (summary.timeline.bubble_s, Fraction(summary.proved.rank_peaks[r].peak_activations, v),
+                actual = (summary.timeline.bubble_s, Fraction(summary.proved.rank_peaks[r].peak_activations, v * n),
                           max(summary.proved.stage_peaks[stage].versions for stage in stages))
                 for cell, is_ in zip(cells, actual, strict=True):
                     if cell.startswith("`"):

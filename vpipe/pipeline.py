@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -443,9 +443,10 @@ def _check_once(given: Arguments, plan: Plan, order: Order, microbatches: object
     if microbatches is not None and plan.microbatches is not None:
         given.refuse(f"microbatches is {shown(microbatches)} beside a plan with {plan.microbatches}",
                      "leave it out, or take the plan without: dataclasses.replace(plan, microbatches=None)")
-    for name, value in vars(order).items():
-        if value and (planned := vars(plan.order).get(name)):
-            given.refuse(f"{name} is {shown(value)} beside a plan with {shown(planned)}",
+    for field in fields(order):
+        value, planned = getattr(order, field.name), getattr(plan.order, field.name, field.default)
+        if field.default not in (value, planned):
+            given.refuse(f"{field.name} is {shown(value)} beside a plan with {shown(planned)}",
                          "leave it out, or take the plan without: dataclasses.replace(plan, order=Order())")
 
 

@@ -78,7 +78,7 @@ def check(settings: Mapping[str, str], text: str) -> Mapping[str, Any]:
     EDITED.write_text(text, encoding="utf-8")
     try:
         with redirect_stdout(io.StringIO()) as said:
-            run_check(Namespace(file=EDITED))
+            run_check(Namespace(file=EDITED, slices=None))
     except UserError as error:
         marks = _marked(text, error.marks) if isinstance(error, CheckError) else _lines(error)
         return {"problems": _problems(error), "marks": marks, "command": f"vpipe check {EDITED}"}
@@ -116,7 +116,7 @@ def _options(settings: Mapping[str, str]) -> Namespace:
 
     return Namespace(name=settings["schedule"], stages=whole("ranks"), microbatches=whole("microbatches"),
                      chunks=whole("chunks"), update_every=whole("update_every"), memory=whole("limit"), widths=None,
-                     warmup=settings.get("warmup", "").strip() or None)
+                     slices=None, warmup=settings.get("warmup", "").strip() or None)
 
 
 def _check_search(registered: RegisteredSchedule, options: Namespace, most: int, hint: str) -> None:

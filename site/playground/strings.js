@@ -90,6 +90,7 @@ const ZH = {
     looped_bfs: "循环广度优先：所有微批次先经过 rank 的第一个阶段，再经过第二个，然后返回。",
     pipedream: "PipeDream：不排空的 1F1B，每个或每几个微批次立即更新一次。",
     pipedream_vertical_sync: "PipeDream（垂直同步）：一个微批次在所有阶段使用 rank 0 的权重版本。",
+    seq1f1b: "Seq1F1B：把每个微批次的序列切成若干片，按片交替前向与反向。",
     v_half: "V-Half：V 形，每个 rank 两个阶段，内存和气泡约为 1F1B 的一半。",
     v_min: "V-Min：V 形，每个 rank 两个阶段，内存约为 1F1B 的三分之一。",
     zb_h1: "ZB-H1：1F1B，权重梯度推迟到 rank 空闲时再算。",

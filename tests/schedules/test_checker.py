@@ -336,6 +336,11 @@ BROKEN: dict[str, list[tuple[Callable[[], Schedule], str, str]]] = {  # rule: (b
         (lambda: added(added(gathered(), 0, "0GATHER_W1"), 1, "0GATHER_W1"),
          "0GATHER_W1 on rank 0 does not follow the step of its update", "0GATHER_W1"),
     ],
+    "slices": [
+        (lambda: Schedule("mine", ((0,),), (parsed("0F0 0F1 0B1 0B0 0STEP0 0F2 0F3 0B3 0B2 0STEP1"),), 4, 2,
+                          flush=False, peak_activations=(2,), versions=(1,), ties={}, slices=2),
+         "every microbatch has 2 slices, but there are steps between them", ""),
+    ],
 }
 
 

@@ -16,7 +16,8 @@ from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Size
 
 SIZES = {"zb_h1": (3, 4), "zb_h2": (3, 5), "gpipe": (3, 4), "1f1b": (3, 4),  # ranks and microbatches; others 2 and 4
-         "chimera": (4, 4), "dualpipe": (4, 8)}
+         "chimera": (4, 4), "dualpipe": (4, 8), "seq1f1b": (3, 2)}
+SLICES = {"seq1f1b": 2}
 STREAMS = {"pipedream": (3, 1), "pipedream_vertical_sync": (3, 1), "2bw": (2, 2)}  # ranks, microbatches per update
 
 
@@ -24,7 +25,7 @@ def pictured(name: str) -> Schedule:
     recipe = RegisteredSchedule.named(name)
     if recipe.flush:
         ranks, microbatches = SIZES.get(name, (2, 4))
-        return build(name, recipe.layout(ranks, recipe.chunks), microbatches)
+        return build(name, recipe.layout(ranks, recipe.chunks), microbatches, slices=SLICES.get(name, 1))
     ranks, every = STREAMS.get(name, (2, recipe.update_every(2)))
     return build(name, recipe.layout(ranks, recipe.chunks), 12 * every, every)
 

@@ -196,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--microbatches", type=int, metavar="M", help="microbatches per update of a schedule with a "
                           "flush, in all of one without")
     schedule.add_argument("--chunks", type=int, metavar="V", help="stages per rank")
+    _add_slices(schedule)
     schedule.add_argument("--widths", metavar="W,W,...", help="replicas at each of the P positions, such as 2,1; one "
                           "number is for all positions")
     schedule.add_argument("--update-every", type=int, metavar="K", help="microbatches per update and replica, of a "
@@ -213,16 +214,23 @@ def _parser() -> argparse.ArgumentParser:
     check = _add(commands, "check", "schedule.run_check",
                  "prove that a schedule in a CSV file is complete, in order and free of deadlock")
     check.add_argument("file", type=Path, metavar="FILE.csv", help="the schedule")
+    _add_slices(check)
     add_import(check)
 
     simulate = _add(commands, "simulate", "schedule.run_simulate", "simulate a schedule in a CSV file and draw it")
     simulate.add_argument("file", type=Path, metavar="FILE.csv", help="the schedule")
+    _add_slices(simulate)
     _add_costs(simulate)
     add_import(simulate)
 
     for describe in COMMANDS.added():
         describe(commands)
     return parser
+
+
+def _add_slices(command: Any) -> None:
+    command.add_argument("--slices", type=int, metavar="N", help="slices of every microbatch, along its "
+                         "sequence, for seq1f1b, gpipe and files: the actions are then of slices")
 
 
 def _add_checkpoint(commands: Any) -> None:

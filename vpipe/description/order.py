@@ -11,13 +11,15 @@ from vpipe.arguments import Arguments, as_number
 
 @dataclass(frozen=True)
 class Order:
-    """A schedule, and its stages per rank.
+    """A schedule, its stages per rank, and the slices of its microbatches.
 
     Attributes:
         schedule: a name that ``vpipe schedule`` lists, or the path of a schedule as a CSV file; what another part says,
             or the default one, when empty.
         chunks: stages per rank, for schedules that may have any number of them; when None, the number that follows from
             the processes of ``torchrun``, or the schedule's own.
+        slices: equal parts into which the sequences of every microbatch are cut, for ``seq1f1b`` and ``gpipe`` and for
+            files: an action is then of a slice.
 
     Raises:
         UserError: a value is of another kind.
@@ -26,6 +28,7 @@ class Order:
     schedule: str = ""
     _: KW_ONLY
     chunks: int | None = None
+    slices: int = 1
 
     def __post_init__(self) -> None:
         given = Arguments()
@@ -35,7 +38,7 @@ class Order:
     @property
     def late(self) -> Asynchronous:
         """This order with what only one without a flush takes: its defaults, where this is another."""
-        return self if isinstance(self, Asynchronous) else Asynchronous(self.schedule, chunks=self.chunks)
+        return self if isinstance(self, Asynchronous) else Asynchronous(**vars(self))
 
     @property
     def warmup(self) -> tuple[int, ...] | None:
@@ -50,12 +53,12 @@ class Order:
         return kind(**vars(other) | said)
 
     @staticmethod
-    def of(schedule: str, chunks: int | None = None, *, update_every: int | None = None,
+    def of(schedule: str, chunks: int | None = None, *, slices: int = 1, update_every: int | None = None,
            warmup: Sequence[int] | None = None, delay_correction: float = 0.0) -> Order:
         """Return the order for values from a file: an :class:`Asynchronous` where one is given that only it has."""
         if update_every is None and warmup is None and not delay_correction:
-            return Order(schedule, chunks=chunks)
-        return Asynchronous(schedule, chunks=chunks, update_every=update_every, warmup_depth=warmup,
+            return Order(schedule, chunks=chunks, slices=slices)
+        return Asynchronous(schedule, chunks=chunks, slices=slices, update_every=update_every, warmup_depth=warmup,
                             delay_correction=delay_correction)
 
     def _check(self, given: Arguments) -> None:
@@ -64,6 +67,7 @@ class Order:
         if self.schedule != "":
             given.name("schedule", self.schedule, "1f1b")
         object.__setattr__(self, "chunks", given.integer("chunks", self.chunks, least=1, or_none=True))
+        object.__setattr__(self, "slices", given.integer("slices", self.slices, least=1))
 
 
 @dataclass(frozen=True)

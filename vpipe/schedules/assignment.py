@@ -3,6 +3,9 @@
 With a flush an update takes all microbatches. Without one it takes ``update_every`` on every replica of its stage. The
 last update of a stream takes the microbatches that are left; a replica may have none of it.
 
+Where microbatches are cut into slices of their sequences, an action is of a slice: its index is ``microbatch * slices +
+slice``, and whatever counts microbatches here counts slices. Those of a microbatch stay on one replica.
+
 Source: Narayanan et al., PipeDream (SOSP 2019), section 3.2, 1F1B with round-robin over replicas.
 """
 
@@ -28,6 +31,7 @@ class Assignment:
         flush: the pipeline is empty at every update.
         has_microbatch: tells whether there is a microbatch of a number. If so, all smaller numbers exist.
         frozen: how many stages from the first on train nothing, so that no gradient is made there.
+        slices: of every microbatch.
     """
 
     placement: Placement
@@ -35,6 +39,7 @@ class Assignment:
     flush: bool
     has_microbatch: Callable[[int], bool]
     frozen: int = 0
+    slices: int = 1
 
     def trains(self, stage: int) -> bool:
         """Return whether gradients of a stage are made; of none outside the pipeline."""
@@ -62,7 +67,13 @@ class Assignment:
     def rank_of(self, stage: int, microbatch: int) -> int:
         """Return the rank that takes a microbatch through a stage; -1 outside the pipeline."""
         ranks = self._ranks.get(stage, ())
-        return ranks[self.replica_of(microbatch, len(ranks))] if len(ranks) > 1 else ranks[0] if ranks else -1
+        return (ranks[self.replica_of(microbatch // self.slices, len(ranks))] if len(ranks) > 1
+                else ranks[0] if ranks else -1)
+
+    def name_of(self, microbatch: int) -> str:
+        """Return ``microbatch 3`` for messages, or ``microbatch 1, slice 1``."""
+        whole, part = divmod(microbatch, self.slices)
+        return f"microbatch {whole}" + f", slice {part}" * (self.slices > 1)
 
     def of_rank_at(self, turn: int, stage: int, rank: int) -> int:
         """Return the microbatch that a rank takes through a stage in a turn, from 0."""
@@ -120,6 +131,8 @@ class Assignment:
         the stage trains nothing."""
         width = self.width(stage)
         replica = self.placement[stage].index(rank) if rank in self.placement[stage] and self.trains(stage) else -1
+        if self.slices > 1:
+            return [index for index in microbatches if self.replica_of(index // self.slices, width) == replica]
         for first in microbatches[:width]:
             if self.replica_of(first, width) == replica:
                 return microbatches[first - microbatches.start::width]
@@ -128,7 +141,7 @@ class Assignment:
     def contributors(self, owner: int, update: int, stage: int) -> list[int]:
         """Return the ranks of ``stage`` that make any gradient of an update of ``owner``, in replica order."""
         ranks, microbatches = self.placement[stage], self.in_update(owner, update)
-        if len(microbatches) >= len(ranks) and self.trains(stage):
+        if len(microbatches) >= len(ranks) * self.slices and self.trains(stage):
             return list(ranks)
         return [rank for rank in ranks if self._of_rank(microbatches, stage, rank)]
 

@@ -22,7 +22,7 @@ from vpipe.schedules.size import Placement, Size, default_warmup
 def build(name: str, placement: Placement | int, microbatches: int, update_every: int | None = None,
           ties: Mapping[int, tuple[int, ...]] | None = None, recompute: Collection[int] = (),
           costs: Costs | Callable[[Placement], Costs] | None = None, limits: Limits = None,
-          warmup: Sequence[int] | None = None, chunks: int | None = None) -> Schedule:
+          warmup: Sequence[int] | None = None, chunks: int | None = None, slices: int = 1) -> Schedule:
     """Return the schedule ``name`` over ``placement`` with compute actions and steps only.
 
     Args:
@@ -36,11 +36,13 @@ def build(name: str, placement: Placement | int, microbatches: int, update_every
         limits: the activations that each rank of a searched schedule may hold.
         warmup: forwards of a replica of every stage before its first backward; those of 1F1B when None.
         chunks: stages per rank, where ``placement`` is a number of ranks; as the schedule chooses when None.
+        slices: of every microbatch.
 
     Raises:
         UserError: the numbers do not fit the schedule.
     """
     registered = RegisteredSchedule.named(name)
+    registered.check_slices(slices)
     if isinstance(placement, int) and registered.search is not None:
         found = registered.search(placement, microbatches, costs, limits, chunks=chunks)
         return replace(found.with_programs([list(with_recompute(program, recompute)) for program in found.programs]),
@@ -48,23 +50,24 @@ def build(name: str, placement: Placement | int, microbatches: int, update_every
     if isinstance(placement, int):
         placement = registered.placement(placement, chunks)
     costs = costs(placement) if callable(costs) else costs
-    views = replica_views(registered, placement, microbatches, update_every, warmup)
+    views = replica_views(registered, placement, microbatches, update_every, warmup, slices)
     if registered.search is not None:
         searched = _searched(registered, placement, views, microbatches, recompute, costs, limits)
         return replace(searched, name=name, ties=dict(ties or {}))
     if limits is not None:
         raise UserError(f"'{name}' has one order, whatever the memory limit of {limits}",
                         hint="leave the limit out, or choose a schedule that keeps one, such as auto")
-    every = microbatches if registered.flush else views[0].size.update_every
-    assignment = Assignment(placement, every, registered.flush, lambda microbatch: microbatch < microbatches)
+    indices = microbatches * slices
+    every = indices if registered.flush else views[0].size.update_every
+    assignment = Assignment(placement, every, registered.flush, lambda microbatch: microbatch < indices, slices=slices)
     programs = [tuple(rank_program(registered, view, assignment, stages_of_rank(placement, rank), recompute))
                 for rank, view in enumerate(views)]
     return Schedule(
-        name, placement, tuple(programs), microbatches, every, registered.flush,
+        name, placement, tuple(programs), indices, every, registered.flush,
         tuple(registered.peak_activations(view.rank, view.size) for view in views),
         tuple(max(registered.versions(views[rank].rank, views[rank].size) for rank in ranks) for ranks in placement),
         dict(ties or {}), not registered.flush,
-        () if registered.flush else tuple(views[ranks[0]].warmup for ranks in placement))
+        () if registered.flush else tuple(views[ranks[0]].warmup for ranks in placement), slices=slices)
 
 
 def build_evaluation(placement: Placement, microbatches: int) -> Schedule:
@@ -121,7 +124,8 @@ class ReplicaView:
 
     def microbatch_of(self, turn: int) -> int:
         """Return the microbatch that this replica takes in a turn."""
-        return Assignment.microbatch_of(turn, self.replica, self.width)
+        whole, part = divmod(turn, self.size.slices)
+        return Assignment.microbatch_of(whole, self.replica, self.width) * self.size.slices + part
 
     def endless(self) -> ReplicaView:
         """Return the same view of a stream whose length nobody knows."""
@@ -181,7 +185,8 @@ def _needed(action: Action, assignment: Assignment) -> int:
 
 
 def replica_views(registered: RegisteredSchedule, placement: Placement, microbatches: int,
-                  update_every: int | None, warmup: Sequence[int] | None = None) -> tuple[ReplicaView, ...]:
+                  update_every: int | None, warmup: Sequence[int] | None = None,
+                  slices: int = 1) -> tuple[ReplicaView, ...]:
     """Return the view of every rank of a schedule over ``placement``, which may name the ranks in any order.
 
     ``warmup`` are the forwards of every stage before its first backward; those of 1F1B when None.
@@ -218,7 +223,7 @@ def replica_views(registered: RegisteredSchedule, placement: Placement, microbat
             own_ahead = tuple(ahead[position] if number == own_rank else depth - 1 - number for number in range(depth))
         for replica, rank in enumerate(group):
             own = Assignment.turns_of(microbatches, replica, len(group))
-            size = Size(depth, own, chunks, own if registered.flush else every, even, own_ahead)
+            size = Size(depth, own, chunks, own if registered.flush else every, even, own_ahead, slices)
             if (problem := registered.requires(size)) is not None:
                 raise UserError.all_of([problem if len(group) == 1 or not size.even else Problem(
                     f"a replica of the pipeline takes {own} of {counted(microbatches, 'microbatch')}: {problem.what}",
@@ -353,6 +358,8 @@ def _generated(registered: RegisteredSchedule, view: ReplicaView) -> Iterator[Ac
         options["update_every"] = size.update_every
     if registered.any_warmup:
         options["warmup"] = size.warmup
+    if registered.sliced:
+        options["slices"] = size.slices
     try:
         inspect.signature(registered.program).bind(*arguments.values(), **options)
     except TypeError as error:

@@ -39,7 +39,7 @@ from vpipe.schedules.versions import VersionRegister
 def prove(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
           ties: Mapping[int, tuple[int, ...]] | None = None, norm: bool = False,
           recompute: Collection[int] = (), last_first: bool = False, warmup: Sequence[int] | None = None,
-          zero1: bool = False) -> Schedule:
+          zero1: bool = False, slices: int = 1) -> Schedule:
     """Build, lower and check the schedule ``name``, before any process is started.
 
     A stream (a schedule without a flush) is proved by a finite part of it. After the warm-up its programs repeat: the
@@ -55,12 +55,13 @@ def prove(name: str, placement: Placement, microbatches: int, update_every: int 
         last_first: reverse the backwards with :func:`~vpipe.schedules.builder.reverse_backwards`.
         warmup: forwards of every stage before its first backward, without a flush; those of 1F1B when None.
         zero1: each replica of a stage steps a part of its parameters.
+        slices: of every microbatch.
 
     Raises:
         UserError: the numbers do not fit the schedule.
         CheckError: the schedule breaks a rule.
     """
-    schedule = build(name, placement, microbatches, update_every, ties, recompute, warmup=warmup)
+    schedule = build(name, placement, microbatches, update_every, ties, recompute, warmup=warmup, slices=slices)
     schedule = lower(reverse_backwards(schedule) if last_first else schedule, norm, zero1=zero1)
     check(schedule)
     return schedule
@@ -119,8 +120,10 @@ def placement(graph: Graph) -> None:
                              "move the action to that rank, or change the placement", spot)
         if action.op.per_microbatch and rank != (home := schedule.assignment.rank_of(action.stage, action.index)):
             raise graph.error(f"{action} stands on rank {rank}, but of the {len(homes)} replicas of stage "
-                             f"{action.stage} number {list(homes).index(home)}, rank {home}, takes that microbatch",
-                             "microbatch i goes to replica i mod their number, forward and backward", spot)
+                             f"{action.stage} number {list(homes).index(home)}, rank {home}, takes that "
+                             f"{schedule.unit}",
+                             "microbatch i goes to replica i mod their number, forward and backward"
+                             + ", with all of its slices" * (schedule.slices > 1), spot)
 
 
 def _range(word: str, first: int, beyond: int) -> str:
@@ -179,9 +182,9 @@ def completeness(graph: Graph) -> None:
                     half = "" if action.op in (forward, whole) else f"{' '.join(action.op.name.split()[:2])} of the "
                     what = f"stands {len(spots)} times in the programs" if spots else \
                         f"is missing: stage {stage} has no {half}{(whole if half else action.op).name} of " \
-                        f"microbatch {microbatch}"
-                    raise graph.error(f"{action} {what}", "every microbatch goes forward and backward exactly "
-                                      "once on every stage; backward is either B, or I and W", mark)
+                        f"{graph.schedule.assignment.name_of(microbatch)}"
+                    raise graph.error(f"{action} {what}", f"every {graph.schedule.unit} goes forward and backward "
+                                      "exactly once on every stage; backward is either B, or I and W", mark)
             for kind in others:
                 if len(spots := graph.where.get(Action(kind, stage, microbatch), ())) > 1:
                     raise graph.error(f"{Action(kind, stage, microbatch)} stands {len(spots)} times in the programs",
@@ -222,8 +225,16 @@ def precedence(graph: Graph) -> None:
             if there is None or there >= position:
                 state = "is not there" if there is None else \
                     "comes only later in the row" if there > position else "is itself"
-                raise graph.error(f"{action} on rank {rank} needs {before} before it, which {state}",
-                                 f"place {before} before {action}", (rank, position))
+                raise graph.error(f"{graph.said(action)} on rank {rank} needs {graph.said(before)} before it, which "
+                                 f"{state}", f"place {before} before {action}{_why(before, action)}", (rank, position))
+
+
+def _why(before: Action, action: Action) -> str:
+    """Return why a slice comes after another one, as a part of a hint; nothing for what goes on in one."""
+    if not (before.op.per_microbatch and action.op.per_microbatch) or before.index == action.index:
+        return ""
+    return (": a slice uses keys and values of those before it" if action.op.uses_version else
+            ": slices behind it add to the gradients of its keys and values")
 
 
 def last_versions(graph: Graph) -> None:
@@ -299,24 +310,25 @@ def updates(graph: Graph) -> None:
                 if since != due:
                     wrong = [f"{word} {sorted(which)}" for word, which in
                              (("those missing are", due - since), ("those of other updates are", since - due)) if which]
-                    raise graph.error(f"{action} must use the gradients of {_numbers(due)}; {', '.join(wrong)}",
+                    raise graph.error(f"{action} must use the gradients of {_numbers(due, schedule.unit)}; "
+                                     f"{', '.join(wrong)}",
                                      "place the step right behind the last backward, or weight half, of its update",
                                      spot)
                 if schedule.flush and in_flight:
-                    raise graph.error(f"{action} with {counted(in_flight, 'microbatch')} in flight, in a schedule with "
-                                     "a flush", "let every backward run before the step", spot)
+                    raise graph.error(f"{action} with {counted(in_flight, schedule.unit)} in flight, in a schedule "
+                                     "with a flush", "let every backward run before the step", spot)
                 steps, since = steps + 1, set()
         if steps != schedule.updates(stage):
             raise graph.error(f"{name} makes {steps} of {schedule.updates(stage)} updates",
                              "step every update once, in order", graph.end(rank))
 
 
-def _numbers(microbatches: set[int]) -> str:
+def _numbers(microbatches: set[int], word: str) -> str:
     if not microbatches:
-        return "no microbatch"
+        return f"no {word}"
     if len(microbatches) == max(microbatches) - min(microbatches) + 1:
-        return _range("microbatch", min(microbatches), max(microbatches) + 1)
-    return f"microbatches {', '.join(map(str, sorted(microbatches)))}"
+        return _range(word, min(microbatches), max(microbatches) + 1)
+    return f"{counted(2, word)[2:]} {', '.join(map(str, sorted(microbatches)))}"
 
 
 def used_versions(graph: Graph) -> None:
@@ -409,8 +421,8 @@ def peak_activations(graph: Graph) -> None:
         for load in rank_loads(graph.schedule.programs[rank], graph.schedule.frozen):
             if load.activations > bound:
                 raise graph.error(f"rank {rank} holds the activations of "
-                                 f"{counted(load.activations, 'microbatch-stage')}; the schedule states at most "
-                                 f"{bound}", "run a backward before this forward, or state a higher peak",
+                                 f"{counted(load.activations, f'{graph.schedule.unit}-stage')}; the schedule states at "
+                                 f"most {bound}", "run a backward before this forward, or state a higher peak",
                                  (rank, load.position))
 
 
@@ -503,8 +515,18 @@ def gathered_weights(graph: Graph) -> None:
                 waiting = action
 
 
+def slices(graph: Graph) -> None:
+    """Check that the pipeline is empty at every step where microbatches are cut into slices.
+
+    That these are whole, and go forward from the first and back from the last, :func:`precedence` says.
+    """
+    if graph.schedule.slices > 1 and not graph.schedule.flush:
+        raise graph.error(f"every microbatch has {graph.schedule.slices} slices, but there are steps between them",
+                          "step once, at the end: there are no slices without a flush")
+
+
 RULES: tuple[Callable[[Graph], None], ...] = (
     placement, indices, completeness, updates, used_versions, reductions, norms, matching, precedence, last_versions,
     borrowed_versions, channel_order, no_deadlock_buffered, no_deadlock_rendezvous, no_deadlock_in_one_order,
-    weight_versions, peak_activations, nothing_freed_is_used, gathered_weights)
+    weight_versions, peak_activations, nothing_freed_is_used, gathered_weights, slices)
 """Every rule, in the order in which :func:`check` holds a schedule to them."""

@@ -128,7 +128,7 @@ class Costs:
     @classmethod
     def of_ranks(cls, placement: Placement, recomputing: Collection[int] = (), *, forward_s: Number = 1,
                  input_s: Number = 1, weight_s: Number = 1, transfer_s: Number = 0, step_s: Number = 0,
-                 activation_bytes: Number = 1, version_bytes: Number = 0) -> Costs:
+                 activation_bytes: Number = 1, version_bytes: Number = 0, slices: int = 1) -> Costs:
         """Return the costs of stages of which each takes an equal share of its rank's.
 
         Args:
@@ -141,16 +141,18 @@ class Costs:
             step_s: of an optimizer step.
             activation_bytes: held from F until B or I; as much again from I until W.
             version_bytes: of a weight version.
+            slices: of every microbatch, which share its times, transfers and activations equally.
         """
         stages = []
         for stage, (rank, *_) in enumerate(placement):
             share = passes(placement, rank)
-            forward, input_half, weight, step, held, version = (ratio(number, share) for number in (
-                forward_s, input_s, weight_s, step_s, activation_bytes, version_bytes))
+            forward, input_half, weight, held = (ratio(number, share * slices) for number in (
+                forward_s, input_s, weight_s, activation_bytes))
+            step, version = ratio(step_s, share), ratio(version_bytes, share)
             stages.append(StageCosts(forward, input_half, weight, step_s=step, activation_bytes=held,
                                      weight_half_bytes=held, version_bytes=version,
                                      recompute_s=forward if stage in recomputing else 0))
-        return cls(tuple(stages)).with_transfers(transfer_s)
+        return cls(tuple(stages)).with_transfers(ratio(transfer_s, slices))
 
     @classmethod
     def of_stages(cls, stages: Iterable[Mapping[str, Number]],

@@ -121,6 +121,11 @@ class Graph:
         """Return the error of a broken rule; see :func:`~vpipe.schedules.error_grid.rule_error`."""
         return rule_error(self.schedule, what, hint, *marks, cursors=cursors)
 
+    def said(self, action: Action) -> str:
+        """Return an action for messages, such as ``0F3``; where there are slices, ``0F3 (microbatch 1, slice 1)``."""
+        sliced = action.op.per_microbatch and self.schedule.slices > 1
+        return f"{action} ({self.schedule.assignment.name_of(action.index)})" if sliced else str(action)
+
     def actions(self) -> Iterator[tuple[Action, Spot]]:
         """Yield every action with its spot, rank after rank."""
         for rank, program in enumerate(self.schedule.programs):

@@ -62,6 +62,8 @@ SAVED = Value("saved activations")
 OFFLOADED = Value("saved activations on the host")
 RECOMPUTED = Value("recomputed activations", optional=True)
 HALF = Value("inputs and gradients that the weight half needs")
+CARRIED = Value("what a slice hands on to the next one, such as keys and values")
+CARRIED_GRADIENT = Value("gradient of what the slice before has handed on")
 GRADIENT = Value("weight gradient of a microbatch")
 PART = Value("a replica's gradient of an update",
              lambda at, stage, index, rank: at.assignment.contributors(stage, index, stage))
@@ -282,11 +284,13 @@ def _gathered(at: Setting, s: int, i: int) -> list[Needed]:
 def _forward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
     tied = [(TIED_VERSION, owner, version) for owner in at.owners.get(s, ())
             if (version := at.tied_version_of(owner, i))] if at.ties else ()
-    return (OUTPUT, s - 1, i), *tied, *_gathered(at, s, i)
+    before = [(CARRIED, s, i - 1)] if i % at.assignment.slices else []
+    return (OUTPUT, s - 1, i), *before, *tied, *_gathered(at, s, i)
 
 
 def _backward_needs(at: Setting, s: int, i: int, rank: int) -> Iterable[Needed]:
-    return (SAVED, s, i), (RECOMPUTED, s, i), (OUTPUT_GRADIENT, s, i), *_gathered(at, s, i)
+    behind = [(CARRIED_GRADIENT, s, i + 1)] if (i + 1) % at.assignment.slices else []
+    return (SAVED, s, i), (RECOMPUTED, s, i), (OUTPUT_GRADIENT, s, i), *behind, *_gathered(at, s, i)
 
 
 def _forward_bytes(cost: StageCosts) -> Number:
@@ -364,18 +368,19 @@ class Op(metaclass=_Members):
 
     FORWARD = Kind(
         "F", "forward", MICROBATCH, "_forward", generated=True, uses_version=True, torch="",
-        needs=_forward_needs, makes=((OUTPUT, 0), (SAVED, 0)), memory=Memory(takes=(SAVED,)),
+        needs=_forward_needs, makes=((OUTPUT, 0), (SAVED, 0), (CARRIED, 0)), memory=Memory(takes=(SAVED,)),
         seconds=lambda cost: cost.forward_s,
         colour="#6ea8fe",
         shades=("38;5;255;48;5;26", "38;5;16;48;5;75", "38;5;16;48;5;117", "38;5;16;48;5;153"))
     BACKWARD = Kind(
         "B", "backward", MICROBATCH, "_backward", generated=True, recomputes=True, torch="", needs=_backward_needs,
-        makes=((OUTPUT_GRADIENT, -1), (GRADIENT, 0), (PART, 0)), memory=Memory(frees=(SAVED, RECOMPUTED)),
+        makes=((OUTPUT_GRADIENT, -1), (CARRIED_GRADIENT, 0), (GRADIENT, 0), (PART, 0)),
+        memory=Memory(frees=(SAVED, RECOMPUTED)),
         seconds=lambda cost: cost.input_s + cost.weight_s, colour="#63c48d",
         shades=("38;5;255;48;5;28", "38;5;16;48;5;71", "38;5;16;48;5;114", "38;5;16;48;5;157"))
     INPUT = Kind(
         "I", "input half of backward", MICROBATCH, "_backward_input", generated=True, recomputes=True, torch="",
-        needs=_backward_needs, makes=((OUTPUT_GRADIENT, -1), (HALF, 0)),
+        needs=_backward_needs, makes=((OUTPUT_GRADIENT, -1), (CARRIED_GRADIENT, 0), (HALF, 0)),
         memory=Memory(frees=(SAVED, RECOMPUTED), leaves=(HALF,)), seconds=lambda cost: cost.input_s, colour="#4fc4c4",
         shades=("38;5;255;48;5;30", "38;5;16;48;5;73", "38;5;16;48;5;116", "38;5;16;48;5;152"))
     WEIGHT = Kind(

@@ -84,6 +84,7 @@ class ScheduleSpec:
         for name, value, most in (("stages", self.cut.count, MOST_STAGES), ("chunks", self.order.chunks, MOST_STAGES),
                                   ("ranks", self.cut.ranks, MOST_RANKS),
                                   ("microbatches", self.microbatches, MOST_MICROBATCHES),
+                                  ("slices", self.order.slices, MOST_MICROBATCHES),
                                   ("update_every", self.update_every, MOST_MICROBATCHES)):
             if isinstance(value, int) and value > most:  # before any list is made of them
                 raise UserError(f"{name} is {value}", hint=f"give {most:,} at most")
@@ -100,6 +101,7 @@ class ScheduleSpec:
 
     def _by_name(self, registered: RegisteredSchedule) -> Schedule:
         registered.check_chunks(self.order.chunks)
+        registered.check_slices(self.order.slices)
         placement = self.cut.placement or self.placement(registered)
         self._check_ranks(placement)
         if self.order.warmup is not None:
@@ -111,9 +113,10 @@ class ScheduleSpec:
         deepest = max(view.warmup for view in views) + 1
         to_prove = self.microbatches if every is None else _part_of_stream(placement, size, deepest)
         ranks, widest = {rank for group in placement for rank in group}, max(map(len, placement))
-        check_work(len(ranks), to_prove, passes(placement, placement[0][0]), replicated=widest > 1,
+        check_work(len(ranks), to_prove * self.order.slices, passes(placement, placement[0][0]), replicated=widest > 1,
                    why="" if every is None else f", which prove a stream of '{registered.name}',")
-        schedule = build(self.schedule, placement, to_prove, every, self.ties, self.recompute, warmup=warmup)
+        schedule = build(self.schedule, placement, to_prove, every, self.ties, self.recompute, warmup=warmup,
+                         slices=self.order.slices)
         return reverse_backwards(schedule) if self.last_first else schedule
 
     def placement(self, registered: RegisteredSchedule) -> Placement:
@@ -174,9 +177,10 @@ class ScheduleSpec:
                         hint=f"{start}, or cut the model into {counted(count * per_rank, 'stage')}{more}")
 
     def _from_file(self) -> Schedule:
-        schedule = CsvFile.read(self.schedule).schedule
+        schedule = replace(CsvFile.read(self.schedule).schedule, slices=self.order.slices)
         for word, asked, there in (("stages", self.cut.count, schedule.stages),
-                                   ("microbatches", self.microbatches, schedule.microbatches),
+                                   ("microbatches" if schedule.slices == 1 else "slices",
+                                    self.microbatches * schedule.slices, schedule.microbatches),
                                    ("microbatches per update", self.update_every or schedule.update_every,
                                     schedule.update_every)):
             if asked != there:

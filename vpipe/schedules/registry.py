@@ -24,7 +24,8 @@ from vpipe.schedules.size import MOST_MICROBATCHES, Layout, Placement, Placement
 Program = Callable[..., Iterator[Action]]
 """``program(rank, ranks, microbatches)`` yields the compute actions and steps of one rank, lazily.
 
-A schedule with any number of stages per rank also takes ``chunks``, that number. A schedule without a flush also takes
+A schedule with any number of stages per rank also takes ``chunks``, that number, and one that is ``sliced`` takes
+``slices``: its indices are then ``microbatch * slices + slice``. A schedule without a flush also takes
 ``update_every`` and is *prefix-closed*: its actions on microbatches below n are the program for n microbatches. So a
 run whose length nobody knows takes the program for very many microbatches and leaves out those that never come.
 """
@@ -78,6 +79,7 @@ class RegisteredSchedule:
             it is None. Only with ``any_warmup`` it takes the last argument of :data:`VersionRule`.
         any_warmup: its generator and its ``version_of`` take ``warmup`` as well, so that a rank may do more forwards
             before its first backward than 1F1B's.
+        sliced: its generator takes ``slices`` as well, so that an action may be of a slice of a microbatch's sequences.
         program: the generator of one rank's actions: the decorated one.
     """
 
@@ -99,6 +101,7 @@ class RegisteredSchedule:
     reversible: bool = False
     version_of: Callable[..., int] | None = None
     any_warmup: bool = False
+    sliced: bool = False
     program: Program = lambda rank, ranks, microbatches: iter(())
 
     def __call__(self, program: Program) -> Program:
@@ -210,6 +213,15 @@ class RegisteredSchedule:
         others = ", ".join(other.name for other in RegisteredSchedule.imported() if other.any_chunks)
         raise UserError(f"{key} is {chunks}, but '{self.name}' holds {counted(self.chunks, 'stage')} on each rank",
                         hint=f"leave {key} out" + f", or choose a schedule with any number: {others}" * bool(others))
+
+    def check_slices(self, slices: int, key: str = "slices") -> None:
+        """Refuse a number of slices of every microbatch that it cannot have; ``key`` is what the user calls it."""
+        if slices < 1:
+            raise UserError(f"{key} is {slices}", hint="give a whole number, 1 or more")
+        if slices > 1 and not self.sliced:
+            others = ", ".join(other.name for other in RegisteredSchedule.imported() if other.sliced)
+            raise UserError(f"{key} is {slices}, but '{self.name}' takes whole microbatches",
+                            hint=f"leave {key} out, or choose a schedule of slices: {others}")
 
     def check_warmup(self, widths: Sequence[int], warmup: Sequence[int] | str) -> None:
         """Refuse forwards before the first backward that it cannot have over stages with ``widths`` replicas.

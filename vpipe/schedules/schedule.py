@@ -33,7 +33,7 @@ class Schedule:
         name: of the registered schedule, or of the file.
         placement: ranks per stage; with several, they take turns.
         programs: actions per rank.
-        microbatches: how many flow through.
+        microbatches: how many flow through; where they are cut into slices, how many slices.
         update_every: microbatches per optimizer step; without a flush, on every replica.
         flush: the pipeline is empty at every step.
         peak_activations: per rank, microbatch-stages whose activations it may hold at once.
@@ -42,6 +42,7 @@ class Schedule:
         stream: these programs are the beginning of a stream, which the generator registered as ``name`` continues.
         warmup: of a stream, per stage, how many forwards of a replica precede its first backward; otherwise empty.
         frozen: how many stages from the first on train nothing: they have no backwards (:func:`~.builder.freeze`).
+        slices: of every microbatch, along its sequence; what counts microbatches above then counts slices.
     """
 
     MOST_STAGES: ClassVar[int] = MOST_STAGES
@@ -61,6 +62,7 @@ class Schedule:
     stream: bool = False
     warmup: tuple[int, ...] = ()
     frozen: int = 0
+    slices: int = 1
 
     check_work, default_warmup = staticmethod(check_work), staticmethod(default_warmup)
 
@@ -76,7 +78,12 @@ class Schedule:
     def assignment(self) -> Assignment:
         """The microbatches of every replica and of every update."""
         return Assignment(self.placement, self.update_every, self.flush, lambda number: 0 <= number < self.microbatches,
-                          self.frozen)
+                          self.frozen, self.slices)
+
+    @property
+    def unit(self) -> str:
+        """Name what its actions are of, for messages."""
+        return "microbatch" if self.slices == 1 else "slice"
 
     @cached_property
     def kinds(self) -> set[Kind]:
@@ -169,6 +176,9 @@ class Schedule:
             raise UserError(f"'{self.name}' updates weights before its pipeline is empty, and PyTorch's runtime can "
                             "neither update within a schedule nor keep an older version of the weights",
                             hint="take a schedule with a flush, such as zb_v; vpipe train runs this one")
+        if self.slices > 1:
+            raise UserError(f"'{self.name}' cuts every microbatch into {self.slices} slices, which PyTorch's runtime "
+                            "knows nothing of", hint="take it without slices; vpipe train runs this one")
         for stage, ranks in enumerate(self.placement):
             if len(ranks) > 1:
                 raise UserError(f"stage {stage} has {len(ranks)} replicas, ranks {', '.join(map(str, ranks))}, but in "

@@ -32,6 +32,7 @@ class Size:
         update_every: microbatches per optimizer step.
         even: all stages have equally many replicas.
         warmup: by rank, its forwards before its first backward; those of 1F1B where it is empty.
+        slices: n, of every microbatch.
     """
 
     ranks: int
@@ -40,6 +41,7 @@ class Size:
     update_every: int
     even: bool = True
     warmup: tuple[int, ...] = ()
+    slices: int = 1
 
     def warmup_of(self, rank: int) -> int:
         """Return the forwards of a rank before its first backward."""

@@ -10,6 +10,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -45,7 +46,7 @@ def run_schedule(options: argparse.Namespace) -> None:
 
 def run_check(options: argparse.Namespace) -> None:
     """Prove a schedule in a CSV file: as written and, if it has no transfers, with those that vpipe adds."""
-    schedule = _file(options.file)
+    schedule = _file(options)
     check(schedule)
     transfers = sum(action.op.transfer is not None for program in schedule.programs for action in program)
     if not transfers:
@@ -62,22 +63,26 @@ def run_check(options: argparse.Namespace) -> None:
 
 def run_simulate(options: argparse.Namespace) -> None:
     """Draw a schedule in a CSV file."""
-    sys.stdout.write(_text(Summary.of(_file(options.file), parse_costs(options.costs))))
+    sys.stdout.write(_text(Summary.of(_file(options), parse_costs(options.costs))))
 
 
-def _file(path: Path) -> Schedule:
+def _file(options: argparse.Namespace) -> Schedule:
+    path = options.file
     if str(path) in RegisteredSchedule.names() and not path.exists():
         raise UserError(f"'{path}' is a schedule's name, not a file",
                         hint=f"vpipe schedule {path} proves and draws it; with --format csv it writes the file")
-    return _read(path)
+    return _read(path, _slices(options))
 
 
-def _read(path: Path) -> Schedule:
+def _read(path: Path, slices: int) -> Schedule:
     """Read a CSV file; say what of it a schedule here has not."""
     file = CsvFile.read(path)
+    if file.schedule.microbatches % slices:
+        raise UserError(f"--slices is {slices}, but '{path}' has {counted(file.schedule.microbatches, 'forward')} of "
+                        "every stage", hint="give a divisor of that number: every microbatch has as many slices")
     if (said := file.note) is not None:
         print(f"note: {said}", file=sys.stderr)
-    return file.schedule
+    return replace(file.schedule, slices=slices)
 
 
 def _for_torch(schedule: Schedule) -> str:
@@ -106,9 +111,11 @@ def named_schedule(options: argparse.Namespace, costs: RankCosts, listing: str =
     """Return the schedule of a name, a file or a plan, not proved yet; ``listing`` says why all actions are listed."""
     name = options.name
     if name not in RegisteredSchedule.names() and (name.lower().endswith((".csv", ".json")) or "/" in name):
-        schedule = _planned(name, options) if name.lower().endswith(".json") else _read(Path(name))
+        planned = name.lower().endswith(".json")
+        schedule = _planned(name, options) if planned else _read(Path(name), _slices(options))
         for option, given, has in (("--stages", options.stages, len(set(schedule.placement))),
-                                   ("--microbatches", options.microbatches, schedule.microbatches),
+                                   ("--microbatches", options.microbatches, schedule.microbatches // schedule.slices),
+                                   ("--slices", options.slices, schedule.slices),
                                    ("--update-every", options.update_every, schedule.update_every),
                                    ("--chunks", options.chunks, None), ("--memory", options.memory, None),
                                    ("--widths", options.widths, None), ("--warmup-depth", options.warmup, None)):
@@ -119,7 +126,7 @@ def named_schedule(options: argparse.Namespace, costs: RankCosts, listing: str =
         return schedule
     registered, widths, microbatches = _asked(options, why=listing)
     return _built(registered, widths, microbatches, options.chunks, options.update_every, costs, options.memory,
-                  _depths(options.warmup))
+                  _depths(options.warmup), _slices(options))
 
 
 def _asked(options: argparse.Namespace, *, listed: bool = True,
@@ -133,6 +140,7 @@ def _asked(options: argparse.Namespace, *, listed: bool = True,
         why = f", which '{registered.name}' searches one by one,"
     widths, microbatches = _sizes(options, listed=listed, why=why)
     registered.check_chunks(options.chunks, "--chunks")
+    registered.check_slices(_slices(options), "--slices")
     if registered.search is None and options.memory is not None:
         raise UserError(f"--memory does not go with '{registered.name}', which holds what it holds",
                         hint="leave it out, or let auto find an order that keeps it")
@@ -148,7 +156,8 @@ def _too_long_to_list(options: argparse.Namespace, costs: RankCosts) -> Summary 
         return None
     registered, widths, microbatches = _asked(options, listed=False)
     ranks, chunks, several = sum(widths), options.chunks or 1, max(widths) > 1
-    if registered.search is not None or 2 * ranks * microbatches * chunks <= Schedule.MOST_ACTIONS:
+    if registered.search is not None or _slices(options) > 1 \
+            or 2 * ranks * microbatches * chunks <= Schedule.MOST_ACTIONS:
         return None
     warmup = _depths(options.warmup)
     if warmup is not None:
@@ -199,7 +208,7 @@ def _sizes(options: argparse.Namespace, *, listed: bool = True, why: str = "") -
                           ("--memory", options.memory)):
         if value is not None and value < 1:
             raise UserError(f"{option} is {value}", hint="give a whole number, 1 or more")
-    chunks = options.chunks or 1
+    chunks = (options.chunks or 1) * _slices(options)
 
     def check_numbers(ranks: int, *, replicated: bool) -> None:
         if listed or options.microbatches > Schedule.MOST_MICROBATCHES or 2 * ranks * chunks > Schedule.MOST_ACTIONS:
@@ -217,6 +226,12 @@ def _sizes(options: argparse.Namespace, *, listed: bool = True, why: str = "") -
         raise UserError(f"{counted(max(widths), 'replica')} for {counted(options.microbatches, 'microbatch')}: some "
                         "would have nothing to do", hint=f"use {max(widths)} microbatches or more, or fewer replicas")
     return widths, options.microbatches
+
+
+def _slices(options: argparse.Namespace) -> int:
+    if options.slices is not None and options.slices < 1:
+        raise UserError(f"--slices is {options.slices}", hint="give a whole number, 1 or more")
+    return options.slices or 1
 
 
 def _widths(text: str | None) -> tuple[int, ...]:
@@ -242,14 +257,15 @@ def _numbers(parts: Sequence[str], form: str, option: str, what: str, hint: str)
 
 def _built(registered: RegisteredSchedule, widths: tuple[int, ...], microbatches: int, chunks: int | None,
            update_every: int | None, costs: RankCosts, memory: int | None = None,
-           warmup: tuple[int, ...] | None = None) -> Schedule:
+           warmup: tuple[int, ...] | None = None, slices: int = 1) -> Schedule:
     ranks = len(widths)
     if warmup is not None:
         registered.check_warmup(widths, warmup)
     if registered.search is not None:
         Schedule.check_work(sum(widths), microbatches, chunks or 1, replicated=max(widths) > 1, most=MOST_SEARCHED)
     else:
-        return build(registered.name, _placed(registered, widths, chunks), microbatches, update_every, warmup=warmup)
+        return build(registered.name, _placed(registered, widths, chunks), microbatches, update_every, warmup=warmup,
+                     slices=slices)
     limit = None if memory is None else memory * costs.activation_bytes
     if max(widths) == 1:
         return build(registered.name, ranks, microbatches, costs=costs.of, limits=limit, chunks=chunks)
@@ -277,7 +293,8 @@ def compared_schedule(registered: RegisteredSchedule, options: argparse.Namespac
     return _built(registered, widths, microbatches, options.chunks if registered.any_chunks else None,
                   None if registered.flush else options.update_every, costs,
                   None if registered.search is None else options.memory,
-                  _depths(options.warmup) if registered.any_warmup else None)
+                  _depths(options.warmup) if registered.any_warmup else None,
+                  _slices(options) if registered.sliced else 1)
 
 
 def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
@@ -294,7 +311,8 @@ def _compare(options: argparse.Namespace, costs: RankCosts) -> None:
             found[name] = error.problems[0].what.splitlines()[0]
     limit = "" if options.memory is None else f"; auto: {counted(options.memory, 'microbatch')} on a rank at most"
     ranks = counted(sum(widths), "rank") + f" ({replicas(widths)})" * (max(widths) > 1)
-    print(f"{ranks}, {counted(microbatches, 'microbatch')}, {costs}{limit}\n")
+    slices = f" in {options.slices} slices each where a schedule takes them" * (_slices(options) > 1)
+    print(f"{ranks}, {counted(microbatches, 'microbatch')}{slices}, {costs}{limit}\n")
     sys.stdout.write(compare(found))
 
 

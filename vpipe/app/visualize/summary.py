@@ -35,9 +35,9 @@ class RankCosts:
     activation_bytes: Number = 1
     version_bytes: Number = 0
 
-    def of(self, placement: tuple[tuple[int, ...], ...], recomputing: Collection[int] = ()) -> Costs:
+    def of(self, placement: tuple[tuple[int, ...], ...], recomputing: Collection[int] = (), slices: int = 1) -> Costs:
         """Return the costs of every stage; those ``recomputing`` repeat their forward."""
-        return Costs.of_ranks(placement, recomputing, **vars(self))
+        return Costs.of_ranks(placement, recomputing, slices=slices, **vars(self))
 
     def __str__(self) -> str:
         return (f"F {number(self.forward_s)}, I {number(self.input_s)}, W {number(self.weight_s)}, "
@@ -67,7 +67,8 @@ class Summary:
         """
         computed = schedule.compute_only()
         check(computed)
-        return cls(computed, costs, simulate(computed, costs.of(computed.placement, computed.recomputed_stages)))
+        return cls(computed, costs, simulate(computed, costs.of(computed.placement, computed.recomputed_stages,
+                                                                computed.slices)))
 
     @classmethod
     def of_repeating(cls, found: Repeating, costs: RankCosts) -> Summary:
@@ -129,7 +130,7 @@ class Summary:
     @property
     def peak(self) -> Number:
         """Return the most activations that a rank holds, in microbatches of the whole rank."""
-        return max(Fraction(facts.peak_activations, self.schedule.passes(rank))
+        return max(Fraction(facts.peak_activations, self.schedule.passes(rank) * self.schedule.slices)
                    for rank, facts in enumerate(self.proved.rank_peaks))
 
     def times(self) -> str:
@@ -151,6 +152,7 @@ class Summary:
             "versions": [stage.versions for stage in self.proved.stage_peaks],
             "staleness": [stage.staleness for stage in self.proved.stage_peaks],
             **({"warmup_depth": list(schedule.warmup)} if schedule.warmup else {}),
+            **({"slices": schedule.slices} if schedule.slices > 1 else {}),
         }
 
 
@@ -171,7 +173,8 @@ def compare(found: Mapping[str, Summary | str]) -> str:
     reasons = [(name, why) for name, why in sorted(found.items()) if isinstance(why, str)]
     longest = max(map(len, found), default=0)
     lines += [f"{name:{longest}}  not possible: {why}" for name, why in reasons]
-    lines += ["", "peak activations: of the rank that holds most, in microbatches of a whole rank (of one stage);",
+    cut = "of one stage" + ", in slices" * any(one.schedule.slices > 1 for one in summaries)
+    lines += ["", f"peak activations: of the rank that holds most, in microbatches of a whole rank ({cut});",
               "versions, staleness: of the stage with most"]
     if two := [one.schedule.name for one in summaries if one.copies]:
         lines.append(f"copies: {', '.join(two)} {'have' if len(two) > 1 else 'has'} two of every stage, so that a rank "
@@ -189,4 +192,4 @@ def share_text(summary: Summary) -> str:
 
 def _peak_text(summary: Summary) -> str:
     most = max(facts.peak_activations for facts in summary.proved.rank_peaks)
-    return number(summary.peak) + (f" ({most})" if summary.stages_per_rank != "1" else "")
+    return number(summary.peak) + (f" ({most})" if summary.peak != most else "")

@@ -204,10 +204,11 @@ class _Drawing:
             yield f'<text x="{_n(at + 5)}" y="{y + 11}">{name}</text>'
             x += width
         several, halves = self._summary.stages_per_rank != "1", any(head == "W halves" for head, _, _ in self._columns)
-        notes = ["numbers: microbatches"
+        unit = "microbatches" if self._summary.schedule.slices == 1 else "slices of microbatches"
+        notes = [f"numbers: {unit}"
                  + "; shades: the rank's stages, from its first to its last, the palest" * any(self._summary.chunk_of)
                  + "; v: the weight version in use" * bool(self._versions),
-                 f"activations{', W halves' * halves}: the most that the rank holds at once, in microbatches"
+                 f"activations{', W halves' * halves}: the most that the rank holds at once, in {unit}"
                  + " of one stage" * several]
         if self._summary.left_out is not None:
             notes.append(f"...: {self._summary.said_left_out(*self._summary.left_out)}")

@@ -21,7 +21,8 @@ def sizes(schedule: Schedule) -> str:
     """Return ``4 ranks, 8 stages, 8 microbatches, flush``; of replicated stages also the number of replicas."""
     widths = [len(ranks) for ranks in schedule.placement]
     several = max(widths) > 1
-    parts = [counted(schedule.ranks, "rank"), counted(schedule.microbatches, "microbatch")]
+    parts = [counted(schedule.ranks, "rank"), counted(schedule.microbatches // schedule.slices, "microbatch")
+             + f" in {schedule.slices} slices each" * (schedule.slices > 1)]
     if several or schedule.stages != schedule.ranks:
         parts.insert(1, counted(schedule.stages, "stage") + f" with {replicas(widths)}" * several)
     every = schedule.update_every

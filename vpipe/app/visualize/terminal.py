@@ -65,7 +65,8 @@ def holdings(summary: Summary) -> list[str]:
                "versions": summary.per_rank("versions"), "staleness": summary.per_rank("staleness"),
                "idle": map(number, summary.timeline.idle_s)}
     shown = {head: map(str, cells) for head, cells in columns.items() if cells is not None}
-    unit = "microbatches" if summary.stages_per_rank == "1" else "microbatches of one stage"
+    unit = ("microbatches" if summary.schedule.slices == 1 else "slices") + (
+        "" if summary.stages_per_rank == "1" else " of one stage")
     return [*table(list(shown), list(zip(*shown.values(), strict=True))),
             f"(activations{' and weight halves' * halves} in {unit})"]
 

@@ -6,8 +6,15 @@ from vpipe.schedules.action import Action, backward, forward, step
 from vpipe.schedules.registry import register_schedule
 
 
-@register_schedule("gpipe", flush=True, peak_activations=lambda rank, size: size.microbatches, reversible=True)
-def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+def backwards_of(microbatches: int, slices: int) -> Iterator[int]:
+    """Yield the indices of backwards, microbatch after microbatch, the slices of each from its last."""
+    for microbatch in range(microbatches):
+        yield from reversed(range(microbatch * slices, (microbatch + 1) * slices))
+
+
+@register_schedule("gpipe", flush=True, peak_activations=lambda rank, size: size.microbatches * size.slices,
+                   reversible=True, sliced=True)
+def gpipe(rank: int, ranks: int, microbatches: int, slices: int = 1) -> Iterator[Action]:
     """Yield the actions of one rank, one stage per rank; B takes twice as long as F, S is the step.
 
     ::
@@ -19,10 +26,13 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     Bubble (p-1)(F+B) with B a whole backward; every stage holds the activations of all m microbatches.
     Backward runs in the order of forward, which is the order in which plain PyTorch accumulates gradients.
 
-    Source: Huang et al., GPipe (arXiv:1811.06965), section 2.3.
+    With n slices of every microbatch the bubble is an n-th of that. The slices of a microbatch go back from its last.
+
+    Source: Huang et al., GPipe (arXiv:1811.06965), section 2.3; of slices, Li et al., TeraPipe (arXiv:2102.07988),
+    section 3.2.
     """
-    for microbatch in range(microbatches):
-        yield forward(rank, microbatch)
-    for microbatch in range(microbatches):
-        yield backward(rank, microbatch)
+    for index in range(microbatches * slices):
+        yield forward(rank, index)
+    for index in backwards_of(microbatches, slices):
+        yield backward(rank, index)
     yield step(rank, 0)
