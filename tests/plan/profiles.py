@@ -73,7 +73,8 @@ def any_profile(seed: int, layers: int, **options: object) -> Profile:
     any_layers = profile(made, **options)  # type: ignore[arg-type]
     precision = "bf16_pure" if dice.random() < 0.3 else "fp32"
     # Parameters of all shares of their layers; a few profiles are of runs in which replicas step parts.
-    layers_of = [replace(each, largest_bytes=each.parameter_bytes // (1 + number % 3))
+    layers_of = [replace(each, largest_bytes=each.parameter_bytes // (1 + number % 3),
+                         frozen_tied={0: 3 * KIB} if number % 3 == 2 else {})
                  for number, each in enumerate(any_layers.layers)]
     return replace(any_layers, layers=tuple(layers_of), extrapolates=dice.random() < 0.5, zero1=seed % 3 == 0,
                    identity=replace(any_layers.identity, precision=precision))

@@ -74,11 +74,12 @@ def test_links_and_hosts_come_from_the_profile(four: Profile) -> None:
 
 
 def test_memory_by_kind(four: Profile) -> None:
-    frozen = replace(four, layers=(*four.layers[:3], replace(four.layers[3], frozen_bytes=7)))
+    frozen = replace(four, layers=(*four.layers[:3], replace(four.layers[3], frozen_bytes=7,
+                                                                 frozen_tied={0: 20, 2: 30})))
     memory = stage_memory(frozen, range(2, 4), (3,), in_flight=3, versions=2, weight_halves=2)
     cost = stage_costs(frozen, range(2, 4), (3,))
     assert (memory.weights, memory.stashed, memory.gradients, memory.optimizer) == (
-        2 * KIB + 107, 2 * KIB + 100, 2 * KIB + 100, 4 * KIB)
+        2 * KIB + 127, 2 * KIB + 100, 2 * KIB + 100, 4 * KIB), "of what is tied and not trained that of another stage"
     assert memory.activations == 2 * cost.kept_bytes + cost.activation_bytes + 2 * cost.weight_half_bytes
     assert memory.peak == sum((memory.weights, memory.stashed, memory.gradients, memory.optimizer,
                                memory.activations, memory.working))

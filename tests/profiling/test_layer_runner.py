@@ -113,8 +113,11 @@ class Tied(nn.Module):
 
 
 def test_tied_frozen_and_buffered_weights_are_told_apart() -> None:
+    still = counted(lambda: Tied().requires_grad_(False), ties=True)
+    assert (still.tied_bytes, still.frozen_tied_bytes, still.frozen_bytes) == (
+        {}, {"decoder": 4 * WORDS * WIDTH}, 2 * 4 * WIDTH)
     counts = counted(Tied, ties=True)
-    assert counts.tied_bytes == {"decoder": 4 * WORDS * WIDTH}
+    assert (counts.tied_bytes, counts.frozen_tied_bytes) == ({"decoder": 4 * WORDS * WIDTH}, {})
     assert (counts.parameter_bytes, counts.optimizer_bytes, counts.frozen_bytes) == (0, 0, 2 * 4 * WIDTH)
     assert counts.saved_bytes == H + 4 * 6 * WORDS * 4, "the scaled input and the words, no weight"
 

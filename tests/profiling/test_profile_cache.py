@@ -29,7 +29,8 @@ from vpipe.plan.profile import LinkProfile, Profile, Seconds
 from vpipe.profiling.fingerprint import code_digest
 
 MADE = replace(made_profile(3, cores=2), links={(0, 1): LinkProfile(1e-4, 2e9, 0.05), (1, 0): LinkProfile(2e-4, 1e9)},
-               layers=tuple(replace(layer, tied={0: 8} if number == 2 else {}, frozen_bytes=number)
+               layers=tuple(replace(layer, tied={0: 8} if number == 2 else {}, frozen_bytes=number,
+                                    frozen_tied={1: 4} if number == 2 else {})
                             for number, layer in enumerate(made_profile(3).layers)))
 
 

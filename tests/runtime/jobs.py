@@ -108,6 +108,8 @@ def evaluate(*, sizes: Sequence[int], hide: bool = False, **arguments: Any) -> l
     found: list[Any] = [loss, fingerprint(outputs)]
     for _ in pipe.train(rich_batches(1, 8)):
         found.append(pipe.evaluate(held_out))
+        if "average" in arguments:
+            found.append(pipe.evaluate(held_out, averaged=True))
     return found
 
 

@@ -227,10 +227,20 @@ class HalfFrozen(RawMatmul):
         return super().forward(hidden) + self.fixed
 
 
+class FrozenDecoder(Head):
+    """Trains its bias alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder.weight.requires_grad_(False)
+
+
 def frozen_front() -> Model:
-    """The first layer trains nothing, so no gradient goes back to it; another one trains half of what it has."""
+    """The first layer trains nothing, so no gradient goes back to it, nor to its weight that the last one uses, too;
+    another layer trains half of what it has."""
+    tied = {"decoder.weight": "words.word.weight"}
     return Model([Layer("words", Frozen, ("ids",), ("h",)), Layer("half", HalfFrozen), Layer("raw", RawMatmul),
-                  Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
+                  Layer("head", FrozenDecoder, ("h", "labels"), ("loss",), tied)], batch=("ids", "labels"))
 
 
 class Recurrent(nn.Module):

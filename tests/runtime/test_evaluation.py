@@ -92,8 +92,8 @@ def test_what_is_no_output_of_all_samples_is_refused(outputs: Any, problem: str)
     ({"schedule": "zb_v", "stages": 8, "executor": "naive"}, True),
     ({"schedule": "gpipe", "stages": 4, "executor": "async_threaded", "shared_memory": False, "compress": "bf16"},
      False),
-    ({"schedule": "pipedream", "placement": [[0, 1], [2], [3]], "stages": 3}, True)],
-    ids=["hidden fields", "several stages per rank", "gloo alone", "replicas"])
+    ({"schedule": "pipedream", "placement": [[0, 1], [2], [3]], "stages": 3, "average": 0.9}, True)],
+    ids=["hidden fields", "several stages per rank", "gloo alone", "replicas and an average"])
 def test_four_processes_find_what_one_does(world: World, arguments: dict[str, Any], under_rules: bool) -> None:
     """More batches than are read at once, and a last one that has fewer samples than others have microbatches; also
     under the rules of nccl."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-from models import Frozen, Head, Normed, RawMatmul, rich_batches
+import torch
+from models import WIDTH, Frozen, Head, Normed, RawMatmul, between, rich_batches, thrice_tied_model
 from oracles import equals_its_oracle, pipeline_of
 from torch import Tensor, nn
 
@@ -28,6 +32,20 @@ class Dropped(nn.Dropout):
 
     def __init__(self) -> None:
         super().__init__(0.2)
+
+
+def tied() -> Model:
+    """Four layers use a weight that none trains."""
+    def build(layer: Layer, *names: str) -> nn.Module:
+        module = layer.build()
+        for name in names:
+            module.get_parameter(name).requires_grad_(False)
+        return module
+
+    model = thrice_tied_model()
+    named = {layer.name: [*layer.ties, *(["word.weight"] if layer.name == "words" else [])] for layer in model.layers}
+    return Model([replace(layer, build=partial(build, layer, *named[layer.name])) for layer in model.layers],
+                 model.batch)
 
 
 def front(*layers: type[nn.Module]) -> Model:
@@ -57,6 +75,44 @@ def test_every_kind_of_schedule_equals_its_oracle(frozen: int, words: dict[str, 
     usage = {stage: used for stages in pipe.local_usage().values() for stage, used in stages.items()}
     assert [(used.backward_s > 0, used.peak_activations > 0) for _, used in sorted(usage.items())] == [
         (stage >= frozen,) * 2 for stage in range(len(usage))]
+
+
+@pytest.mark.parametrize("words", [
+    {"schedule": "1f1b", "partition": [2, 2, 2], "recompute": 0.5, "grad_clip": 0.5},
+    {"schedule": "interleaved", "partition": [1, 2, 1, 2], "chunks": 2, "precision": "bf16_pure"},
+    {"schedule": "zb_h1", "placement": [[0, 1], [2], [3, 4]], "partition": [2, 2, 2], "zero1": True},
+    {"schedule": "pipedream", "placement": [[0], [1, 2], [3]], "partition": [1, 3, 2], "update_every": 1}])
+def test_a_tied_weight_that_is_not_trained_is_exchanged_once(words: dict[str, Any], tmp_path: Path) -> None:
+    pipe, _ = equals_its_oracle(tied, rich_batches(3, 8), rich_batches(2, 8, seed=4), **words)
+    assert not pipe.lowered.ties
+    assert "TIED" not in pipe.lowered.to_csv()
+    pipe.save(tmp_path)
+    other = pipeline_of(tied, schedule="1f1b", partition=[1, 1, 1, 3])
+    copies = [stage.modules[4].decoder for stage in other.engine.local_stages if 4 in stage.modules]
+    copies += [stage.modules[5].decoder.weight for stage in other.engine.local_stages if 5 in stage.modules]
+    for copy in copies:
+        copy.data.zero_()
+    other.load(tmp_path)
+    weight = pipe.state_dict()["words.word.weight"]
+    assert all(torch.equal(copy, weight) for copy in copies)
+
+
+def test_one_of_two_tied_weights_is_trained() -> None:
+    """Both lie on the same two stages."""
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.still = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+            self.raw = RawMatmul()
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.raw(hidden) * self.still
+
+    ties = {"still": "first.still", "raw.w": "first.raw.w"}
+    model = between(Layer("first", Two), Layer("raw", RawMatmul), Layer("last", Two, ties=ties))
+    pipe, _ = equals_its_oracle(model, rich_batches(3, 8), schedule="1f1b", partition=[2, 3])
+    assert pipe.lowered.ties == {0: (1,)}
+    assert [len(stage.frozen_ties) for stage in pipe.engine.local_stages] == [0, 1]
 
 
 def test_a_stream_does_not_run_ahead_of_what_is_trained() -> None:

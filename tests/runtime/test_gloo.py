@@ -173,7 +173,7 @@ def test_every_rank_says_that_there_is_nothing_to_evaluate(world: World) -> None
 @pytest.mark.parametrize(("arguments", "text"), [
     ({"tied_to": "embed.word.weight"},
      "error: 'head.decoder.bias' [23] (float32) is tied to 'embed.word.weight' [23, 12] (float32)\n"
-     "hint: tied parameters are one: give both the same shape and dtype, or leave out the tie"),
+     "hint: tied parameters are one: give both the same shape and dtype, train both or none, or leave out the tie"),
     ({"tied_to": None, "optimizer": "none"},
      "error: the optimizer factory returned None for every stage, so nothing would be trained\n"
      "hint: let it return what it makes: return torch.optim.AdamW(params, lr=1e-3)")])

@@ -55,10 +55,10 @@ def tied_to(owner: str, frozen: bool = False) -> Model:
      "places the stages as [[0], [1]], not as [[1], [0]]", ""),
     ({"placement": [[0], [1, 2, 3]], "microbatches": 2}, "3 replicas", ""),
     ({"model": tied_to("embed.word.wieght")},
-     "'embed.word.wieght' is tied to a parameter of another stage, but is no trainable parameter", ""),
+     "'head.decoder.weight' is tied to 'embed.word.wieght', which is no parameter", ""),
     ({"model": tied_to("embed.word.weight", frozen=True)},
-     "'head.decoder.weight' is tied to 'embed.word.weight' but frozen",
-     "let it require a gradient, or leave out the tie")])
+     "'head.decoder.weight' [23, 12] (float32, frozen) is tied to 'embed.word.weight' [23, 12] (float32)",
+     "train both or none, or leave out the tie")])
 def test_arguments_that_do_not_fit(words: dict[str, Any], what: str, hint: str, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     words = {name: str(tmp_path / "mine.csv") if value == "FILE" else value for name, value in words.items()}

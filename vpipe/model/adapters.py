@@ -9,39 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import nn
 
 from vpipe.arguments import shown
 from vpipe.errors import Problem, UserError, counted
-from vpipe.model.layer import Layer, parameter_of, split_target
+from vpipe.model.layer import Layer
 
 
-@dataclass(frozen=True)
-class AdaptedLayer(Layer):
-    """A layer with adapters, or with frozen weights alone.
-
-    What it tied to an earlier layer is frozen, too, so that nothing is exchanged: each has a copy. ``copies``: this
-    layer's parameter -> number of the layer that owns it, that layer, the parameter there.
-    """
-
-    copies: Mapping[str, tuple[int, Layer, str]] = field(default_factory=dict)
-
-    def materialize(self, index: int, seed: int) -> nn.Module:
-        module = super().materialize(index, seed)
-        for own, (number, owner, name) in self.copies.items():
-            value = parameter_of(owner.name, owner.materialize(number, seed), name)
-            with torch.no_grad():
-                parameter_of(self.name, module, own).copy_(value)
-        return module
-
-
-def adapted(layers: Sequence[Layer], ties: Mapping[str, str], config: Any) -> list[AdaptedLayer]:
+def adapted(layers: Sequence[Layer], ties: Mapping[str, str], config: Any) -> list[Layer]:
     """Return the layers with adapters in the modules that ``config``, a ``peft.LoraConfig``, targets, all else frozen.
 
     Args:
@@ -64,14 +44,7 @@ def adapted(layers: Sequence[Layer], ties: Mapping[str, str], config: Any) -> li
     each = [re.compile(targets)] if isinstance(targets, str) else sorted(targets)
     if problems := list(_problems(layers, ties, each)):
         raise UserError.all_of(problems)
-    numbers = {layer.name: number for number, layer in enumerate(layers)}
-    found = []
-    for layer in layers:
-        owners = {own: split_target(ties[f"{layer.name}.{own}"], layers) for own in layer.ties}
-        copies = {own: (numbers[owner], layers[numbers[owner]], name) for own, (owner, name) in owners.items()}
-        found.append(AdaptedLayer(**{**vars(layer), "build": partial(_build, layer, config), "ties": {}},
-                                  copies=copies))
-    return found
+    return [replace(layer, build=partial(_build, layer, config)) for layer in layers]
 
 
 def _problems(layers: Sequence[Layer], ties: Mapping[str, str],

@@ -204,17 +204,19 @@ def parameter_of(layer: str, module: nn.Module, name: str) -> nn.Parameter:
 
 
 def kind_of(parameter: Tensor) -> str:
-    """Return shape and dtype as text, of a DTensor its placements, too."""
+    """Return shape and dtype as text, of a DTensor its placements, too, and whether it is not trained."""
     placed = "".join(f", {place}" for place in getattr(parameter, "placements", ()))
-    return f"{list(parameter.shape)} ({str(parameter.dtype).removeprefix('torch.')}{placed})"
+    frozen = "" if parameter.requires_grad else ", frozen"
+    return f"{list(parameter.shape)} ({str(parameter.dtype).removeprefix('torch.')}{placed}{frozen})"
 
 
 def check_alike(tied: Mapping[str, str]) -> None:
-    """Raise UserError for tied parameters, two names with their :func:`kind_of`, of different shapes or dtypes."""
+    """Raise UserError for tied parameters, two names with their :func:`kind_of`, that are of different kinds."""
     (own, one), (target, other) = tied.items()
     if one != other:
         raise UserError(f"'{own}' {one} is tied to '{target}' {other}",
-                        hint="tied parameters are one: give both the same shape and dtype, or leave out the tie")
+                        hint="tied parameters are one: give both the same shape and dtype, train both or none, or "
+                             "leave out the tie")
 
 
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -90,11 +90,13 @@ Ties = Mapping[int, Mapping[int, tuple[str, ...]]]
 """Owning stage -> borrowing stage -> names of the owner's parameters, ``"<layer>.<parameter>"``."""
 
 
-def ties_between(specs: Sequence[StageSpec]) -> Ties:
-    """Return the tied weights that lie on two stages."""
+def ties_between(specs: Sequence[StageSpec], counts: Callable[[str], bool] = lambda name: True) -> Ties:
+    """Return the tied weights that lie on two stages and whose owner's name ``counts``."""
     ties: dict[int, dict[int, tuple[str, ...]]] = {}
     for spec in specs:
         for owner, target in spec.borrowed.values():
+            if not counts(target):
+                continue
             names = ties.setdefault(owner, {}).setdefault(spec.index, ())
             if target not in names:
                 ties[owner][spec.index] = (*names, target)

@@ -65,6 +65,7 @@ class LayerProfile:
     like: int  # the number of the equal layer that was measured in its place; its own where it was measured
     # of its parameters that are not trained, and of its buffers: held once, whatever the versions
     frozen_bytes: int = 0
+    frozen_tied: Mapping[int, int] = field(default_factory=dict)  # of borrowed ones among the former, as ``tied``
     largest_bytes: int = 0  # of its largest parameter that is trained; where each replica steps whole ones, see zero1
 
     @property
@@ -183,7 +184,8 @@ class Profile:
         content = asdict(self)
         content["links"] = [[source, target, asdict(link)] for (source, target), link in self.links.items()]
         for layer in content["layers"]:
-            layer["tied"] = {str(owner): size for owner, size in layer["tied"].items()}
+            for key in ("tied", "frozen_tied"):
+                layer[key] = {str(owner): size for owner, size in layer[key].items()}
         return {"format": FORMAT, **content}
 
     @classmethod
@@ -201,7 +203,8 @@ class Profile:
             raise UserError(f"the profile has format {found!r}, this version reads {FORMAT}", where=where, hint=_MAKE)
         try:
             # Older ones lack some.
-            layers = [{"largest_bytes": layer["parameter_bytes"], **layer} for layer in content["layers"]]
+            layers = [{"largest_bytes": layer["parameter_bytes"], "frozen_tied": {}, **layer}
+                      for layer in content["layers"]]
             return _profile({"extrapolates": False, "zero1": False, **content, "layers": layers})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"the profile is damaged: {type(error).__name__}: {error}", where=where,
@@ -341,8 +344,9 @@ def _profile(content: Mapping[str, Any]) -> Profile:
     if profile.cores == 0:
         raise ValueError("its ranks share 0 cores")
     for number, layer in enumerate(profile.layers):
-        if not all(0 <= owner < number for owner in layer.tied) or not 0 <= layer.like <= number:
-            raise ValueError(f"layer {number} is like layer {layer.like} and borrows from {list(layer.tied)}")
+        owners = [*layer.tied, *layer.frozen_tied]
+        if not all(0 <= owner < number for owner in owners) or not 0 <= layer.like <= number:
+            raise ValueError(f"layer {number} is like layer {layer.like} and borrows from {owners}")
         around = {f"in:{name}" for name in layer.reads} | {f"out:{tensor.name}" for tensor in layer.writes}
         if unknown := set(layer.saves) - around:
             raise ValueError(f"layer {number} keeps {sorted(unknown)}, which it neither reads nor writes")

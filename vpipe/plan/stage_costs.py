@@ -95,11 +95,15 @@ def _link(link: LinkProfile) -> Link:
     return Link(link.latency_s, link.bytes_per_s)
 
 
-def _tied_bytes(profile: Profile, layers: range, lent: bool = False) -> int:
-    """Return the bytes of one version of the tied weights that a stage borrows, or of those that others borrow."""
+def _tied_bytes(profile: Profile, layers: range, lent: bool = False, frozen: bool = False) -> int:
+    """Return the bytes of one version of the tied weights that a stage borrows, or of those that others borrow.
+
+    Args:
+        frozen: of those that are not trained; else of those that are.
+    """
     sizes: dict[int, int] = {}
     for number, layer in enumerate(profile.layers):
-        for owner, size in layer.tied.items():
+        for owner, size in (layer.frozen_tied if frozen else layer.tied).items():
             if (number in layers, owner in layers) == (not lent, lent):
                 sizes[owner] = max(size, sizes.get(owner, 0))
     return sum(sizes.values())
@@ -157,7 +161,7 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
     stepped = profile.owned_bytes(trained, largest, width)
     state = profile.owned_bytes(sum(layer.optimizer_bytes for layer in own),
                                 max(layer.largest_state_bytes for layer in own), width)
-    held = weights + sum(layer.frozen_bytes for layer in own)
+    held = weights + sum(layer.frozen_bytes for layer in own) + _tied_bytes(profile, layers, frozen=True)
     summed = min(trained, max(SUM_BYTES, largest)) if lanes > 1 else 0
     return StageMemory(
         weights=held if lanes == 1 else held + -(-held // lanes), stashed=(versions - 1) * weights, gradients=weights,

@@ -58,7 +58,10 @@ class LayerRunner:
                     for own, (owner, parameter) in tied.items()}
         spec = StageSpec(number, range(number, number + 1), self.reads, self.writes, self.fields, borrowed)
         self.stage = Stage(model, spec, seed=seed, device=device, recomputed=(), precision=precision)
-        self.tied_bytes = {own: local(self.stage.modules[number].get_parameter(own)).nbytes for own in tied}
+        self.tied_bytes, self.frozen_tied_bytes = ({
+            own: local(parameter).nbytes for own in tied
+            if (parameter := self.stage.modules[number].get_parameter(own)).requires_grad == trained}
+            for trained in (True, False))
 
     def forward(self, given: LayerInputs, *, split: bool = False) -> tuple[dict[str, Tensor], Record]:
         """Run one forward; return the layer's outputs and the record for its backward."""
@@ -120,7 +123,8 @@ class LayerCounts:
     weight_half_bytes: int
     working_bytes: int
     forward_flops: int
-    tied_bytes: Mapping[str, int]  # of every borrowed parameter, by the layer's own name for it
+    tied_bytes: Mapping[str, int]  # of every borrowed parameter that is trained, by the layer's own name for it
+    frozen_tied_bytes: Mapping[str, int]  # and of the others
     largest_bytes: int
 
 
@@ -133,10 +137,12 @@ def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOpt
     trained = _sizes([*own, *borrowed])
     written, saves, saved_bytes = _saved(runner, given, _sizes(shared))
     return LayerCounts(
-        parameter_bytes=_total(own), frozen_bytes=_total(shared) - sum(trained.values()),
+        parameter_bytes=_total(own), frozen_bytes=_total(shared) - sum(trained.values()) - sum(
+            _sizes(runner.stage.frozen_ties.values()).values()),
         working_bytes=_working(runner, given, shared), weight_half_bytes=_between_halves(runner, given, _sizes(shared)),
         optimizer_bytes=_optimizer_bytes(runner, given, make_optimizer), writes=written, saved_bytes=saved_bytes,
-        saves=saves, forward_flops=_flops(runner, given), tied_bytes=runner.tied_bytes,
+        saves=saves, forward_flops=_flops(runner, given),
+        tied_bytes=runner.tied_bytes, frozen_tied_bytes=runner.frozen_tied_bytes,
         largest_bytes=max((parameter.nbytes for parameter in own), default=0))
 
 

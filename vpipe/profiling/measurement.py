@@ -257,17 +257,23 @@ class _Measurement:
         writes = tuple(replace(tensor, name=name) for tensor, name in zip(counts.writes, outputs, strict=True))
         # The places of what is kept are those of a runner: tensors first, then batch fields.
         places = {"in": sorted(reads, key=lambda name: name in self._model.batch), "out": outputs}
-        tied: dict[int, int] = defaultdict(int)
-        sizes = {found: counts.tied_bytes[own] for own, found in tied_owners(self._model, number).items()}
-        for (owner, _), size in sizes.items():  # one that is tied twice counts once
-            tied[owner] += size
+        tied, frozen_tied = (_by_owner(tied_owners(self._model, number), sizes)
+                             for sizes in (counts.tied_bytes, counts.frozen_tied_bytes))
         return LayerProfile(
             name=layer.name, **times, parameter_bytes=counts.parameter_bytes, optimizer_bytes=counts.optimizer_bytes,
             reads=reads, writes=writes, saved_bytes=counts.saved_bytes,
             saves=tuple(f"{way}:{places[way][place]}" for way, place in counts.saves),
-            weight_half_bytes=counts.weight_half_bytes, working_bytes=counts.working_bytes, tied=dict(tied),
-            forward_flops=counts.forward_flops, like=kind, frozen_bytes=counts.frozen_bytes,
+            weight_half_bytes=counts.weight_half_bytes, working_bytes=counts.working_bytes, tied=tied,
+            forward_flops=counts.forward_flops, like=kind, frozen_bytes=counts.frozen_bytes, frozen_tied=frozen_tied,
             largest_bytes=counts.largest_bytes)
+
+
+def _by_owner(owners: Mapping[str, tuple[int, str]], sizes: Mapping[str, int]) -> dict[int, int]:
+    """Return the bytes of borrowed parameters by the layer that owns them; one that is tied twice counts once."""
+    found: dict[int, int] = defaultdict(int)
+    for (owner, _), size in {owners[own]: size for own, size in sizes.items()}.items():
+        found[owner] += size
+    return dict(found)
 
 
 def _by_kind(seen: Survey, samples: Mapping[int, Samples], figure: str) -> dict[int, list[float]]:

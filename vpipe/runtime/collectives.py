@@ -226,16 +226,28 @@ class Collectives:
         return [StageUsage(**found[f"{lane} {stage} {rank}"]) for stage, ranks in enumerate(self._placement)
                 for rank in ranks for lane in range(self._lanes.count)]
 
-    def check_ties(self) -> None:
-        """Refuse tied parameters of different stages with different shapes or dtypes, on every rank."""
+    def frozen_ties(self, built: Mapping[int, Mapping[int, Stage]]) -> set[str]:
+        """Return the parameters that are tied to those of other stages and not trained, by their owners' names.
+
+        Args:
+            built: the stages of this process, by rank and number.
+
+        Raises:
+            UserError: on every rank: a tied parameter does not exist, or its kind is another than the owner's.
+        """
         tied = {own: target for spec in self._specs for own, (_, target) in spec.borrowed.items()}
         if not tied:
-            return
-        mine = {name: kind_of(parameter) for worker in self._workers.values() for stage in worker.stages.values()
-                for name, parameter in stage.named_parameters() if name in tied or name in tied.values()}
-        kinds = self.exchange.united(mine)
+            return set()
+        known = self.exchange.united({
+            name: [kind_of(parameter), parameter.requires_grad] for stages in built.values()
+            for stage in stages.values() for name, parameter in stage.named_parameters()
+            if name in tied or name in tied.values()})
         for own, target in tied.items():
-            check_alike({own: kinds[own], target: kinds[target]})
+            if target not in known:
+                raise UserError(f"'{own}' is tied to '{target}', which is no parameter",
+                                hint="correct the name, or leave out the tie")
+            check_alike({own: known[own][0], target: known[target][0]})
+        return {target for target in tied.values() if not known[target][1]}
 
     def agree_on_norms(self) -> None:
         """Exchange who has which gradient norms of each stage, and set their senders and receivers on every rank."""

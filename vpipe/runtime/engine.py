@@ -23,7 +23,7 @@ from vpipe.distributed.init import exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError, counted
 from vpipe.model.model import Model
-from vpipe.model.split import StageSpec, ties_between
+from vpipe.model.split import StageSpec, Ties, ties_between
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder
 from vpipe.runtime.batch_comparison import BatchComparison, LaneComparison
 from vpipe.runtime.collectives import Collectives
@@ -108,14 +108,16 @@ class Engine:
         with self.collectives.problems_of_all(foreign):
             check_runnable(schedule.kinds)
             stages = build_stages(model, specs, schedule, description, world)
-        self.schedule = schedule = with_frozen(schedule, self._frozen(stages))
-        self.workers.update(build_workers(stages, model, specs, schedule, description, world))
+        frozen = self.collectives.frozen_ties(stages)
+        ties = ties_between(specs, lambda name: name not in frozen)
+        self.schedule = schedule = with_frozen(schedule, self._frozen(stages), ties)
+        self.workers.update(build_workers(stages, model, schedule, description, world, ties,
+                                          ties_between(specs, frozen.__contains__)))
         exchanged, widest = exchanged_at_updates(schedule.kinds), max(map(len, self._placement))
         assert exchanged["zero1"] == (description.update.zero1 and widest > 1), "lowered for another update"
         recompute = [stage for stage, layers in enumerate(description.cut.recomputed) if layers]
         self._programs = RankPrograms(schedule, recompute, any(
             worker.transport.ordered for worker in self.workers.values()))
-        self.collectives.check_ties()
         if description.needs_norms and schedule.flush:
             self.collectives.agree_on_norms()
         self.position = Position(0, 0, 0)
@@ -616,14 +618,17 @@ def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, d
     return built
 
 
-def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs: Sequence[StageSpec],
-                  schedule: Schedule, description: Description, world: DeviceMap) -> dict[int, Worker]:
+def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, schedule: Schedule, description: Description,
+                  world: DeviceMap, ties: Ties, frozen_ties: Ties) -> dict[int, Worker]:
     """Build the workers of this process for its stages; return them by rank.
+
+    Args:
+        ties, frozen_ties: between stages, of weights that are trained, and that are not.
 
     Raises:
         UserError: a layer cannot work in this precision under this schedule, or not compiled.
     """
-    placement, ties, lanes = schedule.placement, ties_between(specs), world.lanes
+    placement, lanes = schedule.placement, world.lanes
     distributed = len(lanes.own) > 1
     update, execution, precision = description.update, description.execution, description.precision
     worker_of: dict[Execution.Executor, Callable[..., Worker]] = {
@@ -655,7 +660,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                                  count_buckets(replicated, owners), description.transfers.shared_memory, lanes.own)
             if distributed else InProcessTransport(rank, mailbox))
         scaler = LossScaler.build(precision, stages, schedule) if precision.scaled else None
-        tied = TiedWeights(ties, placement, stages, transport,
+        tied = TiedWeights(ties, frozen_ties, placement, stages, transport,
                            scaler if scaler is not None and scaler.per_stage else None)
         factors = {s: description.delay_correction * mean_delay(schedule, s) for s in stages
                    if description.delay_correction}
@@ -668,7 +673,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
             rank, placement, stages, steps, tied, transport,
             BatchComparison(transport, placement, model.batch, lanes.own) if distributed else None,
             schedule.offloaded_stages,
-            Compression.described(description.transfers, len(specs), description.seed),
+            Compression.described(description.transfers, len(placement), description.seed),
             FullyShardedStages(stages, group))
     return workers
 

@@ -123,7 +123,7 @@ def check_divided(stage: Stage) -> None:
         if not is_sharded(leaf):
             raise UserError(f"'{name}' is not divided by fully_shard, but lanes train on batches of their own: each "
                             "would have its own gradient", hint="apply fully_shard to every layer with parameters")
-    if stage.borrowed:
+    if stage.spec.borrowed:
         raise UserError(f"stage {stage.spec.index} shares weights with another, and both are divided by fully_shard",
                         hint="place the layers that share a weight in one stage, or do not tie them")
     for number, layer in stage.modules.items():

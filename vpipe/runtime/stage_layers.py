@@ -59,6 +59,7 @@ class StageLayers:
         weights: versions of the stage's own parameters.
         borrowed: versions of parameters tied to those of other stages, by owner.
         all_weights: both.
+        frozen_ties: parameters tied to those of other stages that are not trained, by their names there.
         generators: of random numbers, that the layers draw from.
         rounding: of the layers' outputs; None in fp32.
         divided: whether the schedule gathers the weights that ``fully_shard`` has divided.
@@ -87,6 +88,7 @@ class StageLayers:
             map(rounded_module, self.modules.values()))
         self.weights, self.borrowed = self._collect_weights(unrounded)
         self.all_weights = (self.weights, *self.borrowed.values())
+        self.frozen_ties = self._share_frozen_ties()
         self._frozen = [(f"{self.layer_names[i]}.{name}", parameter) for i, module in self.modules.items()
                         for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
@@ -120,9 +122,6 @@ class StageLayers:
 
         Args:
             unrounded: values that parameters had before they were rounded, by their ids.
-
-        Raises:
-            UserError: a tied parameter is frozen.
         """
         borrowed = self.spec.borrowed
         first: dict[int, str] = {}
@@ -132,9 +131,6 @@ class StageLayers:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 full = f"{self.layer_names[i]}.{name}"
                 if not parameter.requires_grad:
-                    if full in borrowed:
-                        raise UserError(f"'{full}' is tied to '{borrowed[full][1]}' but frozen",
-                                        hint="let it require a gradient, or leave out the tie")
                     continue
                 path, _, leaf = name.rpartition(".")
                 canonical = first.setdefault(id(parameter), full)
@@ -152,6 +148,27 @@ class StageLayers:
         return (WeightVersions(parameters, slots, masters),
                 {owner: WeightVersions(borrowed_here[owner], slots_of_borrowed[owner])
                  for owner in sorted(borrowed_here)})
+
+    def _share_frozen_ties(self) -> dict[str, nn.Parameter]:
+        """Make parameters one object that are tied to the same one of another stage, where it is not trained.
+
+        Raises:
+            UserError: one does not exist, or they are of different kinds.
+        """
+        found: dict[str, nn.Parameter] = {}
+        for i, tied in self._ties.items():
+            for own in tied:
+                full = f"{self.layer_names[i]}.{own}"
+                parameter = parameter_of(self.layer_names[i], self.modules[i], own)
+                if full not in self.spec.borrowed or parameter.requires_grad:
+                    continue
+                target = self.spec.borrowed[full][1]
+                shared = found.setdefault(target, parameter)
+                if shared is not parameter:
+                    check_alike({full: kind_of(parameter), target: kind_of(shared)})
+                    set_parameter(self.modules[i], own, shared)
+                    replace_parameter(parameter, full)
+        return found
 
     @property
     def trains(self) -> bool:

@@ -6,6 +6,8 @@ update are summed and sent to the owner, which adds them to its own before the s
 the owner. Between stages of one rank tensors are passed on without a copy: the owner keeps a version until its own
 backward of a microbatch, which comes after the borrower's.
 
+A tied weight that is not trained is exchanged once, when the pipeline is built or a checkpoint is loaded.
+
 With replicas each rank that borrows gets its versions from one of the owner's ranks, and sends its gradients to all of
 them: every replica of the owner adds the same numbers in the same order. Where stages have loss scales of their own,
 gradients travel unscaled.
@@ -37,14 +39,19 @@ class TiedWeights:
     """Exchange the tied weights of one rank. Updates and versions count from :meth:`begin`.
 
     Args:
+        ties, frozen: of weights that are trained, and that are not.
         scaler: of the losses, where stages differ in their scales.
     """
 
-    def __init__(self, ties: Ties, placement: Placement, stages: Mapping[int, Stage], transport: Transport,
-                 scaler: LossScaler | None = None) -> None:
+    def __init__(self, ties: Ties, frozen: Ties, placement: Placement, stages: Mapping[int, Stage],
+                 transport: Transport, scaler: LossScaler | None = None) -> None:
         self._ties, self._placement, self._stages, self._transport = ties, placement, stages, transport
         self._scaler = scaler
         self._number = {pair: i for i, pair in enumerate(sorted((owner, b) for owner in ties for b in ties[owner]))}
+        self._frozen = {TransferKey(_WEIGHTS, number, 0): (owner, borrower, frozen[owner][borrower])
+                        for number, (owner, borrower) in enumerate(
+                            sorted((owner, b) for owner in frozen for b in frozen[owner]), len(self._number))}
+        self._arriving: list[tuple[int, TransferKey, list[Tensor]]] = []  # of those that are not trained
         self._source = {owner: next(rank for rank in placement[owner]
                                     if transport.rank in borrowing_ranks(placement, owner, ties[owner], rank))
                         for stage in stages.values() for owner in stage.borrowed}
@@ -56,8 +63,8 @@ class TiedWeights:
         for owner in set(ties) & set(stages):
             names = {name for borrowed in ties[owner].values() for name in borrowed}
             for name in sorted(names - set(stages[owner].weights.names)):
-                raise UserError(f"'{name}' is tied to a parameter of another stage, but is no trainable parameter",
-                                hint="correct the name, or let it require a gradient, or leave out the tie")
+                raise UserError(f"'{name}' is tied to a parameter of another stage, but is its parameter's second name",
+                                hint="tie to the first one")
             _refuse_hooks(stages[owner].weights, names)
         for stage in stages.values():
             for weights in stage.borrowed.values():
@@ -73,7 +80,7 @@ class TiedWeights:
 
     def abandon(self) -> None:
         """Drop all transfers that were not received."""
-        for store in (self._posted, self._here, self._senders):
+        for store in (self._posted, self._here, self._senders, self._arriving):
             store.clear()
 
     def exchange_latest(self) -> None:
@@ -84,6 +91,19 @@ class TiedWeights:
             if owner in self._source:
                 (_, weights), *_ = self._borrowed(owner)
                 self.post_version(owner, weights.latest - self._begun[owner])
+        for key, (owner, borrower, names) in self._frozen.items():
+            if owner in self._stages:
+                named = dict(self._stages[owner].named_parameters())
+                values = [local(named[name].data) for name in names]
+                for rank in borrowing_ranks(self._placement, owner, [borrower], self._transport.rank):
+                    self._send(rank, key, values)
+            if borrower in self._stages:
+                source = next(rank for rank in self._placement[owner] if self._transport.rank in borrowing_ranks(
+                    self._placement, owner, [borrower], rank))
+                ties = self._stages[borrower].frozen_ties
+                own = [local(ties[name].data) for name in names]
+                self._post(source, key, own)
+                self._arriving.append((source, key, own))
 
     # -- the owner's side
 
@@ -149,6 +169,10 @@ class TiedWeights:
         """Receive and install all posted versions."""
         for owner, posted in self._posted.items():
             self.install(owner, max(posted, default=0))
+        for source, key, own in self._arriving:
+            for tensor, arrived in zip(own, self._receive(source, key), strict=True):
+                tensor.copy_(arrived)
+        self._arriving.clear()
 
     def send_gradients(self, owner: int, update: int) -> None:
         """Send the gradients accumulated for an update, and reset them."""

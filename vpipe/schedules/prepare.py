@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from vpipe.description.cut import Cut
@@ -202,16 +202,23 @@ class ScheduleSpec:
         return compute.with_programs([list(with_recompute(program, self.recompute)) for program in compute.programs])
 
 
-def with_frozen(lowered: Schedule, frozen: int) -> Schedule:
+def with_frozen(lowered: Schedule, frozen: int, ties: Mapping[int, Iterable[int]] | None = None) -> Schedule:
     """Return a lowered schedule for a pipeline whose first ``frozen`` stages train nothing, lowered and proved again.
 
     What knows that only when the stages are built prepares a schedule without it. One that divides weights over lanes,
-    or has actions of packages, which may need a gradient, stays as it is: then backwards of such stages are empty.
+    or has actions of packages, which may need a gradient, keeps its backwards: those of such stages are empty.
+
+    Args:
+        ties: borrowing stages by owning stage, of weights that are trained; None where they are as they were.
     """
-    exchanged = exchanged_at_updates(lowered.kinds)
-    if not frozen or exchanged["sharded"] or not all(kind.is_own for kind in lowered.kinds):
+    exchanged, kept = exchanged_at_updates(lowered.kinds), dict(lowered.ties)
+    kept = kept if ties is None else {owner: tuple(borrowers) for owner, borrowers in ties.items()}
+    if exchanged["sharded"] or not all(kind.is_own for kind in lowered.kinds):
+        frozen = 0
+    if not frozen and kept == lowered.ties:
         return lowered
-    schedule = lower(freeze(lowered.compute_only(), frozen), exchanged["normed"], zero1=exchanged["zero1"])
+    schedule = lower(replace(freeze(lowered.compute_only(), frozen), ties=kept), exchanged["normed"],
+                     exchanged["sharded"], exchanged["zero1"])
     check(schedule)
     return schedule
 

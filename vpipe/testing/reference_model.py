@@ -107,7 +107,8 @@ class ReferenceModel:
             name: nn.Parameter(p.detach().clone()) for name, p in self.parameters.items()}
         self._dtypes = {name: value.dtype for name, value in self._module_tensors().items()}
         precision.round(self.layers)
-        copies = {own: f"{target}@{spec.index}" for spec in specs for own, (_, target) in spec.borrowed.items()}
+        copies = {own: f"{target}@{spec.index}" for spec in specs for own, (_, target) in spec.borrowed.items()
+                  if target in self.parameters}
         self.owners = {copy: copy.rpartition("@")[0] for copy in copies.values()}
         self.stage_of = {name: self._stage[model.index(split_target(name, model.layers)[0])]
                          for name in self.parameters}

@@ -135,9 +135,8 @@ def _from_huggingface(source: Path, adapter: Path | None, job: Job | None, out: 
                             hint=f"set model.lora to {{rank: {lora.rank}, alpha: {lora.alpha:g}, targets: "
                                  f"[{', '.join(lora.targets or ())}]}}")
         settings = replace(settings, lora=lora)
-        frozen = base_names(family.model(settings).outline(), model)
-        weights = {name: weights[theirs].clone() for name, theirs in frozen.items()} | adapters  # ties are apart
         model = family.model(settings) if job is None else job.model
+        weights = {name: weights[theirs] for name, theirs in base_names(model.outline()).items()} | adapters
     config = config_text(found.family, settings, Path(os.path.abspath(out)) / CONFIG) if job is None else (
         job.config.resolved_yaml())
     _make(out, job, config, "Hugging Face", model, weights, source / CONFIG)

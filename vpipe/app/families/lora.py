@@ -72,11 +72,9 @@ def adapter_names(tensors: Iterable[str]) -> list[str]:
     return [name.removeprefix("model.") for name in tensors if name.startswith("model.") and is_adapter(name)]
 
 
-def base_names(names: Iterable[str], base: Model) -> dict[str, str]:
-    """Map the names of the frozen weights among ``names`` to those in the model without adapters, tied ones' owner's.
-    """
-    found = {name: name.replace(_BASE, ".") for name in names if not is_adapter(name)}
-    return {name: base.ties.get(theirs, theirs) for name, theirs in found.items()}
+def base_names(names: Iterable[str]) -> dict[str, str]:
+    """Map the names of the frozen weights among ``names`` to those in the model without adapters."""
+    return {name: name.replace(_BASE, ".") for name in names if not is_adapter(name)}
 
 
 def merged(weights: Mapping[str, Tensor], lora: LoraSettings) -> dict[str, Tensor]:

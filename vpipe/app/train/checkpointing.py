@@ -256,7 +256,8 @@ def _with_new_adapters(pipe: Pipeline, job: Job, found: Checkpoint) -> dict[str,
     """Return the weights of the stages here, of which a checkpoint has only those that are frozen."""
     state = {f"{layer.name}.{name}": tensor if is_adapter(name) else None
              for stage in pipe.stages for number in stage.layers for layer in [job.model.layers[number]]
-             for name, tensor in layer.materialize(number, job.config.training.seed).state_dict().items()}
-    frozen = base_names(state, job.base_model)
+             for name, tensor in layer.materialize(number, job.config.training.seed).state_dict().items()
+             if name not in layer.ties}
+    frozen = base_names(state)
     read = found.weights(dict.fromkeys(frozen.values()), checked=True)
     return {f"model.{name}": read[frozen[name]] if tensor is None else tensor for name, tensor in state.items()}

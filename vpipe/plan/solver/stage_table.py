@@ -48,6 +48,7 @@ class _Node:
     halves: int = 0
     fields: frozenset[str] = frozenset()
     borrowed: dict[int, int] = field(default_factory=dict)
+    borrowed_frozen: dict[int, int] = field(default_factory=dict)
     keeping: tuple[PrefixState, int] = (START, 0)  # nothing recomputed: its state, and bytes of a microbatch
     dropping: tuple[PrefixState, int, int] = (START, 0, 0)  # everything: bytes kept, bytes once recomputed
     figures: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -98,7 +99,8 @@ class StageTable:
         return (self._tensors[number], layer.parameter_bytes, layer.optimizer_bytes, layer.largest_bytes,
                 layer.weight_half_bytes, layer.frozen_bytes,
                 layer.working_bytes, frozenset(layer.reads).intersection(self.profile.fields),
-                None if self._required is None else number in self._required, number if layer.tied else None)
+                None if self._required is None else number in self._required,
+                number if layer.tied or layer.frozen_tied else None)
 
     def running(self, what: str) -> Floats:
         """Return the running sum over layers of forward, backward, input, weight or step: seconds."""
@@ -226,7 +228,8 @@ class StageTable:
             stepped = profile.owned_bytes(node.weights, node.largest[0], width)
             stepping, correcting = (max(node.working, step_working(profile, stepped, versions)) for versions in (1, 2))
             node.figures[width] = (
-                profile.owned_bytes(node.optimizer, node.largest[1], width) + stepping + node.frozen,
+                profile.owned_bytes(node.optimizer, node.largest[1], width) + stepping + node.frozen
+                + sum(node.borrowed_frozen.values()),
                 node.weights + sum(node.borrowed.values()), node.halves,
                 sum(profile.fields[name] for name in node.fields),
                 profile.extrapolated_bytes(stepped, 2) + correcting - stepping, node.keeping[1], node.dropping[1])
@@ -269,9 +272,9 @@ class StageTable:
     def _node(self, parent: int, start: int, layers: int) -> _Node:
         number, before = start + layers - 1, self._nodes[parent]
         layer, tensors = self.profile.layers[number], self._tensors[number]
-        borrowed = before.borrowed
-        if outside := {owner: size for owner, size in layer.tied.items() if not start <= owner <= number}:
-            borrowed = {**borrowed, **{owner: max(size, borrowed.get(owner, 0)) for owner, size in outside.items()}}
+        borrowed, borrowed_frozen = (
+            {**known, **{owner: max(size, known.get(owner, 0)) for owner, size in tied.items() if owner < start}}
+            for known, tied in ((before.borrowed, layer.tied), (before.borrowed_frozen, layer.frozen_tied)))
         keeping, added, _ = add_layer(before.keeping[0], tensors, False)
         dropping, kept, full = add_layer(before.dropping[0], tensors, True)
         weights, optimizer = before.weights + layer.parameter_bytes, before.optimizer + layer.optimizer_bytes
@@ -279,7 +282,7 @@ class StageTable:
         fields = before.fields.union(layer.reads).intersection(self.profile.fields)
         largest = (max(before.largest[0], layer.largest_bytes), max(before.largest[1], layer.largest_state_bytes))
         return _Node(start, layers, parent, weights, before.frozen + layer.frozen_bytes, optimizer, working, largest,
-                     halves, fields, borrowed,
+                     halves, fields, borrowed, borrowed_frozen,
                      (keeping, before.keeping[1] + added),
                      (dropping, before.dropping[1] + kept, before.dropping[2] + full))
 
