@@ -34,7 +34,8 @@ def problems(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("plan", [FULL, WHOLE, Plan(Cut((4,))), Plan(Cut((1, 1)), Order("pipedream")),
-                                  Plan(Cut((1, 1), recompute=(0.0, 0.3))), Plan(Cut((2,)), tensor=4, zero1=False)])
+                                  Plan(Cut((1, 1), recompute=(0.0, 0.3))), Plan(Cut((2,)), tensor=4, zero1=False),
+                                  Plan(Cut((1, 1)), Order("seq1f1b", slices=4))])
 def test_a_saved_file_is_loaded_as_it_was(tmp_path: Path, plan: Plan) -> None:
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan

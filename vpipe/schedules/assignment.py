@@ -96,6 +96,11 @@ class Assignment:
         """The fewest microbatches with which every stage makes complete updates: one step of training."""
         return lcm(*map(self.per_update, range(len(self.placement))))
 
+    @property
+    def step_microbatches(self) -> int:
+        """The whole microbatches of a step of training, see :attr:`per_step`."""
+        return self.per_step // self.slices
+
     def has_update(self, stage: int, update: int) -> bool:
         """Tell whether there is a microbatch for an update of a stage."""
         return self.has_microbatch(update * self.per_update(stage))

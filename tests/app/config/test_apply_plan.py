@@ -65,6 +65,14 @@ def test_a_plan_on_the_command_line_goes_before_what_the_file_says() -> None:
     assert decided(plain) == ((1, 4), 0.5, None, "1f1b", None, 4), "what it does not say stays"
 
 
+def test_a_plan_that_names_a_schedule_says_its_slices_too() -> None:
+    cut = Cut((2, 3))
+    for planned, slices in ((Plan(cut, Order("seq1f1b", slices=2)), 2), (Plan(cut, Order("1f1b")), 1), (Plan(cut), 4)):
+        config = load(planned, "parallel.plan=plan.json", parallel__schedule="gpipe", parallel__slices=4)
+        assert (config.order.slices, config.parallel.following(planned, ((0,), (1,))).slices) == (
+            slices, planned.order.slices)
+
+
 def test_a_plan_on_the_command_line_for_other_stages_drops_what_was_said_of_each() -> None:
     config = load({"partition": [2, 3]}, "parallel.plan=plan.json", parallel__partition=[1, 2, 2],
                   parallel__model_parallel_size=3, parallel__warmup_depth=[3, 2, 1],

@@ -221,6 +221,8 @@ def test_one_wrong_value(at: Path, line: str, what: str) -> None:
     (["parallel.recompute=[0, [1], 0, 0]"],
      "parallel.recompute names layers, but the partition, which decides whose they are, is auto",
      "write the partition, or recompute: auto"),
+    (["parallel.slices=2"], "parallel.slices is 2, but '1f1b' takes whole microbatches",
+     "leave slices out, or choose a schedule of slices: gpipe, seq1f1b"),
     (["parallel.schedule=auto", "parallel.chunks=2"], "parallel.chunks is 2, but the schedule is auto",
      "leave it out, or name a schedule"),
     (["parallel.schedule=auto", "parallel.stage_to_rank_map={0: [0], 1: [1], 2: [0], 3: [1]}"],

@@ -194,7 +194,7 @@ def with_ranks(config: Config, ranks: int) -> Config:
         config.parallel.cut_anew(ranks),
         schedule=(RegisteredSchedule.DEFAULT_ASYNCHRONOUS if config.parallel.asynchronous
                   else RegisteredSchedule.DEFAULT),
-        recompute=0.0, chunks=None, compress="none", compress_rounding="nearest")
+        recompute=0.0, chunks=None, slices=1, compress="none", compress_rounding="nearest")
 
 
 def microbatch_choices(config: Config) -> list[int]:

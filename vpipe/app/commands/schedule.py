@@ -185,10 +185,11 @@ def _planned(path: str, options: argparse.Namespace) -> Schedule:
                         hint='add one, such as "schedule": "1f1b"; vpipe plan CONFIG -o plan.json writes whole plans')
     if microbatches is None:
         raise UserError("the plan has no number of microbatches", where=path, hint="give --microbatches")
-    Schedule.check_work(sum(map(len, plan.groups)), microbatches, replicated=max(map(len, plan.groups)) > 1)
+    Schedule.check_work(sum(map(len, plan.groups)), microbatches * plan.order.slices,
+                        replicated=max(map(len, plan.groups)) > 1)
     return build(plan.schedule, plan.groups, microbatches, plan.update_every,
                  recompute=[stage for stage, layers in enumerate(plan.recomputed) if layers],
-                 warmup=plan.warmup)
+                 warmup=plan.warmup, slices=plan.order.slices)
 
 
 def _sizes(options: argparse.Namespace, *, listed: bool = True, why: str = "") -> tuple[tuple[int, ...], int]:

@@ -24,7 +24,8 @@ TARGETS: dict[str, Keys] = {key: _RENAMED.get(key, ("parallel", key)) for key in
 
 _IMPLIES: dict[str, tuple[Keys, ...]] = {
     "partition": tuple(("parallel", key) for key in OF_STAGES if key not in ("partition", "stage_to_rank_map")),
-    "stage_to_rank_map": (("parallel", "data_parallel_size"), ("parallel", "chunks"))}
+    "stage_to_rank_map": (("parallel", "data_parallel_size"), ("parallel", "chunks")),
+    "schedule": (("parallel", "slices"),)}
 """Key of a plan -> keys of a config that it implies."""
 
 _COMPRESS: Keys = ("parallel", "compress")

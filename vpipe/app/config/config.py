@@ -349,7 +349,7 @@ class Config(Section):
     def order(self) -> Order:
         """The schedule; a stand-in where it is planned."""
         parallel = self.parallel.standing_in
-        return Order.of(parallel.schedule, parallel.chunks, update_every=parallel.update_every,
+        return Order.of(parallel.schedule, parallel.chunks, slices=parallel.slices, update_every=parallel.update_every,
                         warmup=parallel.depths, delay_correction=self.training.extrapolation or 0.0)
 
     @property

@@ -118,7 +118,7 @@ DeviceName = Annotated[str | None, BeforeValidator(_device)]
 
 
 OF_STAGES = ("model_parallel_size", "partition", "stage_to_rank_map", "warmup_depth")
-OF_SCHEDULE = ("update_every", "chunks", "warmup_depth")
+OF_SCHEDULE = ("update_every", "chunks", "slices", "warmup_depth")
 """Keys that hold for a number of stages, and for a schedule: with another one they say nothing."""
 
 
@@ -137,6 +137,9 @@ class ParallelSection(Section):
     chunks: int | None = Field(None, ge=1, le=Schedule.MOST_STAGES, description=(
         "stages per rank, for schedules with a variable number (interleaved, interleaved_zb, looped_bfs, hanayo); null "
         "takes the schedule's default"))
+    slices: int = Field(1, ge=1, le=Schedule.MOST_MICROBATCHES, description=(
+        "equal parts into which the sequences of every microbatch are cut, for seq1f1b, gpipe and files, whose actions "
+        "are then of a slice"))
     use_orion_scheduler: bool = Field(False, description=(
         "share a GPU between microbatches by priority, with the executor async_threaded: kernels of the first one go "
         "at once, others wait while it is at work; also USE_ORION_SCHEDULER=1"))
@@ -219,7 +222,8 @@ class ParallelSection(Section):
             "partition": plan.partition, "model_parallel_size": len(plan.partition), "plan": None,
             "recompute": tuple(tuple(sorted(own)) for own in plan.recomputed) if any(plan.recomputed) else 0.0,
             "schedule": plan.schedule or self.standing_in.schedule, "update_every": plan.update_every,
-            "warmup_depth": plan.warmup, "zero1": self.zero1 if plan.zero1 is None else plan.zero1}
+            "warmup_depth": plan.warmup, "slices": plan.order.slices,
+            "zero1": self.zero1 if plan.zero1 is None else plan.zero1}
         if plan.groups != placement:
             changes |= {"stage_to_rank_map": {str(stage): ranks for stage, ranks in enumerate(plan.groups)},
                         "data_parallel_size": 1, "chunks": None}
@@ -400,6 +404,13 @@ class ParallelSection(Section):
         if self.schedule == AUTO and self.chunks is not None:
             yield Mistake(("chunks",), f"is {self.chunks}, but the schedule is auto",
                           "leave it out, or name a schedule")
+        registered = RegisteredSchedule.find(self.schedule)
+        if self.slices > 1 and self.schedule != AUTO and registered is not None:
+            try:
+                registered.check_slices(self.slices)
+            except UserError as error:
+                [problem] = error.problems
+                yield Mistake(("slices",), problem.what.removeprefix("slices "), problem.hint)
         if CsvFile.is_path(self.schedule) and self.recompute == AUTO:
             yield Mistake(("recompute",), f"is auto, but the schedule is a file, '{self.schedule}', under which "
                           "nothing is planned", "write what is recomputed, or name a schedule")

@@ -41,7 +41,7 @@ def size_lines(job: Job) -> str:
     varying = isinstance(dataset, VaryingBatches)
     tokens = varying or "input_ids" in job.model.batch
     length = config.model.sequence_length
-    steps, rest = divmod(job.epochs.batches * config.microbatches, job.schedule.assignment.per_step)
+    steps, rest = divmod(job.epochs.batches * config.microbatches, job.schedule.assignment.step_microbatches)
     epoch = [counted(samples, "sample", commas=True),
              *([counted(job.epochs.tokens if varying else samples * length, "token", commas=True)] if tokens else []),
              "about " * (rest > 0) + counted(steps, job.step_name, commas=True)]
@@ -65,7 +65,8 @@ def delay_line(job: Job) -> str | None:
     said, better = job.advice.delays, job.advice.fewer_updates
     if said is None:
         return None
-    size = f"{counted(job.samples_per_update, 'sample')} in {counted(job.schedule.assignment.per_step, 'microbatch')}"
+    microbatches = counted(job.schedule.assignment.step_microbatches, "microbatch")
+    size = f"{counted(job.samples_per_update, 'sample')} in {microbatches}"
     update = f"{'an' if job.step_name == 'update' else 'a'} {job.step_name}: {size}"
     return f"{update}; {said}" + (f"; less with {better}" if better is not None and not delay_warning(job) else "")
 

@@ -189,7 +189,8 @@ class Job:
         """The plan of what it runs: a plan names ranks instead of chunks, and corrects no delay."""
         order = self.config.order
         return Plan(replace(self.cut, ranks=self.placement),
-                    Order.of(order.schedule, update_every=order.late.update_every, warmup=order.warmup),
+                    Order.of(order.schedule, slices=order.slices, update_every=order.late.update_every,
+                             warmup=order.warmup),
                     self.config.microbatches)
 
     @cached_property
@@ -302,13 +303,13 @@ class Job:
         if training.epochs is not None:
             done = self.epochs.microbatches_done(self.samples_done) if self.samples_done else 0
             microbatches = training.epochs * self.epochs.batches * self.config.microbatches
-            limits.append(-(-max(0, microbatches - done) // per_step))
+            limits.append(-(-max(0, microbatches - done) // schedule.assignment.step_microbatches))
         return self.steps_done + min(limits) if limits else None
 
     @property
     def samples_per_update(self) -> int:
         """Samples of a step of training; their mean where they differ."""
-        return self.epochs.per_step(self.schedule.assignment.per_step)[0]
+        return self.epochs.per_step(self.schedule.assignment.step_microbatches)[0]
 
     def microbatch_samples(self, size: int) -> int:
         """Return the samples of a microbatch of the largest batch, where one of ``dataset.batch_size`` has ``size``."""
@@ -328,7 +329,7 @@ class Job:
     @property
     def tokens_per_update(self) -> int:
         """Tokens of a step of training, padding excluded; their mean where they differ."""
-        return self.epochs.per_step(self.schedule.assignment.per_step)[1]
+        return self.epochs.per_step(self.schedule.assignment.step_microbatches)[1]
 
     @property
     def learns_next_tokens(self) -> bool:

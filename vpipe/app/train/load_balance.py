@@ -183,7 +183,8 @@ class RankWork:
     def from_times(cls, job: Job, times: dict[int, Tensor]) -> RankWork:
         """Compute the work from the times of all ranks per step, see :func:`_spent`."""
         return cls(tuple(float(times[rank].sum()) for rank in sorted(times)),
-                   tuple((torch.stack(list(times.values())).sum(0)[0] / job.schedule.assignment.per_step).tolist()))
+                   tuple((torch.stack(list(times.values())).sum(0)[0]
+                          / job.schedule.assignment.step_microbatches).tolist()))
 
     @property
     def slowest(self) -> int:
@@ -232,7 +233,7 @@ def planned_work(plan: Plan, job: Job) -> list[float]:
     work = [0.0] * job.schedule.ranks
     for stage, ranks in zip(plan.predicted.stages, job.placement, strict=True):
         for one in ranks:
-            work[one] += stage.microbatch_s * job.schedule.assignment.per_step / len(ranks) + stage.step_s
+            work[one] += stage.microbatch_s * job.schedule.assignment.step_microbatches / len(ranks) + stage.step_s
     return work
 
 

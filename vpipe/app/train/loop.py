@@ -135,7 +135,8 @@ class _TrainingRun:
             past.time_s, last = exchange().from_rank([past.time_s, past.evaluations[-1:]])
             self._evaluated = last[0][0] + 1 if last else 0
         size = StepSize(job.samples_per_update, job.tokens_per_update, Efficiency.from_job(job, show),
-                        job.learns_next_tokens, job.epochs.steps(job.samples_done, job.schedule.assignment.per_step))
+                        job.learns_next_tokens,
+                        job.epochs.steps(job.samples_done, job.schedule.assignment.step_microbatches))
         events: list[EventWriter] = []
         if show and config.metrics.tensorboard:
             events.append(TensorBoardWriter(self._folder, job.steps_done))

@@ -143,7 +143,7 @@ class Outcome:
         return {**{name: getattr(self, name) for name in names}, "model": self.contender.model,
                 "words": self.contender.description, "partition": job.partition,
                 "recomputed": tuple(map(len, job.recomputed)), "microbatch_size": job.config.microbatch_size,
-                "microbatches": job.schedule.assignment.per_step, "largest_size": self.contender.largest_size,
+                "microbatches": job.schedule.assignment.step_microbatches, "largest_size": self.contender.largest_size,
                 "prediction": None if self.plan is None else self.plan.predicted.as_json(),
                 "turns": [{"updates": len(turn), "seconds": sum(turn)} for turn in self.turns],
                 "rank_s": [(rank.idle_s, rank.working_s) for rank in self.usage], "kept_bytes": self.held_bytes}
@@ -243,7 +243,8 @@ class Comparison:
             job, largest = one.job, one.contender.largest_size
             yield f"{one.name}: {one.contender.description}"
             fits = "" if largest is None else f" (the largest that fits: {largest})"
-            program = (f"schedule {one.schedule}, {counted(job.schedule.assignment.per_step, 'microbatch')} of "
+            microbatches = counted(job.schedule.assignment.step_microbatches, "microbatch")
+            program = (f"schedule {one.schedule}, {microbatches} of "
                        f"{counted(job.config.microbatch_size, 'sample')}{fits} per update, layers "
                        f"{list(job.partition)}, recomputed {list(map(len, job.recomputed))}")
             yield from (f"    {line}" for line in filled(program, width - 4))

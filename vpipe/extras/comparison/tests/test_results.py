@@ -37,7 +37,7 @@ def outcome(name: str, losses: Sequence[float], update_s: Sequence[float], peak:
     job: Any = SimpleNamespace(
         config=config, partition=(2, 1), recomputed=((0,), ()), samples_per_update=2 * microbatches,
         tokens_per_update=32 * microbatches,
-        schedule=SimpleNamespace(assignment=SimpleNamespace(per_step=microbatches)), mean_delay=0.0,
+        schedule=SimpleNamespace(assignment=SimpleNamespace(step_microbatches=microbatches)), mean_delay=0.0,
         plan=None if peak is None else SimpleNamespace(predictions=prediction(peak),
                                                                 predicted=prediction(peak)))
     usage = tuple(StageUsage(work, 0.0, 0.0, 0.0, 1.0, 100, 2, 1, 3, 4) for work in (1.0, 3.0))
