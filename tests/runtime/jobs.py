@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import data_dependent_model, dtype_model, frozen_front, norm_model, rich_batches, rich_model
+from models import data_dependent_model, dtype_model, frozen_front, norm_model, rich_batches, rich_model, sliced_model
 from pipelines import parts
 from rank_process import tell
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Batch
 
 MODELS = {"rich": rich_model, "untied": lambda: rich_model(tied=False), "dtypes": dtype_model,
-          "norm": norm_model, "frozen": frozen_front,
+          "norm": norm_model, "frozen": frozen_front, "sliced": sliced_model,
           "labelled": lambda: Model(rich_model().layers, rich_model().batch, labels="labels")}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -257,6 +258,42 @@ class Recurrent(nn.Module):
 def recurrent_model() -> Model:
     """Five layers, three of them recurrent."""
     return between(*(Layer(f"lstm{i}", Recurrent) for i in range(3)))
+
+
+class CarriedRecurrent(Recurrent):
+    """An LSTM that goes on from slice to slice of a sequence."""
+
+    def forward(self, hidden: Tensor, carried: tuple[Tensor, ...] | None = None) -> Any:
+        output, state = self.lstm(hidden, carried or None)
+        return output if carried is None else (output, *state)
+
+
+class CarriedAttention(nn.Module):
+    """Causal attention that keeps the keys and values of the slices before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, carried: tuple[Tensor, ...] | None = None) -> Any:
+        query, key, value = self.project(hidden).chunk(3, -1)
+        if carried:
+            key, value = (torch.cat(both, 1) for both in zip(carried, (key, value), strict=True))
+        scores = (query @ key.mT).masked_fill(
+            torch.ones(query.shape[1], key.shape[1]).tril(key.shape[1] - query.shape[1]) == 0, -torch.inf)
+        output = hidden + self.out(scores.softmax(-1) @ value)
+        return output if carried is None else (output, key, value)
+
+
+def sliced_model() -> Model:
+    """Six layers that take slices: two keep keys and values, one a state; dropout and a tie."""
+    attention = {"carried": ("keys", "values")}
+    return Model([
+        Layer("words", Words, ("ids",), ("h",), carried=()), Layer("attention0", CarriedAttention, **attention),
+        Layer("lstm", CarriedRecurrent, carried=("hidden", "cell")), Layer("raw", RawMatmul, carried=()),
+        Layer("attention1", CarriedAttention, **attention),
+        Layer("head", Head, ("h", "labels"), ("loss",), {"decoder.weight": "words.word.weight"}, carried=()),
+    ], batch=("ids", "labels"), labels="labels")
 
 
 class Decoded(nn.Module):

@@ -67,7 +67,8 @@ def oracle_of(pipe: Pipeline, batches: Batches, *, drained_at: Iterable[int] = (
     regrouped = coded or max(map(len, pipe.placement)) > 1 or any(layer.ties for layer in pipe.model.layers)
     arrangement = (pipe.partition, pipe.placement, description.transfers) if stream or regrouped else ()
     key = repr([id(pipe.model), description.update, description.microbatches, description.precision, description.seed,
-                description.execution.backend, arrangement, (description.order, [*drained_at]) if stream else (),
+                description.execution.backend, description.order.slices, arrangement,
+                (description.order, [*drained_at]) if stream else (),
                 [(name, tensor.dtype, tensor.shape, hashlib.sha256(tensor.numpy().tobytes()).hexdigest())
                  for batch in batches for name, tensor in batch.items()]])
     if start is FROM_SCRATCH and key in _known:

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_checker import moved, swapped
 
-from vpipe import Cut, Execution, Order
+from vpipe import Cut, Order
 from vpipe.errors import CheckError, UserError
-from vpipe.runtime.pipeline_schedule import prepare_schedule
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, Op, backward, forward, step
 from vpipe.schedules.assignment import Assignment
@@ -145,8 +144,3 @@ def test_a_generator_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         yield step(rank, 0)
 
     assert ScheduleSpec(Order("one_by_one", slices=3), Cut(2), 4).prepare().rank_peaks[0].peak_activations == 3
-
-
-def test_stages_do_not_run_slices_yet() -> None:
-    with pytest.raises(UserError, match="slices is 2, but no stage runs slices of a microbatch yet"):
-        prepare_schedule(None, Cut(2), Order("seq1f1b", slices=2), 2, Execution(), needs_norms=False)

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vpipe.model.layer import Layer
 from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.side_effects import NOTHING, SideEffects, StateBefore
+from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.weight_grad_store import WeightGradStore
 
 DropoutKey = tuple[int, int]
@@ -22,13 +23,18 @@ DropoutKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive layers, with numbers and modules, whose activations are kept, or dropped and recomputed, together."""
+    """Consecutive layers, with numbers and modules, whose activations are kept, or dropped and recomputed, together.
+
+    Attributes:
+        carried: by number of the layer, the names of what it carries from a slice of a sequence to the next.
+    """
 
     layers: tuple[tuple[int, Layer, nn.Module], ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     recomputed: bool
     effects: SideEffects
+    carried: Mapping[int, tuple[str, ...]]
 
 
 @dataclass(slots=True)
@@ -65,6 +71,9 @@ class Record:
         fields: of the batch.
         pins: weight version per owner of weights: the stage itself, and those it borrows from.
         split: whether the backward comes in two halves.
+        slice: None of a whole microbatch.
+        carried: to the next slice, by name, after the forward; their gradients before the backward.
+        carried_gradients: of what the slice before has carried here, after the backward.
         weight_grads: between the halves, of the spans in the order of backward.
     """
 
@@ -73,6 +82,9 @@ class Record:
     key: DropoutKey
     pins: dict[int, int]
     split: bool
+    slice: SequenceSlice | None = None
+    carried: dict[str, Tensor] = field(default_factory=dict)
+    carried_gradients: dict[str, Tensor] = field(default_factory=dict)
     weight_grads: list[WeightGradStore] = field(default_factory=list)
 
 

@@ -40,6 +40,7 @@ from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.outputs import Outputs, interleaved, joined
 from vpipe.runtime.reducer import count_buckets, owners_of
 from vpipe.runtime.sharded_tensors import check_meshes, whole
+from vpipe.runtime.slices import check_slices
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_layers import check_not_shared
 from vpipe.runtime.stage_optimizer import StageOptimizer, check_rescheduled
@@ -87,6 +88,7 @@ class Engine:
         self._description, self._fields, self._labels = description, model.batch, model.labels
         self._device, self._lanes, timeout_s = world.own, world.lanes, description.transfers.timeout_s
         distributed = len(world.lanes.own) > 1
+        check_slices(model, description, schedule.slices)
         self._placement: Placement = schedule.placement
         self.workers: dict[int, Worker] = {}
         self.collectives = Collectives(self.workers, specs, self._placement, world.lanes, timeout_s,
@@ -200,7 +202,7 @@ class Engine:
             except KeyboardInterrupt as interrupt:
                 interrupt.add_note(self._whereabouts())
                 raise
-            first += self._description.microbatches
+            first += self.schedule.microbatches
             while self._made:
                 yield from self._yield_unchanged(self._made.popleft(), lambda: bool(self._made))
         self._end_batches(loader)
@@ -215,7 +217,7 @@ class Engine:
                 steps = list(steps)  # losses are exchanged when the batch is done
             self._made = deque(self._results.collect(segment, step) for step in steps)
             self._compare_lanes()
-            self._close(segment, first + self._description.microbatches, len(self._made))
+            self._close(segment, first + self.schedule.microbatches, len(self._made))
         except KeyboardInterrupt:
             self._interpreter.fail()
             raise
@@ -280,7 +282,8 @@ class Engine:
         if not self._interpreter.broken:
             return f"{done} made, and the pipeline is as after the last: train, evaluate and save go on from there"
         versions = sorted({stage.weights.latest for stage in self.local_stages})
-        lost = sorted({number for worker in self.workers.values() for _, number in worker.records})
+        lost = sorted({number // self.schedule.slices for worker in self.workers.values()
+                       for _, number in worker.records})
         made = " and ".join(map(str, versions if len(versions) < 3 else (f"{versions[0]} to {versions[-1]}",)))
         flight = f", and microbatches {lost[0]} to {lost[-1]} in flight are lost" if lost else ""
         return (f"{done} made by all stages; stages here have made {made}{flight}: build a new pipeline, and load a "
@@ -338,7 +341,8 @@ class Engine:
         """Return the segment that is trained next, beginning with an empty pipeline."""
         check_rescheduled(self._optimizers)
         self._check_not_wrapped()
-        return Segment(loader, first, self.position.microbatches, self.position.steps, assignment, training=True)
+        return Segment(loader, first, self.position.microbatches * loader.slices, self.position.steps, assignment,
+                       training=True)
 
     def drain(self) -> Sequence[Step]:
         """Finish the microbatches in flight without a flush; return the steps made. All ranks drain after the same."""
@@ -362,8 +366,9 @@ class Engine:
 
     def _close(self, segment: Segment, end: int, steps: int) -> None:
         """Count the steps and microbatches of a finished segment; ``end``: the loader's next microbatch."""
-        self.position = self.position.after(steps, end - segment.first, self._samples(segment, end),
-                                            end % self._description.microbatches)
+        slices = segment.loader.slices
+        self.position = self.position.after(steps, (end - segment.first) // slices, self._samples(segment, end),
+                                            end // slices % self._description.microbatches)
         self._interpreter.finish()
 
     def _samples(self, segment: Segment, end: int) -> int:
@@ -397,7 +402,7 @@ class Engine:
         # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
         most = (-(-4 * len(self._placement) // self._description.microbatches) * len(self._placement[-1])
                 * self._description.microbatches)
-        loader, first = self._loader(batches, None, most, copied=True, equal=False), 0
+        loader, first = self._loader(batches, None, most, copied=True, training=False), 0
         with self.interrupts, ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.evaluating(wanted))
@@ -478,17 +483,18 @@ class Engine:
         return interleaved(parts, samples) if len(self._placement[-1]) > 1 else joined(parts)
 
     def _loader(self, batches: Iterable[Batch], limit: int | None, period: int | None, begun: int = 0,
-                copied: bool = False, equal: bool = True) -> MicrobatchLoader:
+                copied: bool = False, training: bool = True) -> MicrobatchLoader:
         """Return a loader of the microbatches that this process uses.
 
         Args:
             period: after how many microbatches they are divided among replicas from the first one on, if ever.
             begun: how many of the first batch are left out.
             copied: whether fields are copied, where batches are read while others are in use.
-            equal: whether all microbatches of a batch must have the same size.
+            training: whether all microbatches of a batch must have the same size, which are cut into slices.
         """
         here = [(stage, rank) for rank, worker in self.workers.items() for stage in worker.stages]
-        assignment = self.schedule.assignment
+        slices = self.schedule.slices if training else 1
+        assignment = replace(self.schedule.assignment, slices=slices)
 
         def uses(microbatch: int) -> int:
             number = microbatch - begun if period is None else microbatch % period
@@ -498,7 +504,8 @@ class Engine:
         comparison = next((worker.comparison for worker in self.workers.values()), None)
         return MicrobatchLoader(iter(batches), self._description.microbatches, self._fields, uses, limit, used,
                                 self._device if copied else None, comparison, self._lane_comparison,
-                                self._counted if equal else None, self._over_lanes, equal=equal)
+                                (self._labels if slices > 1 else self._counted) if training else None,
+                                self._over_lanes, slices=slices, by_label=self._counted is not None, equal=training)
 
     def _over_lanes(self, numbers: list[int]) -> list[int]:
         """Return the sums of numbers over the lanes that read batches of their own."""

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from vpipe import accelerator
 from vpipe.distributed.watchdog import watch
-from vpipe.errors import UserError
+from vpipe.errors import UserError, counted
 from vpipe.model.model import Model
+from vpipe.runtime.slices import SequenceSlice
 from vpipe.schedules.action import Action
 from vpipe.schedules.assignment import Assignment
 
@@ -51,10 +52,12 @@ class LaneChecker(Protocol):
 
 @dataclass
 class _OpenBatch:
-    """A batch in use; ``uses`` counts those that are left, of all its microbatches by all stages."""
+    """A batch in use; ``uses`` counts those that are left, of all its microbatches by all stages. ``slices``: of each
+    of its microbatches, or none."""
 
     chunks: list[dict[str, Tensor]]
     signatures: list[Signature]
+    slices: list[SequenceSlice]
     uses: int
 
 
@@ -72,6 +75,9 @@ class _Sizes(NamedTuple):
 class MicrobatchLoader:
     """Read each batch when its first microbatch is needed; microbatches count from 0.
 
+    With slices of sequences every slice has an index, ``microbatch * slices + slice``, and is what is called a
+    microbatch here but for the argument ``microbatches``.
+
     Args:
         batches: of the user; a field this process does not need may be on the meta device.
         microbatches: into how many parts a batch is cut along dimension 0.
@@ -86,6 +92,9 @@ class MicrobatchLoader:
         lanes: comparison with the batches of other lanes; None where there are none.
         labels: the field whose labels are counted, of every microbatch; None: none are.
         over_lanes: returns the sums of such numbers over the lanes that read batches of their own.
+        slices: into how many parts a microbatch is cut along dimension 1; ``labels`` are then needed.
+        by_label: with slices, whether these count by their labels as microbatches do without. Else microbatches count
+            alike, and slices by their shares of the labels of their microbatch.
         equal: whether a batch is refused that cannot be cut into so many equal microbatches. Otherwise their sizes
             differ by at most one sample, and a batch of fewer samples has a microbatch for each.
 
@@ -96,25 +105,27 @@ class MicrobatchLoader:
         checksums: of batches, by number, until the comparison with other ranks drops them.
         batches_read: their number.
         labels: the field whose labels are counted.
-        counts: labels of microbatches by number, here and over lanes, until their step is done.
+        counts: how much the losses of microbatches count, by number, here and over lanes, until their step is done.
     """
 
     def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...],
                  uses: Callable[[int], int], limit: int | None = None, used: Collection[str] = (),
                  copy_to: torch.device | None = None, comparison: BatchChecker | None = None,
                  lanes: LaneChecker | None = None, labels: str | None = None,
-                 over_lanes: Callable[[list[int]], list[int]] = list, *, equal: bool = True) -> None:
+                 over_lanes: Callable[[list[int]], list[int]] = list, *, slices: int = 1, by_label: bool = True,
+                 equal: bool = True) -> None:
         self._batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
         self._limit, self._used, self._copy_to, self._comparison = limit, used, copy_to, comparison
         self._equal, self._lanes, self.labels, self._over_lanes = equal, lanes, labels, over_lanes
+        self.slices, self._by_label = slices, by_label
         self._open: dict[int, _OpenBatch] = {}
         self._exhausted = False
         self.batches_read = self._read = 0  # and their microbatches
         self.end: int | None = None
         self.error: BaseException | None = None
         self.checksums: dict[int, tuple[int, Checksums]] = {}
-        self.counts: dict[int, tuple[int, int]] = {}
-        self._sizes = [_Sizes(0, 0, 0, 0, microbatches)]  # where they change
+        self.counts: dict[int, tuple[float, float]] = {}
+        self._sizes = [_Sizes(0, 0, 0, 0, microbatches * slices)]  # where they change
 
     def has(self, microbatch: int) -> bool:
         """Return whether this microbatch exists and lies before the pause."""
@@ -145,25 +156,48 @@ class MicrobatchLoader:
         samples = next(iter(fields.values())).shape[0]
         if samples != self._sizes[-1].samples:
             self._sizes.append(_Sizes(number, first, self._samples_before(first), samples,
-                                      min(samples, self._microbatches)))
+                                      min(samples, self._microbatches) * self.slices))
         microbatches = self._sizes[-1].microbatches
         uses = sum(map(self._uses, range(first, first + microbatches)))
         if self._comparison is not None:
             self.checksums[number] = self._comparison.checksums(fields)
         if self.labels is not None:
-            parts = fields[self.labels].tensor_split(microbatches)
-            own = [int(labels) for labels in torch.stack([_labelled(part) for part in parts]).tolist()]
-            self.counts |= zip(range(first, first + microbatches), zip(own, self._over_lanes(own), strict=True),
-                               strict=True)
+            own = [int(labels) for labels in torch.stack(list(map(_labelled, self._cut(fields[self.labels])))).tolist()]
+            counts = self._shares(own) if not self._by_label else zip(own, self._over_lanes(own), strict=True)
+            self.counts |= zip(range(first, first + microbatches), counts, strict=True)
         if uses:
             if self._copy_to is not None:
                 fields |= {name: accelerator.queued_copy(fields[name], self._copy_to) for name in self._used}
-            by_field = {name: torch.tensor_split(t, microbatches) for name, t in fields.items()}
+            by_field = {name: self._cut(t) for name, t in fields.items()}
             chunks = [{name: each[i] for name, each in by_field.items()} for i in range(microbatches)]
             signatures = [tuple((name, tuple(t.shape)) for name, t in chunk.items()) for chunk in chunks]
-            self._open[number] = _OpenBatch(chunks, signatures, uses)
+            slices = list(self._slices_of(chunks))
+            for i, part in enumerate(slices):  # what came before decides shapes, too, such as that of a mask
+                signatures[i] += (("", (part.start, part.length)),)
+            self._open[number] = _OpenBatch(chunks, signatures, slices, uses)
         self.batches_read += 1
         self._read += microbatches
+
+    def _cut(self, field: Tensor) -> Sequence[Tensor]:
+        """Cut a field of the batch that is being read."""
+        microbatches = field.tensor_split(self._sizes[-1].microbatches // self.slices)
+        if self.slices == 1:
+            return microbatches
+        return [part for microbatch in microbatches for part in microbatch.tensor_split(self.slices, dim=1)]
+
+    def _shares(self, labels: Sequence[int]) -> Iterator[tuple[float, float]]:
+        """Yield how much each slice counts, from the labels of each; a microbatch counts 1 with its last slice."""
+        [lanes] = self._over_lanes([1])
+        for i, own in enumerate(labels):
+            number = i % self.slices
+            whole = sum(labels[i - number:i - number + self.slices])
+            yield own / (whole or 1), lanes if number == self.slices - 1 else 0
+
+    def _slices_of(self, chunks: Sequence[Mapping[str, Tensor]]) -> Iterator[SequenceSlice]:
+        for first in range(0, len(chunks), self.slices) if self.slices > 1 else ():
+            tokens = [next(iter(chunk.values())).shape[1] for chunk in chunks[first:first + self.slices]]
+            for number in range(self.slices):
+                yield SequenceSlice(number, self.slices, sum(tokens[:number]), sum(tokens))
 
     @property
     def total(self) -> int:
@@ -190,6 +224,13 @@ class MicrobatchLoader:
         _, number, within = self._locate(microbatch)
         return self._open[number].signatures[within]
 
+    def sliced(self, microbatch: int) -> SequenceSlice | None:
+        """Return which slice of sequences it is, of a batch that is still in use; None without slices."""
+        if self.slices == 1:
+            return None
+        _, number, within = self._locate(microbatch)
+        return self._open[number].slices[within]
+
     def labelled(self, microbatch: int, name: str) -> Tensor:
         """Return the number of entries with a label in a field of a microbatch whose batch is still in use."""
         _, number, within = self._locate(microbatch)
@@ -210,7 +251,8 @@ class MicrobatchLoader:
 
     def _samples_before(self, microbatch: int) -> int:
         sizes, number, within = self._locate(microbatch)
-        each, larger = divmod(sizes.samples, sizes.microbatches)
+        within //= self.slices
+        each, larger = divmod(sizes.samples, sizes.microbatches // self.slices)
         return sizes.sample + (number - sizes.batch) * sizes.samples + within * each + min(within, larger)
 
     def _locate(self, microbatch: int) -> tuple[_Sizes, int, int]:
@@ -258,13 +300,33 @@ class MicrobatchLoader:
             fitting = " or ".join(str(size) for size in (down, down + self._microbatches) if size)
             raise UserError(f"a batch of {samples} samples cannot be cut into {self._microbatches} equal microbatches",
                             hint=f"use batches of {fitting} samples, or drop the incomplete last batch")
+        if self.slices > 1:
+            self._check_sequences(tensors)
         if self.labels is not None and tensors[self.labels].is_meta:
-            raise UserError(f"the field '{self.labels}' of a batch is on the meta device, but per_token_loss counts "
-                            "its labels on every rank", hint="give its values on every rank")
+            who = "per_token_loss counts" if self._by_label else "slices of sequences count"
+            raise UserError(f"the field '{self.labels}' of a batch is on the meta device, but {who} its labels on "
+                            "every rank", hint="give its values on every rank")
         if unread := [name for name in self._used if tensors[name].is_meta]:
             raise UserError(f"the field '{unread[0]}' of a batch is on the meta device, but layers of this process "
                             "read it", hint="leave out the values of such fields alone as no layer of a rank reads")
         return tensors
+
+
+    def _check_sequences(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse fields without sequences that can be cut into slices."""
+        shapes = {name: list(t.shape) for name, t in tensors.items()}
+        if flat := [name for name, shape in shapes.items() if len(shape) < 2]:
+            raise UserError(f"the field '{flat[0]}' of a batch has the shape {shapes[flat[0]]}, without sequences to "
+                            f"cut into {self.slices} slices",
+                            hint="dimension 1 of every field counts tokens: repeat for each what belongs to a whole "
+                                 "sequence, or leave the slices out")
+        tokens = {name: shape[1] for name, shape in shapes.items()}
+        if len(set(tokens.values())) > 1:
+            raise UserError(f"the fields of a batch disagree on the number of tokens: {tokens}",
+                            hint="with slices dimension 1 of every field counts the tokens")
+        if (length := next(iter(tokens.values()))) < self.slices:
+            raise UserError(f"sequences of {counted(length, 'token')} cannot be cut into {self.slices} slices",
+                            hint=f"use at most {counted(length, 'slice')}, or longer sequences")
 
 
 def _labelled(labels: Tensor) -> Tensor:
@@ -298,11 +360,15 @@ class Segment:
         per_update = self.assignment.per_update(action.stage)
         return self.steps_before * self.assignment.per_step // per_update + action.index
 
-    def weight(self, microbatch: int) -> int:
+    def describe(self, microbatch: int) -> str:
+        """Return a microbatch for messages, counted over all training."""
+        return self.assignment.name_of(self.base + microbatch)
+
+    def weight(self, microbatch: int) -> float:
         """Return how much the loss of a microbatch counts: its labels where they are counted, 1 elsewhere."""
         return 1 if self.loader.labels is None else self.loader.counts[self.first + microbatch][0]
 
-    def total_weight(self, microbatches: Sequence[int], lanes: int) -> int:
+    def total_weight(self, microbatches: Sequence[int], lanes: int) -> float:
         """Return the weight of microbatches of all lanes that read batches of their own, so many; without any label 1.
         """
         if self.loader.labels is None:

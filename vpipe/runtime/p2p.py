@@ -139,7 +139,8 @@ class P2PTransfers:
         if known is None:
             self._announced[channel] = specs
         elif known is not specs and known != specs:
-            raise UserError(f"stage {stage} sends {', '.join(map(str, specs))} for microbatch {key.number}, but sent "
+            which = self._segment.describe(microbatch)
+            raise UserError(f"stage {stage} sends {', '.join(map(str, specs))} for {which}, but sent "
                             f"{', '.join(map(str, known))} for another with fields of the same shapes",
                             hint="shapes between stages must follow from the shapes of the batch: pad where they "
                                  "depend on the values")

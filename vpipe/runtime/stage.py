@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,7 @@ from vpipe.runtime.recompute import forward_without_activations, recompute_span
 from vpipe.runtime.sharded_random import DrawnAsOnOneDevice
 from vpipe.runtime.sharded_tensors import is_sharded
 from vpipe.runtime.side_effects import SideEffects
+from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage_layers import StageLayers
 from vpipe.runtime.transport.transport import contiguous
@@ -42,6 +45,8 @@ from vpipe.runtime.weight_grad_store import WeightGradStore
 from vpipe.runtime.weight_versions import WeightVersions
 
 NOTHING = nullcontext()
+NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
+NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Stage(StageLayers):
@@ -83,7 +88,9 @@ class Stage(StageLayers):
             yield Span(tuple((i, model.layers[i], self.modules[i]) for i in here),
                        self.spec.inputs if here[0] == start else model.crossing(here[0]),
                        self.spec.outputs if here[-1] == stop - 1 else model.crossing(here[-1] + 1),
-                       dropped, SideEffects(modules, dropped, self.all_weights))
+                       dropped, SideEffects(modules, dropped, self.all_weights),
+                       {i: tuple(f"{name} of {layer.name}" for name in layer.carried)
+                        for i in here if (layer := model.layers[i]).carried})
 
     def _in_several_spans(self, weights: WeightVersions) -> list[str]:
         """Return the parameters tied across spans: one backward of a whole graph would sum their parts first."""
@@ -108,8 +115,9 @@ class Stage(StageLayers):
     # -- forward ---------------------------------------------------------------------------------------
 
     def forward(self, received: Sequence[Tensor], fields: Mapping[str, Tensor], key: DropoutKey,
-                pins: dict[int, int], *, split: bool = False) -> tuple[list[Tensor], Record]:
-        """Run one microbatch forward.
+                pins: dict[int, int], *, split: bool = False, sliced: SequenceSlice | None = None,
+                past: Mapping[str, Tensor] = NO_TENSORS) -> tuple[list[Tensor], Record]:
+        """Run one microbatch forward, or a slice of it.
 
         Args:
             received: the tensors of ``spec.inputs``; those that want a gradient require it.
@@ -117,17 +125,24 @@ class Stage(StageLayers):
             key: of the random numbers of dropout.
             pins: the weight versions in use, for the backward.
             split: whether the backward will come in two halves. Without it the first half computes nearly all.
+            sliced: the slice; None: a whole microbatch.
+            past: what the slice before has carried here, its record's ``carried``; none for the first.
 
         Returns:
             The tensors of ``spec.outputs``, detached, requiring a gradient where backward needs one,
             and the record for :meth:`backward`, or :meth:`backward_input` and :meth:`backward_weight`.
         """
         tensors = dict(zip(self.spec.inputs, received, strict=True))
-        record = Record([], self._read_fields(fields), key, pins, split)
+        record = Record([], self._read_fields(fields), key, pins, split, sliced)
         with _PreserveRandomState(self.generators):
             for span in self._spans:
-                saved, tensors = self._forward_span(span, {name: tensors[name] for name in span.inputs}, record)
+                inputs = {name: tensors[name] for name in span.inputs}
+                if past:
+                    inputs |= {name: past[name] for names in span.carried.values() for name in names}
+                saved, tensors = self._forward_span(span, inputs, record)
                 record.spans.append(saved)
+                if sliced is not None:
+                    record.carried |= {name: tensors.pop(name) for name in _carried_on(span, sliced)}
         return [contiguous(tensors[name]) for name in self.spec.outputs], record
 
     @torch.no_grad()
@@ -202,27 +217,36 @@ class Stage(StageLayers):
             RunError: a layer raised an error.
         """
         training = torch.is_grad_enabled()
-        effects = span.effects if training and not span.effects.inert else None
+        effects, sliced = span.effects if training and not span.effects.inert else None, record.slice
         given = inputs if effects is None else effects.prepare_inputs(inputs, again)
         tensors = {**record.fields, **given}
         before = [(name, t, t._version) for name, t in tensors.items() if training or name not in inputs]
+        key = record.key if sliced is None else (*record.key, sliced.number)
         try:
             for i, layer, module in span.layers:
-                seed = seed_of(self.seed, *record.key, i)
+                seed = seed_of(self.seed, *key, i)
                 for generator in self.generators:
                     generator.manual_seed(seed)
                 arguments = [tensors[name] for name in layer.inputs]
+                carried = None if sliced is None else span.carried.get(i)
                 with (DrawnAsOnOneDevice() if i in self._sharded else NOTHING,  # type: ignore[no-untyped-call]
                       NOTHING if store is None or i not in self._splittable
                       else SplitBackwardMode(store, self._autocast is not None)):
-                    result = self._call(layer, module, arguments)
+                    result = self._call(layer, module, arguments, None if carried is None else tuple(
+                        [tensors[name] for name in carried if name in inputs]))
+                if carried is not None:
+                    on = list(zip(carried, result[len(layer.outputs):], strict=True))
+                    before += [(name, t, t._version) for name, t in on]
+                    tensors.update(on)
+                    result = result[:len(layer.outputs)]
                 if self._observed is not None:
                     self._observed.append(LayerOutputs(i, layer, result))
                 tensors.update(zip(layer.outputs, result, strict=True))
         except VpipeError:
             raise
         except Exception as error:
-            raise forward_error(i, layer, module, {name: tensors[name] for name in layer.inputs}, error) from error
+            names = [*layer.inputs, *(name for name in span.carried.get(i, ()) if name in inputs)]
+            raise forward_error(i, layer, module, {name: tensors[name] for name in names}, error) from error
         changed = [name for name, tensor, version in before if tensor._version != version]
         if changed and any(given.get(name) is inputs.get(name) for name in changed):
             raise self._in_place_error(span.layers[0][1].name)
@@ -231,33 +255,46 @@ class Stage(StageLayers):
         # Where layers got copies, an input that none of them changed is passed on itself, not one more copy. An alias
         # is passed on, so that gradients from beyond the span are added first, as in one graph.
         return {name: inputs[name] if span.recomputed and tensors[name] is given.get(name)
-                and name not in span.effects.inputs else tensors[name] for name in (*span.outputs, *also)}
+                and name not in span.effects.inputs else tensors[name] for name in (
+                    *span.outputs, *(also if sliced is None else _carried_on(span, sliced)))}
 
-    def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor]) -> tuple[Tensor, ...]:
-        """Call a layer; in reduced precision under an autocast of its own, so that no cast depends on the partition."""
+    def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor],
+              past: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
+        """Call a layer; in reduced precision under an autocast of its own, so that no cast depends on the partition.
+
+        Args:
+            past: what the slice before has carried to a layer that is called with slices; what it carries on follows
+                its outputs, in the precision that it has there, as within a whole sequence.
+        """
+        keywords = NO_KEYWORDS if past is None else {"carried": past}
         try:
             if self._autocast is None:
-                result = module(*arguments)
+                result = module(*arguments, **keywords)
             else:
                 with self._autocast:
-                    result = module(*arguments)
+                    result = module(*arguments, **keywords)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
                 raise self._in_place_error(layer.name) from error
             raise
         outputs = result if isinstance(result, tuple) else (result,)
-        if len(outputs) != len(layer.outputs) or not all(isinstance(t, Tensor) for t in outputs):
+        names = layer.outputs if past is None else (*layer.outputs, *(layer.carried or ()))
+        if len(outputs) != len(names) or not all(isinstance(t, Tensor) for t in outputs):
             kinds = ", ".join(type(t).__name__ for t in outputs)
+            carried = "" if past is None else f" and the {len(layer.carried or ())} that it carries on"
             raise UserError(f"layer '{layer.name}' returned {len(outputs)} value(s) ({kinds}) for its "
-                            f"{len(layer.outputs)} outputs {list(layer.outputs)}",
-                            hint="forward must return one tensor per name in outputs, as a tuple if there are several")
-        if (sharded := next((name for name, t in zip(layer.outputs, outputs, strict=True) if is_sharded(t)), None)):
+                            f"{len(layer.outputs)} outputs{carried} {list(names)}",
+                            hint="forward must return one tensor per name in outputs, as a tuple if there are several"
+                            + ("" if past is None else "; behind them those of carried"))
+        if (sharded := next((name for name, t in zip(names, outputs, strict=True) if is_sharded(t)), None)):
             raise UserError(f"layer '{layer.name}' returned '{sharded}' as a DTensor, but stages exchange plain "
                             "tensors", hint="return the part of this rank: use_local_output=True in the layer's plan, "
                                             "or to_local()")
         if self.rounding is None:
             return outputs
-        return tuple(self.rounding.round_output(name, t) for name, t in zip(layer.outputs, outputs, strict=True))
+        count = len(layer.outputs)
+        return (*(self.rounding.round_output(name, t) for name, t in zip(layer.outputs, outputs[:count], strict=True)),
+                *outputs[count:])
 
     def _in_place_error(self, layer: str) -> UserError:
         return UserError(f"stage {self.spec.index}, which starts at layer '{layer}', changes its input in place",
@@ -267,10 +304,11 @@ class Stage(StageLayers):
     # -- backward --------------------------------------------------------------------------------------
 
     def backward(self, record: Record, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        """Run one microbatch backward.
+        """Run one microbatch backward, or a slice of it: the last slice first.
 
         Args:
-            record: what :meth:`forward` returned; used up.
+            record: what :meth:`forward` returned; used up. Where a slice carried something on, its ``carried`` are the
+                gradients that the slice after it has returned as ``carried_gradients``.
             gradients: of the outputs that require one.
 
         Returns:
@@ -343,6 +381,9 @@ class Stage(StageLayers):
                        gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], WeightGradStore | None]:
         saved = record.spans.pop()
         graph = saved.graph or self._recompute_span(span, saved, record)
+        if (sliced := record.slice) is not None:
+            gradients = {**gradients, **{name: record.carried.pop(name) for name in _carried_on(span, sliced)
+                                         if name in record.carried}}
         names = [name for name in graph.edges if name in gradients]
         if names:
             if graph.weight_grads is not None:
@@ -361,8 +402,12 @@ class Stage(StageLayers):
                 repeats = may_repeat(error) and not self._in_lanes
                 found = self._layer_at_fault(span, saved, record, gradients, error) if repeats else None
                 raise backward_error(span, gradients, error, found) from error
-        return {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-                for name, leaf in saved.inputs.items() if leaf.requires_grad}, graph.weight_grads
+        returned = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                    for name, leaf in saved.inputs.items() if leaf.requires_grad}
+        if sliced is not None:
+            record.carried_gradients |= {name: returned.pop(name) for names in span.carried.values()
+                                         for name in names if name in returned}
+        return returned, graph.weight_grads
 
     def _layer_at_fault(self, span: Span, saved: SpanActivations, record: Record, gradients: Mapping[str, Tensor],
                         error: Exception) -> LayerOutputs | None:
@@ -418,6 +463,11 @@ class _PreserveRandomState:
     def __exit__(self, *_: object) -> None:
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
+
+
+def _carried_on(span: Span, sliced: SequenceSlice) -> list[str]:
+    """Return the names of what the layers of a span carry to the next slice; of the last one none."""
+    return [name for names in span.carried.values() for name in names] if sliced.number < sliced.slices - 1 else []
 
 
 def _edge_of(tensor: Tensor) -> GradientEdge:

@@ -85,7 +85,7 @@ class StepResults:
         """Post the receives of a step's results."""
         for rank in self._sources:
             if rank not in self._workers:
-                count = 1 + len(self._share(segment.assignment.in_step(step), rank))
+                count = 1 + len(self._share(segment, step, rank))
                 self._worker.transport.post(rank, self._key(segment, step),
                                             [TensorSpec((count,), torch.float64, wants_gradient=False)])
 
@@ -94,7 +94,7 @@ class StepResults:
         if rank not in self._sources:
             return
         known = self._workers[rank].losses
-        losses = [known[segment.base + i] for i in self._share(segment.assignment.in_step(step), rank)]
+        losses = [known[segment.base + i] for i in self._share(segment, step, rank)]
         stop = float(rank == self._sources[0] and self.stop())
         own = self._own[step, rank] = [stop, *read_at_once(losses)]
         for peer in self._listeners:
@@ -142,17 +142,18 @@ class StepResults:
                    for rank in self._sources]
         for rank in self._sources:
             if rank in self._workers:
-                for i in self._share(microbatches, rank):
+                for i in self._share(segment, step, rank):
                     del self._workers[rank].losses[segment.base + i]
-        losses = self._in_order([each[1:] for each in results], microbatches)
+        losses = self._in_order([each[1:] for each in results], len(microbatches), segment.loader.slices)
         if segment.loader.labels is not None:  # a mean over no labels, which counts for nothing, is NaN
             losses = [each * weight if (weight := segment.weight(i)) else 0.0
                       for i, each in zip(microbatches, losses, strict=True)]
             loss = sum(losses)
         else:
             loss = losses[0] if len(losses) == 1 else float(torch.tensor(losses, dtype=torch.float64).mean())
-        not_finite = None if isfinite(loss) else segment.base + next(
+        not_finite = None if isfinite(loss) else (segment.base + next(
             (i for i, each in zip(microbatches, losses, strict=True) if not isfinite(each)), microbatches[0])
+            ) // segment.loader.slices
         return loss, bool(results[0][0]), not_finite
 
     def over_lanes(self, total: float, weight: float) -> float:
@@ -170,7 +171,7 @@ class StepResults:
             numbers: by rank of the last stage in this process.
         """
         of_all = exchange.united({str(rank): own for rank, own in numbers.items()})
-        return self._in_order([of_all[str(rank)] for rank in self._sources], range(count))
+        return self._in_order([of_all[str(rank)] for rank in self._sources], count)
 
     def _last_forwards(self, schedule: Schedule) -> Mapping[int, Action]:
         if schedule.stream or schedule.assignment.per_step < schedule.microbatches or self._on_gpu:
@@ -178,14 +179,21 @@ class StepResults:
         return {rank: [action for action in schedule.programs[rank]
                        if action.op is Op.FORWARD and action.stage == self._last_stage][-1] for rank in self._sources}
 
-    def _share(self, microbatches: range, rank: int) -> range:
-        """Return the microbatches of a replica of the last stage; a step begins with the first replica."""
-        return microbatches[self._sources.index(rank)::len(self._sources)]
+    def _share(self, segment: Segment, step: int, rank: int) -> list[int]:
+        """Return the microbatches of a replica of the last stage in a step, which begins with the first replica."""
+        microbatches = segment.assignment.in_step(step)
+        places = self._places(len(microbatches), self._sources.index(rank), segment.loader.slices)
+        return [microbatches[place] for place in places]
 
-    def _in_order(self, parts: Sequence[Sequence[float]], microbatches: range) -> list[float]:
-        losses = [nan] * len(microbatches)
+    def _places(self, count: int, replica: int, slices: int) -> list[int]:
+        """Return the places of a replica's microbatches among so many; all slices of one are the same replica's."""
+        return [place for place in range(count) if place // slices % len(self._sources) == replica]
+
+    def _in_order(self, parts: Sequence[Sequence[float]], count: int, slices: int = 1) -> list[float]:
+        losses = [nan] * count
         for replica, part in enumerate(parts):
-            losses[replica::len(self._sources)] = part
+            for place, loss in zip(self._places(count, replica, slices), part, strict=True):
+                losses[place] = loss
         return losses
 
     def _key(self, segment: Segment, step: int) -> TransferKey:

@@ -28,7 +28,8 @@ from vpipe.runtime.offload import Offloads
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.outputs import Outputs
 from vpipe.runtime.p2p import SCALE, P2PTransfers
-from vpipe.runtime.stage import NOTHING, Stage
+from vpipe.runtime.slices import SequenceSlice
+from vpipe.runtime.stage import NO_TENSORS, NOTHING, Stage
 from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
 from vpipe.runtime.tied_weights import TiedWeights
 from vpipe.runtime.transport.compression import CompressedTransport, Compression
@@ -43,13 +44,19 @@ IsSplit = Callable[[int, int], bool]
 
 
 class ForwardInputs(NamedTuple):
-    """Inputs of a forward; ``pins`` are the weight versions in use, None in an evaluation."""
+    """Inputs of a forward.
+
+    Attributes:
+        pins: the weight versions in use; None in an evaluation.
+        sliced: which slice of sequences it is; None: whole ones.
+    """
 
     received: list[Tensor]
     fields: dict[str, Tensor]
     signature: Signature
     key: DropoutKey
     pins: dict[int, int] | None
+    sliced: SequenceSlice | None
 
 
 def check_runnable(present: Collection[Kind]) -> None:
@@ -94,6 +101,8 @@ class Worker:
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
         self.wanted: Outputs | None = None  # of an evaluation, beside the loss
         self.outputs: dict[int, dict[str, Tensor]] = {}  # of the last stage, by microbatch of the evaluation
+        self._carried: dict[tuple[int, int], dict[str, Tensor]] = {}  # to a slice, by stage and microbatch
+        self._carried_gradients: dict[tuple[int, int], dict[str, Tensor]] = {}  # likewise
         self._activations = dict.fromkeys(stages, 0)
         self.seconds: dict[tuple[int, Kind], float] = defaultdict(float)  # by stage
         self.peak_activations = dict.fromkeys(stages, 0)
@@ -156,7 +165,8 @@ class Worker:
         for stage in self.stages.values():
             stage.weights.choose(None)
         self.transport.finish()
-        stores = {"records": self.records, **self._p2p.stores()}
+        stores = {"records": self.records, "tensors for another slice": {**self._carried, **self._carried_gradients},
+                  **self._p2p.stores()}
         left = [name for name, store in stores.items() if store]
         left += [f"pinned weights of stage {s}" for s, stage in self.stages.items()
                  for weights in stage.all_weights if weights.pinned]
@@ -166,8 +176,8 @@ class Worker:
 
     def abandon(self) -> None:
         """Drop the state of a segment that failed before any stage of this process made a step."""
-        self.records.clear()
-        self.losses.clear()
+        for store in (self.records, self.losses, self._carried, self._carried_gradients):
+            store.clear()
         self._activations = dict.fromkeys(self.stages, 0)
         for part in (self._p2p, self.tied, self.optimizer_steps, self.transport, self.offloads):
             part.abandon()
@@ -236,9 +246,14 @@ class Worker:
                     outputs[1:], samples, next(iter(self.outputs.values()), None))
             self._end_forward(stage_index, microbatch, inputs, outputs)
         else:
-            with self.offloads.saving(stage_index, microbatch, (*inputs.received, *inputs.fields.values())):
+            past = self._carried.pop((stage_index, microbatch), NO_TENSORS)
+            given = (*inputs.received, *inputs.fields.values(), *past.values())
+            with self.offloads.saving(stage_index, microbatch, given):
                 outputs, record = stage.forward(inputs.received, inputs.fields, inputs.key, inputs.pins,
-                                                split=self.is_split(stage_index, microbatch))
+                                                split=self.is_split(stage_index, microbatch),
+                                                sliced=inputs.sliced, past=past)
+            if record.carried:
+                self._carried[stage_index, microbatch + 1], record.carried = record.carried, {}
             self._end_forward(stage_index, microbatch, inputs, outputs, record)
 
     def _post_activations(self, stage_index: int, microbatch: int) -> None:
@@ -250,21 +265,23 @@ class Worker:
         """Return the inputs of a forward; the activations are waited for last."""
         segment, stage = self.segment, self.stages[stage_index]
         number, signature = segment.base + microbatch, segment.signature(microbatch)
+        sliced = segment.loader.sliced(segment.first + microbatch)
         fields = {name: value if value.device == stage.device else accelerator.queued_copy(value, stage.device)
                   for name, value in segment.loader.consume(segment.first + microbatch).items()
                   if name in stage.spec.fields}
         if self.comparison is not None and microbatch >= self.comparison.compared_until[stage_index]:
             self.comparison.compare(stage_index, microbatch)
         update, within = divmod(number, segment.assignment.update_every)
+        within //= segment.loader.slices
         within = within * self.fully_sharded.lanes + self.fully_sharded.place  # as if lanes took them in turn
         if segment.training:
             pins = stage.pin({owner: self.tied.install(owner, self._tied_version_of(owner, microbatch))
                               for owner in stage.borrowed})
             return ForwardInputs(self._p2p.receive_activations(stage_index, microbatch), fields, signature,
-                                 (update, within), pins)
+                                 (update, within), pins, sliced)
         stage.use_latest()
         return ForwardInputs(self._p2p.receive_activations(stage_index, microbatch), fields, signature,
-                             (-1 - update, within), None)
+                             (-1 - update, within), None, None)
 
     def _end_forward(self, stage_index: int, microbatch: int, inputs: ForwardInputs, outputs: list[Tensor],
                      record: Record | None = None) -> None:
@@ -278,7 +295,7 @@ class Worker:
             if held > self.peak_activations[stage_index]:
                 self.peak_activations[stage_index] = held
         if stage_index == self._last:
-            self._store_loss(self.segment.base + microbatch, outputs[0])
+            self._store_loss(microbatch, outputs[0])
             if record is not None and not outputs[0].requires_grad:
                 self._check_loss_may_be_constant(stage_index, microbatch, inputs)
             return
@@ -297,16 +314,17 @@ class Worker:
         """Refuse a loss without a gradient if there is something to train."""
         stage = self.stages[stage_index]
         if stage.weights.names or stage.borrowed or any(tensor.requires_grad for tensor in inputs.received):
-            raise UserError(f"the loss of microbatch {self.segment.base + microbatch} has no gradient: it does not "
-                            "depend on any parameter",
+            raise UserError(f"the loss of {self.segment.describe(microbatch)} has no gradient: it does not depend on "
+                            "any parameter",
                             hint="compute it from what the layers return, without detach(), item() or torch.no_grad()")
 
-    def _store_loss(self, number: int, loss: Tensor) -> None:
+    def _store_loss(self, microbatch: int, loss: Tensor) -> None:
         if loss.numel() != 1:
             last, name = list(self.stages[self._last].layer_names.items())[-1]
-            raise UserError(f"the loss of layer {last} '{name}' has shape {list(loss.shape)} for microbatch {number}",
+            raise UserError(f"the loss of layer {last} '{name}' has shape {list(loss.shape)} for "
+                            f"{self.segment.describe(microbatch)}",
                             hint="the last layer must return one number: the mean over its samples")
-        self.losses[number] = loss.detach()
+        self.losses[self.segment.base + microbatch] = loss.detach()
 
     # -- backward --------------------------------------------------------------------------------------
 
@@ -317,12 +335,15 @@ class Worker:
             returned = (stage.backward(record, gradients) if self._stage_scaler is None
                         else self._backward_watching_overflow(stage, record, gradients, self._stage_scaler))
         stage.unpin(record.pins)
+        self._give_back(stage_index, microbatch, record)
         self._end_backward(stage_index, microbatch, returned)
 
     def _backward_input(self, stage_index: int, microbatch: int) -> None:
         record = self.records[stage_index, microbatch]
         gradients = self._output_gradients(stage_index, microbatch, record)
-        self._end_backward(stage_index, microbatch, self.stages[stage_index].backward_input(record, gradients))
+        returned = self.stages[stage_index].backward_input(record, gradients)
+        self._give_back(stage_index, microbatch, record)
+        self._end_backward(stage_index, microbatch, returned)
 
     def _backward_weight(self, stage_index: int, microbatch: int) -> None:
         stage, record = self.stages[stage_index], self.records.pop((stage_index, microbatch))
@@ -366,6 +387,8 @@ class Worker:
         if (staleness := stage.weights.latest - record.pins[stage_index]) > self._staleness[stage_index]:
             self._staleness[stage_index] = staleness
         stage.prepare_backward(record.pins)
+        if record.slice is not None:
+            record.carried = self._carried_gradients.pop((stage_index, microbatch), {})
         if stage_index == self._last:
             loss, steps = self.losses[self.segment.base + microbatch], self.optimizer_steps
             scale = 1 if steps.scaler is None else steps.scaler[stage_index].value
@@ -380,6 +403,12 @@ class Worker:
                 gradients = {name: gradient * factor for name, gradient in gradients.items()}
         return gradients
 
+    def _give_back(self, stage_index: int, microbatch: int, record: Record) -> None:
+        """Store the gradients of what the slice before has carried to this one."""
+        if record.carried_gradients:
+            self._carried_gradients[stage_index, microbatch - 1] = record.carried_gradients
+            record.carried_gradients = {}
+
     def _share(self, microbatch: int, scale: float) -> float:
         """Return the share of a microbatch's loss in that of its update, times the scale.
 
@@ -387,7 +416,8 @@ class Worker:
         of their labels, and each stage divides by these when it makes the update.
         """
         segment, lanes = self.segment, self.fully_sharded.lanes
-        assignment, whole = segment.assignment, segment.assignment.update_every * lanes
+        assignment = segment.assignment
+        whole: float = assignment.update_every * lanes
         if segment.loader.labels is None:
             return scale / whole
         if assignment.flush:
@@ -415,7 +445,9 @@ class Worker:
         error.rank = self.rank if watchdog is None else watchdog.rank
         error.stage, error.action = action.stage, str(action)
         if action.op.computes:
-            error.microbatch = self.segment.base + action.index
+            slices = self.segment.loader.slices
+            error.microbatch, part = divmod(self.segment.base + action.index, slices)
+            error.action += f" on slice {part} of {slices}" if slices > 1 else ""
             error.action += "" if self.segment.training else " of an evaluation"
         watch.failed(error)
         if watchdog is None or error.peer is not None or not may_follow(error.what) or \

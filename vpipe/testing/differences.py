@@ -145,7 +145,7 @@ def references(model: Model, description: Description, schedule: Schedule, batch
     widths, microbatches = [len(ranks) for ranks in schedule.placement], len(batches) * description.microbatches
     precision = ReferencePrecision(description.precision.name, description.precision.loss_scale)
     steps = -(-microbatches // microbatches_of_step(schedule))
-    rounding = _rounding(precision, description.microbatches, optimizer_eps) * steps
+    rounding = _rounding(precision, description.microbatches * schedule.slices, optimizer_eps) * steps
     # async_threaded reverses the backwards of gpipe, but keeps gradients apart and adds them in order.
     bound = 0.0 if _in_order(schedule) or description.execution.threaded else rounding
     compression = Compression.described(description.transfers, len(partition), description.seed)
@@ -158,7 +158,8 @@ def references(model: Model, description: Description, schedule: Schedule, batch
     def recipe(trajectory: Trajectory) -> TrainingRecipe:
         return TrainingRecipe(update.make_optimizer, description.microbatches, description.seed, update.factor,
                               update.grad_clip, trajectory, compress, update.skip_not_finite, precision, device,
-                              description.delay_correction or None, update.counted_labels(model.labels))
+                              description.delay_correction or None, update.counted_labels(model.labels),
+                              schedule.slices)
 
     trajectory = Trajectory()
     if schedule.flush:
@@ -167,7 +168,7 @@ def references(model: Model, description: Description, schedule: Schedule, batch
             ("tensors coded at the cuts", compression is not None)) if there]
         run = flush_oracle(model, batches, recipe(trajectory), partition if regrouped else None,
                            widths if regrouped else None, start)
-        program = f"plain PyTorch{precision.description} on one device"
+        program = f"plain PyTorch{precision.description} on one device" + ", slice by slice" * (schedule.slices > 1)
         yield Reference(", ".join([program, *regrouped]), trajectory, bound, run)
         if regrouped and compression is None and plain:
             trajectory = Trajectory()
@@ -207,15 +208,16 @@ def compare(trajectory: Trajectory, reference: Trajectory) -> Iterator[Differenc
 
 def microbatches_of_step(schedule: Schedule) -> int:
     """Return how many microbatches make a step: without a flush, the fewest that are whole updates of every stage."""
-    return schedule.update_every * (1 if schedule.flush else math.lcm(*(len(ranks) for ranks in schedule.placement)))
+    replicas = 1 if schedule.flush else math.lcm(*(len(ranks) for ranks in schedule.placement))
+    return schedule.update_every // schedule.slices * replicas
 
 
 def _rounding(precision: ReferencePrecision, microbatches: int, optimizer_eps: float) -> float:
     """Return a bound on the relative difference of a step whose gradients are added in another order.
 
-    A sum of 2m numbers has as many roundings. Where layers round weights, or the optimizer its momentum, one that
-    differs in its last bit may become the next number of the reduced precision; that such steps do not add up to more
-    is measured, not derived.
+    A sum of 2m numbers, with m microbatches or slices of them, has as many roundings. Where layers round weights, or
+    the optimizer its momentum, one that differs in its last bit may become the next number of the reduced precision;
+    that such steps do not add up to more is measured, not derived.
     """
     added = precision.dtype if precision.pure else None
     sums = 2 * microbatches * torch.finfo(added or torch.float32).eps
@@ -238,14 +240,16 @@ def _closed_form(name: str) -> bool:
 
 
 def _in_order(schedule: Schedule) -> bool:
-    """Return whether every stage adds its gradients in the order of the microbatches, as plain PyTorch does."""
+    """Return whether every stage adds its gradients in the order of the microbatches, and of the slices of each from
+    its last, as plain PyTorch does."""
     for program in schedule.programs:
-        latest: dict[int, int] = {}
+        latest: dict[int, tuple[int, int]] = {}
         for action in program:
             if action.op.completes:
-                if action.index < latest.get(action.stage, 0):
+                microbatch, part = divmod(action.index, schedule.slices)
+                if (microbatch, -part) < latest.get(action.stage, (0, -schedule.slices)):
                     return False
-                latest[action.stage] = action.index
+                latest[action.stage] = microbatch, -part
     return True
 
 

@@ -68,12 +68,17 @@ class ReferenceRun:
     state: dict[str, Tensor] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def end_step(self, losses: Sequence[Tensor], weights: Sequence[int | None], trajectory: Trajectory | None) -> None:
-        """Record the mean loss of a step after its updates, over labels where the weights of microbatches are these."""
+    def end_step(self, losses: Sequence[Tensor], weights: Sequence[float | None], trajectory: Trajectory | None,
+                 whole: float | None = None) -> None:
+        """Record the mean loss of a step after its updates, over labels where the weights of microbatches are these.
+
+        Args:
+            whole: what the weights add up to, but for rounding.
+        """
         counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight is not None]
         self.losses.append(float(torch.stack(list(losses)).double().mean()) if not counted else
                            sum(float(loss) * weight for loss, weight in counted if weight)
-                           / (sum(weight for _, weight in counted) or 1))
+                           / (whole or sum(weight for _, weight in counted) or 1))
         if trajectory is not None:
             trajectory.end_step(self.losses[-1])
 
@@ -98,11 +103,20 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
     optimizers = recipe.optimizers(masters, start)
     run, scale = ReferenceRun(), ReferenceLossScale.create(precision, 0, start.tensors)
     for update, batch in enumerate(batches):
-        losses, number = [], update + start.microbatches // recipe.microbatches
+        losses, shares, number = [], [], update + start.microbatches // recipe.microbatches
         parts = list(_microbatches(batch, recipe.microbatches, recipe.device))
         weights = list(map(recipe.weight, parts))
         whole = recipe.microbatches if recipe.labels is None else sum(filter(None, weights)) or 1
         for m, fields in enumerate(parts):
+            if recipe.slices > 1:
+                with reference.replica(m):
+                    made = _run_slices(model, reference, fields, weights[m], (recipe.seed, number, m), recipe)
+                for piece in reversed(made):
+                    recipe.backward(piece.loss, whole, scale, piece.weight, piece.carried(made))
+                    sums.add(m, _pop_gradients(parameters | copies))
+                losses += [piece.loss.detach() for piece in made]
+                shares += [piece.weight for piece in made]
+                continue
             with reference.replica(m):
                 loss = _forward(model, fields, lambda i, arguments: reference.layers[i](*arguments),
                                 (recipe.seed, number, m), partial(recipe.compress, number * recipe.microbatches + m, m),
@@ -120,7 +134,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
         with torch.no_grad():
             for name, copy in copies.items():
                 copy.copy_(parameters[reference.owners[name]])
-        run.end_step(losses, weights, recipe.trajectory)
+        run.end_step(losses, shares or weights, recipe.trajectory, whole)
     run.state = reference.state()
     run.tensors = reference.checkpoint_tensors() | optimizer_tensors(optimizers, masters) | _scale_tensors([scale])
     return run
@@ -265,6 +279,51 @@ class _CallInside(nn.Module):
 
     def forward(self, function: Callable[[], Tensor]) -> Tensor:
         return function()
+
+
+@dataclass
+class _SliceRun:
+    """The forward of a slice: its loss, how much that counts, the leaves that it began with, what it has carried on."""
+
+    number: int
+    loss: Tensor
+    weight: float
+    past: dict[str, Tensor]
+    made: dict[str, Tensor]
+
+    def carried(self, slices: Sequence[_SliceRun]) -> list[tuple[Tensor, Tensor | None]]:
+        """Return what it has carried on, with the gradients that the backward of the next slice has left there."""
+        after = slices[self.number + 1].past if self.number + 1 < len(slices) else {}
+        return [(self.made[name], leaf.grad) for name, leaf in after.items()]
+
+
+def _run_slices(model: Model, reference: ReferenceModel, fields: Batch, labels: float | None, key: tuple[int, int, int],
+                recipe: TrainingRecipe) -> list[_SliceRun]:
+    """Run the slices of a microbatch forward, in order, each as a graph of its own.
+
+    Args:
+        labels: of the microbatch, where losses count by their labels; None: slices share one microbatch's loss.
+    """
+    cut = {name: tensor.tensor_split(recipe.slices, dim=1) for name, tensor in fields.items()}
+    assert model.labels is not None, "slices count by their labels"
+    device = next(iter(fields.values())).device.type
+    counts = [int((part != Model.NO_LABEL).sum()) for part in cut[model.labels]]
+    runs: list[_SliceRun] = []
+    for j in range(recipe.slices):
+        past = {name: tensor.detach().requires_grad_(tensor.requires_grad)
+                for name, tensor in (runs[-1].made if runs else {}).items()}
+        made: dict[str, Tensor] = {}
+        tensors = recipe.precision.fields({name: parts[j] for name, parts in cut.items()})
+        for i, layer in enumerate(model.layers):
+            _seed(seed_of(*key, j, i))
+            names = [f"{layer.name}/{name}" for name in layer.carried or ()]
+            keywords = {"carried": tuple(past[name] for name in names if j)} if names else {}
+            tensors |= recipe.precision.outputs(layer.outputs, partial(
+                reference.layers[i], *(tensors[name] for name in layer.inputs), **keywords), device, names)
+            made |= {name: tensors.pop(name) for name in names}
+        runs.append(_SliceRun(j, tensors[LOSS], counts[j] if labels is not None else counts[j] / (sum(counts) or 1),
+                              past, made))
+    return runs
 
 
 def _forward(model: Model, fields: Batch, call: Callable[[int, list[Tensor]], object],

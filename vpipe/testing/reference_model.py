@@ -56,13 +56,18 @@ class ReferencePrecision(Precision):
         """Return the fields of a batch as layers read them."""
         return {name: self.weight(value) for name, value in batch.items()}
 
-    def outputs(self, names: Sequence[str], call: Callable[[], object], device: str = "cpu") -> dict[str, Tensor]:
-        """Run a layer by ``call`` on a type of device and return its outputs by name."""
+    def outputs(self, names: Sequence[str], call: Callable[[], object], device: str = "cpu",
+                carried: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Run a layer by ``call`` on a type of device and return its outputs by name.
+
+        Args:
+            carried: names of what it returns behind them for the next slice, in the precision that it has there.
+        """
         with torch.autocast(device, dtype=self.dtype) if self.autocasts else nullcontext():
             result = call()
-        outputs = zip(names, result if isinstance(result, tuple) else (result,), strict=True)
+        outputs = zip((*names, *carried), result if isinstance(result, tuple) else (result,), strict=True)
         return {name: (tensor.float() if tensor.dtype == self.dtype else tensor) if name == LOSS
-                else self._rounded(tensor) for name, tensor in outputs}
+                else tensor if name in carried else self._rounded(tensor) for name, tensor in outputs}
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         return tensor if self.dtype is None or tensor.dtype != torch.float32 else tensor.to(self.dtype)

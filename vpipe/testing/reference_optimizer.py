@@ -260,6 +260,7 @@ class TrainingRecipe:
         device: of the layers; batches are moved there.
         extrapolation: strength of the extrapolation over the delay of a stage; None without one.
         labels: the field whose labels say how much each microbatch of an update counts; None: all count the same.
+        slices: into how many parts the sequences of a microbatch are cut.
     """
 
     optimizer: MakeOptimizer
@@ -274,6 +275,7 @@ class TrainingRecipe:
     device: torch.device | str = "cpu"
     extrapolation: float | None = None
     labels: str | None = None
+    slices: int = 1
 
     def optimizers(self, parameters: Mapping[str, nn.Parameter], start: InitialState) -> list[torch.optim.Optimizer]:
         """Create the optimizers of some parameters, in their initial state."""
@@ -289,18 +291,23 @@ class TrainingRecipe:
         return None if self.labels is None else int((fields[self.labels] != Model.NO_LABEL).sum())
 
     def backward(self, loss: Tensor, parts: int, scale: ReferenceLossScale | None = None,
-                 weight: int | None = None) -> None:
+                 weight: float | None = None, carried: Sequence[tuple[Tensor, Tensor | None]] = ()) -> None:
         """Run backward of a share of the mean loss; with ``skip`` a non-finite loss makes every gradient NaN.
 
         Args:
             weight: how many of the ``parts`` a microbatch is; None: one.
+            carried: what a slice has given to the next one, with the gradients.
         """
+        others, gradients = [t for t, gradient in carried if gradient is not None], [
+            gradient for _, gradient in carried if gradient is not None]
         lost = torch.full_like(loss, math.nan) if self.skip and weight != 0 and not loss.isfinite() else None
         if scale is None:
-            torch.autograd.backward(loss / parts if weight is None else loss * (weight / parts), lost)
+            torch.autograd.backward([loss / parts if weight is None else loss * (weight / parts), *others],
+                                    [lost, *gradients])
         else:
             share = scale.value / parts if weight is None else scale.value * (weight / parts)
-            torch.autograd.backward(loss, torch.full_like(loss, share) if lost is None else lost)
+            torch.autograd.backward([loss, *others], [torch.full_like(loss, share) if lost is None else lost,
+                                                      *gradients])
 
     def apply(self, gradients: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter],
               optimizers: Sequence[torch.optim.Optimizer], update: int, factor: float,

@@ -1,0 +1,62 @@
+"""Slices of sequences: which one a forward is of, and which models and parts of a pipeline cannot be cut into slices.
+
+Source: Sun et al., Seq1F1B (arXiv:2406.03488), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vpipe.description.description import Description
+from vpipe.errors import Problem, UserError, counted
+from vpipe.model.model import Model
+
+
+class SequenceSlice(NamedTuple):
+    """Slice ``number``, of so many, of the sequences of a microbatch.
+
+    Attributes:
+        start: its first token.
+        length: tokens of the whole sequences.
+    """
+
+    number: int
+    slices: int
+    start: int
+    length: int
+
+
+def check_slices(model: Model, description: Description, slices: int) -> None:
+    """Refuse to cut sequences where the sum over slices would be another number than that of the whole.
+
+    Raises:
+        UserError: all reasons.
+    """
+    if slices > 1 and (problems := list(_problems(model, description, slices))):
+        raise UserError.all_of(problems)
+
+
+def _problems(model: Model, description: Description, slices: int) -> Iterator[Problem]:
+    cut = f"sequences are cut into {slices} slices, but"
+    if unknown := [layer.name for layer in model.layers if layer.carried is None]:
+        more = f" and {counted(len(unknown) - 1, 'other layer')} do" if unknown[1:] else " does"
+        yield Problem(f"{cut} layer '{unknown[0]}'{more} not say what goes from a slice to the next",
+                      "name it, Layer(..., carried=('keys', 'values')); carried=() says that every token is computed "
+                      "by itself; or leave the slices out")
+    if model.labels is None:
+        yield Problem(f"{cut} the model does not say which field of a batch has its labels, by which the losses of "
+                      "slices count", "name it, if the loss is the mean over its entries that are not -100: "
+                      "Model(layers, batch=..., labels='labels'); or leave the slices out")
+    execution = description.execution
+    for refused, what, hint in (
+            (execution.threaded, "the executor async_threaded adds gradients in the order of the forwards",
+             "use the executor overlapped"),
+            (execution.backend is not None, "layers would be compiled for every length of what comes before a slice",
+             "do not compile"),
+            (execution.data is not None, "fully_shard divides the weights of layers that are called for each slice",
+             "use replicas in place of fully_shard"),
+            (bool({*description.transfers.codecs(description.cut.count)} - {"none"}), "their transfers are "
+             "compressed, for which there is no oracle with slices", "leave compress out")):
+        if refused:
+            yield Problem(f"{cut} {what}", f"{hint}, or leave the slices out")
