@@ -23,6 +23,7 @@ from vpipe.app.train.resume import find_resume_point, prepare_run, resumed_confi
 from vpipe.app.train.run_folder import unlock_runs
 from vpipe.checkpoint import Checkpoint, Checkpoints
 from vpipe.errors import UserError
+from vpipe.runtime.slice_aware import SliceAware
 from vpipe.testing import assert_equals_oracle
 
 peft = pytest.importorskip("peft")
@@ -52,6 +53,14 @@ def test_a_pipeline_is_its_oracle(words: dict[str, Any]) -> None:
     pipe = Pipeline(family_named("qwen3").model(settings(lora)), **parts(
         stages=[1, 1, 1, 2], microbatches=MICROBATCHES, optimizer=partial(torch.optim.AdamW, lr=RATE), **words))
     assert_equals_oracle(pipe, batches())
+
+
+def test_a_layer_with_adapters_carries_the_same_and_draws_for_each_slice() -> None:
+    """Adapters draw for the tokens at hand alone, so that each slice needs a seed of its own."""
+    plain = family_named("gpt").factory(ModelSettings(WORDS, **SIZES, dropout=0.1))
+    adapted = plain.with_adapters(peft.LoraConfig(r=4, target_modules=["qkv"], lora_dropout=0.1))
+    assert [layer.carried for layer in adapted.layers] == [layer.carried for layer in plain.layers]
+    assert [SliceAware(made.layers[2].make()).by_element for made in (plain, adapted)] == [True, False]
 
 
 def test_a_pipeline_is_peft_without_one() -> None:

@@ -16,6 +16,7 @@ import jobs
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from by_slices import run_slices
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -96,18 +97,24 @@ def built(layer: Layer, index: int) -> nn.Module:
         return layer.build()
 
 
-def run(model: Model, fields: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
-    """All tensors that the layers write, the last of each name, after the backward; and the parameters."""
+def run(model: Model, fields: Mapping[str, Tensor],
+        slices: tuple[int, ...] = ()) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
+    """All tensors that the layers write, the last of each name, after the backward; and the parameters. In slices of
+    these lengths the loss alone."""
     layers = {layer.name: built(layer, index).double() for index, layer in enumerate(model.layers)}
-    tensors = dict(fields)
-    for index, layer in enumerate(model.layers):
+    for layer in model.layers:
         for own, target in layer.ties.items():
             other, name = split_target(target, model.layers)
             set_parameter(layers[layer.name], own, layers[other].get_parameter(name))
-        torch.manual_seed(100 + index)
-        outputs = layers[layer.name](*(tensors[name] for name in layer.inputs))
-        tensors |= dict(zip(layer.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
-    tensors["loss"].backward()
+    tensors = dict(fields)
+    if slices:
+        tensors = {"loss": run_slices(model, layers, fields, slices)}
+    else:
+        for index, layer in enumerate(model.layers):
+            torch.manual_seed(100 + index)
+            outputs = layers[layer.name](*(tensors[name] for name in layer.inputs))
+            tensors |= dict(zip(layer.outputs, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
+        tensors["loss"].backward()
     return tensors, {f"{name}.{own}": p for name, module in layers.items() for own, p in module.named_parameters()}
 
 
@@ -170,6 +177,25 @@ def test_a_wrong_plan_is_found(world: World, planted: str, what: str) -> None:
     part of the vocabulary."""
     for rank in world.run(compare, family="gpt", parts=2, sequence=True, planted=planted):
         assert rank[what] > 1e6 * BOUND
+
+
+def compare_slices() -> list[float]:
+    """On every rank: how far layers that four ranks split, which compute the sequences in two slices, are from the
+    whole of both, in parts of what rounding may do."""
+    at, off = tp.TensorMesh(init_device_mesh("cpu", (4,)), Shard(1)), []
+    for family in ("gpt packed", "qwen3"):
+        unsplit, expected = run(model(family), batch(family))
+        split, found = run(tp.parallel(model(family), at), batch(family), (4, LENGTH - 4))
+        scale = max(1, *(p.grad.abs().max().item() for p in expected.values()))
+        off += [abs((split["loss"] - unsplit["loss"]).item()) / (BOUND * max(1, unsplit["loss"].item())),
+                max((whole(found[name].grad) - p.grad).abs().max().item() for name, p in expected.items()) / (
+                    BOUND * scale)]
+    return off
+
+
+def test_slices_of_a_split_model_are_the_whole_one(world: World) -> None:
+    for rank in world.run(compare_slices):
+        assert max(rank) < 1
 
 
 def counts(*, parts: int) -> list[list[int]]:

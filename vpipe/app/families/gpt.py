@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from vpipe import Model
 from vpipe.app.families import tensor_parallel as tp
+from vpipe.app.families.dropout import Dropout
 from vpipe.app.families.experts import Experts, Mixture, check_used, mixture_from_settings, refuse_experts, whole_alone
 from vpipe.app.families.kv_cache import KeyValueCache, PerToken
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
@@ -30,11 +31,11 @@ from vpipe.app.families.transformer import (
     Blocks,
     ConfigKeys,
     NextTokenHead,
-    attention,
+    attend_causally,
     decoder,
     decoder_copies,
     decoder_names,
-    within_texts,
+    with_carried,
 )
 
 KEYS = ConfigKeys(
@@ -156,7 +157,7 @@ def gpt(config: GptConfig, packed: bool = False) -> Model:
     """
     return decoder(config.n_layer, partial(GptEmbeddings, config), partial(GptAttention, config),
                    partial(_mlp, config), partial(_head, config), tied=config.tie_word_embeddings, packed=packed,
-                   experts=config.num_local_experts is not None)
+                   mixture=config)
 
 
 def _flops(settings: ModelSettings) -> list[int]:
@@ -197,7 +198,7 @@ class GptEmbeddings(nn.Module):
         self.token = nn.Embedding(config.vocab_size, config.n_embd)
         self.position = nn.Embedding(config.n_positions, config.n_embd)
         self.part = nn.Identity()
-        self.dropout = nn.Dropout(config.embd_pdrop)
+        self.dropout = Dropout(config.embd_pdrop)
         for table in (self.token, self.position):
             nn.init.normal_(table.weight, std=config.initializer_range)
 
@@ -223,23 +224,20 @@ class GptAttention(nn.Module):
         super().__init__()
         size = config.n_embd
         self.head_size = size // config.n_head
-        self.attention_dropout = nn.Dropout(config.attn_pdrop)
+        self.attention_dropout = Dropout(config.attn_pdrop, along=2, seen=3)
         self.norm = _norm(config)
         self.qkv = _linear(size, 3 * size, config)
         self.output = _linear(size, size, config, residual=True)
-        self.dropout = nn.Dropout(config.resid_pdrop)
+        self.dropout = Dropout(config.resid_pdrop)
 
-    def forward(self, h_bsh: Tensor, positions_bs: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        start = 0 if cache is None else cache.length
+    def forward(self, h_bsh: Tensor, positions_bs: Tensor | None = None, cache: KeyValueCache | None = None,
+                carried: tuple[Tensor, ...] | None = None) -> Tensor | tuple[Tensor, ...]:
         qkv_bs3ad = self.qkv(self.norm(h_bsh)).unflatten(-1, (3, -1, self.head_size))
         query_basd, key_basd, value_basd = qkv_bs3ad.permute(2, 0, 3, 1, 4)
-        if cache is not None:
-            key_basd, value_basd = cache.append(key_basd, value_basd)
-        mask = within_texts(positions_bs)
-        mixed_basd = attention(query_basd, key_basd, value_basd, mask=mask, causal=start == 0 and mask is None,
-                               dropout=self.attention_dropout)
+        mixed_basd, after = attend_causally(query_basd, key_basd, value_basd, positions_bs, cache, carried,
+                                            self.attention_dropout)
         mixed_bsh = self.output(mixed_basd.transpose(1, 2).flatten(2))
-        return h_bsh + self.dropout(mixed_bsh)  # type: ignore[no-any-return]
+        return with_carried(h_bsh + self.dropout(mixed_bsh), after)
 
     def step(self, h_bsh: Tensor, cache: KeyValueCache) -> Tensor:
         return self(h_bsh, cache=cache)  # type: ignore[no-any-return]
@@ -266,7 +264,7 @@ class GptMlp(Gelu):
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__(config, _norm(config))
-        self.dropout = nn.Dropout(config.resid_pdrop)
+        self.dropout = Dropout(config.resid_pdrop)
 
     def forward(self, h_bsh: Tensor) -> Tensor:
         return h_bsh + self.dropout(super().forward(h_bsh))  # type: ignore[no-any-return]
@@ -278,7 +276,7 @@ def _mlp(config: GptConfig) -> nn.Module:
     router = nn.Linear(config.n_embd, config.num_local_experts, bias=False)
     nn.init.normal_(router.weight, std=config.initializer_range)
     return Experts(_norm(config), router, (Gelu(config) for _ in range(config.num_local_experts)),
-                   nn.Dropout(config.resid_pdrop), per_token=config.num_experts_per_tok,
+                   Dropout(config.resid_pdrop), per_token=config.num_experts_per_tok,
                    weight=config.router_aux_loss_coef / config.n_layer)
 
 

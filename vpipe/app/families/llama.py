@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from vpipe import Model
 from vpipe.app.families import tensor_parallel as tp
+from vpipe.app.families.dropout import Dropout
 from vpipe.app.families.experts import Experts, Mixture, check_used, mixture_from_settings, refuse_experts, whole_alone
 from vpipe.app.families.kv_cache import KeyValueCache, PerToken
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
@@ -33,12 +34,13 @@ from vpipe.app.families.transformer import (
     Names,
     NextTokenHead,
     Positive,
-    attention,
+    attend_causally,
     block_weight_names,
     decoder,
     decoder_copies,
     decoder_names,
-    within_texts,
+    start_of,
+    with_carried,
 )
 from vpipe.errors import UserError
 
@@ -282,7 +284,7 @@ def llama(config: LlamaConfig, length: int | None = None, packed: bool = False) 
     positions = config.max_position_embeddings if length is None else length
     return decoder(config.num_hidden_layers, partial(LlamaEmbeddings, config),
                    partial(LlamaAttention, config, positions), partial(_mlp, config), partial(_head, config),
-                   tied=config.tie_word_embeddings, packed=packed, experts=config.num_local_experts is not None)
+                   tied=config.tie_word_embeddings, packed=packed, mixture=config)
 
 
 def _flops(of: type[LlamaConfig], settings: ModelSettings) -> list[int]:
@@ -377,7 +379,7 @@ class LlamaEmbeddings(PerToken):
         self.token = nn.Embedding(config.vocab_size, config.hidden_size)
         nn.init.normal_(self.token.weight, std=config.initializer_range)
 
-    def forward(self, ids_bs: Tensor, positions_bs: Tensor | None = None) -> Tensor:
+    def forward(self, ids_bs: Tensor, positions_bs: Tensor | None = None, start: int = 0) -> Tensor:
         return self.token(ids_bs)  # type: ignore[no-any-return]
 
 
@@ -394,7 +396,7 @@ class LlamaAttention(nn.Module):
         super().__init__()
         size, self.head_size, self.keys = config.hidden_size, config.head_size, config.keys
         heads, groups = config.num_attention_heads * self.head_size, config.groups * self.head_size
-        self.attention_dropout = nn.Dropout(config.attention_dropout)
+        self.attention_dropout = Dropout(config.attention_dropout, along=2, seen=3)
         self.norm = LlamaRMSNorm(config)
         self.query = _linear(size, heads, config, config.biased)
         self.key = _linear(size, groups, config, config.biased)
@@ -406,8 +408,9 @@ class LlamaAttention(nn.Module):
         for name, table in zip(("cos_sd", "sin_sd"), tables, strict=True):
             self.register_buffer(name, table, persistent=False)
 
-    def forward(self, h_bsh: Tensor, positions_bs: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        start, normed_bsh = 0 if cache is None else cache.length, self.norm(h_bsh)
+    def forward(self, h_bsh: Tensor, positions_bs: Tensor | None = None, cache: KeyValueCache | None = None,
+                carried: tuple[Tensor, ...] | None = None) -> Tensor | tuple[Tensor, ...]:
+        start, normed_bsh = start_of(cache, carried), self.norm(h_bsh)
         end = start + normed_bsh.shape[1]
         self.keys.check_length(end, len(self.cos_sd), "max_position_embeddings")
         query_bsad, key_bsgd, value_bsgd = (projection(normed_bsh).unflatten(-1, (-1, self.head_size))
@@ -417,12 +420,9 @@ class LlamaAttention(nn.Module):
         cos_sd, sin_sd = (table[start:end] if positions_bs is None else table[positions_bs][:, None]
                           for table in (self.cos_sd, self.sin_sd))
         query_basd, key_bgsd = rotate(query_basd, cos_sd, sin_sd), rotate(key_bgsd, cos_sd, sin_sd)
-        if cache is not None:
-            key_bgsd, value_bgsd = cache.append(key_bgsd, value_bgsd)
-        mask = within_texts(positions_bs)
-        mixed_basd = attention(query_basd, key_bgsd, value_bgsd, mask=mask, causal=start == 0 and mask is None,
-                               dropout=self.attention_dropout)
-        return h_bsh + self.output(mixed_basd.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        mixed_basd, after = attend_causally(query_basd, key_bgsd, value_bgsd, positions_bs, cache, carried,
+                                            self.attention_dropout)
+        return with_carried(h_bsh + self.output(mixed_basd.transpose(1, 2).flatten(2)), after)
 
     def step(self, h_bsh: Tensor, cache: KeyValueCache) -> Tensor:
         return self(h_bsh, cache=cache)  # type: ignore[no-any-return]

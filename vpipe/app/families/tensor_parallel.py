@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import _StridedShard  # without a public name
 
 from vpipe import Model
+from vpipe.app.families.dropout import Dropout
 from vpipe.errors import Problem, UserError
 
 
@@ -40,10 +41,6 @@ class TensorMesh:
 
     mesh: DeviceMesh
     between: Placement
-
-    def part(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of a tensor that all ranks have."""
-        return tensor.chunk(self.mesh.size(), dim)[self.mesh.get_local_rank()]
 
     def whole(self, tensor: Tensor) -> DTensor:
         """Return, as one tensor that every rank has, what is between layers here."""
@@ -154,12 +151,18 @@ def part(module: nn.Identity, at: TensorMesh) -> nn.Module:
 
 def dropout(module: nn.Dropout, at: TensorMesh) -> nn.Module:
     """Drop of the activations between layers what one process drops of them."""
-    return ShardedDropout(module.p, at, at.between.dim) if isinstance(at.between, Shard) else module
+    return _shared(module, at, at.between.dim) if isinstance(at.between, Shard) else module
 
 
 def dropout_along(dim: int) -> Split:
     """Drop what one process drops, of a tensor of which every rank has a part along ``dim``."""
-    return lambda module, at: ShardedDropout(module.p, at, dim)
+    return lambda module, at: _shared(module, at, dim)
+
+
+def _shared(module: nn.Dropout, at: TensorMesh, dim: int) -> Dropout:
+    if isinstance(module, Dropout):
+        return Dropout(module.p, module.along, module.seen, share=(at.mesh, dim))
+    return Dropout(module.p, share=(at.mesh, dim))
 
 
 def _styled(module: nn.Module, at: TensorMesh, style: ParallelStyle) -> nn.Module:
@@ -267,26 +270,6 @@ class _VocabularyRows(nn.Module):
             self.padding_idx - first)
         h_bsh = F.embedding(index_bs.where(here_bs, 0), rows, padding).masked_fill(~here_bs[..., None], 0)
         return _moved(h_bsh, self.at.mesh, Partial(), self.at.between)
-
-
-class ShardedDropout(nn.Dropout):
-    """Dropout of a part of a tensor along ``dim``, which drops of it what dropout of the whole drops in one process.
-
-    DTensor's own random state does so on some kinds of devices only. This draws for the whole tensor on every rank.
-    """
-
-    def __init__(self, p: float, at: TensorMesh, dim: int) -> None:
-        super().__init__(p)
-        self.at, self.dim = at, dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.noise(x) if self.training and self.p else x
-
-    def noise(self, x: Tensor) -> Tensor:
-        """Return the factors, 0 or 1 / (1 - p), of a part ``x``."""
-        shape = list(x.shape)
-        shape[self.dim] *= self.at.mesh.size()
-        return self.at.part(F.dropout(x.new_ones(shape), self.p), self.dim)
 
 
 def placed_like(tensor: Tensor, other: Tensor) -> Tensor:

@@ -15,11 +15,13 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from vpipe import Layer, Model
 from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS
 from vpipe.app.families import tensor_parallel as tp
-from vpipe.app.families.experts import BALANCE
+from vpipe.app.families.dropout import Dropout
+from vpipe.app.families.experts import BALANCE, Mixture
 from vpipe.app.families.kv_cache import KeyValueCache
 from vpipe.app.families.registry import ModelSettings
 from vpipe.errors import Problem, UserError, nearest
@@ -173,14 +175,20 @@ def attention(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *, mask:
     Args:
         key_bgsd, value_bgsd: of G heads, which divides A: groups of A / G heads share them.
         mask: bool, broadcast to [B, A, S, S]: True where a token is seen.
-        causal: a token sees itself and those before it.
+        causal: a token sees itself and those before it; the last query is of the last key.
         dropout: of the weights.
     """
     share = dropout.p if dropout is not None and dropout.training else 0.0
+    queries, keys = query_basd.shape[2], key_bgsd.shape[2]
+    if causal and queries < keys:
+        # Off the processor the kernels of flash attention know this mask, which is not made there.
+        mask, causal = causal_lower_right(queries, keys), False
+        if query_basd.device.type == "cpu":
+            mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     options: dict[str, Any] = {"attn_mask": mask, "dropout_p": share, "is_causal": causal,
                                "enable_gqa": key_bgsd.shape[1] < query_basd.shape[1]}
     attend: Callable[..., Tensor] = F.scaled_dot_product_attention
-    if share and isinstance(dropout, tp.ShardedDropout):
+    if isinstance(dropout, Dropout) and dropout.of_parts:
         attend = partial(_attend_to_part, dropout)
     if query_basd.device.type == "cpu" and query_basd.dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", enabled=False):
@@ -189,13 +197,14 @@ def attention(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *, mask:
     return attend(query_basd, key_bgsd, value_bgsd, **options)
 
 
-def _attend_to_part(dropout: tp.ShardedDropout, query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *,
+def _attend_to_part(dropout: Dropout, query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *,
                     attn_mask: Tensor | None, is_causal: bool, **_: object) -> Tensor:
-    """Attend with some of the heads. Torch's own function cannot be told what to drop."""
+    """Attend with some of the heads or tokens. Torch's own function cannot be told what to drop."""
     key_basd, value_basd = (x.repeat_interleave(query_basd.shape[1] // x.shape[1], 1) for x in (key_bgsd, value_bgsd))
     scores_bass = query_basd @ key_basd.transpose(-1, -2) / math.sqrt(query_basd.shape[-1])
-    if is_causal:
-        attn_mask = torch.ones(scores_bass.shape[-2:], dtype=torch.bool, device=scores_bass.device).tril()
+    if is_causal or isinstance(attn_mask, CausalBias):
+        queries, keys = scores_bass.shape[-2:]
+        attn_mask = torch.ones(queries, keys, dtype=torch.bool, device=scores_bass.device).tril(keys - queries)
     if attn_mask is not None:
         scores_bass = scores_bass.masked_fill(~attn_mask, -math.inf)
     return dropout(scores_bass.softmax(-1)) @ value_basd  # type: ignore[no-any-return]
@@ -205,12 +214,49 @@ POSITIONS = "positions"
 """The field of a batch with several texts in a sample: the place of every token in its text, from 0; int64 [B, S]."""
 
 
-def within_texts(positions_bs: Tensor | None) -> Tensor | None:
-    """Return which tokens each one sees, bool [B, 1, S, S]: those of its own text up to itself; None for one text."""
-    if positions_bs is None:
-        return None
-    text_bs = (positions_bs == 0).cumsum(1)
-    return (text_bs[:, None, :, None] == text_bs[:, None, None, :]).tril()
+CARRIED = ("keys", "values")
+"""What attention carries from a slice of a sequence to the next, [B, G, S, D] of all tokens so far."""
+
+TEXTS = "texts"
+"""What it carries beside these where a sample has several texts: the number of the text of every token, int64 [B, S].
+"""
+
+
+def start_of(cache: KeyValueCache | None, carried: tuple[Tensor, ...] | None) -> int:
+    """Return how many tokens are before those at hand: in the cache, or in earlier slices of the sequence."""
+    return cache.length if cache is not None else carried[0].shape[2] if carried else 0
+
+
+def attend_causally(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, positions_bs: Tensor | None,
+                    cache: KeyValueCache | None, carried: tuple[Tensor, ...] | None,
+                    dropout: nn.Dropout) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return what tokens make of themselves and of those before them in their text, [B, A, S, D], and what is carried.
+
+    Args:
+        positions_bs: places of the tokens in their texts; None for one text.
+        cache: of the tokens before, when a text grows.
+        carried: what the slice before carried: :data:`CARRIED`, with positions :data:`TEXTS` too; empty for the first
+            slice, None without slices.
+    """
+    mask, first, after = None, cache is None or cache.length == 0, tuple[Tensor, ...]()
+    if cache is not None:
+        key_bgsd, value_bgsd = cache.append(key_bgsd, value_bgsd)
+    if carried:
+        key_bgsd, value_bgsd = (torch.cat(pair, 2) for pair in zip(carried[:2], (key_bgsd, value_bgsd), strict=True))
+    if positions_bs is not None:
+        text_bs = (positions_bs == 0).cumsum(1)
+        if carried:
+            text_bs = torch.cat((carried[2], carried[2][:, -1:] + text_bs), 1)
+        new = positions_bs.shape[1]
+        mask = (text_bs[:, None, -new:, None] == text_bs[:, None, None, :]).tril(text_bs.shape[1] - new)
+        after = (text_bs,)
+    mixed_basd = attention(query_basd, key_bgsd, value_bgsd, mask=mask, causal=first and mask is None, dropout=dropout)
+    return mixed_basd, () if carried is None else (key_bgsd, value_bgsd, *after)
+
+
+def with_carried(h_bsh: Tensor, after: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    """Return the output of a layer alone, or with what it carries."""
+    return (h_bsh, *after) if after else h_bsh
 
 
 def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -236,8 +282,10 @@ class EmbeddingsAndAttention(nn.Module):
         self.embeddings = embeddings()
         self.attention = attention()
 
-    def forward(self, ids_bs: Tensor, positions_bs: Tensor | None = None) -> Tensor:
-        return self.attention(self.embeddings(ids_bs, positions_bs), positions_bs)  # type: ignore[no-any-return]
+    def forward(self, ids_bs: Tensor, positions_bs: Tensor | None = None,
+                carried: tuple[Tensor, ...] | None = None) -> Tensor | tuple[Tensor, ...]:
+        h_bsh = self.embeddings(ids_bs, positions_bs, start_of(None, carried))
+        return self.attention(h_bsh, positions_bs, carried=carried)  # type: ignore[no-any-return]
 
     def step(self, ids_bs: Tensor, cache: KeyValueCache) -> Tensor:
         return self.attention.step(self.embeddings.step(ids_bs, cache), cache)  # type: ignore[operator, no-any-return]
@@ -267,22 +315,25 @@ class NextTokenHead(nn.Module):
 
 def decoder(blocks: int, embeddings: Callable[[], nn.Module], attention: Callable[[], nn.Module],
             mlp: Callable[[], nn.Module], head: Callable[[], nn.Module], *, tied: bool, packed: bool = False,
-            experts: bool = False) -> Model:
+            mixture: Mixture) -> Model:
     """Return a decoder of 2n + 1 layers for n blocks, from the functions that build each part.
 
     Batch fields, int64 [B, S]: ``input_ids``, and ``labels``: for every token the next one; -100 where there
     is none to learn. The only tensor between layers is ``h`` [B, S, H]. ``tied``: the head shares the token
     embeddings' weight. ``packed``: samples have several texts, and each is computed as if it were alone; the batch
-    has :data:`POSITIONS`, too. ``experts``: the MLPs are :class:`~vpipe.app.families.experts.Experts`, with a second
-    tensor between layers.
+    has :data:`POSITIONS`, too. ``mixture``: where it has experts, the MLPs are
+    :class:`~vpipe.app.families.experts.Experts`, with a second tensor between layers; they take slices of sequences
+    only without a loss of balance, which is of all tokens of a microbatch.
     """
-    more, beside = (POSITIONS,) if packed else (), (BALANCE,) if experts else ()
+    more, beside = (POSITIONS,) if packed else (), (BALANCE,) if mixture.num_local_experts is not None else ()
+    carried, of_mlp = (*CARRIED, TEXTS) if packed else CARRIED, None if beside and mixture.router_aux_loss_coef else ()
     layers = [Layer("block0.attention", partial(EmbeddingsAndAttention, embeddings, attention),
-                    inputs=("input_ids", *more))]
+                    inputs=("input_ids", *more), carried=carried)]
     for i in range(blocks):
         if i > 0:
-            layers.append(Layer(f"block{i}.attention", attention, inputs=("h", *more)))
-        layers.append(Layer(f"block{i}.mlp", mlp, inputs=("h", *(beside if i > 0 else ())), outputs=("h", *beside)))
-    layers.append(Layer("head", head, inputs=("h", "labels", *beside), outputs=("loss",),
+            layers.append(Layer(f"block{i}.attention", attention, inputs=("h", *more), carried=carried))
+        layers.append(Layer(f"block{i}.mlp", mlp, inputs=("h", *(beside if i > 0 else ())), outputs=("h", *beside),
+                            carried=of_mlp))
+    layers.append(Layer("head", head, inputs=("h", "labels", *beside), outputs=("loss",), carried=(),
                         ties={"decoder.weight": TOKEN_EMBEDDINGS} if tied else {}))
     return Model(layers, batch=("input_ids", *more, "labels"), labels="labels")

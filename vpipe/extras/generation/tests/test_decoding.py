@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vpipe.app.families import transformer
 from vpipe.app.families.bert import BertConfig, bert
+from vpipe.app.families.experts import Mixture
 from vpipe.app.families.gpt import GptConfig, GptEmbeddings, gpt
 from vpipe.app.families.llama import LlamaConfig, llama
 from vpipe.app.families.transformer import NextTokenHead
@@ -137,7 +138,7 @@ def test_a_model_with_a_layer_without_step_computes_whole_forwards() -> None:
     *_, last = decode(StageDecoder(decoder, modules, 16), request)
     assert last.texts == whole_forward(model, modules, request, 16)
     own = transformer.decoder(1, lambda: nn.Embedding(40, 16), Backwards, Backwards,
-                              lambda: NextTokenHead(nn.Identity(), nn.Linear(16, 40)), tied=False)
+                              lambda: NextTokenHead(nn.Identity(), nn.Linear(16, 40)), tied=False, mixture=Mixture())
     assert not DecoderModel(own).cached
 
 
