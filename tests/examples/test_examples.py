@@ -11,35 +11,42 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pipelines import parts
 from torch import Tensor, nn
 
 from vpipe import Asynchronous, Cut, Execution, Layer, Model, Order, Pipeline, Precision, Transfers, Update
 from vpipe.runtime.step_results import Step
 from vpipe.schedules.builder import build
 from vpipe.schedules.registry import RegisteredSchedule
+from vpipe.testing import assert_equals_oracle
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+QUICKSTART = EXAMPLES / "quickstart.py"
 TRANSFORMER = QUICKSTART.with_name("transformer.py")
 MESH = QUICKSTART.with_name("mesh.py")
 TOKEN_WEIGHTS = QUICKSTART.with_name("token_weights.py")
 TORCH_RUNTIME = QUICKSTART.with_name("torch_runtime.py")
 PAGE = QUICKSTART.parents[1] / "docs" / "python.md"
-LIBRARY = PAGE.with_name("library.md")
+LIBRARY, JOBS = PAGE.with_name("library.md"), PAGE.with_name("jobs.md")
+
+
+def run_here(program: Path) -> tuple[dict[str, Any], str]:
+    """What the example makes, and prints, in a process without a launcher: this one, which has torch already."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, torch.random.fork_rng():
+        made = runpy.run_path(str(program))
+    return made, out.getvalue()
 
 
 def printed_here(program: Path) -> str:
-    """What the example prints in a process without a launcher: this one, which has torch already."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, torch.random.fork_rng():
-        runpy.run_path(str(program))
-    return out.getvalue()
+    return run_here(program)[1]
 
 
 def printed(program: Path, *launcher: str, arguments: Sequence[str] = ()) -> str:
@@ -82,8 +89,7 @@ def test_the_output_of_quickstart() -> None:
 
 def test_tokens_that_count_the_same_are_those_of_plain_pytorch() -> None:
     """Whose loss is over all labels of a batch at once, and whose average is torch's own formula."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, torch.random.fork_rng():
-        made = runpy.run_path(str(TOKEN_WEIGHTS))
+    made, said = run_here(TOKEN_WEIGHTS)
     model, losses = made["model"], made["losses"]
     modules = model.materialize(made["pipe"].description.seed)
 
@@ -113,7 +119,103 @@ def test_tokens_that_count_the_same_are_those_of_plain_pytorch() -> None:
         expected = sum(loss_of(batch) * count for batch, count in zip(held_out, counts, strict=True)) / sum(counts)
     assert made["held_out"][1] == pytest.approx(expected.item(), abs=1e-4)
     assert made["held_out"][1] < made["held_out"][0] - 0.05
-    assert out.getvalue() in PAGE.with_name("concepts.md").read_text()
+    assert said in PAGE.with_name("concepts.md").read_text()
+
+
+def plain_losses(loss_of: Callable[[dict[str, Tensor]], Tensor], parameters: Iterable[Tensor],
+                 batches: Iterable[Mapping[str, Tensor]], rate: float = 1e-2) -> list[float]:
+    """A loop of plain PyTorch: AdamW, each batch in four microbatches."""
+    optimizer, losses = torch.optim.AdamW(parameters, lr=rate), []
+    for batch in batches:
+        of_parts = []
+        for fields_of_part in zip(*(field.chunk(4) for field in batch.values()), strict=True):
+            loss = loss_of(dict(zip(batch, fields_of_part, strict=True)))
+            (loss / 4).backward()
+            of_parts.append(loss.item())
+        losses.append(sum(of_parts) / 4)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def run_plainly(model: Model, modules: nn.ModuleDict, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One layer after the other, each with the tensors that it names."""
+    for layer in model.layers:
+        made = modules[layer.name](*(tensors[name] for name in layer.inputs))
+        tensors.update(zip(layer.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+    return tensors
+
+
+def check_losses(model: Model, batches: Iterable[Mapping[str, Tensor]], losses: list[float],
+                 rate: float = 1e-2) -> nn.ModuleDict:
+    """Bit for bit; return the modules that were trained."""
+    modules = model.materialize()
+    assert plain_losses(lambda fields: run_plainly(model, modules, fields)["loss"], modules.parameters(), batches,
+                        rate) == losses
+    return modules
+
+
+def test_experts_with_a_loss_of_balance_are_those_of_plain_pytorch() -> None:
+    made, said = run_here(EXAMPLES / "experts.py")
+    check_losses(made["model"](0.05), made["batches"], made["losses"])
+    assert without_digits(said) == without_digits(shown(JOBS, "python examples/experts.py"))
+    fewest = [min(int(share) for share in re.findall(r"(\d+)%", line)) for line in said.splitlines()]
+    assert 2 * fewest[0] < fewest[1], "without the loss of balance an expert has little to do"
+
+
+def test_dense_connections_send_each_tensor_once_to_each_later_rank() -> None:
+    """And its gradient back; before a cut there are as many as layers."""
+    made, said = run_here(EXAMPLES / "dense.py")
+    check_losses(made["model"], made["batches"], made["losses"])
+    before_cuts = list(accumulate(made["STAGES"]))[:-1]
+    each = made["SAMPLES"] * made["WIDTH"] * torch.float32.itemsize
+    assert made["sent"] == [each * (back + on) for back, on in zip([0, *before_cuts], [*before_cuts, 0], strict=True)]
+    assert without_digits(said) == without_digits(shown(JOBS, "python examples/dense.py"))
+
+
+def test_captions_of_pictures_are_those_of_plain_pytorch() -> None:
+    made, said = run_here(EXAMPLES / "captions.py")
+    model = made["model"]
+    modules = check_losses(model, made["batches"](60, seed=1), made["losses"], rate=6e-3)
+    with torch.no_grad():
+        right = [run_plainly(model, modules, batch)["logits"].argmax(-1) == batch["labels"]
+                 for batch in made["batches"](4, seed=2)]
+    assert torch.equal(torch.cat(right), made["found"]["right"])
+    assert made["found"]["right"].float().mean() > 0.9
+    assert without_digits(said) == without_digits(shown(JOBS, "python examples/captions.py"))
+
+
+def test_a_class_of_transformers_is_itself_without_a_pipeline() -> None:
+    """Its own forward with ``labels``: every loss and, after all updates, every weight, bit for bit."""
+    pytest.importorskip("transformers")
+    program = EXAMPLES / "hugging_face.py"
+    layers = re.search(r"```python\n(.*?)```", JOBS.read_text(), re.DOTALL)
+    assert layers
+    assert layers[1] in program.read_text()
+    made, said = run_here(program)
+    llama = made["llama"]
+    assert plain_losses(lambda batch: llama(input_ids=batch["ids"], labels=batch["labels"]).loss, llama.parameters(),
+                        made["batches"]) == made["losses"]
+    for ours, theirs in zip(made["pipe"].state_dict().values(), llama.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    split = Pipeline(made["model"], partial(torch.optim.AdamW, lr=1e-2), stages=3, schedule="zb_h1", microbatches=4)
+    assert_equals_oracle(split, made["batches"][:2])
+    assert without_digits(said) == without_digits(shown(JOBS, "python examples/hugging_face.py"))
+
+
+def test_adapters_of_a_script_are_those_of_peft_alone() -> None:
+    peft = pytest.importorskip("peft")
+    made, said = run_here(EXAMPLES / "lora.py")
+    alone = peft.get_peft_model(made["net"], made["lora"])
+    theirs = {name.removeprefix("base_model.model."): parameter for name, parameter in alone.named_parameters()
+              if parameter.requires_grad}
+    assert theirs.keys() == made["begun"].keys()
+    for name, parameter in theirs.items():
+        parameter.data.copy_(made["begun"][name])
+    assert plain_losses(lambda batch: nn.functional.mse_loss(alone(batch["input"]), batch["target"]), theirs.values(),
+                        made["batches"](60, turned=True, seed=1)) == made["losses"]
+    assert all(torch.equal(made["adapters"][name], parameter) for name, parameter in theirs.items())
+    assert without_digits(said) == without_digits(shown(JOBS, "python examples/lora.py"))
 
 
 @pytest.mark.usefixtures("forked")
@@ -156,7 +258,7 @@ def shown(page: Path, command: str) -> str:
 
 def without_digits(text: str) -> list[str]:
     """Digits may differ between processors."""
-    return [re.sub(r"\d+\.\d+", "N", line) for line in text.splitlines()]
+    return [re.sub(r"\d+\.\d+|\d+(?=%)", "N", line) for line in text.splitlines()]
 
 
 def test_the_output_of_the_transformer_is_on_its_page() -> None:
@@ -191,25 +293,6 @@ def test_pytorchs_own_pipeline_is_what_the_oracle_says() -> None:
     assert without_digits(said) == without_digits(shown(
         LIBRARY, "torchrun --nproc-per-node 4 examples/beside_an_oracle.py"))
     assert said.count("equal to the last bit") == 3
-
-
-def test_hugging_faces_blocks_of_the_page_are_layers() -> None:
-    """In a stage of their own each, under schedules that split the backward, too: the losses of one stage, nearly."""
-    pytest.importorskip("transformers")
-    code = re.search(r"```python\n(from transformers.*?)```", PAGE.read_text(), re.DOTALL)
-    assert code
-    names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "Layer": Layer, "Model": Model}
-    exec(compile(code[1], str(PAGE), "exec"), names)
-    ids = torch.randint(101, (8, 16), generator=torch.Generator().manual_seed(0))
-
-    def losses(**settings: Any) -> list[float]:
-        pipe = Pipeline(names["model"],
-                        **parts(microbatches=4, **settings, optimizer=lambda params: torch.optim.SGD(params, lr=0.01)))
-        return [step.loss for step in pipe.train([{"ids": ids, "labels": ids.roll(-1, 1)}] * 3)]
-
-    plain = losses(stages=1)
-    for schedule in ("1f1b", "zb_h1"):
-        assert losses(stages=3, schedule=schedule) == pytest.approx(plain, rel=1e-5)
 
 
 def test_the_page_has_every_argument_and_every_attribute() -> None:
