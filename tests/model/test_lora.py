@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft_models import MICROBATCHES, RATE, check_files, check_training
 from pipelines import parts
 from small_run import write_config
 from torch import Tensor, nn
-from transformers_models import names_of, our_logits, quiet_transformers
+from transformers_models import batch, names_of, our_logits, quiet_transformers, weights_of
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.app.cli import main
-from vpipe.app.families.lora import LoraSettings, is_adapter
+from vpipe.app.families.lora import LoraSettings, base_names, is_adapter
 from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.app.train.resume import find_resume_point, prepare_run, resumed_config
 from vpipe.app.train.run_folder import unlock_runs
+from vpipe.app.weights.export import export_huggingface, export_peft
 from vpipe.checkpoint import Checkpoint, Checkpoints
 from vpipe.errors import UserError
 from vpipe.runtime.slice_aware import SliceAware
 from vpipe.testing import assert_equals_oracle
 
 peft = pytest.importorskip("peft")
-WORDS, MICROBATCHES, RATE = 50, 4, 1e-2
+WORDS = 50
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "sequence_length": 11}
 LORA = LoraSettings(4, 8.0, ("query", "value", "up"))
 
@@ -64,40 +67,35 @@ def test_a_layer_with_adapters_carries_the_same_and_draws_for_each_slice() -> No
 
 
 def test_a_pipeline_is_peft_without_one() -> None:
-    """The same layers in one module, into which peft puts the adapters at once, and a loop of plain PyTorch."""
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["query", "value", "up"])
-    base = family_named("qwen3").factory(settings(None))
-    pipe = Pipeline(base.with_adapters(config), stages=4, microbatches=MICROBATCHES,
-                    optimizer=partial(torch.optim.AdamW, lr=RATE))
-    before = pipe.state_dict()
-    names = [layer.name for layer in base.layers]
-    modules = base.materialize()
-    plain = nn.ModuleDict({name.replace(".", "_"): modules[name] for name in names})
-    peft.inject_adapter_in_model(config, plain)
-    own = {f"{name}.{weight}": parameter for name in names
-           for weight, parameter in plain[name.replace(".", "_")].named_parameters() if parameter.requires_grad}
-    assert {name for name in before if is_adapter(name)} == own.keys()
-    for name, parameter in own.items():
-        parameter.data.copy_(before[name])
-    optimizer = torch.optim.AdamW(own.values(), lr=RATE)
-    expected = []
-    for batch in batches():
-        losses = []
-        for part in range(MICROBATCHES):
-            tensors: dict[str, Any] = {name: field.chunk(MICROBATCHES)[part] for name, field in batch.items()}
-            for layer in base.layers:
-                tensors[layer.outputs[0]] = plain[layer.name.replace(".", "_")](*(tensors[n] for n in layer.inputs))
-            (tensors["loss"] / MICROBATCHES).backward()
-            losses.append(tensors["loss"].detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(torch.stack(losses).mean().item())
-    assert [step.loss for step in pipe.train(batches())] == pytest.approx(expected, rel=1e-6)
-    after = pipe.state_dict()
-    assert all(torch.equal(after[name], parameter) for name, parameter in own.items())
-    assert all(torch.equal(after[name], value) == (name not in own) for name, value in before.items())
-    state = {name.split(".lora_")[0] for name in pipe.local_state() if name.startswith("optim.")}
-    assert state == {f"optim.{name.split('.lora_')[0]}" for name in own}, "an optimizer has the adapters alone"
+    check_training(family_named("qwen3").factory(settings(None)), ["query", "value", "up"], batches())
+
+
+BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 11,
+        "type_vocab_size": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def bert_batches() -> list[dict[str, Tensor]]:
+    fields = {name: field.repeat(2, 1) for name, field in batch().items()}
+    return [{**{name: fields[name] for name in ("input_ids", "segment_ids", "input_mask", "masked_lm_positions")},
+             "masked_lm_ids": fields["input_ids"] * (torch.arange(11) % 3 == step),
+             "next_sentence_labels": torch.arange(8) % 2} for step in range(2)]
+
+
+def test_bert_is_peft_without_a_pipeline() -> None:
+    base = family_named("bert").factory(ModelSettings(WORDS, overrides=BERT))
+    check_training(base, ["query", "contract", "transform"], bert_batches())
+
+
+def test_bert_over_replicas_that_share_the_steps() -> None:
+    model = family_named("bert").model(ModelSettings(WORDS, overrides=BERT, lora=LoraSettings(4, 8.0)))
+    pipe = Pipeline(model, **parts(partition=[3, 2], placement=[[0, 1], [2, 3]], microbatches=MICROBATCHES, zero1=True,
+                                   optimizer=partial(torch.optim.AdamW, lr=RATE)))
+    assert_equals_oracle(pipe, bert_batches())
+
+
+@pytest.mark.parametrize("targets", [None, ("query", "contract")])
+def test_files_of_bert(targets: tuple[str, ...] | None, tmp_path: Path) -> None:
+    check_files("bert", BERT, LoraSettings(4, 8.0, targets), tmp_path)
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -143,7 +141,7 @@ def test_there_and_back(family: str, targets: list[str] | None, tmp_path: Path,
     assert main(["checkpoint", "export", str(run), "--format", "peft", "-o", "adapter"]) == 0
     assert main(["checkpoint", "export", str(run), "--format", "huggingface", "-o", "merged"]) == 0
     assert main(["checkpoint", "import", "base", "--adapter", "adapter", "-o", "again"]) == 0
-    assert "alpha: 8.0" in Checkpoint.open(Path("again")).manifest.config
+    assert "alpha: 8\n" in Checkpoint.open(Path("again")).manifest.config
     tuned, again = (Checkpoint.open(Checkpoints.find(folder)).weights() for folder in (run, Path("again")))
     assert tuned.keys() == again.keys()
     assert all(torch.equal(tuned[name], weight) for name, weight in again.items())
@@ -156,3 +154,32 @@ def test_there_and_back(family: str, targets: list[str] | None, tmp_path: Path,
         assert not torch.equal(kind.from_pretrained("base").eval()(ids).logits, ours)
         merged = theirs.merge_and_unload()(ids).logits
         assert torch.equal(kind.from_pretrained("merged").eval()(ids).logits, merged)
+
+
+def test_commands_that_cannot_be_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    names, model = names_of("qwen3"), family_named("qwen3").model(settings(LoraSettings(4, 8.0, ("query",))))
+    weights = weights_of(model, model.materialize())
+    export_huggingface({theirs: weights[name] for name, theirs in base_names(weights).items()}, names, settings(),
+                       Path("base"), None)
+    export_peft(weights, LoraSettings(4, 8.5, ("query",)), names, settings(), Path("adapter"))
+    assert json.loads(Path("adapter/adapter_config.json").read_text())["lora_alpha"] == 8.5
+    write_config(tmp_path, model__name="qwen3", model__preset=None, model__hidden_size=None, model__vocab_size=WORDS,
+                 model__config_file="base/config.json", model__lora={"rank": 4, "alpha": 8.5, "targets": ["key"]})
+
+    def said(*words: str) -> str:
+        main(["checkpoint", *words])
+        return " ".join(capsys.readouterr())
+
+    said("import", "base", "--config", "c.yaml", "-o", "start")
+    assert "has no adapters: no run has trained any yet" in said("export", "start", "--format", "peft", "-o", "x")
+    assert "merged" not in said("export", "start", "--format", "huggingface", "-o", "same")
+    said("import", "base", "-o", "whole")
+    assert "has no adapters: its model is trained whole" in said("export", "whole", "--format", "peft", "-o", "x")
+    assert "'adapter' holds adapters of peft alone, not the model" in said("import", "adapter", "-o", "x")
+    assert "the adapter in 'adapter' has rank 4, alpha 8.5 and the targets query, model.lora rank 4, alpha 8.5 and " \
+        "the targets key" in said("import", "base", "--adapter", "adapter", "--config", "c.yaml", "-o", "x")
+    assert "model.lora is not given" in said("import", "base", "--adapter", "adapter", "--config", "c.yaml", "--set",
+                                             "model.lora=null", "-o", "x")
+    assert not Path("x").exists()

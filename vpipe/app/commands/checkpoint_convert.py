@@ -17,7 +17,7 @@ from vpipe.app.command_line import setting_words
 from vpipe.app.commands.checkpoint import checkpoints_in
 from vpipe.app.config.config import load_config
 from vpipe.app.data.tokenizers import end_token, load_tokenizer
-from vpipe.app.families.lora import adapter_names, base_names, merged
+from vpipe.app.families.lora import adapter_names, base_names, is_adapter, merged
 from vpipe.app.families.registry import HuggingFace, ModelSettings, family_named
 from vpipe.app.progress import byte_progress
 from vpipe.app.train.checkpoint_model import CheckpointModel, config_text, data_tokenizer, has_model, model_differences
@@ -25,7 +25,7 @@ from vpipe.app.train.job import Job
 from vpipe.app.train.model_section import model_settings
 from vpipe.app.weights.export import export_huggingface, export_peft, export_safetensors, export_torch, make_checkpoint
 from vpipe.app.weights.formats import CHECKPOINT_FORMATS, CheckpointFormat
-from vpipe.app.weights.import_weights import CONFIG, import_adapter, import_weights, read_model_config
+from vpipe.app.weights.import_weights import ADAPTER_CONFIG, CONFIG, import_adapter, import_weights, read_model_config
 from vpipe.checkpoint import Checkpoint, Manifest
 from vpipe.errors import UserError, counted
 from vpipe.units import size_text
@@ -42,13 +42,16 @@ def run_export(options: argparse.Namespace) -> None:
     found = CheckpointModel.from_manifest(manifest, folder) if named or (
         options.format == "torch" and has_model(manifest)) else None
     huggingface = _names_of(found.name) if named and found is not None else None
-    lora = None if found is None else found.settings.lora
+    adapters = adapter_names(manifest.tensors)
+    lora = None if found is None or not adapters else found.settings.lora
     if options.format == "peft" and lora is None:
-        raise UserError(f"the checkpoint '{folder}' has no adapters: its run trained all weights",
-                        hint="export it as huggingface, safetensors or torch")
+        why = "no run has trained any yet" if found is not None and found.settings.lora is not None else (
+            "its model is trained whole")
+        raise UserError(f"the checkpoint '{folder}' has no adapters: {why}",
+                        hint="export it as huggingface, safetensors or torch, or one that a run with model.lora made")
     with byte_progress(f"reading {folder.name}") as progress:
         weights = Checkpoint(folder, manifest).weights(
-            adapter_names(manifest.tensors) if options.format == "peft" else None, progress,
+            adapters if options.format == "peft" else None, progress,
             corrected=not options.uncorrected)
     if options.format == "huggingface" and lora is not None:
         weights = merged(weights, lora)
@@ -102,6 +105,9 @@ def run_import(options: argparse.Namespace) -> None:
         raise UserError(f"--adapter is given, but '{source}' is no model of Hugging Face", hint="leave it out")
     if found is not None:
         _from_files(*found, job, source, out)
+    elif (source / ADAPTER_CONFIG).is_file() and not (source / CONFIG).is_file():
+        raise UserError(f"'{source}' holds adapters of peft alone, not the model that they are of",
+                        hint=f"import the model with them: vpipe checkpoint import MODEL --adapter {source} -o OUT")
     elif (source / CONFIG).is_file():
         _from_huggingface(source, options.adapter, job, out)
     else:
@@ -128,10 +134,12 @@ def _from_huggingface(source: Path, adapter: Path | None, job: Job | None, out: 
     if adapter is not None:
         lora, adapters = import_adapter(adapter, huggingface, settings)
         wanted = lora if job is None else job.config.model.lora
-        if wanted is None or (wanted.rank, wanted.alpha) != (lora.rank, lora.alpha):
-            here = "none" if wanted is None else f"rank {wanted.rank} and alpha {wanted.alpha:g}"
-            raise UserError(f"the adapter in '{adapter}' has rank {lora.rank} and alpha {lora.alpha:g}, model.lora"
-                            f" {here}",
+        if wanted is None or (wanted.rank, wanted.alpha) != (lora.rank, lora.alpha) or (
+                job is not None and adapters.keys() != set(filter(is_adapter, job.model.outline()))):
+            here = "is not given" if wanted is None else (
+                f"rank {wanted.rank}, alpha {wanted.alpha:g} and {_targets(wanted.targets)}")
+            raise UserError(f"the adapter in '{adapter}' has rank {lora.rank}, alpha {lora.alpha:g} and "
+                            f"{_targets(lora.targets)}, model.lora {here}",
                             hint=f"set model.lora to {{rank: {lora.rank}, alpha: {lora.alpha:g}, targets: "
                                  f"[{', '.join(lora.targets or ())}]}}")
         settings = replace(settings, lora=lora)
@@ -140,6 +148,10 @@ def _from_huggingface(source: Path, adapter: Path | None, job: Job | None, out: 
     config = config_text(found.family, settings, Path(os.path.abspath(out)) / CONFIG) if job is None else (
         job.config.resolved_yaml())
     _make(out, job, config, "Hugging Face", model, weights, source / CONFIG)
+
+
+def _targets(names: Sequence[str] | None) -> str:
+    return "all targets" if names is None else f"the targets {', '.join(names)}"
 
 
 def _check_same(job: Job, family: str, settings: ModelSettings, source: Path) -> None:

@@ -112,7 +112,8 @@ def to_peft(weights: Mapping[str, Tensor], lora: LoraSettings, names: Mapping[st
         raise UserError("the adapters are of matrices that Hugging Face stores as [inputs, outputs] and of others, for "
                         "which peft has one setting", hint="choose other model.lora.targets")
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM" if causal else None, "r": lora.rank,
-            "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": "none", "fan_in_fan_out": turned.pop(),
+            "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+            "lora_dropout": lora.dropout, "bias": "none", "fan_in_fan_out": turned.pop(),
             "target_modules": _shortest(adapted, modules.values()), "inference_mode": True,
             "base_model_name_or_path": None}, tensors
 

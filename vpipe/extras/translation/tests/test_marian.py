@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft_models import check_files
 from transformers_models import check_command, check_export, check_import, names_of, quiet_transformers, weights_of
 
 from vpipe.app.data.tokenizers import train_byte_bpe
+from vpipe.app.families.lora import LoraSettings
 from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.app.weights.export import export_huggingface
 from vpipe.extras.translation.translations import translate
@@ -27,6 +29,10 @@ def test_an_exported_model_gives_the_same_logits(tied: bool, tmp_path: Path) -> 
 @pytest.mark.parametrize("tied", [True, False])
 def test_checkpoints_of_transformers_are_read_back(tied: bool, tmp_path: Path) -> None:
     check_import("translation", {**MARIAN, "share_encoder_decoder_embeddings": tied}, tied, tmp_path)
+
+
+def test_files_of_adapters(tmp_path: Path) -> None:
+    check_files("translation", MARIAN, LoraSettings(4, 8.0, ("query", "value", "contract")), tmp_path)
 
 
 def test_the_command_takes_the_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from jobs import fingerprint, pipeline
 from oracles import AdamW, assert_same_state, decay
+from peft_models import check_training
 from test_every_schedule import copies
 from torch import Tensor
 from world import World
@@ -50,6 +51,12 @@ def batches(samples: int = MICROBATCHES, lengths: Sequence[tuple[int, int]] = LE
         shifted = torch.cat((torch.zeros(samples, 1, dtype=torch.int64), labels[:, :-1].clamp(min=0)), 1)
         found.append({"source_ids": words * mask, "source_mask": mask.long(), "target_ids": shifted, "labels": labels})
     return found
+
+
+def test_adapters_are_those_of_peft_without_a_pipeline() -> None:
+    base = translation_from_settings(ModelSettings(
+        WORDS, "tiny", hidden_size=8, num_layers=2, num_heads=2, tie_weights=True, dropout=0.0))
+    check_training(base, ["query", "value", "expand"], batches())
 
 
 def cut(name: str, ranks: int = 2) -> list[int]:
