@@ -165,7 +165,7 @@ class Pipeline:
         self.lane = world.lanes.number
         self.schedule, self.microbatches = description.order.schedule, description.microbatches
         self.partition, self.recomputed = description.cut.partition, description.cut.recomputed
-        self.placement, self.update_every = schedule.placement, schedule.update_every
+        self.placement, self.update_every = schedule.placement, schedule.update_every // schedule.slices
         self._streams = schedule.stream
         self.engine = Engine(model, model.split(self.partition), schedule, description, world)
         self.lowered = self.engine.schedule

@@ -51,6 +51,26 @@ def test_closed_forms(name: str, options: dict[str, object], step_s: float) -> N
     assert prediction.seconds_per_sample == prediction.step_s / prediction.samples_per_step
 
 
+def test_slices_take_equal_parts_of_a_microbatch() -> None:
+    """But for adding gradients, dispatch, and keys and values, which a slice keeps of those before it, too."""
+    plan = Plan(Cut((1,) * 4), Order("seq1f1b", slices=4), microbatches=8)
+    whole, found = taken(equal(step_s=0.5), "1f1b"), predict(equal(step_s=0.5), plan).prediction
+    assert found.step_s == pytest.approx((8 + 3 / 4) * 3 + 0.5)
+    assert found.samples_per_step == 32
+    assert [stage.microbatch_s for stage in found.stages] == pytest.approx([3.0] * 4)
+    held = [stage.memory.activations for stage in whole.stages]
+    assert [16 * (4 - n) * stage.memory.activations for n, stage in enumerate(found.stages)] == [
+        4 * (7 - n) * held[n] for n in range(4)]  # 7, 6, 5 and 4 quarters of a microbatch in place of 4, 3, 2 and 1
+    slow = replace(equal(), dispatch_s=0.01, accumulate_bytes_per_s=4 * KIB / 0.1)
+    again = predict(slow, plan).prediction.stages[1]
+    # Of 2 s 0.1 s add gradients, in each of 32 slices but the first; an action, its receive and its send take 0.01 s.
+    assert again.microbatch_s == pytest.approx(1.0 + 1.9 + 4 * (0.1 - 0.1 / 32) + 4 * (2 * 3 * 0.01))
+    carrying = replace(equal(), layers=tuple(replace(each, carried_bytes=4 * KIB) for each in equal().layers))
+    assert [more.memory.activations - less.memory.activations for more, less in zip(
+        predict(carrying, plan).prediction.stages, found.stages, strict=True)] == [
+        in_flight * 4 * KIB * 3 // 8 for in_flight in (7, 6, 5, 4)]
+
+
 @pytest.mark.parametrize(("name", "step_s"), [
     ("1f1b", (8 + 1) * 3), ("zb_h1", 8 * 3.1 + (1 + 1.1 - 1.0)), ("pipedream", 3)])
 def test_a_frozen_front_only_goes_forward(name: str, step_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import accumulate, combinations
 
 import numpy as np
 import pytest
@@ -196,6 +196,24 @@ def test_memory_of_stages_is_that_of_the_programs(schedule: str, widths: tuple[i
         if not schedule.startswith("zb"):
             assert free.demand(behind, len(group)).in_flight == demand.in_flight
         behind -= len(group)
+
+
+def test_slices_make_room_and_fill_the_pipeline() -> None:
+    made, names = transformer(6), RegisteredSchedule.for_plans(flush=True, slices=4)
+    assert set(names) - set(RegisteredSchedule.for_plans(flush=True)) == {"seq1f1b"}
+    whole, sliced = (solve(PlanRequest({8: made}, 4, 500 * KIB, ("1f1b", "seq1f1b"), slices=slices)).plan
+                     for slices in (1, 4))
+    assert (whole.order.slices, sliced.order) == (1, Order("seq1f1b", slices=4))
+    assert sliced.predicted.seconds_per_sample < 0.8 * whole.predicted.seconds_per_sample
+    assert sliced.predicted.fullest_rank[1] <= 500 * KIB
+    space = SearchSpace(PlanRequest({8: made}, 4, None, ("seq1f1b",), placement=sliced.groups, slices=4))
+    choice, = space.choices()
+    costs = space.cost_model(choice)
+    for first, memory in zip(accumulate((0, *sliced.partition)), sliced.predicted.stages, strict=False):
+        stop = first + memory.layers
+        demand = choice.demand(4 - memory.ranks[0], 1)
+        assert costs.table.peak_bytes(first, stop, demand, frozenset(sliced.recomputed[memory.ranks[0]])) == \
+            memory.memory.peak
 
 
 @pytest.mark.parametrize("schedules", [RegisteredSchedule.for_plans(flush=True),

@@ -55,6 +55,23 @@ def test_a_linear_layer_keeps_its_input_alone() -> None:
     assert counts.forward_flops == 2 * 4 * 6 * WIDTH * WIDTH
 
 
+def test_what_slices_hand_on_is_counted_of_the_whole_sequence() -> None:
+    class Running(nn.Module):
+        """Adds the sum of all tokens so far, and hands on the sum and all tokens."""
+
+        def forward(self, h: Tensor, carried: tuple[Tensor, ...] | None = None) -> Any:
+            seen = torch.cat([*(carried or ())[1:], h], 1)
+            total = seen.cumsum(1)[:, -h.shape[1]:]
+            return total if carried is None else (total, total[:, -1:].clone(), seen)
+
+    model = Model([Layer("words", lambda: nn.Embedding(WORDS, WIDTH), ("ids",)),
+                   Layer("it", Running, carried=("total", "seen")),
+                   Layer("end", nn.Identity, outputs=("loss",))], batch=("ids",))
+    given = LayerInputs({"h": torch.randn(4, 6, WIDTH, requires_grad=True)}, {}, {"h": torch.ones(4, 6, WIDTH)})
+    assert count_layer(LayerRunner(model, 1, CPU, 0), given, ADAMW).carried_bytes == H // 6 + H
+    assert counted(lambda: nn.Linear(WIDTH, WIDTH)).carried_bytes == 0
+
+
 def test_an_mlp_with_a_residual_keeps_each_storage_once() -> None:
     class Mlp(nn.Module):
         def __init__(self) -> None:

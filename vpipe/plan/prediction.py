@@ -61,9 +61,10 @@ def predict(profile: Profile, plan: Plan, *, schedule: str | None = None, microb
     split = bool(built.split_backwards)
     assignment = built.assignment
     shares = [-(-assignment.per_update(stage) // len(ranks)) for stage, ranks in enumerate(built.placement)]
-    costs = pipeline_costs(profile, partition, recomputed, built.placement, split, built.versions, shares)
+    part = profile.sliced(built.slices)
+    costs = pipeline_costs(part, partition, recomputed, built.placement, split, built.versions, shares)
     steps = simulate_steps(built, costs)
-    return SimulatedPlan(_prediction(profile, partition, recomputed, steps, lanes), steps.timeline)
+    return SimulatedPlan(_prediction(part, partition, recomputed, steps, lanes), steps.timeline)
 
 
 def ties_of(profile: Profile, partition: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -83,7 +84,7 @@ def _build(profile: Profile, spec: ScheduleSpec, frozen: int) -> Schedule:
     placement = cut.placement or spec.placement(registered)
     costs = None if registered.search is None else pipeline_costs(profile, cut.partition, cut.recomputed, placement)
     one = build(spec.schedule, placement, spec.microbatches, spec.update_every, spec.ties, spec.recompute, costs,
-                warmup=spec.order.warmup)
+                warmup=spec.order.warmup, slices=spec.order.slices)
     one = freeze(one, frozen)
     return one if one.flush else lengthened(one, spec.recompute)
 
@@ -101,10 +102,11 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
                                  held.recomputed, len(ranks), lanes)
                     for held in (contents[rank][stage] for rank in sorted(ranks))]
         stages.append(StagePrediction(
-            layers.start, len(layers), ranks, float(cost.forward_s), float(cost.input_s + cost.weight_s),
-            float(cost.recompute_s), float(cost.step_s), sending[stage],
+            layers.start, len(layers), ranks, schedule.slices * float(cost.forward_s),
+            schedule.slices * float(cost.input_s + cost.weight_s), schedule.slices * float(cost.recompute_s),
+            float(cost.step_s), sending[stage],
             max(idle[rank] for rank in ranks), max(memories, key=lambda memory: memory.peak)))
-    return Prediction(step_s, schedule.assignment.per_step * profile.identity.microbatch_size,
+    return Prediction(step_s, schedule.assignment.step_microbatches * profile.identity.microbatch_size,
                       Plan.bubble_of(zip(idle, steps.working_s, strict=True)), tuple(stages))
 
 

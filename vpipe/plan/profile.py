@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,11 +67,37 @@ class LayerProfile:
     frozen_bytes: int = 0
     frozen_tied: Mapping[int, int] = field(default_factory=dict)  # of borrowed ones among the former, as ``tied``
     largest_bytes: int = 0  # of its largest parameter that is trained; where each replica steps whole ones, see zero1
+    carried_bytes: int = 0  # of what its slices hand on to one another, such as keys and values, of all tokens
 
     @property
     def largest_state_bytes(self) -> int:
         """What the optimizer keeps for that parameter, if it keeps equally much for every byte."""
         return -(-self.optimizer_bytes * self.largest_bytes // self.parameter_bytes) if self.parameter_bytes else 0
+
+    def sliced(self, slices: int, accumulate_s: float) -> LayerProfile:
+        """Return the mean costs of one of so many slices, see :meth:`Profile.sliced`.
+
+        Slice i of n keeps what all slices up to it have carried, (i + 1) / n of it in place of 1 / n. On average that
+        is (n - 1) / 2n of it more; those in flight are the first ones of their microbatches, which keep no more on
+        average. That leaves room for the gradient of what was carried, which is there between two backwards, but for
+        (n - 1) / 2n of it at most.
+
+        Args:
+            accumulate_s: the seconds of a backward in which gradients of weights are added up, in each slice alike.
+        """
+        def share(time: Seconds, each_s: float = 0.0) -> Seconds:
+            return replace(time, median=(time.median - min(each_s, time.median)) / slices + min(each_s, time.median))
+
+        def part(size: int) -> int:
+            return -(-size // slices)
+
+        return replace(
+            self, forward=share(self.forward), backward=share(self.backward, accumulate_s),
+            input_half=share(self.input_half), weight_half=share(self.weight_half, accumulate_s),
+            recompute=share(self.recompute), writes=tuple(replace(one, bytes=part(one.bytes)) for one in self.writes),
+            saved_bytes=part(self.saved_bytes) + -(-self.carried_bytes * (slices - 1) // (2 * slices)),
+            weight_half_bytes=part(self.weight_half_bytes), working_bytes=part(self.working_bytes),
+            forward_flops=part(self.forward_flops))
 
 
 @dataclass(frozen=True)
@@ -175,6 +201,18 @@ class Profile:
         """
         return (weights * (2 if self.identity.pure else 1)) if self.extrapolates and versions > 1 else 0
 
+    def sliced(self, slices: int) -> Profile:
+        """Return the costs of a slice in place of a microbatch, where each is cut into so many.
+
+        Times and bytes are equal shares: a slice's mean, which attention to all tokens before makes the less even the
+        longer sequences are. What one action takes beside its work, and adding to gradients of weights, is not shared.
+        """
+        if slices == 1:
+            return self
+        layers = tuple(layer.sliced(slices, layer.parameter_bytes / self.accumulate_bytes_per_s
+                                    if self.accumulate_bytes_per_s else 0.0) for layer in self.layers)
+        return replace(self, layers=layers, fields={name: -(-size // slices) for name, size in self.fields.items()})
+
     @cached_property
     def activations(self) -> ActivationMemory:
         return ActivationMemory(self)
@@ -203,7 +241,7 @@ class Profile:
             raise UserError(f"the profile has format {found!r}, this version reads {FORMAT}", where=where, hint=_MAKE)
         try:
             # Older ones lack some.
-            layers = [{"largest_bytes": layer["parameter_bytes"], "frozen_tied": {}, **layer}
+            layers = [{"largest_bytes": layer["parameter_bytes"], "frozen_tied": {}, "carried_bytes": 0, **layer}
                       for layer in content["layers"]]
             return _profile({"extrapolates": False, "zero1": False, **content, "layers": layers})
         except (KeyError, TypeError, ValueError, AttributeError) as error:

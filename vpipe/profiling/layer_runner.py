@@ -24,6 +24,7 @@ from vpipe.plan.profile import TensorBytes
 from vpipe.profiling.fingerprint import tied_owners
 from vpipe.runtime.activations import ActivationCounter, Record
 from vpipe.runtime.sharded_tensors import is_sharded, local
+from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import MakeOptimizer, StageOptimizer
 
@@ -49,7 +50,7 @@ class LayerRunner:
     def __init__(self, model: Model, number: int, device: torch.device, seed: int,
                  precision: Precision = FP32) -> None:
         layer = model.layers[number]
-        self.number, self.name = number, layer.name
+        self.number, self.name, self._carries = number, layer.name, bool(layer.carried)
         self.reads = tuple(dict.fromkeys(name for name in layer.inputs if name not in model.batch))
         self.fields = tuple(dict.fromkeys(name for name in layer.inputs if name in model.batch))
         self.writes = tuple(dict.fromkeys(layer.outputs))
@@ -65,10 +66,20 @@ class LayerRunner:
 
     def forward(self, given: LayerInputs, *, split: bool = False) -> tuple[dict[str, Tensor], Record]:
         """Run one forward; return the layer's outputs and the record for its backward."""
-        # As they arrive from another stage: leaves without a gradient.
-        received = [given.inputs[name].detach().requires_grad_(given.inputs[name].requires_grad) for name in self.reads]
-        outputs, record = self.stage.forward(received, given.fields, (0, 0), {}, split=split)
+        outputs, record = self.stage.forward(self._received(given), given.fields, (0, 0), {}, split=split)
         return dict(zip(self.writes, outputs, strict=True)), record
+
+    def carried(self, given: LayerInputs) -> Collection[Tensor]:
+        """Return what a slice of all tokens would hand on to the next one."""
+        if not self._carries:
+            return ()
+        length = next(iter((*given.inputs.values(), *given.fields.values()))).shape[1]
+        first = SequenceSlice(0, 2, 0, length)
+        return self.stage.forward(self._received(given), given.fields, (0, 0), {}, sliced=first)[1].carried.values()
+
+    def _received(self, given: LayerInputs) -> list[Tensor]:
+        """Return the inputs as they arrive from another stage: leaves without a gradient."""
+        return [given.inputs[name].detach().requires_grad_(given.inputs[name].requires_grad) for name in self.reads]
 
     def drop(self, record: Record) -> None:
         """Drop the graph of a forward, as for a recomputed layer; :meth:`recompute` makes it again."""
@@ -126,6 +137,7 @@ class LayerCounts:
     tied_bytes: Mapping[str, int]  # of every borrowed parameter that is trained, by the layer's own name for it
     frozen_tied_bytes: Mapping[str, int]  # and of the others
     largest_bytes: int
+    carried_bytes: int
 
 
 def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOptimizer) -> LayerCounts:
@@ -143,7 +155,8 @@ def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOpt
         optimizer_bytes=_optimizer_bytes(runner, given, make_optimizer), writes=written, saved_bytes=saved_bytes,
         saves=saves, forward_flops=_flops(runner, given),
         tied_bytes=runner.tied_bytes, frozen_tied_bytes=runner.frozen_tied_bytes,
-        largest_bytes=max((parameter.nbytes for parameter in own), default=0))
+        largest_bytes=max((parameter.nbytes for parameter in own), default=0),
+        carried_bytes=_total(runner.carried(given)))
 
 
 def _saved(runner: LayerRunner, given: LayerInputs, shared: Collection[StorageWeakRef]

@@ -363,13 +363,15 @@ class Dependencies:
         update_every: microbatches per update with a flush; per update and replica without.
         flush: the pipeline is empty at every update.
         present: the kinds of the actions.
+        slices: of every microbatch; then the number of microbatches of an update counts slices.
 
     Attributes:
         assignment: the microbatches of every rank and update, of which there is no last.
     """
 
-    def __init__(self, placement: Placement, update_every: int, flush: bool, present: Collection[Kind]) -> None:
-        self.assignment = Assignment(placement, update_every, flush, lambda number: number >= 0)
+    def __init__(self, placement: Placement, update_every: int, flush: bool, present: Collection[Kind],
+                 slices: int = 1) -> None:
+        self.assignment = Assignment(placement, update_every, flush, lambda number: number >= 0, slices=slices)
         there = {value for kind in present for value, _ in kind.makes}
         # A simulated sum is a transfer, no action.
         self._setting = Setting(self.assignment, is_lowered=SUM in there, **exchanged_at_updates(present))

@@ -161,10 +161,14 @@ class RegisteredSchedule:
         return [_REGISTERED[name] for name in sorted(_REGISTERED)]
 
     @classmethod
-    def for_plans(cls, *, flush: bool) -> tuple[str, ...]:
-        """Return the names that the planner chooses from, with or without a flush, of packages too."""
+    def for_plans(cls, *, flush: bool, slices: int = 1) -> tuple[str, ...]:
+        """Return the names that the planner chooses from, with or without a flush, of packages too.
+
+        Those that take slices are among them where there are ``slices`` of every microbatch.
+        """
         known = filter(None, map(cls.find, cls.names()))
-        return tuple(one.name for one in known if one.planned and one.search is None and one.flush == flush)
+        return tuple(one.name for one in known if one.search is None and one.flush == flush
+                     and (one.planned or (one.sliced and slices > 1)))
 
     @classmethod
     def with_reversible_backwards(cls) -> tuple[str, ...]:

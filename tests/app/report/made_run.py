@@ -21,7 +21,7 @@ Took = Callable[[int, Action], float]
 
 def make_run(folder: Path, name: str = "1f1b", ranks: int = 4, microbatches: int = 8, updates: int = 6,
              took: Took | None = None, evaluation: bool = False, offsets: tuple[float, ...] = (),
-             done: int = 0, frozen: int = 0) -> Path:
+             done: int = 0, frozen: int = 0, slices: int = 1) -> Path:
     """Write a run of ``updates`` steps; ``took`` says what an action takes on a rank, a little noise when left out.
 
     ``done``: steps of earlier attempts, from which it counts on. ``frozen``: stages in front that train nothing.
@@ -30,8 +30,8 @@ def make_run(folder: Path, name: str = "1f1b", ranks: int = 4, microbatches: int
     took = took or (lambda rank, action: TIMES[action.op] * (1 + 0.1 * noise.random() + (0.1 * rank)))
     recipe = RegisteredSchedule.named(name)
     placement = recipe.layout(ranks, recipe.chunks)
-    total = microbatches if recipe.flush else updates
-    schedule = freeze(build(name, placement, total, None if recipe.flush else 1), frozen)
+    total = microbatches * slices if recipe.flush else updates
+    schedule = freeze(build(name, placement, total // slices, None if recipe.flush else 1, slices=slices), frozen)
     programs = [[Action(action.op, action.stage, action.microbatch + turn * (1 if action.op is Op.STEP else total))
                  for turn in range(updates if recipe.flush else 1) for action in program]
                 for program in schedule.programs]
@@ -39,8 +39,9 @@ def make_run(folder: Path, name: str = "1f1b", ranks: int = 4, microbatches: int
     (folder / "trace").mkdir(parents=True)
     header = {"format": 1, "host": "host-a", "placement": placement, "schedule": name, "flush": recipe.flush,
               "microbatches": microbatches if recipe.flush else 1, "update_every": microbatches if recipe.flush else 1,
-              "partition": [3] * stages, "recomputed": [[]] * stages, "samples_per_step": 32}
-    per_step = microbatches if recipe.flush else 1
+              "partition": [3] * stages, "recomputed": [[]] * stages, "samples_per_step": 32,
+              **({} if slices == 1 else {"slices": slices})}
+    per_step = total if recipe.flush else 1
     programs = [[Action(action.op, action.stage, action.microbatch + done * (1 if action.op is Op.STEP else per_step))
                  for action in program] for program in programs]
     for rank, lines in enumerate(_lines(programs, placement, took, evaluation)):

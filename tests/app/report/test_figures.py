@@ -135,9 +135,10 @@ def test_staleness_is_counted(tmp_path: Path) -> None:
     assert means == [late - late * (late + 1) / 2 / 12 for late in (3, 2, 1, 0)]  # less while it fills
 
 
-@pytest.mark.parametrize("name", ["1f1b", "pipedream", "zb_h1"])
-def test_a_run_without_noise_is_replayed_as_it_was(tmp_path: Path, name: str) -> None:
-    run = made(tmp_path, name, updates=12, took=even)
+@pytest.mark.parametrize(("name", "slices"), [("1f1b", 1), ("pipedream", 1), ("zb_h1", 1), ("seq1f1b", 2)])
+def test_a_run_without_noise_is_replayed_as_it_was(tmp_path: Path, name: str, slices: int) -> None:
+    run = made(tmp_path, name, updates=12, took=even, slices=slices)
+    assert len(step_ends(run)) == 12
     timeline = replay_medians(run, Producers.from_recording(run))
     assert timeline is not None
     again = as_recording(timeline, run)
@@ -198,8 +199,9 @@ def test_a_plan_for_other_ranks_is_left_aside_and_it_is_said(tmp_path: Path) -> 
                               "aside.",)
 
 
-def test_a_profile_gives_the_plan(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", updates=4, took=even)
+@pytest.mark.parametrize(("name", "slices"), [("1f1b", 1), ("seq1f1b", 4)])
+def test_a_profile_gives_the_plan(tmp_path: Path, name: str, slices: int) -> None:
+    folder = make_run(tmp_path / "run", name, updates=4, took=even, slices=slices)
     made_profile(12).save(folder / "profile.json")
     evidence = load_report_data(folder, {})
     assert evidence.expected is not None

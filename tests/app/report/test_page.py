@@ -128,6 +128,14 @@ def test_small_runs_make_a_page_too(tmp_path: Path, ranks: int, updates: int, ev
     outline(page(load_report_data(make_run(tmp_path / "run", ranks=ranks, updates=updates, evaluation=evaluation), {})))
 
 
+def test_a_page_of_slices_names_them(tmp_path: Path) -> None:
+    text = page(load_report_data(make_run(tmp_path / "run", "seq1f1b", microbatches=4, updates=4, slices=2), {}))
+    for said in ("4 microbatches in 2 slices each per update", "the numbers are slices of microbatches",
+                 "per slice"):
+        assert said in text
+    assert re.search(r"1B\d+: backward, microbatch \d+, slice 1, stage 1", text)
+
+
 def test_without_a_whole_step_the_first_actions_are_shown(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", ranks=2, updates=1)
     for file in (folder / "trace").iterdir():

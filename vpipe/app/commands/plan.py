@@ -82,9 +82,10 @@ def run_plan(options: argparse.Namespace) -> None:
                           and options.stages in (None, len(one.plan.partition)))
         requests.append(PlanRequest(
             by_count, job.schedule.ranks, limit_bytes,
-            RegisteredSchedule.for_plans(flush=not job.config.parallel.asynchronous),
+            RegisteredSchedule.for_plans(flush=not job.config.parallel.asynchronous, slices=config.parallel.slices),
             updates_every(job.config, by_count), stages=options.stages, known=known,
-            warmup="auto" if job.config.parallel.asynchronous else None, solver=options.solver))
+            warmup="auto" if job.config.parallel.asynchronous else None, solver=options.solver,
+            slices=config.parallel.slices))
         if "zero1" not in said and job.schedule.ranks > 1 and options.solver == "exact":
             requests.append(requests[-1].with_zero1)
     with message_if_slow(f"searching: {len(job.model)} layers on {ranks} ranks"):

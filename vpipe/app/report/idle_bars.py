@@ -62,12 +62,12 @@ def stage_table(data: ReportData, unit: str) -> str:
     """Return a row per stage: as it ran, and below in small letters as it was predicted; HTML."""
     recording, run, expected = data.recording, data.figures, data.expected
     halves = any(stage.weight_s for stage in run.stages)
-    heads = {"forward_s": ("forward", "per microbatch"),
-             "backward_s": ("input half" if halves else "backward", "per microbatch")}
+    each = "per microbatch" if recording.slices == 1 else "per slice"
+    heads = {"forward_s": ("forward", each), "backward_s": ("input half" if halves else "backward", each)}
     if halves:
-        heads["weight_s"] = "weight half", "per microbatch"
+        heads["weight_s"] = "weight half", each
     if any(stage.recompute_s for stage in run.stages):
-        heads["recompute_s"] = "recompute", "per microbatch"
+        heads["recompute_s"] = "recompute", each
     heads["update_s"] = "optimizer step", ""
     if any(stage.others_s for stage in run.stages):
         heads["others_s"] = "other actions", f"per {unit}"

@@ -94,8 +94,8 @@ def _of_rank(recording: Recording, track: Track, producers: Producers, flows: Ma
                               "args": {} if done is None else {"before": str(done.action)}}
             continue
         yield start, {**event, "name": str(done.action), "cat": str(done.op), "args": {
-            "what": describe(done), "waited_ms": round(done.waited_s * 1e3, 4), "held_bytes": done.held_bytes,
-            "versions": done.versions}}
+            "what": describe(done, recording.slices), "waited_ms": round(done.waited_s * 1e3, 4),
+            "held_bytes": done.held_bytes, "versions": done.versions}}
         end_of = recording.dependencies.transferred(done.action)
         if end_of is not None and (number := flows.get(end_of[0])) is not None:
             flow = {"ph": "s" if end_of[1] else "f", "id": number, "pid": rank, "tid": row, "ts": start,

@@ -18,7 +18,7 @@ from vpipe.schedules import Dependencies, RecordedAction, kinds
 _RECORD_AGAIN = "record the run again with 'trace: true' in its config, or copy the file whole"
 
 SHARED = ("schedule", "placement", "flush", "microbatches", "update_every", "partition", "recomputed",
-          "samples_per_step")
+          "samples_per_step", "slices")
 """Keys of the header that are equal on all ranks."""
 
 
@@ -46,7 +46,7 @@ _KEYS: Mapping[str, Callable[[Any], bool]] = {
     "update_every": lambda value: _is_count(value, 1),
     "partition": lambda value: isinstance(value, list) and all(_is_count(count, 1) for count in value),
     "recomputed": lambda value: _lists_of(value, 0), "samples_per_step": lambda value: _is_count(value, 1),
-    "weight_bytes": _sizes, "static_bytes": _sizes}
+    "weight_bytes": _sizes, "static_bytes": _sizes, "slices": lambda value: _is_count(value, 1)}
 
 
 def _read_header(file: Path) -> dict[str, Any]:
@@ -66,6 +66,7 @@ def _read_header(file: Path) -> dict[str, Any]:
         raise UserError(f"the record has format {found!r}, this version reads "
                         f"{RecordedAction.file_format()}", where=where,
                         hint="use the version of vpipe that made the run")
+    header = {"slices": 1, **header}  # which older records lack
     for key, is_right in _KEYS.items():
         if key not in header or not is_right(header[key]):
             raise UserError(f"'{key}' in the header of the record is {header.get(key)!r}", where=where,
@@ -152,6 +153,7 @@ class Recording:
         recomputed: per stage, numbers of recomputed layers.
         tracks: by rank; second 0 is the start of the first action, on the clock of rank 0.
         notes: sentences for the reader of the report.
+        slices: of every microbatch: then its actions are of slices.
         in_lane: which lane's ranks these are, to stand behind what they are called; empty where there is one.
     """
 
@@ -166,6 +168,7 @@ class Recording:
     tracks: tuple[Track, ...]
     notes: tuple[str, ...] = ()
     in_lane: str = ""
+    slices: int = 1
 
     @cached_property
     def frozen(self) -> int:
@@ -176,8 +179,8 @@ class Recording:
     def dependencies(self) -> Dependencies:
         """What its actions needed of each other, and the microbatches of every rank and update."""
         kinds_there = {done.op for track in self.tracks for done in track.actions}
-        return Dependencies(self.placement, self.microbatches if self.flush else self.update_every, self.flush,
-                            kinds_there)
+        return Dependencies(self.placement, self.microbatches * self.slices if self.flush else self.update_every,
+                            self.flush, kinds_there, self.slices)
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages that live on a rank, in order."""
@@ -247,7 +250,7 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None,
         first["schedule"], tuple(map(tuple, first["placement"])), first["flush"], first["microbatches"],
         first["update_every"], tuple(first["partition"]), tuple(map(tuple, first["recomputed"])),
         first["samples_per_step"], tuple(_map_times(track, lambda second: second - zero) for track in tracks),
-        tuple(notes), in_lane)
+        tuple(notes), in_lane, first["slices"])
     if not any(track.broken_off for track in tracks):
         return recording
     return replace(recording, notes=(*notes, "The run did not end well, or is still going: the records of "
@@ -336,6 +339,8 @@ def damaged_line(what: str, file: Path, number: int, line: str, hint: str) -> Us
                      where=f"{file}:{number}", hint=hint)
 
 
-def describe(done: RecordedAction) -> str:
-    """Return ``forward, microbatch 17, stage 2``."""
-    return f"{done.op.name}, {done.op.counts} {done.number}, stage {done.stage}"
+def describe(done: RecordedAction, slices: int) -> str:
+    """Return ``forward, microbatch 17, stage 2``, or ``forward, microbatch 8, slice 1, stage 2``."""
+    number, part = divmod(done.number, slices) if done.op.per_microbatch else (done.number, 0)
+    which = f", slice {part}" * (done.op.per_microbatch and slices > 1)
+    return f"{done.op.name}, {done.op.counts} {number}{which}, stage {done.stage}"

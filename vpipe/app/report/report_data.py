@@ -38,8 +38,8 @@ def as_recording(timeline: Timeline, like: Recording) -> Recording:
             now = end
         tracks.append(Track(rank, "", actions))
     return replace(like, schedule=schedule.name, placement=schedule.placement, flush=schedule.flush,
-                   microbatches=schedule.update_every if schedule.flush else like.microbatches,
-                   update_every=schedule.update_every, tracks=tuple(tracks), notes=())
+                   microbatches=schedule.update_every // schedule.slices if schedule.flush else like.microbatches,
+                   update_every=schedule.update_every, tracks=tuple(tracks), notes=(), slices=schedule.slices)
 
 
 def repeat_batches(timeline: Timeline, batches: int) -> Timeline:
@@ -62,7 +62,7 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
     steps = min(steps, max(_LONGEST, 3 * len(recording.placement)))
     if not steps:
         return None
-    before = first * assignment.per_step  # microbatches of earlier attempts of the run
+    before = first * assignment.per_step  # microbatches, or slices, of earlier attempts of the run
     last = steps * assignment.per_step
 
     def taken(done: RecordedAction) -> int:
@@ -74,7 +74,7 @@ def replay_medians(recording: Recording, producers: Producers) -> Timeline | Non
     ranks, stages = len(programs), len(recording.placement)
     schedule = Schedule(recording.schedule, recording.placement, tuple(map(tuple, programs)), last,
                         assignment.update_every, recording.flush, (last * stages,) * ranks, (last + 1,) * stages, {},
-                        frozen=recording.frozen)
+                        frozen=recording.frozen, slices=recording.slices)
     return simulate(schedule, _median_costs(recording, producers, schedule.recomputed_stages))
 
 
@@ -210,7 +210,8 @@ def _of_profile(recording: Recording, profile: Profile, plan: Plan | None) -> Ex
     basis = "As planned: plan.json, simulated at the costs in profile.json."
     if plan is None:
         basis = "As planned: the run's partition and schedule, simulated at the costs in profile.json."
-        plan = Plan(Cut(recording.partition, recording.recomputed, recording.placement), Order(recording.schedule))
+        plan = Plan(Cut(recording.partition, recording.recomputed, recording.placement),
+                    Order(recording.schedule, slices=recording.slices))
     predicted = predict(profile, plan, schedule=recording.schedule, microbatches=recording.microbatches,
                         update_every=None if recording.flush else recording.update_every)
     return _made(recording, predicted.timeline, replace(plan, predictions=predicted.prediction), basis)

@@ -115,6 +115,7 @@ class _Figure:
         place = (f'x="{_n(self._x(start))}%" y="{row + inset}" width="{_n(100 * share)}%" '
                  f'height="{_ROW - 2 * inset}"')
         took = milliseconds(piece.end_s - piece.start_s)
+        what = "" if done is None else describe(done, lane.recording.slices)
         if piece.cause is not None:
             before = "" if done is None else f" before {done.action}"
             yield (f'<rect {place} fill="{FILLS[piece.cause]}"><title>idle, {took}{before}: {piece.cause.value}</title>'
@@ -122,19 +123,19 @@ class _Figure:
         elif done is None:
             yield f'<rect {place} fill="var(--panel)"><title>evaluation, {took}</title></rect>'
         elif not done.op.works:
-            yield f'<rect {place} class="comm"><title>{done.action}: {describe(done)}; {took}</title></rect>'
+            yield f'<rect {place} class="comm"><title>{done.action}: {what}; {took}</title></rect>'
         else:
             nth = stages.index(done.stage) if done.op.per_microbatch and done.stage in stages else 0
             waited = f", waited {milliseconds(done.waited_s)}" if done.waited_s > 0 else ""
             yield (f'<rect {place} class="{"cell " * (not step)}{done.op}{nth}">'
-                   f"<title>{done.action}: {describe(done)}; {took}{waited}</title></rect>")
+                   f"<title>{done.action}: {what}; {took}{waited}</title></rect>")
             if not step:
                 yield self._label(lane, done.number, start + (end - start) / 2, share, row)
 
     def _label(self, lane: Lane, index: int, middle: float, share: float, row: int) -> str:
         """Return the number of a microbatch, in its batch or else in the window, shown from the zoom that has room."""
         recording = lane.recording
-        shown = index % recording.microbatches if recording.flush else index
+        shown = index % (recording.microbatches * recording.slices) if recording.flush else index
         if not recording.flush:  # so that both timelines count alike
             shown += (self._lanes[-1].window.first - lane.window.first) * recording.dependencies.assignment.per_step
         if shown < 0:

@@ -98,11 +98,12 @@ def request_of(job: Job, profiles: Mapping[int, Profile]) -> PlanRequest:
     parallel, microbatches = job.config.parallel, job.config.microbatches
     return PlanRequest(
         profiles, job.schedule.ranks, memory_limit(job.config, profiles[microbatches]),
-        RegisteredSchedule.for_plans(flush=True) if parallel.schedule == AUTO else (parallel.schedule,),
+        RegisteredSchedule.for_plans(flush=True, slices=parallel.slices) if parallel.schedule == AUTO
+        else (parallel.schedule,),
         {microbatches: parallel.update_every}, job.placement,
         None if "partition" in parallel.to_plan else job.partition,
         None if isinstance(parallel.recompute, str) else parallel.recompute,
-        warmup=parallel.warmup)
+        warmup=parallel.warmup, slices=parallel.slices)
 
 
 def _plan_summary(job: Job, plan: Plan, search_s: float) -> str:
@@ -111,7 +112,7 @@ def _plan_summary(job: Job, plan: Plan, search_s: float) -> str:
     recomputed = sum(map(len, plan.recomputed))
     return (f"planned in {search_s:.1f} s: stages of {list(plan.partition)} layers, "
             + (f"{recomputed} of {len(job.model)} layers recomputed" if recomputed else "nothing recomputed")
-            + f", schedule {plan.schedule}"
+            + f", schedule {plan.schedule}" + f" in {plan.order.slices} slices" * (plan.order.slices > 1)
             + (f" with {list(plan.warmup)} forwards before the first backward" if plan.warmup else "")
             + f"; expected are {1e3 * plan.predictions.step_s:.0f} ms per {job.step_name}")
 

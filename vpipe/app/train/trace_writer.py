@@ -110,6 +110,7 @@ class TraceWriter(Observer):
                 "microbatches": pipe.microbatches, "update_every": pipe.update_every, "partition": pipe.partition,
                 "recomputed": [sorted(layers) for layers in pipe.recomputed], "samples_per_step": self._samples,
                 "weight_bytes": recorder.weight_bytes(), "static_bytes": recorder.static_bytes(),
+                **({} if pipe.lowered.slices == 1 else {"slices": pipe.lowered.slices}),
                 **({} if self._lanes == 1 else {"lane": pipe.lane, "lanes": self._lanes})}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

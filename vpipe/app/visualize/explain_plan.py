@@ -92,13 +92,14 @@ class PlanExplanation:
     def _headline(self) -> list[str]:
         plan, identity, found = self.plan, self.profile.identity, self.plan.predicted
         limit = "" if self.limit_bytes is None else f" of {size_text(self.limit_bytes)} ({self.limit_from})"
+        slices = f" in {plan.order.slices} slices" * (plan.order.slices > 1)
         return [f"{identity.model_name}: {counted(identity.layers, 'layer')} on "
                 f"{counted(plan.ranks * self._tensor, 'rank')}{limit}",
                 f"plan: {plan.schedule}, {counted(len(plan.partition), 'stage')} {cut_text(plan.partition, 60)}, "
                 + (f"tensor {self._tensor}, " if self._tensor > 1 else "") + ("zero1, " if self._shares else "")
                 + (f"{depths_text(plan)} forwards before the first backward, " if plan.warmup else "")
-                + f"{counted(self._microbatches, 'microbatch')} of {counted(identity.microbatch_size, 'sample')} per "
-                f"{self._step_name}",
+                + f"{counted(self._microbatches, 'microbatch')}{slices} of "
+                f"{counted(identity.microbatch_size, 'sample')} per {self._step_name}",
                 f"predicted: {milliseconds(found.step_s)} per {self._step_name}, "
                 f"{compact(1 / found.seconds_per_sample)} samples/s, bubble {100 * found.bubble:.0f} %"]
 

@@ -96,7 +96,7 @@ class Simulations:
 
 def _key(candidate: Candidate) -> tuple[object, ...]:
     choice = candidate.choice
-    return (choice.schedule, choice.microbatches, choice.placement, choice.warmup, candidate.partition,
+    return (choice.schedule, choice.microbatches, choice.slices, choice.placement, choice.warmup, candidate.partition,
             candidate.recomputed)
 
 

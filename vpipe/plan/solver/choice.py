@@ -107,6 +107,7 @@ class Choice:
     placement: Placement | None  # ranks per stage; None where every stage may have any number of replicas
     # forwards of each stage before its first backward; auto: those of 1F1B, and later as many as hide the transfers
     warmup: tuple[int, ...] | Literal["auto"] | None = None
+    slices: int = 1  # of every microbatch
 
     @property
     def groups(self) -> Placement:
@@ -157,14 +158,15 @@ class Choice:
         """Return why the schedule cannot have these numbers; None when it can, or while replicas are open."""
         try:
             if self.placement is not None:
-                replica_views(self.registered, self.placement, self.microbatches, self.update_every, self.depths)
+                replica_views(self.registered, self.placement, self.microbatches, self.update_every, self.depths,
+                              self.slices)
         except UserError as error:
             return error.problems[0].what
         return None
 
     def per_replica(self, width: int) -> int:
-        """Return the microbatches of a replica, at most."""
-        return -(-self.microbatches // width)
+        """Return the microbatches of a replica, at most, or their slices."""
+        return -(-self.microbatches // width) * self.slices
 
     @cached_property
     def every(self) -> int:
@@ -178,7 +180,8 @@ class Choice:
 
     @cached_property
     def _views(self) -> tuple[ReplicaView, ...]:
-        return replica_views(self.registered, self.groups, self.microbatches, self.update_every, self.depths)
+        return replica_views(self.registered, self.groups, self.microbatches, self.update_every, self.depths,
+                             self.slices)
 
     def demand(self, ranks_left: int, width: int) -> StageDemand:
         """Return what each of a stage's ``width`` replicas holds at most, with ``ranks_left`` ranks in its own stage
@@ -186,8 +189,8 @@ class Choice:
         if self.placement is not None:
             return self._demands[ranks_left]
         depth = (ranks_left - 1) // width + 1
-        own = self.per_replica(width) if self.flush else sys.maxsize  # a stream goes on after its batch
-        size = Size(depth, own, 1, own if self.flush else self.every, False)
+        own = self.per_replica(width) // self.slices if self.flush else sys.maxsize  # a stream goes on after its batch
+        size = Size(depth, own, 1, own if self.flush else self.every, False, (), self.slices)
         return StageDemand(self.registered.peak_activations(0, size), self.registered.versions(0, size), 0)
 
     @cached_property
@@ -234,13 +237,15 @@ class Candidate:
         """Return the candidate that a plan is made of."""
         assert plan.schedule is not None
         assert plan.microbatches is not None
-        choice = Choice(plan.schedule, plan.microbatches, plan.update_every, plan.ranks, plan.groups, plan.warmup)
+        choice = Choice(plan.schedule, plan.microbatches, plan.update_every, plan.ranks, plan.groups, plan.warmup,
+                        plan.order.slices)
         return cls(choice, plan.partition, plan.recomputed, math.inf)
 
     def plan(self, profile: Profile) -> Plan:
         """Return the plan without predictions."""
         choice = self.choice
-        order = Order.of(choice.schedule, update_every=None if choice.flush else choice.every, warmup=choice.depths)
+        order = Order.of(choice.schedule, slices=choice.slices,
+                         update_every=None if choice.flush else choice.every, warmup=choice.depths)
         return Plan(Cut(self.partition, self.recomputed, choice.groups), order, choice.microbatches,
                     profile=profile.identity.digest, profiled=asdict(profile.identity), tensor=profile.identity.tensor,
                     zero1=profile.zero1)
@@ -258,7 +263,7 @@ class Candidate:
     def actions(self) -> int:
         """About the number of actions that a simulation executes, transfers and sums included."""
         choice, updates = self.choice, 2
-        microbatches = 2 * choice.microbatches
+        microbatches = 2 * choice.microbatches * choice.slices
         if not choice.flush:  # the pipeline fills, runs steadily and drains
             every = choice.update_every or choice.registered.update_every(choice.ranks)
             per_step = every * math.lcm(*self.widths)

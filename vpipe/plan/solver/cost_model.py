@@ -156,7 +156,7 @@ class CostModel:
 
     def _step_work_s(self, width: int, first: Integers, stop: Integers, demand: StageDemand) -> Floats:
         """Return the seconds of computation of stages in a step, over all replicas."""
-        return (self.choice.microbatches * self._work_s(first, stop, demand)
+        return (self.choice.microbatches * self.choice.slices * self._work_s(first, stop, demand)
                 + width * self._step_s(first, stop, demand))
 
     def _with_costs(self, slices: tuple[StageSlice, ...]) -> FoundPartition:

@@ -41,6 +41,7 @@ class PlanRequest:
     warmup: tuple[int, ...] | Literal["auto"] | None = None
     # exact, or vpipe: the heuristic of the VPipe paper, see vpipe.plan.solver.vpipe_heuristic
     solver: Literal["exact", "vpipe"] = "exact"
+    slices: int = 1  # of every microbatch, under schedules that take slices
 
     def __post_init__(self) -> None:
         named = {rank for ranks in self.placement or () for rank in ranks}

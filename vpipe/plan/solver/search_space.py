@@ -36,7 +36,7 @@ class SearchSpace:
     considered: int = 0  # how many choices were solved
     _shares: Sequence[float] | float | None = None  # of a stage's layers that the request says are recomputed
     _required: frozenset[int] | None = None  # layers that the request says are recomputed, and no others
-    _tables: dict[int, StageTable] = field(default_factory=dict)
+    _tables: dict[tuple[int, int], StageTable] = field(default_factory=dict)  # by microbatches and slices of each
 
     def __post_init__(self) -> None:
         recompute, partition = self.request.recompute, self.request.partition
@@ -80,8 +80,9 @@ class SearchSpace:
         request, registered = self.request, RegisteredSchedule.named(schedule)
         every = None if registered.flush else request.update_every.get(microbatches)
         warmup = request.warmup if registered.any_warmup else None
+        slices = request.slices if registered.sliced else 1
         if request.placement is not None:
-            yield Choice(schedule, microbatches, every, request.ranks, request.placement, warmup)
+            yield Choice(schedule, microbatches, every, request.ranks, request.placement, warmup, slices)
             return
         for width in range(1, request.ranks + 1):
             stages = request.ranks // width * registered.chunks
@@ -89,9 +90,9 @@ class SearchSpace:
                 continue  # one position, where several stages on a rank gain nothing
             if request.ranks % width == 0 and stages <= request.layers and self._allows(stages, width):
                 yield Choice(schedule, microbatches, every, request.ranks,
-                             equal_widths(schedule, request.ranks, width), warmup)
+                             equal_widths(schedule, request.ranks, width), warmup, slices)
         if self.searches_widths and traits_of(registered).by_depth:
-            yield Choice(schedule, microbatches, every, request.ranks, None, warmup)
+            yield Choice(schedule, microbatches, every, request.ranks, None, warmup, slices)
 
     def _allows(self, stages: int, width: int) -> bool:
         """Tell whether the request allows so many stages, with so many replicas each."""
@@ -113,21 +114,22 @@ class SearchSpace:
         """Return the space of the request with other values in some fields."""
         return SearchSpace(replace(self.request, **fields))
 
-    def _table(self, microbatches: int) -> StageTable:
-        if microbatches not in self._tables:
-            self._tables[microbatches] = StageTable(self.request.profiles[microbatches], self.request.memory_bytes,
-                                                    self._required)
-        return self._tables[microbatches]
+    def _table(self, choice: Choice) -> StageTable:
+        key = choice.microbatches, choice.slices
+        if key not in self._tables:
+            self._tables[key] = StageTable(self.request.profiles[choice.microbatches].sliced(choice.slices),
+                                           self.request.memory_bytes, self._required)
+        return self._tables[key]
 
     def cost_model(self, choice: Choice) -> CostModel:
         """Return the cost model of a choice."""
-        return CostModel(self._table(choice.microbatches), choice, self._shares, self.request.partition)
+        return CostModel(self._table(choice), choice, self._shares, self.request.partition)
 
     def solve(self, choice: Choice) -> Candidate | None:
         """Return the best partition of a choice, with what it recomputes; None when nothing fits."""
         self.considered += 1
         if choice.chunked:
-            return chunked_candidate(self._table(choice.microbatches), choice, self._shares, self.request.partition)
+            return chunked_candidate(self._table(choice), choice, self._shares, self.request.partition)
         costs = self.cost_model(choice)
         best = costs.best()
         if best is None:
