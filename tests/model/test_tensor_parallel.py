@@ -40,7 +40,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "gpt": {}, "llama": {"num_kv_heads": 4, "overrides": {"intermediate_size": 24}},
     "gpt packed": {"packed": True},
     "qwen3": {"num_kv_heads": 4, "packed": True, "overrides": {"intermediate_size": 24, "head_dim": 4}},
-    "bert": {"preset": "tiny"},
+    "bert": {"preset": "tiny"}, "bert packed": {"preset": "tiny", "packed": True},
     "translation": {"preset": "tiny", "overrides": {"attention_dropout": 0.1, "activation_dropout": 0.1}}}
 
 
@@ -69,15 +69,16 @@ def batch(family: str, length: int = LENGTH) -> dict[str, Tensor]:
 
     labels, mask = ids(WORDS, length), torch.ones(SAMPLES, length, dtype=torch.int64)
     labels[0, 2:5], mask[1, 5:] = Model.NO_LABEL, 0
-    if family == "bert":
-        return {"input_ids": ids(WORDS, length), "segment_ids": ids(2, length), "input_mask": mask,
-                "masked_lm_positions": ids(length, 3), "masked_lm_ids": ids(WORDS, 3),
-                "next_sentence_labels": ids(2)}
+    positions = torch.arange(length) - torch.tensor([[0] * length, [0, 0, 0, *[3] * (length - 3)], [0, *[1] * (
+        length - 1)]])  # one text, two and two
+    if family.startswith("bert"):
+        made = {"input_ids": ids(WORDS, length), "segment_ids": ids(2, length), "masked_lm_positions": ids(length, 3),
+                "masked_lm_ids": ids(WORDS, 3)}
+        return made | ({"positions": positions, "next_sentence_labels": ids(2, 2)} if "packed" in family else
+                       {"input_mask": mask, "next_sentence_labels": ids(2)})
     if family == "translation":
         return {"source_ids": ids(WORDS, length), "source_mask": mask, "target_ids": ids(WORDS, length),
                 "labels": labels}
-    positions = torch.arange(length) - torch.tensor([[0] * length, [0, 0, 0, *[3] * (length - 3)], [0, *[1] * (
-        length - 1)]])  # one text, two and two
     return {"input_ids": ids(WORDS, length), "labels": labels} | (
         {"positions": positions} if SETTINGS[family].get("packed") else {})
 
@@ -149,7 +150,7 @@ def compare(family: str, parts: int, sequence: bool, planted: str | None = None)
 
 
 CASES = [(family, parts, sequence) for family in SETTINGS for parts, sequence in ((2, True), (4, True), (2, False))
-         if family not in ("gpt packed", "qwen3") or parts == 4]
+         if family not in ("gpt packed", "bert packed", "qwen3") or parts == 4]
 
 
 @pytest.mark.parametrize(("family", "parts", "sequence"), CASES)
@@ -244,7 +245,7 @@ def test_sizes_that_cannot_be_split_are_named() -> None:
         found[family] = {problem.what.partition(" ")[0] for problem in tp.problems(
             5, named(family).tensor_sizes(settings(family)))}
     assert found.pop("qwen3") == found["llama"]
-    assert found.pop("gpt packed") == found["gpt"]
+    assert [found.pop(f"{family} packed") for family in ("gpt", "bert")] == [found["gpt"], found["bert"]]
     assert found == {"gpt": {"vocab_size", "num_heads", "n_inner", "sequence_length"},
                      "llama": {"vocab_size", "num_heads", "num_kv_heads", "intermediate_size", "sequence_length"},
                      "bert": {"vocab_size", "num_heads", "intermediate_size", "sequence_length"},

@@ -16,7 +16,8 @@ def headline(job: Job) -> str:
     return (f"{job.config.model.name}: {counted(len(job.model), 'layer')} in {counted(len(job.placement), 'stage')}"
             + ("" if "partition" in to_plan else f" {list(job.partition)}")
             + ("" if "schedule" in to_plan else f", schedule {parallel.order_text}")
-            + ("" if (precision := job.config.training.precision) == "fp32" else f", {precision}") + ", "
+            + ("" if (precision := job.config.training.precision) == "fp32" else f", {precision}")
+            + (", packed" if job.config.model.packed else "") + ", "
             + (f"{', '.join(to_plan)} to be planned, " if to_plan else "")
             + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else _processes(job))
             + ("" if parts == 1 else f", times {parts} that split its layers: ranks " + ", ".join(

@@ -279,6 +279,15 @@ class Job:
         return sizes(model_settings(section, section.vocab_size, model_file(section)))
 
     @property
+    def one_text(self) -> Model:
+        """Return the model, of the same weights, for samples of one text each."""
+        section = self.config.model
+        if not section.packed:
+            return self.model
+        settings = model_settings(section, section.vocab_size, model_file(section))
+        return family_named(section.name).model(replace(settings, packed=False))
+
+    @property
     def step_name(self) -> str:
         """Name a step of training: "update", or "step" if stages make different numbers of updates in it."""
         assignment = self.schedule.assignment
@@ -416,7 +425,7 @@ def _check_data(model: Model, dataset: Dataset, config: Config) -> None:
                         "have equally many tokens", hint="leave it out, and set dataset.batch_size")
     if config.model.packed and "positions" not in model.batch:
         raise UserError(f"model.packed is true, but the model '{config.model.name}' does not tell the texts of a "
-                        "sample apart", hint="set it to false, or train a gpt, a llama or one of its kinds")
+                        "sample apart", hint="set it to false, or train a bert, a gpt, a llama or one of its kinds")
     if config.model.experts is not None and BALANCE not in model.layers[-1].inputs:
         raise UserError(f"model.experts is {config.model.experts}, but the model '{config.model.name}' has none",
                         hint="leave it out, or train a gpt, a llama or one of its kinds")

@@ -75,10 +75,10 @@ class SampledCheckpoint:
 
     def model(self, length: int) -> Model:
         """Return the model for texts of up to ``length`` tokens."""
-        if self.config is not None:
-            return self.found.model()
-        # Tables of positions for all that it could read would be large.
-        return self.found.family.model(replace(self.found.settings, sequence_length=length))
+        settings = replace(self.found.settings, packed=False)
+        if self.config is None:  # tables of positions for all that it could read would be large
+            settings = replace(settings, sequence_length=length)
+        return self.found.family.model(settings)
 
     def check(self, length: int, tokenizer: Tokenizer) -> None:
         """Check that the checkpoint is of this model, for texts of up to ``length`` tokens of a tokenizer.

@@ -62,19 +62,19 @@ def sample_lines(job: Job, weights: Mapping[str, Tensor], steps: int) -> Iterato
     """
     training, window = job.config.training, job.config.model.sequence_length
     assert job.tokenizer_path is not None, "checked"
-    masks = job.config.model.name == BERT
+    masks, model = job.config.model.name == BERT, job.one_text
     tokenizer = (load_wordpiece if masks else load_tokenizer)(job.tokenizer_path)
-    trained = job.model.with_weights(weights, training.seed, draw=True).float()
-    states = {"before training": job.model.materialize(training.seed).eval(),
+    trained = model.with_weights(weights, training.seed, draw=True).float()
+    states = {"before training": model.materialize(training.seed).eval(),
               f"after {counted(steps, job.step_name)}": trained}
     for prompt in training.sample_prompts:
         yield ""
         for when, modules in states.items():
             if masks:
-                filled = fill_text(job.model, modules, tokenizer, masked_ids(tokenizer, prompt, window))
+                filled = fill_text(model, modules, tokenizer, masked_ids(tokenizer, prompt, window))
                 found = "\n".join([prompt, *filled.lines()[:-1]])
             else:
-                continued = TextModel(job.model, modules, tokenizer, window).continued(
+                continued = TextModel(model, modules, tokenizer, window).continued(
                     prompt_ids(tokenizer, prompt),
                     decoding_for(tokenizer, _TOKENS, seed=training.seed, temperature=_TEMPERATURE))
                 found = prompt + "".join(continued)

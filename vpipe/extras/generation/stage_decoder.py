@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from vpipe import Model
 from vpipe.app.families.kv_cache import KeyValueCache
-from vpipe.app.families.transformer import POSITIONS, EmbeddingsAndAttention
+from vpipe.app.families.transformer import EmbeddingsAndAttention
 from vpipe.errors import UserError
 from vpipe.extras.generation.decoding import Chosen, Request, chooser
 from vpipe.units import size_text
@@ -115,7 +115,7 @@ class DecoderModel:
     def __init__(self, model: Model) -> None:
         outlines = [layer.outline(number) for number, layer in enumerate(model.layers)]
         self.model, self.translates = model, set(model.batch) == TRANSLATES
-        learns_next = set(model.batch) - {POSITIONS} == {"input_ids", "labels"}
+        learns_next = set(model.batch) == {"input_ids", "labels"}
         if not hasattr(outlines[-1], "scores") or not (self.translates or learns_next):
             raise UserError("the model does not predict the next token of a text",
                             hint="sample a model of the family gpt, llama or translation, or another whose last layer "
@@ -186,7 +186,7 @@ class StageDecoder:
                     scores_rv = module.scores(tensors[layer.inputs[0]][:, -1:])[:, 0]  # type: ignore[operator]
                     self._check_memory(request, caches or {}, scores_rv.shape[1])
                     return [scores_rv]
-                arguments = [tensors.get(name) for name in layer.inputs if name != POSITIONS]  # it is one text
+                arguments = [tensors.get(name) for name in layer.inputs]
                 found = module(*arguments) if caches is None or not grows else \
                     module.step(*arguments, caches[layer.name])  # type: ignore[operator]
                 tensors.update(zip(layer.outputs, found if isinstance(found, tuple) else (found,), strict=True))
