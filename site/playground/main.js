@@ -5,7 +5,7 @@ import {Python, Refused} from "./python.js";
 import {Words} from "./strings.js";
 
 const $ = id => document.getElementById(id);
-const DEFAULTS = {schedule: "1f1b", ranks: "4", microbatches: "8", chunks: "", update_every: "", warmup: "", limit: "",
+const DEFAULTS = {schedule: "1f1b", ranks: "4", microbatches: "8", chunks: "", slices: "", update_every: "", warmup: "", limit: "",
   forward: "1", input: "1", weight: "1", transfer: "0", step: "0", activation: "1", version: "0"};
 const SLIDERS = {forward: [0.1, 4, 0.1], input: [0, 4, 0.1], weight: [0, 4, 0.1], transfer: [0, 2, 0.05],
   step: [0, 4, 0.1], activation: [0, 4, 0.1], version: [0, 4, 0.1]};
@@ -284,7 +284,7 @@ function forgetWhatDoesNotFit() {
 
 function fitting() {
   const recipe = catalog.find(one => one.name === settings.schedule);
-  return recipe ? {chunks: recipe.any_chunks, update_every: !recipe.flush, warmup: recipe.any_warmup, limit: recipe.searched} : {};
+  return recipe ? {chunks: recipe.any_chunks, slices: recipe.sliced, update_every: !recipe.flush, warmup: recipe.any_warmup, limit: recipe.searched} : {};
 }
 
 function showSettings() {

@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from vpipe.errors import CheckError, UserError, counted
 from vpipe.schedules import Action, CsvFile, RegisteredSchedule
 
 EDITED = Path("edited.csv")
-MOST = {"ranks": 16, "microbatches": 64}
+MOST = {"ranks": 16, "microbatches": 64, "slices": 16}
 """Larger schedules take a page more than a few seconds."""
 
 MOST_SEARCHED, MOST_SEARCHED_BESIDE = 256, 64
 """Ranks times microbatches of a schedule that is searched: about 8 s; the same in the comparison: about 2 s."""
 
 COSTS = ("forward", "input", "weight", "transfer", "step")
-_OPTIONS = {"--stages": "ranks", "--microbatches": "microbatches", "--chunks": "chunks",
+_OPTIONS = {"--stages": "ranks", "--microbatches": "microbatches", "--chunks": "chunks", "--slices": "slices",
             "--update-every": "update_every", "--warmup-depth": "warmup", "--memory": "limit"}
 
 
@@ -47,7 +48,7 @@ def catalog() -> Mapping[str, Any]:
     """Return the registered schedules, which settings each takes, and the largest sizes."""
     return {"most": MOST, "schedules": [
         {"name": registered.name, "about": _about(registered), "flush": registered.flush, "chunks": registered.chunks,
-         "any_chunks": registered.any_chunks, "any_warmup": registered.any_warmup,
+         "any_chunks": registered.any_chunks, "any_warmup": registered.any_warmup, "sliced": registered.sliced,
          "searched": registered.search is not None}
         for registered in RegisteredSchedule.imported()]}
 
@@ -64,7 +65,7 @@ def compare(settings: Mapping[str, str], name: str) -> Mapping[str, Any]:
     costs, options, registered = _costs(settings), _options(settings), RegisteredSchedule.named(name)
     _check_search(registered, options, MOST_SEARCHED_BESIDE, "choose it alone")
     one = Summary.of(compared_schedule(registered, options, costs), costs)
-    period = one.period_s / one.schedule.assignment.per_step
+    period = one.period_s / one.schedule.assignment.step_microbatches
     return {"name": name, "flush": one.schedule.flush,
             "order": [float(one.timeline.bubble_s), float(one.peak), name],
             "cells": [one.stages_per_rank, number(one.timeline.bubble_s), share_text(one),
@@ -76,18 +77,24 @@ def compare(settings: Mapping[str, str], name: str) -> Mapping[str, Any]:
 def check(settings: Mapping[str, str], text: str) -> Mapping[str, Any]:
     """Return the verdict of ``vpipe check`` on edited actions; the picture of those that pass."""
     EDITED.write_text(text, encoding="utf-8")
+    slices = _options(settings).slices
     try:
         with redirect_stdout(io.StringIO()) as said:
-            run_check(Namespace(file=EDITED, slices=None))
+            run_check(Namespace(file=EDITED, slices=slices))
     except UserError as error:
         marks = _marked(text, error.marks) if isinstance(error, CheckError) else _lines(error)
-        return {"problems": _problems(error), "marks": marks, "command": f"vpipe check {EDITED}"}
-    drawn = _drawn(Summary.of(CsvFile.read(EDITED).schedule, _costs(settings)),
-                   _with_costs(["vpipe", "simulate", str(EDITED)], settings))
+        return {"problems": _problems(error), "marks": marks,
+                "command": shlex.join(["vpipe", "check", str(EDITED), *_sliced(slices)])}
+    drawn = _drawn(Summary.of(replace(CsvFile.read(EDITED).schedule, slices=slices or 1), _costs(settings)),
+                   _with_costs(["vpipe", "simulate", str(EDITED), *_sliced(slices)], settings))
     return {"verdict": said.getvalue(), "drawn": drawn}
 
 
 _CALLS: Mapping[str, Callable[..., Any]] = {"catalog": catalog, "draw": draw, "compare": compare, "check": check}
+
+
+def _sliced(slices: int | None) -> list[str]:
+    return [] if slices is None else ["--slices", str(slices)]
 
 
 def _about(registered: RegisteredSchedule) -> str:
@@ -116,7 +123,7 @@ def _options(settings: Mapping[str, str]) -> Namespace:
 
     return Namespace(name=settings["schedule"], stages=whole("ranks"), microbatches=whole("microbatches"),
                      chunks=whole("chunks"), update_every=whole("update_every"), memory=whole("limit"), widths=None,
-                     slices=None, warmup=settings.get("warmup", "").strip() or None)
+                     slices=whole("slices"), warmup=settings.get("warmup", "").strip() or None)
 
 
 def _check_search(registered: RegisteredSchedule, options: Namespace, most: int, hint: str) -> None:
@@ -149,7 +156,7 @@ def _with_costs(words: Sequence[str], settings: Mapping[str, str]) -> str:
 
 def _drawn(summary: Summary, command: str) -> Mapping[str, Any]:
     schedule, timeline = summary.schedule, summary.timeline
-    versions, per_step, period = summary.versions_used, schedule.assignment.per_step, summary.period_s
+    versions, per_step, period = summary.versions_used, schedule.assignment.step_microbatches, summary.period_s
     ranks = [{"name": row_name(schedule.placement, rank), "activations": peaks.peak_activations,
               "halves": peaks.peak_weight_halves, "idle": number(timeline.idle_s[rank]),
               "events": [[str(event.action), event.action.op.value, plain(event.start_s), plain(event.end_s),
@@ -161,7 +168,7 @@ def _drawn(summary: Summary, command: str) -> Mapping[str, Any]:
                       for time in (event.start_s, event.end_s)})
     return {
         "name": schedule.name, "sizes": sizes(schedule), "command": command, "svg": draw_svg(summary),
-        "csv": schedule.to_csv(), "microbatches": schedule.microbatches, "flush": schedule.flush,
+        "csv": schedule.to_csv(), "microbatches": schedule.microbatches // schedule.slices, "flush": schedule.flush,
         "bubble": number(timeline.bubble_s),
         "share": percent(timeline.bubble_share), "makespan": number(timeline.makespan_s),
         "end": plain(timeline.makespan_s), "period": number(period), "per_step": per_step,

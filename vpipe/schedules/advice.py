@@ -111,29 +111,32 @@ class Advice:
         """
         schedule = self.schedule
         depth = len(set(map(frozenset, schedule.placement)))  # copies on the same ranks need no more microbatches
-        width, count = max(map(len, schedule.placement)), schedule.microbatches
-        if not schedule.flush or count >= depth * width:
+        width, count = max(map(len, schedule.placement)), schedule.microbatches // schedule.slices
+        if not schedule.flush or schedule.microbatches >= depth * width:
             return None
         stages = counted(schedule.stages, "stage") + (f" with {width} replicas" if width > 1 else "")
         left = "ranks without work"
         if sum(map(len, schedule.programs)) <= MOST_SIMULATED:
             left = f"a bubble of {_bubble(schedule)} with {schedule.name}, where all stages take equally long"
-        return (f"{counted(count, 'microbatch')} for {stages} leave{'s' * (count == 1)} {left}; "
-                f"{self._more_microbatches(ENOUGH * depth * width)}")
+        cut = f" in {schedule.slices} slices" * (schedule.slices > 1)
+        return (f"{counted(count, 'microbatch')}{cut} for {stages} leave{'s' * (count == 1)} {left}; "
+                f"{self._more_microbatches(-(-ENOUGH * depth * width // schedule.slices))}")
 
     def _more_microbatches(self, wanted: int) -> str:
         schedule, batch, key = self.schedule, self.batch, self.keys[0]
-        fitting = [count for count in range(wanted, schedule.microbatches, -1) if batch is None or batch % count == 0]
+        own = schedule.microbatches // schedule.slices
+        fitting = [count for count in range(wanted, own, -1) if batch is None or batch % count == 0]
         registered = RegisteredSchedule.find(schedule.name)
         if not fitting:
             return f"raise dataset.batch_size, which is {batch}, and {key}"
         if registered is None or registered.search is not None:
             return f"raise {key}, at best to {fitting[0]}"
         for count in fitting:
-            if 3 * count * schedule.stages > MOST_SIMULATED:
+            if 3 * count * schedule.slices * schedule.stages > MOST_SIMULATED:
                 return f"raise {key}, at best to {count}"
             with suppress(UserError):  # not every schedule takes every number
-                return f"{key} {count} would leave {_bubble(build(schedule.name, schedule.placement, count))}"
+                more = build(schedule.name, schedule.placement, count, slices=schedule.slices)
+                return f"{key} {count} would leave {_bubble(more)}"
         return f"raise {key}"
 
 

@@ -71,6 +71,8 @@ def test_a_plan_that_names_a_schedule_says_its_slices_too() -> None:
         config = load(planned, "parallel.plan=plan.json", parallel__schedule="gpipe", parallel__slices=4)
         assert (config.order.slices, config.parallel.following(planned, ((0,), (1,))).slices) == (
             slices, planned.order.slices)
+    config = load(PLAN, "parallel.slices=4", parallel__schedule="auto")  # what is planned is tried with them
+    assert (config.order, config.parallel.slices) == (Order("1f1b"), 4)
 
 
 def test_a_plan_on_the_command_line_for_other_stages_drops_what_was_said_of_each() -> None:

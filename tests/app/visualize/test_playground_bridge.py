@@ -73,7 +73,7 @@ def test_the_catalog_is_the_registry(playground: ModuleType) -> None:
 
 @pytest.mark.parametrize("changed", [
     {}, {"schedule": "zb_v", "forward": "1.5", "transfer": "0.25", "step": "2"},
-    {"schedule": "interleaved", "chunks": "3"},
+    {"schedule": "interleaved", "chunks": "3"}, {"schedule": "seq1f1b", "slices": "2"},
     {"schedule": "pipedream", "warmup": "6,4,2,0", "update_every": "2", "transfer": "0.5"},
     {"schedule": "auto", "limit": "3", "ranks": "2", "microbatches": "4", "activation": "0.5"}])
 def test_figures_are_those_of_the_command_that_it_names(playground: ModuleType, changed: dict[str, str],

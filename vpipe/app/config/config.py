@@ -375,7 +375,7 @@ class Config(Section):
         parallel, samples = self.parallel, self.dataset.batch_size
         microbatches, every = 1, parallel.update_every
         if CsvFile.is_path(parallel.schedule):
-            microbatches = CsvFile.read(parallel.schedule).schedule.microbatches
+            microbatches = max(1, CsvFile.read(parallel.schedule).schedule.microbatches // parallel.slices)
         elif parallel.asynchronous:
             fewest, unit = parallel.microbatches_of_update, parallel.microbatch_unit
             fitting = [count for count in range(fewest, 2 * fewest + 1, unit) if samples % count == 0]

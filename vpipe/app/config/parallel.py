@@ -214,7 +214,8 @@ class ParallelSection(Section):
     def standing_in(self) -> ParallelSection:
         """Return this section with stand-ins for keys to be planned: the default schedule, no recomputation."""
         stand_ins = {"schedule": RegisteredSchedule.DEFAULT, "recompute": 0.0, "warmup_depth": None}
-        return self.model_copy(update={key: value for key, value in stand_ins.items() if getattr(self, key) == AUTO})
+        changes = {key: value for key, value in stand_ins.items() if getattr(self, key) == AUTO}
+        return self.model_copy(update=changes | ({"slices": 1} if "schedule" in changes else {}))
 
     def following(self, plan: Plan, placement: tuple[tuple[int, ...], ...]) -> ParallelSection:
         """Return this section with the cut and the schedule of a plan; ``placement`` is today's."""
@@ -323,8 +324,9 @@ class ParallelSection(Section):
 
     @property
     def order_text(self) -> str:
-        """Name the schedule, and the executor if it is not the default one."""
-        return self.schedule + ("" if self.executor == "overlapped" else f", executor {self.executor}")
+        """Name the schedule, its slices, and the executor if it is not the default one."""
+        return (self.schedule + f" in {self.slices} slices" * (self.slices > 1)
+                + ("" if self.executor == "overlapped" else f", executor {self.executor}"))
 
     @model_validator(mode="before")
     @classmethod

@@ -164,7 +164,8 @@ def _schedule_contender(label: str, model: str, name: str, job: Job, profiles: M
         placement = registered.placement(ranks, chunks)
         share = parallel.recompute if not isinstance(parallel.recompute, str) else 0.0
         recomputed = Cut(partition, share).recomputed
-    plan = Plan(Cut(partition, recomputed, placement), Order.of(name, update_every=every), microbatches)
+    order = Order.of(name, slices=parallel.slices if registered.sliced else 1, update_every=every)
+    plan = Plan(Cut(partition, recomputed, placement), order, microbatches)
     job.with_plan(plan)  # refuses one that does not fit the config
     return Contender(label, model, description, plan)
 
