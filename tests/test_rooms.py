@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
                  "checkpoint", "runtime"},
     "__init__": {"lazy", "moved", "description", "model", "plan", "pipeline"},
     "testing": {LIBRARY},
-    "app.__init__": set(),
+    "app.__init__": {"app.recorded_run"},
     "app.progress": set(),
     "app.sizes": {LIBRARY},
     "app.imports": {LIBRARY},
@@ -71,6 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "app.train": {LIBRARY, "app.errors", "app.metric_formulas", "app.progress", "app.families", "app.data",
                   "app.visualize", "app.config", "app.signals", "app.weights"},
     "app.verify": {LIBRARY, "testing", "app.config", "app.train"},
+    "app.recorded_run": {LIBRARY, "app.metric_formulas", "app.train", "app.launch", "app.signals"},
     "app.launch": {LIBRARY, "app.errors", "app.progress", "app.config", "app.train", "app.verify", "app.signals",
                    "app.imports"},
     "app.commands": {LIBRARY, "testing", "app.command_line", "app.metric_formulas", "app.progress", "app.families",
@@ -284,7 +285,7 @@ def test_only_the_public_class_knows_its_engine() -> None:
 
 PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Transfers, Update}
 
-BUDGETS = {"library": 31_640, "testing": 2_080, "application": 22_080, "extras": 6_150, "tests": 56_160,
+BUDGETS = {"library": 31_640, "testing": 2_080, "application": 22_345, "extras": 6_150, "tests": 56_330,
            "parameters of Pipeline": 9, "config keys": 101}
 """The most lines of every tier, as tests/tier_sizes.py counts them, and the most that users have to learn."""
 

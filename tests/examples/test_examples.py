@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import os
 import re
 import runpy
@@ -31,6 +32,7 @@ from vpipe.testing import assert_equals_oracle
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICKSTART = EXAMPLES / "quickstart.py"
 TRANSFORMER = QUICKSTART.with_name("transformer.py")
+RECORDED = QUICKSTART.with_name("recorded_run.py")
 MESH = QUICKSTART.with_name("mesh.py")
 TOKEN_WEIGHTS = QUICKSTART.with_name("token_weights.py")
 TORCH_RUNTIME = QUICKSTART.with_name("torch_runtime.py")
@@ -275,6 +277,40 @@ def test_a_training_loop_of_ones_own() -> None:
                           for text in (said, shown(LIBRARY, "python examples/training_loop.py")))
     assert kinds == shown_kinds - {"N"}, "a line of dots stands for others"
     assert said.endswith("the same loss\n")
+
+
+def test_a_run_of_a_script_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last evaluation is that of plain PyTorch, and its figures follow from those that they are made of."""
+    monkeypatch.chdir(tmp_path)
+    with contextlib.redirect_stdout(io.StringIO()) as out, torch.random.fork_rng():
+        made = runpy.run_path(str(RECORDED))
+    lines = [json.loads(line) for line in Path("output/spirals/metrics.jsonl").read_text().splitlines()]
+    net, points, figures = made["net"], made["held_out"], made["figures"]
+    net.load_state_dict(made["pipe"].state_dict())
+    with torch.no_grad():
+        scores = net(torch.cat([batch["input"] for batch in points]))
+    labels = torch.cat([batch["target"] for batch in points])
+    *_, evaluation, values, last, summary = lines  # the last update changed the weights once more
+    assert evaluation["evaluation_loss"] == pytest.approx(nn.functional.cross_entropy(scores, labels).item(), abs=0.05)
+    assert values["values"]["accuracy"] == pytest.approx((scores.argmax(1) == labels).float().mean().item(), abs=0.02)
+    assert last["step"] == values["step"] + 1 == figures.steps - 1 < 399
+    # f of two layers of 2 x 64 and two of 64 x 64 operations by two.
+    assert figures.mfu == pytest.approx(3 * 4 * (2 * 64 + 64 * 64) * figures.samples_per_s / 0.05e12)
+    assert figures.mfu == pytest.approx(summary["summary"]["mfu"], rel=1e-5)
+    assert figures.sent_bytes == 3 * 2 * 64 * 64 * 4, "activations and gradients of 64 samples between four stages"
+    shown_lines = shown(PAGE, "python examples/recorded_run.py").splitlines()
+    assert {re.sub(r"[\d.,]+", "N", line) for line in out.getvalue().splitlines()} == {
+        re.sub(r"[\d.,]+", "N", line) for line in shown_lines} - {"N"}
+
+
+@pytest.mark.system
+@pytest.mark.long
+def test_a_run_of_four_processes_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone = printed_here(RECORDED).splitlines()
+    said = printed(RECORDED, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4").splitlines()
+    assert said[:-5] == alone[:-5]
+    assert len(list(Path("output/spirals/trace").glob("rank*.jsonl"))) == 4
 
 
 def test_a_schedule_of_ones_own_is_made_and_proved_without_torch(tmp_path: Path) -> None:

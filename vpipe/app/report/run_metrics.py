@@ -68,7 +68,7 @@ def read_history(folder: Path) -> History:
             raise damaged_line("metrics", path, number, line, _AGAIN) from None
         entry = entry if isinstance(entry, dict) else {}
         summary = entry.get("summary")  # the last line, where the run has ended
-        if ("checkpoint" in entry or "summary" in entry) and isinstance(summary, dict | None):
+        if ("checkpoint" in entry or "summary" in entry or "values" in entry) and isinstance(summary, dict | None):
             continue
         entry |= {key: nan for key in ("loss", "evaluation_loss") if entry.get(key, 0) is None}  # it was not finite
         placed = _numbers(entry, "step", "time_s") and is_drawable(entry["step"]) and is_drawable(entry["time_s"])

@@ -215,6 +215,10 @@ class Metrics:
         self._write({"step": step, "evaluation_loss": finite(loss), **self._perplexity(loss, "evaluation_"),
                      "time_s": round(self.time_s, 4)})
 
+    def values(self, step: int, values: Mapping[str, float]) -> None:
+        """Record numbers of a script's own after update ``step``."""
+        self._write({"step": step, "values": {name: finite(value) for name, value in values.items()}})
+
     def checkpoint(self, step: int, name: str, **facts: float | str) -> None:
         """Record a checkpoint after update ``step`` with its times and bytes, or the ``error`` that prevented it."""
         self._write({"step": step, "checkpoint": name, **facts})

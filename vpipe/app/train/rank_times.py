@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from vpipe import Pipeline
 from vpipe.app.train.metrics import LineWriter, finite
 from vpipe.app.train.observers import Observer, Run
 from vpipe.app.train.run_folder import RANK_TIMES
@@ -44,24 +46,33 @@ class RankTimes(Observer):
 
     Without that key some are only written into ``rank_times.jsonl``, for ``vpipe watch``. No rank waits for another:
     each sends its figures to rank 0, which shows them when all must have arrived.
+
+    Args:
+        folder: of the run.
+        note: shows a report that was asked for.
+        every: updates between two reports; None where nobody asked.
+        done: updates of earlier attempts.
+        lanes: ranks that split a layer.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run, job = run, run.job
-        self._asked = job.config.metrics.rank_times_every is not None
-        self._every = job.config.metrics.rank_times_every or UNASKED
+    def __init__(self, folder: Path, pipe: Pipeline, note: Callable[[str], None], every: int | None = None,
+                 done: int = 0, lanes: int = 1, step_name: str = "update") -> None:
+        self._pipe, self._note, self._lanes, self._step_name = pipe, note, lanes, step_name
+        self._asked, self._every = every is not None, every or UNASKED
         self._wrote_s = float("-inf")
-        self._exchange = exchange(timeout_s=job.config.parallel.timeout_s)
+        self._exchange = exchange(timeout_s=pipe.description.transfers.timeout_s)
         # Without a flush a rank is ahead of another by a few updates at most.
-        self._lead = 1 if job.schedule.flush else 2 * len(job.placement)
+        self._lead = 1 if pipe.lowered.flush else 2 * len(pipe.placement)
         self._pending: deque[_Report] = deque()
-        self._reported = job.steps_done
-        self._before = self._usage()
-        self._file = LineWriter(run.folder / RANK_TIMES, truncate=True) if run.pipe.rank == 0 else None
+        self._reported = done
+        self._before = self._pipe.local_usage()
+        self._file = LineWriter(folder / RANK_TIMES, truncate=True) if pipe.rank == 0 else None
 
     @classmethod
     def of_run(cls, run: Run) -> Self | None:
-        return cls(run)
+        job = run.job
+        return cls(run.folder, run.pipe, run.note, job.config.metrics.rank_times_every, job.steps_done,
+                   job.config.parallel.tensor, job.step_name)
 
     def step(self, done: int) -> None:
         """Report if due after ``done`` updates, those of earlier attempts included."""
@@ -80,15 +91,12 @@ class RankTimes(Observer):
         if self._file is not None:
             self._file.close()
 
-    def _usage(self) -> Mapping[int, Mapping[int, StageUsage]]:
-        return self._run.pipe.local_usage()
-
     def _report(self, done: int) -> None:
-        usage, steps = self._usage(), done - self._reported
+        usage, steps = self._pipe.local_usage(), done - self._reported
         here = {}
         for place, stages in usage.items():
             spent = StageUsage.of_rank([own.since(self._before[place][stage]) for stage, own in stages.items()])
-            rank = place * self._run.job.config.parallel.tensor + self._run.pipe.lane
+            rank = place * self._lanes + self._pipe.lane
             here[str(rank)] = [getattr(spent, name) / steps for name in FIGURES]
             if self._asked:
                 heads, (texts,) = figure_texts([here[str(rank)]])
@@ -110,13 +118,14 @@ class RankTimes(Observer):
         if not self._asked:
             return
         heads, cells = figure_texts(list(found.values()))
-        rows = [[str(rank), " ".join(str(stage) for stage, home in enumerate(self._run.job.homes) if rank in home),
-                 *texts] for rank, texts in zip(found, cells, strict=True)]
-        self._run.note("\n".join([f"{self._title(report.first, report.last)}:",
-                                  *fitted(("rank", "stage", *heads), rows, terminal_columns(), names=2)]))
+        rows = [[str(rank), " ".join(str(stage) for stage, places in enumerate(self._pipe.placement)
+                                     if rank // self._lanes in places), *texts]
+                for rank, texts in zip(found, cells, strict=True)]
+        self._note("\n".join([f"{self._title(report.first, report.last)}:",
+                              *fitted(("rank", "stage", *heads), rows, terminal_columns(), names=2)]))
 
     def _title(self, first: int, last: int) -> str:
-        name = self._run.job.step_name
+        name = self._step_name
         return f"{name}s {first} to {last}, in milliseconds per {name}"
 
 

@@ -31,7 +31,7 @@ class TraceWriter(Observer):
     Args:
         folder: of the run.
         pipe: not trained yet. All ranks make a writer together.
-        samples_per_step, lanes: for the reader.
+        samples_per_step, lanes: for the reader; the former may be set until something is written.
         limit: largest number of actions that are recorded per rank; that of :meth:`vpipe.Pipeline.record` when None.
 
     Raises:
@@ -40,7 +40,7 @@ class TraceWriter(Observer):
 
     def __init__(self, folder: Path, pipe: Pipeline, samples_per_step: int, limit: int | None = None,
                  lanes: int = 1) -> None:
-        self._pipe, self._samples, self._lanes = pipe, samples_per_step, lanes
+        self._pipe, self.samples_per_step, self._lanes = pipe, samples_per_step, lanes
         self._recorders = pipe.record() if limit is None else pipe.record(limit)
         self._files: dict[int, IO[str]] = {}
         self._full: set[int] = set()
@@ -108,7 +108,7 @@ class TraceWriter(Observer):
                 "clock_offset_s": self._clocks[0][1], "placement": pipe.placement, "schedule": pipe.schedule,
                 "flush": pipe.lowered.flush,
                 "microbatches": pipe.microbatches, "update_every": pipe.update_every, "partition": pipe.partition,
-                "recomputed": [sorted(layers) for layers in pipe.recomputed], "samples_per_step": self._samples,
+                "recomputed": [sorted(layers) for layers in pipe.recomputed], "samples_per_step": self.samples_per_step,
                 "weight_bytes": recorder.weight_bytes(), "static_bytes": recorder.static_bytes(),
                 **({} if pipe.lowered.slices == 1 else {"slices": pipe.lowered.slices}),
                 **({} if self._lanes == 1 else {"lane": pipe.lane, "lanes": self._lanes})}

@@ -1,0 +1,237 @@
+"""Record the training of a script as ``vpipe train`` records a run, so that the commands on runs read its folder."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from threading import current_thread, main_thread
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from vpipe import Pipeline
+from vpipe.app.launch.failure_report import write_report
+from vpipe.app.metric_formulas import WARM_UP, counted_updates
+from vpipe.app.signals import STOPS
+from vpipe.app.train.metrics import Efficiency, EventWriter, Metrics, ProgressBar, StepSize
+from vpipe.app.train.observers import Observer
+from vpipe.app.train.peak_flops import find_peak
+from vpipe.app.train.rank_times import RankTimes
+from vpipe.app.train.run_folder import FACTS, METRICS, replace_text, running
+from vpipe.app.train.summary import RunFigures
+from vpipe.app.train.tensorboard import TensorBoardWriter, check_installed
+from vpipe.app.train.trace_writer import TraceWriter
+from vpipe.app.train.weights_and_biases import WandbWriter
+from vpipe.distributed import exchange
+from vpipe.errors import RunError, UserError, VpipeError
+from vpipe.runtime import StageUsage, Step
+from vpipe.schedules import Advice
+
+Batch = Mapping[str, Tensor]
+
+
+class RecordedRun:
+    """A script's training, in a folder that ``vpipe watch`` and ``vpipe trace`` read, with progress on the screen.
+
+    All ranks make one, enter it, train and evaluate by it, and leave it::
+
+        with RecordedRun(pipe, "output/spirals", updates=200, trace=True) as run:
+            for step in run.train(batches):
+                ...
+
+    Meanwhile SIGTERM, SIGINT and SIGUSR1 end training on all ranks after the same update, by
+    :meth:`vpipe.Pipeline.stop`; a second signal does what it did before. Leaving ends the microbatches in flight, and
+    writes the summary.
+
+    Args:
+        pipe: not in training.
+        folder: of the run, without another run in it; ranks on other hosts write what they record into theirs.
+        updates: after which :meth:`train` ends, those of a loaded checkpoint included; None: with the batches.
+        tokens_per_sample: for the tokens per second.
+        flops: of the forward of one token, for each layer of the model; without them there is no MFU.
+        peak_tflops: of one device; None: of its data sheet, or measured.
+        print_every: updates between two lines on stderr, where that is no terminal, which has a bar.
+        trace: record all actions.
+        tensorboard, wandb: pass every line of ``metrics.jsonl`` on.
+
+    Attributes:
+        folder: of the run.
+        stopped_by: the signal that ended training, on a rank that got one.
+
+    Raises:
+        UserError: the folder has a run or cannot be written, or a package is missing.
+    """
+
+    def __init__(self, pipe: Pipeline, folder: str | Path, *, updates: int | None = None, tokens_per_sample: int = 1,
+                 flops: Sequence[float] | None = None, peak_tflops: float | None = None, print_every: int = 10,
+                 trace: bool = False, tensorboard: bool = False,
+                 wandb: Literal["offline", "online"] | None = None) -> None:
+        if tensorboard:
+            check_installed("tensorboard", "tensorboard is True", "leave it out")
+        if wandb is not None:
+            check_installed("wandb", f"wandb is '{wandb}'", "leave it out")
+        if flops is not None and len(flops) != len(pipe.model):
+            raise UserError(f"flops has {len(flops)} numbers, the model {len(pipe.model)} layers",
+                            hint="give one per layer: what its forward computes for one token")
+        self.folder, self._pipe = Path(folder), pipe
+        self.stopped_by: str | None = None
+        self._updates, self._tokens_per_sample, self._print_every = updates, tokens_per_sample, print_every
+        self._trace, self._tensorboard, self._wandb = trace, tensorboard, wandb
+        self._efficiency: Efficiency | None = None
+        if flops is not None:
+            peak = find_peak(pipe.device, pipe.description.precision.dtype or torch.float32, peak_tflops)
+            self._efficiency = Efficiency(tuple(flops), 0.0, peak).with_recompute(pipe.recomputed)
+        self._exchange = exchange(timeout_s=pipe.description.transfers.timeout_s)
+        lanes = max(1, self._exchange.ranks // len({rank for ranks in pipe.placement for rank in ranks}))
+        self._lanes = lanes
+        self._homes = [[rank * lanes + lane for rank in ranks for lane in range(lanes)] for ranks in pipe.placement]
+        self._warm_usage: Mapping[int, Mapping[int, StageUsage]] | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        pipe, first = self._pipe, self._pipe.rank == 0
+        done = pipe.position.updates
+        self._make_folder()
+        with ExitStack() as stack:
+            events: list[EventWriter] = []
+            if first:
+                stack.enter_context(running(self.folder))
+                replace_text(self.folder / FACTS, json.dumps({
+                    "updates": self._updates, "max_minutes": None, "ranks": self._homes, "partition": pipe.partition,
+                    "planned_s": None}))
+                if self._tensorboard:
+                    events.append(TensorBoardWriter(self.folder, done))
+                if self._wandb is not None:
+                    events.append(WandbWriter(self.folder, self._wandb, {}))
+            # How many samples a step has is known after the first.
+            size = StepSize(0, 0, self._efficiency, each=self._step_sizes(done, pipe.position.samples))
+            path = self.folder / METRICS if first else None
+            self._metrics = stack.enter_context(Metrics(path, size, None, done, events))
+            self._progress = stack.enter_context(ProgressBar(self._updates, self._print_every, first, "update", done))
+            self._observers: list[Observer] = [RankTimes(self.folder, pipe, self._progress.note, done=done,
+                                                         lanes=self._lanes)]
+            self._tracer = TraceWriter(self.folder, pipe, 0, lanes=self._lanes) if self._trace else None
+            if self._tracer is not None:
+                self._observers.append(self._tracer)
+            for observer in self._observers:
+                stack.enter_context(observer)
+            if current_thread() is main_thread():
+                self._handlers = {number: signal.signal(number, self._on_signal) for number in STOPS}
+                stack.callback(self._restore_handlers)
+            self._exits = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if error is None:
+            with self._exits:
+                self._record(*self._pipe.drain())
+                for observer in self._observers:
+                    observer.end()
+                figures = self.figures()
+                if figures is not None:
+                    self._metrics.summary(figures.as_json())
+            self._metrics.check_end()
+            return
+        self._exits.__exit__(kind, error, trace)
+        if self.folder.is_dir():
+            write_report(self.folder, self._pipe.rank, error if isinstance(error, VpipeError) else RunError(
+                f"{kind.__name__ if kind else ''}: {error}", hint="see the script's traceback", rank=self._pipe.rank))
+
+    def train(self, batches: Iterable[Batch], pauses: int | Collection[int] | None = None, *,
+              stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
+        """Train as :meth:`vpipe.Pipeline.train` does, and record every update. The time between two calls of this does
+        not count as training."""
+        left = None if self._updates is None else self._updates - self._pipe.position.updates
+        self._metrics.exclude_time()
+        for step in self._pipe.train(batches, pauses, updates=left, stop=stop) if left is None or left > 0 else ():
+            self._record(step)
+            if step.stop:
+                by = "" if self.stopped_by is None else f" by {self.stopped_by}"
+                self._progress.note(f"stopped{by} after update {step.index + 1}")
+            yield step
+
+    def evaluate(self, batches: Iterable[Batch], **arguments: Any) -> Any:
+        """Return what :meth:`vpipe.Pipeline.evaluate` does, of the same arguments, and record the loss."""
+        self._record(*self._pipe.drain())
+        found = self._pipe.evaluate(batches, **arguments)
+        loss = found[0] if isinstance(found, tuple) else found
+        done = self._pipe.position.updates
+        self._metrics.evaluation(done - 1, loss)
+        self._progress.note(f"evaluation loss after update {done}: {loss:.4f}")
+        return found
+
+    def log(self, **values: float) -> None:
+        """Record numbers of one's own beside the latest update, by name; also for TensorBoard and Weights & Biases."""
+        self._metrics.values(self._metrics.steps - 1, {name: float(value) for name, value in values.items()})
+
+    def figures(self) -> RunFigures | None:
+        """Return the figures so far that docs/metrics.md defines, as the summary of a run has them, and per stage; None
+        before the first update. Every rank must call it; speeds are by its own clock."""
+        counted = len(counted_updates(self._metrics.update_s))
+        before = self._warm_usage if counted < len(self._metrics.update_s) else None
+        usages = self._pipe.usage(before)
+        delay = max(Advice(self._pipe.lowered, self._pipe.microbatches).mean_delays)
+        return RunFigures.from_metrics(self._metrics, usages, self._homes, None if before is None else counted, delay)
+
+    def _make_folder(self) -> None:
+        """Make the folder on rank 0; all ranks refuse one that has a run."""
+        problem = None
+        if self._pipe.rank == 0:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                if (self.folder / METRICS).exists():
+                    problem = f"there is a run in '{self.folder}'", "give this one another folder"
+            except OSError as error:
+                problem = f"cannot make the run's folder '{self.folder}': {error.strerror}", "give it another"
+        if told := self._exchange.from_rank(problem):
+            raise UserError(told[0], hint=told[1])
+
+    def _record(self, *steps: Step) -> None:
+        """Record steps, less those that were drained before, and recorded then."""
+        steps = tuple(step for step in steps if step.index >= self._metrics.steps)
+        if not steps:
+            return
+        self._metrics.update(*steps)
+        if not self._metrics.size.samples:
+            samples, tokens = self._metrics.samples[0], self._metrics.tokens[0]
+            self._metrics.size = replace(self._metrics.size, samples=samples, tokens=tokens)
+            if self._tracer is not None:
+                self._tracer.samples_per_step = samples
+        if self._warm_usage is None and len(self._metrics.update_s) >= WARM_UP:
+            self._warm_usage = self._pipe.local_usage()
+        for step in steps:
+            self._progress.update(step, self._metrics)
+        for warning in self._metrics.warnings():
+            self._progress.note(f"warning: {warning}")
+        for observer in self._observers:
+            observer.step(self._metrics.steps)
+
+    def _step_sizes(self, done: int, samples: int) -> Iterator[tuple[int, int]]:
+        """Yield the samples and tokens of every step, when it has been made; of several at once the mean.
+
+        Args:
+            done, samples: that the pipeline has trained before.
+        """
+        while True:
+            now = self._pipe.position
+            each = (now.samples - samples) // (now.updates - done)
+            for _ in range(now.updates - done):
+                yield each, each * self._tokens_per_sample
+            done, samples = now.updates, now.samples
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._restore_handlers()
+        self.stopped_by = signal.Signals(number).name
+        self._pipe.stop()
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        self._handlers = {}
