@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from itertools import count
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,7 @@ def test_a_script_records_what_vpipe_train_does(tmp_path: Path, monkeypatch: pyt
 def test_the_commands_on_runs_read_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a stream, whose evaluations make updates: each has one line."""
     with RecordedRun(pipeline(Asynchronous("pipedream", update_every=2)), tmp_path / "run", updates=14,
-                     tokens_per_sample=5, trace=True, tensorboard=True) as run:
+                     tokens_per_sample=5, next_tokens=True, trace=True, tensorboard=True) as run:
         for step in run.train(batches()):
             if step.index == 4:
                 loss, found = run.evaluate(batches(2), outputs="output")
@@ -82,6 +84,7 @@ def test_the_commands_on_runs_read_its_folder(tmp_path: Path, capsys: pytest.Cap
         assert step.index == 13
     recorded = lines(tmp_path / "run")
     assert [line["step"] for line in recorded if "loss" in line] == list(range(14))
+    assert recorded[0]["perplexity"] == pytest.approx(exp(recorded[0]["loss"]), rel=1e-5)
     [at] = [number for number, line in enumerate(recorded) if "evaluation_loss" in line]
     assert recorded[at]["evaluation_loss"] == loss
     assert recorded[at]["step"] == recorded[at - 1]["step"] > 4
@@ -106,6 +109,7 @@ def test_a_signal_ends_training_and_a_second_one_does_what_it_did(tmp_path: Path
             if step.index == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
                 assert signal.getsignal(signal.SIGTERM) is before
+        assert list(run.train(batches())) == [], "the next epoch"
     assert (step.index, run.stopped_by) == (2, "SIGTERM")
     assert lines(tmp_path / "run")[-1]["summary"]["steps"] == 3
     said = capsys.readouterr().err
@@ -121,6 +125,10 @@ def test_a_script_that_fails_and_one_that_comes_to_its_folder(tmp_path: Path,
         sum(1 / step.index for step in run.train(batches()))
     assert main(["watch", str(tmp_path)]) == 1
     assert "error: ZeroDivisionError: division by zero (rank 0)" in capsys.readouterr().err
+    (tmp_path / "rank0.failure.json").unlink()
+    (tmp_path / "running").write_text(f"process {2**22 + 1} on {socket.gethostname()}")  # as if it had been killed
+    assert main(["watch", str(tmp_path)]) == 1
+    assert "is gone\nhint: see what its script printed" in capsys.readouterr().err
     with pytest.raises(UserError, match=f"there is a run in '{tmp_path}'"), RecordedRun(pipeline(), tmp_path):
         pass
 

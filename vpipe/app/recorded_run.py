@@ -54,6 +54,7 @@ class RecordedRun:
         folder: of the run, without another run in it; ranks on other hosts write what they record into theirs.
         updates: after which :meth:`train` ends, those of a loaded checkpoint included; None: with the batches.
         tokens_per_sample: for the tokens per second.
+        next_tokens: whether the loss is the mean cross-entropy of the next token, and has a perplexity.
         flops: of the forward of one token, for each layer of the model; without them there is no MFU.
         peak_tflops: of one device; None: of its data sheet, or measured.
         print_every: updates between two lines on stderr, where that is no terminal, which has a bar.
@@ -69,8 +70,8 @@ class RecordedRun:
     """
 
     def __init__(self, pipe: Pipeline, folder: str | Path, *, updates: int | None = None, tokens_per_sample: int = 1,
-                 flops: Sequence[float] | None = None, peak_tflops: float | None = None, print_every: int = 10,
-                 trace: bool = False, tensorboard: bool = False,
+                 next_tokens: bool = False, flops: Sequence[float] | None = None, peak_tflops: float | None = None,
+                 print_every: int = 10, trace: bool = False, tensorboard: bool = False,
                  wandb: Literal["offline", "online"] | None = None) -> None:
         if tensorboard:
             check_installed("tensorboard", "tensorboard is True", "leave it out")
@@ -81,8 +82,9 @@ class RecordedRun:
                             hint="give one per layer: what its forward computes for one token")
         self.folder, self._pipe = Path(folder), pipe
         self.stopped_by: str | None = None
+        self._stopped = False
         self._updates, self._tokens_per_sample, self._print_every = updates, tokens_per_sample, print_every
-        self._trace, self._tensorboard, self._wandb = trace, tensorboard, wandb
+        self._next_tokens, self._trace, self._tensorboard, self._wandb = next_tokens, trace, tensorboard, wandb
         self._efficiency: Efficiency | None = None
         if flops is not None:
             peak = find_peak(pipe.device, pipe.description.precision.dtype or torch.float32, peak_tflops)
@@ -110,7 +112,7 @@ class RecordedRun:
                 if self._wandb is not None:
                     events.append(WandbWriter(self.folder, self._wandb, {}))
             # How many samples a step has is known after the first.
-            size = StepSize(0, 0, self._efficiency, each=self._step_sizes(done, pipe.position.samples))
+            size = StepSize(0, 0, self._efficiency, self._next_tokens, self._step_sizes(done, pipe.position.samples))
             path = self.folder / METRICS if first else None
             self._metrics = stack.enter_context(Metrics(path, size, None, done, events))
             self._progress = stack.enter_context(ProgressBar(self._updates, self._print_every, first, "update", done))
@@ -147,12 +149,15 @@ class RecordedRun:
     def train(self, batches: Iterable[Batch], pauses: int | Collection[int] | None = None, *,
               stop: Callable[[], bool] = lambda: False) -> Iterator[Step]:
         """Train as :meth:`vpipe.Pipeline.train` does, and record every update. The time between two calls of this does
-        not count as training."""
-        left = None if self._updates is None else self._updates - self._pipe.position.updates
+        not count as training. A run that was stopped trains no more, so that a loop over epochs comes to its end."""
+        left = None if self._updates is None else max(0, self._updates - self._pipe.position.updates)
+        if self._stopped or left == 0:
+            return
         self._metrics.exclude_time()
-        for step in self._pipe.train(batches, pauses, updates=left, stop=stop) if left is None or left > 0 else ():
+        for step in self._pipe.train(batches, pauses, updates=left, stop=stop):
             self._record(step)
             if step.stop:
+                self._stopped = True
                 by = "" if self.stopped_by is None else f" by {self.stopped_by}"
                 self._progress.note(f"stopped{by} after update {step.index + 1}")
             yield step

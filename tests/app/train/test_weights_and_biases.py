@@ -9,8 +9,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from small_run import job_of
+from torch import nn
 
+from vpipe import Model, Pipeline
+from vpipe.app import RecordedRun
 from vpipe.app.train import tensorboard
 from vpipe.app.train.loop import train
 from vpipe.app.train.metrics import Metrics, StepSize
@@ -52,6 +56,23 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     monkeypatch.setitem(sys.modules, "wandb", found)
     monkeypatch.setattr(tensorboard, "find_spec", lambda name: found)
     return found
+
+
+def test_a_script_passes_its_lines_on_and_that_it_failed(tmp_path: Path, wandb: StandIn) -> None:
+    pipe = Pipeline(Model.sequential(nn.Sequential(nn.Linear(3, 2)), nn.MSELoss()), torch.optim.SGD, stages=1)
+    run = RecordedRun(pipe, tmp_path / "run", wandb="offline")
+
+    def script() -> None:
+        with run:
+            for step in run.train([{"input": torch.ones(4, 3), "target": torch.ones(4, 2)}] * 3):
+                run.log(own=2.5)
+                {0: 0}[step.index]
+
+    with pytest.raises(KeyError):
+        script()
+    assert [(options["name"], options["mode"]) for options in wandb.begun] == [("run", "offline")]
+    assert [line.get("own", "loss" in line) for line in wandb.lines] == [True, 2.5, True, 2.5]
+    assert wandb.ended == [1]
 
 
 def test_it_gets_the_numbers_of_every_line_and_perplexity_of_next_tokens(tmp_path: Path, wandb: StandIn) -> None:

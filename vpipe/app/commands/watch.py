@@ -23,6 +23,7 @@ from vpipe.app.metric_formulas import share_text
 from vpipe.app.report.figures import Window, rank_times
 from vpipe.app.report.idle_causes import Cause, Producers
 from vpipe.app.report.recording import read_recording
+from vpipe.app.train.run_folder import CONFIG
 from vpipe.app.train.run_state import MeanTime, MeanTimes, RunState, losses, number
 from vpipe.app.visualize.table import compact, ms_text, terminal_columns
 from vpipe.errors import RunError, UserError, VpipeError
@@ -85,7 +86,7 @@ def _failure(state: RunState) -> VpipeError | None:
         return told
     return None if state.is_alive is None else RunError(
         f"the run came to no end: its {state.holder} is gone", hint="see its logs; vpipe train --resume goes on from "
-        "its newest checkpoint")
+        "its newest checkpoint" if (state.folder / CONFIG).exists() else "see what its script printed")
 
 
 def _view(state: RunState, console: Console) -> RenderableType:

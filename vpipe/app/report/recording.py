@@ -218,7 +218,8 @@ def read_recording(folder: Path, say: Callable[[str], None] = lambda text: None,
                         hint="lanes are counted from 0: those of a run with parallel.tensor, else there is one")
     if not files:
         raise UserError(f"the run in '{folder}' has no record of its actions ({trace}/rank0.jsonl is missing)",
-                        hint="train with --set trace=true, or 'trace: true' in the config")
+                        hint="train with --set trace=true, or 'trace: true' in the config; a script with "
+                             "RecordedRun(..., trace=True)")
     say(f"reading {files[0].name}, 1 of {counted(len(files), 'file')}")
     headers = {file: _read_header(file) for file in files}
     first = headers[files[0]]
