@@ -35,8 +35,7 @@ for batch in BATCHES:  # microbatches and slices with unequal labels, some with 
     (3, {"stages": 2, "per_token_loss": True, **DECAY_AND_CLIP}), (2, {"stages": 2, "replicas": 2}),
     (3, {"stages": 2, "placement": [[0, 1, 2], [3]], "per_token_loss": True, "zero1": True}),
     (3, {"stages": 2, "executor": "naive", "skip_not_finite": True}),
-    *((2, {"stages": 3, "precision": precision, "recompute": 0.5}) for precision in ("bf16", "bf16_pure", "fp16"))],
-    ids=str)
+    *((2, {"stages": 3, "precision": precision, "recompute": 0.5}) for precision in ("bf16", "bf16_pure", "fp16"))])
 def test_equals_plain_pytorch_slice_by_slice(slices: int, words: dict[str, Any]) -> None:
     equals_its_oracle(sliced_model, BATCHES, BATCHES[:1], slices=slices, **{"schedule": "seq1f1b", **words})
 
@@ -165,7 +164,7 @@ def test_what_fails_in_a_slice_is_named(model: Any, error: type[Exception], what
     (rich_model, {}, "the model does not say which field of a batch has its labels", "labels="),
     (sliced_model, {"schedule": "gpipe", "executor": "async_threaded"}, "async_threaded adds gradients", "overlapped"),
     (sliced_model, {"compile": "eager"}, "layers would be compiled for every length", "do not compile, or leave the"),
-    (sliced_model, {"compress": "int8"}, "their transfers are compressed", "leave compress out, or leave")], ids=str)
+    (sliced_model, {"compress": "int8"}, "their transfers are compressed", "leave compress out, or leave")])
 def test_what_slices_would_change_is_refused(model: Any, words: dict[str, Any], what: str, hint: str) -> None:
     with pytest.raises(UserError) as error:
         pipeline_of(model(), stages=2, slices=2, **{"schedule": "seq1f1b", **words})
@@ -178,7 +177,7 @@ def test_what_slices_would_change_is_refused(model: Any, words: dict[str, Any], 
     ({"labels": torch.zeros(8, dtype=torch.int64)}, r"the field 'labels' of a batch has the shape \[8\], without seq"),
     ({"labels": torch.zeros(8, 4, dtype=torch.int64)}, "disagree on the number of tokens: {'ids': 3, 'labels': 4}"),
     ({"labels": torch.zeros(8, 3, device="meta")}, "on the meta device, but slices of sequences count its labels"),
-    ({}, "sequences of 3 tokens cannot be cut into 4 slices")], ids=str)
+    ({}, "sequences of 3 tokens cannot be cut into 4 slices")])
 def test_what_cannot_be_cut_is_refused(changes: Mapping[str, Tensor], what: str) -> None:
     pipe = pipeline_of(sliced_model, stages=2, schedule="seq1f1b", slices=4 - bool(changes))
     with pytest.raises(UserError, match=what):
