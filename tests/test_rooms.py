@@ -285,7 +285,7 @@ def test_only_the_public_class_knows_its_engine() -> None:
 
 PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Transfers, Update}
 
-BUDGETS = {"library": 31_640, "testing": 2_080, "application": 22_360, "extras": 6_150, "tests": 56_375,
+BUDGETS = {"library": 31_660, "testing": 2_085, "application": 22_360, "extras": 6_150, "tests": 56_385,
            "parameters of Pipeline": 9, "config keys": 101}
 """The most lines of every tier, as tests/tier_sizes.py counts them, and the most that users have to learn."""
 

@@ -269,19 +269,20 @@ class CarriedRecurrent(Recurrent):
 
 
 class CarriedAttention(nn.Module):
-    """Causal attention that keeps the keys and values of the slices before."""
+    """Causal attention in fp32 that keeps the keys and values of the slices before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((), 3.0))  # which autograd saves
 
     def forward(self, hidden: Tensor, carried: tuple[Tensor, ...] | None = None) -> Any:
-        query, key, value = self.project(hidden).chunk(3, -1)
+        query, key, value = (part.float() / self.scale for part in self.project(hidden).chunk(3, -1))
         if carried:
             key, value = (torch.cat(both, 1) for both in zip(carried, (key, value), strict=True))
         scores = (query @ key.mT).masked_fill(
             torch.ones(query.shape[1], key.shape[1]).tril(key.shape[1] - query.shape[1]) == 0, -torch.inf)
-        output = hidden + self.out(scores.softmax(-1) @ value)
+        output = hidden + self.out((scores.softmax(-1) @ value).to(hidden.dtype))
         return output if carried is None else (output, key, value)
 
 

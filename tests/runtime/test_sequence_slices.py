@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from world import World
 
 from vpipe import Layer, Model
+from vpipe.app.families.dropout import Dropout
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.microbatches import MicrobatchLoader
 from vpipe.schedules.registry import RegisteredSchedule
@@ -77,8 +78,10 @@ class SquareError(nn.Module):
 @pytest.mark.parametrize("words", [{"stages": 2}, {"stages": 3, "recompute": 1.0},
                                    {"stages": 3, "per_token_loss": True}], ids=str)
 def test_equals_whole_sequences_where_nothing_rounds(words: dict[str, Any]) -> None:
-    """The labels of a slice, and those of a microbatch, are none or a power of two, so that shares do not round."""
+    """The labels of a slice, and those of a microbatch, are none or a power of two, so that shares do not round. The
+    dropout drops of a slice what it drops of the whole."""
     model = Model([Layer("sums0", Sums, ("field",), ("x",), carried=("sums",)),
+                   Layer("dropout", lambda: Dropout(0.5), ("x",), ("x",), carried=()),
                    Layer("sums1", Sums, ("x",), ("x",), carried=("sums",)),
                    Layer("error", SquareError, ("x", "labels"), ("loss",), carried=())],
                   batch=("field", "labels"), labels="labels")
@@ -201,5 +204,5 @@ def test_slices_of_every_microbatch_of_a_batch() -> None:
 
 
 def test_over_gloo(world: World) -> None:
-    same_everywhere(world, model="sliced", schedule="seq1f1b", slices=3, microbatches=4, partition=[2, 1, 1, 2],
-                    recompute=0.5, lengths=[7, 9], grad_clip=0.5, evaluate_after=[0])
+    same_everywhere(world, model="sliced", schedule="seq1f1b", slices=3, microbatches=4, partition=[3, 3],
+                    placement=[[0, 1], [2, 3]], recompute=0.5, lengths=[7, 9], grad_clip=0.5, evaluate_after=[0])

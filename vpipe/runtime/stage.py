@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -37,6 +37,7 @@ from vpipe.runtime.recompute import forward_without_activations, recompute_span
 from vpipe.runtime.sharded_random import DrawnAsOnOneDevice
 from vpipe.runtime.sharded_tensors import is_sharded
 from vpipe.runtime.side_effects import SideEffects
+from vpipe.runtime.slice_aware import SliceAware
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.split_backward import SplitBackwardMode
 from vpipe.runtime.stage_layers import StageLayers
@@ -73,6 +74,7 @@ class Stage(StageLayers):
         self._sharded = {i for i, module in self.modules.items() if any(map(is_sharded, module.parameters()))}
         self._weights_by_owner = {spec.index: self.weights, **self.borrowed}
         self._in_lanes = in_lanes
+        self._slice_aware: dict[int, SliceAware] = {}  # by layer, of those that ran a slice
         self._observed: list[LayerOutputs] | None = None  # outputs of each layer, while a failure is repeated
         self._spans = list(self._cut_into_spans(model, recomputed))
         self.recomputes = bool(recomputed)
@@ -221,15 +223,15 @@ class Stage(StageLayers):
         given = inputs if effects is None else effects.prepare_inputs(inputs, again)
         tensors = {**record.fields, **given}
         before = [(name, t, t._version) for name, t in tensors.items() if training or name not in inputs]
-        key = record.key if sliced is None else (*record.key, sliced.number)
         try:
             for i, layer, module in span.layers:
+                key, told = (record.key, NOTHING) if sliced is None else self._told(i, module, record.key, sliced)
                 seed = seed_of(self.seed, *key, i)
                 for generator in self.generators:
                     generator.manual_seed(seed)
                 arguments = [tensors[name] for name in layer.inputs]
                 carried = None if sliced is None else span.carried.get(i)
-                with (DrawnAsOnOneDevice() if i in self._sharded else NOTHING,  # type: ignore[no-untyped-call]
+                with (told, DrawnAsOnOneDevice() if i in self._sharded else NOTHING,  # type: ignore[no-untyped-call]
                       NOTHING if store is None or i not in self._splittable
                       else SplitBackwardMode(store, self._autocast is not None)):
                     result = self._call(layer, module, arguments, None if carried is None else tuple(
@@ -257,6 +259,14 @@ class Stage(StageLayers):
         return {name: inputs[name] if span.recomputed and tensors[name] is given.get(name)
                 and name not in span.effects.inputs else tensors[name] for name in (
                     *span.outputs, *(also if sliced is None else _carried_on(span, sliced)))}
+
+    def _told(self, number: int, module: nn.Module, key: DropoutKey,
+              sliced: SequenceSlice) -> tuple[tuple[int, ...], AbstractContextManager[None]]:
+        """Return the key of a layer's random numbers in a slice, and the context that tells it the slice."""
+        aware = self._slice_aware.get(number)
+        if aware is None:
+            aware = self._slice_aware[number] = SliceAware(module)
+        return key if aware.by_element else (*key, sliced.number), aware.told(sliced.start, sliced.length)
 
     def _call(self, layer: Layer, module: nn.Module, arguments: list[Tensor],
               past: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:

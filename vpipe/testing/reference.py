@@ -28,6 +28,7 @@ from torch.func import functional_call
 from vpipe import accelerator
 from vpipe.model.layer import LOSS, seed_of
 from vpipe.model.model import Model
+from vpipe.runtime.slice_aware import SliceAware
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.testing.reference_model import FP32, ReferenceModel, ReferencePrecision
 from vpipe.testing.reference_optimizer import (
@@ -111,9 +112,9 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
             if recipe.slices > 1:
                 with reference.replica(m):
                     made = _run_slices(model, reference, fields, weights[m], (recipe.seed, number, m), recipe)
-                for piece in reversed(made):
-                    recipe.backward(piece.loss, whole, scale, piece.weight, piece.carried(made))
-                    sums.add(m, _pop_gradients(parameters | copies))
+                    for piece in reversed(made):
+                        recipe.backward(piece.loss, whole, scale, piece.weight, piece.carried(made))
+                        sums.add(m, _pop_gradients(parameters | copies))
                 losses += [piece.loss.detach() for piece in made]
                 shares += [piece.weight for piece in made]
                 continue
@@ -309,17 +310,20 @@ def _run_slices(model: Model, reference: ReferenceModel, fields: Batch, labels: 
     device = next(iter(fields.values())).device.type
     counts = [int((part != Model.NO_LABEL).sum()) for part in cut[model.labels]]
     runs: list[_SliceRun] = []
-    for j in range(recipe.slices):
+    lengths = [part.shape[1] for part in cut[model.labels]]
+    for j, start in enumerate(accumulate(lengths[:-1], initial=0)):
         past = {name: tensor.detach().requires_grad_(tensor.requires_grad)
                 for name, tensor in (runs[-1].made if runs else {}).items()}
         made: dict[str, Tensor] = {}
         tensors = recipe.precision.fields({name: parts[j] for name, parts in cut.items()})
         for i, layer in enumerate(model.layers):
-            _seed(seed_of(*key, j, i))
+            aware = SliceAware(reference.layers[i])
+            _seed(seed_of(*key, i) if aware.by_element else seed_of(*key, j, i))
             names = [f"{layer.name}/{name}" for name in layer.carried or ()]
             keywords = {"carried": tuple(past[name] for name in names if j)} if names else {}
-            tensors |= recipe.precision.outputs(layer.outputs, partial(
-                reference.layers[i], *(tensors[name] for name in layer.inputs), **keywords), device, names)
+            with aware.told(start, sum(lengths)):
+                tensors |= recipe.precision.outputs(layer.outputs, partial(
+                    reference.layers[i], *(tensors[name] for name in layer.inputs), **keywords), device, names)
             made |= {name: tensors.pop(name) for name in names}
         runs.append(_SliceRun(j, tensors[LOSS], counts[j] if labels is not None else counts[j] / (sum(counts) or 1),
                               past, made))
