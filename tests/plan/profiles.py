@@ -76,5 +76,5 @@ def any_profile(seed: int, layers: int, **options: object) -> Profile:
     layers_of = [replace(each, largest_bytes=each.parameter_bytes // (1 + number % 3),
                          frozen_tied={0: 3 * KIB} if number % 3 == 2 else {})
                  for number, each in enumerate(any_layers.layers)]
-    return replace(any_layers, layers=tuple(layers_of), extrapolates=dice.random() < 0.5, zero1=seed % 3 == 0,
-                   identity=replace(any_layers.identity, precision=precision))
+    return replace(any_layers, layers=tuple(layers_of), extrapolates=dice.random() < 0.5, averages=seed % 2 == 0,
+                   zero1=seed % 3 == 0, identity=replace(any_layers.identity, precision=precision))

@@ -52,9 +52,9 @@ def test_a_pipeline_holds_what_was_predicted(precision: str, name: str) -> None:
     for schedule, dropped in plans if precision == "fp32" else plans[-2:]:
         corrects = schedule == "2bw" or (schedule, precision) == ("pipedream", "bf16")
         plan = Plan(Cut(cut, recompute=dropped), Order(schedule), microbatches=8)
-        prediction = predict(replace(made, extrapolates=corrects), plan, update_every=4 if schedule == "2bw" else None
-                             ).prediction
-        pipe = Pipeline(model, optimizer, plan.cut, Asynchronous(
+        prediction = predict(replace(made, extrapolates=corrects, averages=corrects), plan,
+                             update_every=4 if schedule == "2bw" else None).prediction
+        pipe = Pipeline(model, Update(optimizer, average=0.9 if corrects else None), plan.cut, Asynchronous(
             schedule, update_every=4 if schedule == "2bw" else None, delay_correction=float(corrects)), 8,
                         precision=precision)
         recorders = pipe.engine.record(limit=10_000)
@@ -80,9 +80,10 @@ def test_replicas_that_step_a_part_hold_at_most_what_was_predicted(precision: st
                                            precision=precision)
     made, = measure(model, [microbatch], optimizer.from_named, identities=identities, budget_s=0.0)
     plan = Plan(Cut((4, len(model) - 4), ranks=((0, 1, 2), (3, 4))), Order("pipedream"), microbatches=6)
-    predicted, without = (predict(replace(made, extrapolates=True, zero1=zero1), plan, update_every=1).prediction.stages
+    made = replace(made, extrapolates=True, averages=True)
+    predicted, without = (predict(replace(made, zero1=zero1), plan, update_every=1).prediction.stages
                           for zero1 in (True, False))
-    pipe = Pipeline(model, Update(optimizer, zero1=True), plan.cut, Asynchronous(
+    pipe = Pipeline(model, Update(optimizer, zero1=True, average=0.9), plan.cut, Asynchronous(
         "pipedream", update_every=1, delay_correction=1.0), 6, precision=precision)
     list(pipe.train(batches))
     for stage, ranks in enumerate(pipe.placement):

@@ -254,8 +254,11 @@ def _add_checkpoint(commands: Any) -> None:
                         "of model.lora in a folder for peft")
     export.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="file to write, or folder for "
                         "huggingface and peft; must not exist")
-    export.add_argument("--uncorrected", action="store_true", help="leave out what training.delay_correction has added "
-                        "to the weights")
+    which = export.add_mutually_exclusive_group()
+    which.add_argument("--averaged", action="store_true", help="write the average that training.average kept of the "
+                       "weights")
+    which.add_argument("--uncorrected", action="store_true", help="leave out what training.delay_correction has added "
+                       "to the weights")
     add_import(export)
 
     load = _add(commands, "import", "checkpoint_convert.run_import",

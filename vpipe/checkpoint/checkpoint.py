@@ -19,6 +19,7 @@ from vpipe.checkpoint.manifest import (
     Manifest,
     TensorEntry,
     TensorKind,
+    average_of,
     factor_of,
     last_change_of,
     sha256_of,
@@ -154,16 +155,17 @@ class Checkpoint:
         return {name: found[name] for name in wanted}
 
     def weights(self, names: Iterable[str] | None = None, progress: Progress | None = None, *, corrected: bool = True,
-                checked: bool = False) -> dict[str, Tensor]:
+                averaged: bool = False, checked: bool = False) -> dict[str, Tensor]:
         """Return parameters and buffers of the model: ``<layer>.<parameter>``, tied ones under their owner's name.
 
         Args:
             names: of those that are wanted; None for all.
             corrected: False: without what the correction of late gradients has added.
+            averaged: the average that followed the weights, where there is one, in their place.
             checked: whether the files need not be hashed, so that only the weights are read of them.
 
         Raises:
-            UserError: a file is damaged; or nothing was corrected, but ``corrected`` is False.
+            UserError: a file is damaged; or nothing was corrected, but ``corrected`` is False, or nothing averaged.
         """
         known = self.manifest.tensors
         wanted = [name.removeprefix(WEIGHTS) for name in known if name.startswith(WEIGHTS)] if names is None else list(
@@ -176,12 +178,16 @@ class Checkpoint:
             raise UserError(f"the checkpoint '{self.folder}' does not say by which factor "
                             f"{counted(len(unknown), 'parameter')}, such as '{unknown[0]}', look ahead",
                             hint="leave out --uncorrected: the weights are what the run trained with")
-        found = self.tensors([*(WEIGHTS + name for name in wanted),
-                              *(of(name) for name in added for of in (last_change_of, factor_of))],
+        stored = {name: average_of(name) if averaged and average_of(name) in known else WEIGHTS + name
+                  for name in wanted}
+        if averaged and not any(stored[name] == average_of(name) for name in wanted):
+            raise UserError(f"the checkpoint '{self.folder}' has no average of its weights: none followed them",
+                            hint="leave out --averaged, or train with training.average: 0.999")
+        found = self.tensors([*stored.values(), *(of(name) for name in added for of in (last_change_of, factor_of))],
                              progress=progress, checked=checked)
         for name in added:
             found[WEIGHTS + name].sub_(found[last_change_of(name)], alpha=found[factor_of(name)].item())
-        return {name: found[WEIGHTS + name] for name in wanted}
+        return {name: found[there] for name, there in stored.items()}
 
 
 def _damage(path: Path, entry: FileEntry, advance: Callable[[int], None]) -> str | None:

@@ -181,6 +181,7 @@ class Profile:
     took_s: float = 0.0  # how long measuring took
     extrapolates: bool = False  # training.delay_correction extrapolates the steps of stages with several versions
     zero1: bool = False  # parallel.zero1: each replica of a stage steps a part of its parameters
+    averages: bool = False  # training.average: an average follows the weights that a replica steps
 
     @cached_property
     def frozen_layers(self) -> int:
@@ -191,6 +192,10 @@ class Profile:
     def owned_bytes(self, total: int, largest: int, width: int) -> int:
         """Return the most that one of so many replicas has of what there is for parameters, ``largest`` for one."""
         return min(total, -(-total // width) + largest) if self.zero1 else total
+
+    def averaged_bytes(self, weights: int) -> int:
+        """Return the bytes of the average of so many bytes of trained weights, which is as wide as master weights."""
+        return weights * (1 + self.identity.pure) * self.averages
 
     def extrapolated_bytes(self, weights: int, versions: int) -> int:
         """Return the bytes of the last changes that a stage keeps, which are as wide as master weights.
@@ -243,7 +248,7 @@ class Profile:
             # Older ones lack some.
             layers = [{"largest_bytes": layer["parameter_bytes"], "frozen_tied": {}, "carried_bytes": 0, **layer}
                       for layer in content["layers"]]
-            return _profile({"extrapolates": False, "zero1": False, **content, "layers": layers})
+            return _profile({"extrapolates": False, "zero1": False, "averages": False, **content, "layers": layers})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"the profile is damaged: {type(error).__name__}: {error}", where=where,
                             hint=_MAKE) from None

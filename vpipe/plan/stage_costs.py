@@ -116,8 +116,8 @@ class StageMemory:
     weights: int  # the latest version, which is also the optimizer's, and what is never trained
     stashed: int  # older versions that microbatches in flight still use
     gradients: int  # of the weights
-    # its state beside the weights, with master weights where the weights are rounded, and the last changes of weights
-    # where late gradients are corrected
+    # its state beside the weights, with master weights where the weights are rounded, the last changes of weights where
+    # late gradients are corrected, and the average that follows the weights
     optimizer: int
     activations: int  # of all microbatches in flight, with what is held between the halves of backwards
     working: int  # the most that one backward, or one step, needs for a while
@@ -159,8 +159,8 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
     remade = min(remade, in_flight)
     largest = max(layer.largest_bytes for layer in own)
     stepped = profile.owned_bytes(trained, largest, width)
-    state = profile.owned_bytes(sum(layer.optimizer_bytes for layer in own),
-                                max(layer.largest_state_bytes for layer in own), width)
+    state = profile.averaged_bytes(stepped) + profile.owned_bytes(
+        sum(layer.optimizer_bytes for layer in own), max(layer.largest_state_bytes for layer in own), width)
     held = weights + sum(layer.frozen_bytes for layer in own) + _tied_bytes(profile, layers, frozen=True)
     summed = min(trained, max(SUM_BYTES, largest)) if lanes > 1 else 0
     return StageMemory(

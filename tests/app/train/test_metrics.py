@@ -68,7 +68,7 @@ def test_the_time_of_an_evaluation_does_not_count(tmp_path: Path, clock: Clock) 
         metrics.update(step(1))
     assert [line["time_s"] for line in read(tmp_path / "m.jsonl")] == [1.0, 1.0, 3.0]
     assert read(tmp_path / "m.jsonl")[1] == {"step": 0, "evaluation_loss": 3.5, "time_s": 1.0}
-    assert metrics.evaluations == [(0, 3.5)]
+    assert metrics.evaluations == [(0, 3.5, None)]
     assert (metrics.time_s, metrics.update_s) == (3.0, [1.0, 2.0])
 
 

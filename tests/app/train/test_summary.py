@@ -23,7 +23,7 @@ from vpipe.app.train.csv_rows import csv_text
 from vpipe.app.train.headline import headline, size_lines
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import build_pipeline, train
-from vpipe.app.train.metrics import Efficiency, Metrics, PastMetrics, StepSize
+from vpipe.app.train.metrics import Efficiency, Evaluation, Metrics, PastMetrics, StepSize
 from vpipe.app.train.model_section import model_flops
 from vpipe.app.train.peak_flops import PeakFlops
 from vpipe.app.train.summary import RunFigures, evaluation_text, p95, summary
@@ -285,7 +285,7 @@ def test_ranks_count_once_however_many_stages_they_hold(monkeypatch: pytest.Monk
 
 def test_a_run_that_went_on_has_the_speeds_of_this_attempt_and_the_losses_of_all(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    past = PastMetrics(["..."] * 4, [8.0] * 4, [(3, 7.5)], time_s=400.0)
+    past = PastMetrics(["..."] * 4, [8.0] * 4, [Evaluation(3, 7.5)], time_s=400.0)
     figures = RunFigures.from_metrics(made(monkeypatch, [1.0, 1.0], past), [USAGE], ((0,),))
     assert figures is not None
     assert (figures.steps, figures.steps_done, figures.time_s, figures.tokens_per_s) == (2, 6, 2.0, 64.0)

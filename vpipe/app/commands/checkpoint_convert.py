@@ -52,7 +52,7 @@ def run_export(options: argparse.Namespace) -> None:
     with byte_progress(f"reading {folder.name}") as progress:
         weights = Checkpoint(folder, manifest).weights(
             adapters if options.format == "peft" else None, progress,
-            corrected=not options.uncorrected)
+            corrected=not options.uncorrected, averaged=options.averaged)
     if options.format == "huggingface" and lora is not None:
         weights = merged(weights, lora)
         print("note: the adapters are merged into the weights; --format peft writes them alone")

@@ -198,6 +198,9 @@ class TrainingSection(Section):
     per_token_loss: bool = Field(False, description=(
         "whether the loss of an update is the mean over all labels of its microbatches, instead of the mean of each "
         "microbatch's mean"))
+    average: float | None = Field(None, gt=0, lt=1, description=(
+        "decay of an exponential moving average that follows the weights, such as 0.999, and is evaluated and saved "
+        "beside them; null keeps none"))
     on_nan: Literal["stop", "skip"] = Field("stop", description=(
         "reaction to a loss or gradient that is not finite: stop ends the run; skip leaves the update out, with a "
         "flush on all stages, without one on the stage concerned"))

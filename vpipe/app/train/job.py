@@ -180,9 +180,10 @@ class Job:
                 self.with_correction(profile).save(folder / PROFILE)
 
     def with_correction(self, profile: Profile) -> Profile:
-        """Return a profile that says whether this job extrapolates its steps, and who steps: that is not measured."""
+        """Return a profile that says whether this job extrapolates its steps, who steps, and whether an average follows
+        the weights: that is not measured."""
         return replace(profile, extrapolates=self.config.training.extrapolation is not None,
-                       zero1=self.config.parallel.zero1)
+                       zero1=self.config.parallel.zero1, averages=self.config.training.average is not None)
 
     @property
     def as_plan(self) -> Plan:
@@ -214,7 +215,7 @@ class Job:
         """An update of the weights."""
         training = self.config.training
         return Update(self.optimizer(), self.lr_policy(), training.grad_clip, training.on_nan == "skip",
-                      self.config.parallel.zero1, training.per_token_loss)
+                      self.config.parallel.zero1, training.per_token_loss, training.average)
 
     @property
     def description(self) -> Description:

@@ -333,9 +333,13 @@ class _TrainingRun:
     def _evaluate(self) -> None:
         with self._read(self._job.evaluation_batches(self._fields), "evaluation batch") as batches:
             loss = self._pipe.evaluate(batches)
+        averaged = None
+        if self._job.config.training.average is not None:
+            with self._read(self._job.evaluation_batches(self._fields), "evaluation batch") as batches:
+                averaged = self._pipe.evaluate(batches, averaged=True)
         steps = self._evaluated = self._metrics.steps
-        self._metrics.evaluation(steps - 1, loss)
-        self._progress.note(evaluation_text(self._job, steps, loss))
+        self._metrics.evaluation(steps - 1, loss, averaged)
+        self._progress.note(evaluation_text(self._job, steps, loss, averaged))
         self._divergence.check_evaluation(steps, loss)
 
     def _read(self, batches: Iterable[Batch], kind: str) -> AbstractContextManager[Iterator[Batch]]:

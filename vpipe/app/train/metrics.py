@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from tqdm import tqdm
@@ -35,6 +35,16 @@ log = logging.getLogger("vpipe")
 Number = float | None
 Line = dict[str, float | str | bool | None]
 
+_AVERAGED = "evaluation_loss_averaged"
+
+
+class Evaluation(NamedTuple):
+    """An evaluation after update ``step``; ``averaged``: the loss with the average of the weights."""
+
+    step: int
+    loss: float
+    averaged: float | None = None
+
 
 @dataclass
 class PastMetrics:
@@ -42,7 +52,7 @@ class PastMetrics:
 
     lines: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # of every step; NaN where the loss was not finite
-    evaluations: list[tuple[int, float]] = field(default_factory=list)  # step and loss
+    evaluations: list[Evaluation] = field(default_factory=list)
     time_s: float = 0.0  # of training
     missing: list[tuple[int, int]] = field(default_factory=list)  # first and last step of each gap without lines
 
@@ -67,7 +77,8 @@ class PastMetrics:
                 past._note_gap(step, expected)
                 expected = step + 1
             elif "evaluation_loss" in line:
-                past.evaluations.append((step, _number(line["evaluation_loss"])))
+                past.evaluations.append(Evaluation(step, _number(line["evaluation_loss"]), _number(
+                    line[_AVERAGED]) if _AVERAGED in line else None))
         past._note_gap(steps, expected)
         return past
 
@@ -128,7 +139,7 @@ class Metrics:
         size: of a step.
         update_s, samples, tokens, losses: of the updates of this attempt.
         skipped: number of those that were skipped.
-        evaluations: of this attempt, step and loss.
+        evaluations: of this attempt.
     """
 
     def __init__(self, path: Path | None, size: StepSize, past: PastMetrics | None = None, first: int = 0,
@@ -148,7 +159,7 @@ class Metrics:
         self.tokens: list[int] = []
         self.losses: list[float] = []
         self.skipped = 0
-        self.evaluations: list[tuple[int, float]] = []
+        self.evaluations: list[Evaluation] = []
 
     @property
     def steps(self) -> int:
@@ -208,12 +219,12 @@ class Metrics:
         self._started += now - self._last
         self._last = now
 
-    def evaluation(self, step: int, loss: float) -> None:
+    def evaluation(self, step: int, loss: float, averaged: float | None = None) -> None:
         """Record an evaluation after update ``step``; its time does not count as training."""
         self.exclude_time()
-        self.evaluations.append((step, loss))
+        self.evaluations.append(Evaluation(step, loss, averaged))
         self._write({"step": step, "evaluation_loss": finite(loss), **self._perplexity(loss, "evaluation_"),
-                     "time_s": round(self.time_s, 4)})
+                     **({} if averaged is None else {_AVERAGED: finite(averaged)}), "time_s": round(self.time_s, 4)})
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
         """Record numbers of a script's own after update ``step``."""

@@ -51,10 +51,10 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
                         if job.learns_next_tokens and first is not None and last is not None else " ")
                      + (f"(mean of the first {few}, mean of the last {few})" if few > 1 else "(the first, the last)"))
     evaluations = [*metrics.past.evaluations, *metrics.evaluations]
-    lines += [evaluation_text(job, step + 1, loss) for step, loss in evaluations]
-    if evaluations and (compared := compared_with_unigrams(job, evaluations[-1][1])) is not None:
+    lines += [evaluation_text(job, found.step + 1, found.loss, found.averaged) for found in evaluations]
+    if evaluations and (compared := compared_with_unigrams(job, evaluations[-1].loss)) is not None:
         lines.append(compared)
-        if figures is not None and learned_by_heart(job, figures.last_loss, evaluations[-1][1]):
+        if figures is not None and learned_by_heart(job, figures.last_loss, evaluations[-1].loss):
             lines.append(f"it learned its data by heart: the training loss, {figures.last_loss:.2f}, is far below that "
                          "entropy; what helps is more data, else fewer steps, a smaller model, or a larger "
                          "model.dropout or training.weight_decay")
@@ -62,12 +62,14 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
     return "\n".join(lines if figures is None else [*lines, "", *_figures(job, figures), "", *_stages(job, figures)])
 
 
-def evaluation_text(job: Job, steps: int, loss: float) -> str:
+def evaluation_text(job: Job, steps: int, loss: float, averaged: float | None = None) -> str:
     """Describe an evaluation; where the loss is that of next tokens with perplexity and, on a text, bits per byte."""
     per_token = perplexity(loss) if job.learns_next_tokens else None
     behind = "" if per_token is None else f", perplexity {compact(per_token)}"
     if per_token is not None and (text := job.held_out_text) is not None:
         behind += f", {text.bits_per_byte(loss):.2f} bits per byte"
+    if averaged is not None:
+        behind += f"; with averaged weights {averaged:.4f}"
     return f"evaluation loss after {counted(steps, job.step_name)}: {loss:.4f}{behind}"
 
 
@@ -223,7 +225,7 @@ class RunFigures:
         ranks = [StageUsage.of_rank(own) for own in stages_of.values()]
         losses = [loss for loss in (*metrics.past.losses, *metrics.losses) if isfinite(loss)]
         few = averaged_losses(len(losses))
-        evaluated = [loss for _, loss in (*metrics.past.evaluations, *metrics.evaluations)][-1:]
+        evaluated = [found.loss for found in (*metrics.past.evaluations, *metrics.evaluations)][-1:]
         return cls(
             ranks=len(ranks), steps=steps, steps_done=metrics.steps, samples_per_step=size.samples,
             skipped=metrics.skipped, time_s=metrics.attempt_s, counted_steps=len(counted),

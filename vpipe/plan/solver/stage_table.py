@@ -229,7 +229,7 @@ class StageTable:
             stepping, correcting = (max(node.working, step_working(profile, stepped, versions)) for versions in (1, 2))
             node.figures[width] = (
                 profile.owned_bytes(node.optimizer, node.largest[1], width) + stepping + node.frozen
-                + sum(node.borrowed_frozen.values()),
+                + sum(node.borrowed_frozen.values()) + profile.averaged_bytes(stepped),
                 node.weights + sum(node.borrowed.values()), node.halves,
                 sum(profile.fields[name] for name in node.fields),
                 profile.extrapolated_bytes(stepped, 2) + correcting - stepping, node.keeping[1], node.dropping[1])
