@@ -47,6 +47,9 @@ LAST = Layer("last", linear, ("h",), ("loss",))
     ([Layer("first", linear, ("x",), ("h", "loss")), LAST], ("x",),
      "error: layer 'first' writes 'loss' but is not the last layer\n"
      "hint: let the last layer write the loss: a pipeline starts its backward there"),
+    ([FIRST, Layer("second", linear, ("x",)), LAST], ("x",),
+     "error: layer 'second' writes 'h' again, and no layer reads that of 'first'\n"
+     "hint: give each a name of its own, or let the later layer read the one that it adds to"),
     ([FIRST, Layer("last", linear)], ("x",),
      "error: the last layer 'last' does not write 'loss'\nhint: it writes ['h']: name one of its outputs 'loss'"),
     ([FIRST, LAST], ("x", "y"), "error: no layer reads the batch field 'y'\nhint: leave it out of batch=..."),
@@ -64,7 +67,7 @@ def test_a_mistake_is_named_with_its_remedy(layers: list[Layer], batch: tuple[st
 
 
 def test_all_mistakes_come_at_once() -> None:
-    found = problems([FIRST, FIRST, Layer("last", linear, ("g",))], ("x", "y"))
+    found = problems([FIRST, Layer("first", linear), Layer("last", linear, ("g", "h"))], ("x", "y"))
     assert [line.split("\n")[0] for line in found] == [
         "error: two layers are called 'first'",
         "error: layer 'last' reads 'g', which no earlier layer writes and no batch holds",

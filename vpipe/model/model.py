@@ -282,6 +282,7 @@ def _problems(layers: tuple[Layer, ...], batch: tuple[str, ...]) -> Iterable[Pro
                 yield Problem(f"the name of layer '{name}' begins with that of layer '{other}' and a dot",
                               "rename one of them: '<layer>.<parameter>' must name one parameter alone")
     known = set(batch)
+    unread: dict[str, str] = {}  # tensor: the layer that wrote it last
     if LOSS in known:
         yield Problem("a batch field is called 'loss'", "rename the field: 'loss' is the tensor that is minimised")
     for i, layer in enumerate(layers):
@@ -289,7 +290,13 @@ def _problems(layers: tuple[Layer, ...], batch: tuple[str, ...]) -> Iterable[Pro
             if name not in known:
                 yield Problem(f"layer '{layer.name}' reads '{name}', which no earlier layer writes and no batch holds",
                               nearest(name, sorted(known)))
+            unread.pop(name, None)
         for name in layer.outputs:
+            if name in unread:
+                yield Problem(f"layer '{layer.name}' writes '{name}' again, and no layer reads that of "
+                              f"'{unread[name]}'",
+                              "give each a name of its own, or let the later layer read the one that it adds to")
+            unread[name] = layer.name
             if name in batch:
                 yield Problem(f"layer '{layer.name}' writes '{name}', which is a field of the batch",
                               "give the output another name")
