@@ -1,4 +1,5 @@
-"""docs/open-problems.md and docs/coming-from.md: their code prints what they show, and the Chinese pages are alike.
+"""docs/open-problems.md and docs/coming-from.md: their code prints what they show; their Chinese pages, and that of
+docs/jobs.md, are alike.
 
 ``python tests/test_open_problems.py`` writes the outputs anew, in both languages.
 """
@@ -73,7 +74,7 @@ def structure(page: Path) -> dict[str, list[Any]]:
             "links": sorted(re.sub(r"#.*|\.zh\.md", "", link) for link in LINK.findall(prose) if link[:4] == "http")}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.stem))
+@pytest.mark.parametrize("page", [*PAGES, DOCS / "jobs.md"], ids=lambda page: str(page.stem))
 def test_the_chinese_page_has_the_same_parts(page: Path) -> None:
     english, chinese = structure(page), structure(in_chinese(page))
     for part, found in english.items():
