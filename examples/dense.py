@@ -46,7 +46,7 @@ model = Model([Layer("in", lambda: nn.Linear(2, WIDTH), inputs=("x",), outputs=(
 torch.set_num_threads(1)
 drawn = torch.Generator().manual_seed(0)
 batches = [{"x": x, "y": (3 * x[:, 0]).sin() * (3 * x[:, 1]).cos()}
-           for x in torch.randn(60, SAMPLES, 2, generator=drawn)]
+           for x in torch.randn(30, SAMPLES, 2, generator=drawn)]
 pipe = Pipeline(model, partial(torch.optim.AdamW, lr=1e-2), stages=STAGES, microbatches=4)
 losses = [step.loss for step in pipe.train(batches)]
 sent = [stage.bytes_sent // len(losses) for stage in pipe.usage()]

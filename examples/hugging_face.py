@@ -57,7 +57,7 @@ model = Model([Layer("embed", Embed, ("ids",), ("h", "cos", "sin")),
 
 # %% Counting in steps of 1 to 3. The labels are the ids, which the loss of transformers shifts by one.
 drawn = torch.Generator().manual_seed(1)
-first, step = (torch.randint(low, high, (40, 16, 1), generator=drawn) for low, high in ((0, 61), (1, 4)))
+first, step = (torch.randint(low, high, (25, 16, 1), generator=drawn) for low, high in ((0, 61), (1, 4)))
 batches = [{"ids": ids, "labels": ids} for ids in (first + step * torch.arange(16)) % 61]
 pipe = Pipeline(model, partial(torch.optim.AdamW, lr=1e-2), stages=4, microbatches=4)
 losses = [step.loss for step in pipe.train(batches)]

@@ -27,14 +27,14 @@ def batches(count, turned, seed):
 # %% Train all of it, then adapters in two of its layers, begun from the weights that were learned.
 first = Pipeline(Model.sequential(net, loss=nn.MSELoss()), partial(torch.optim.AdamW, lr=1e-2), stages=4,
                  microbatches=4)
-learned = [step.loss for step in first.train(batches(60, turned=False, seed=0))]
+learned = [step.loss for step in first.train(batches(40, turned=False, seed=0))]
 net.load_state_dict(first.state_dict())
 
 lora = LoraConfig(r=4, lora_alpha=8, target_modules=["0", "2", "4"])
 tuned = Pipeline(Model.sequential(net, loss=nn.MSELoss()).with_adapters(lora), partial(torch.optim.AdamW, lr=1e-2),
                  stages=4, microbatches=4)
 begun = {name: value.clone() for name, value in tuned.state_dict().items() if ".lora_" in name}
-losses = [step.loss for step in tuned.train(batches(60, turned=True, seed=1))]
+losses = [step.loss for step in tuned.train(batches(40, turned=True, seed=1))]
 adapters = {name: value for name, value in tuned.state_dict().items() if name in begun}
 if tuned.rank == 0:
     print(f"all weights: loss {learned[0]:.4f} -> {learned[-1]:.4f}")
