@@ -273,8 +273,13 @@ class PackedBertDataset(ArrayDataset):
                          lambda split, field: load(split, INPUT_IDS if field == POSITIONS else field), tokenizer_path)
         self.max_predictions = max_predictions
         samples = self.samples("train")
-        packed = self._sizes["train"][:self._borders["train"][samples], 0]
-        self.lines = [packing_line(len(packed), samples, int(packed.sum()), samples * sequence_length, "texts")]
+        self.lines = [packing_line(int(self._borders["train"][samples]), samples, "texts")]
+
+    def padding_share(self, batch_size: int) -> float:
+        """Return the share of padding in the samples for training."""
+        samples = self.samples("train")
+        tokens = int(self._sizes["train"][:self._borders["train"][samples], 0].sum())
+        return 1 - tokens / (samples * self.sequence_length)
 
     def _taken(self, arrays: Mapping[str, Array], rows: Rows, split: Split) -> dict[str, Array]:
         taken: dict[str, Array] = {

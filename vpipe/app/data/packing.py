@@ -35,10 +35,6 @@ def places(lengths: Sequence[int], width: int) -> Array:
     return np.concatenate([np.arange(length) for length in (*lengths, width - sum(lengths))])
 
 
-def packing_line(texts: int, samples: int, tokens: int, room: int, what: str) -> str:
-    """Return what a run says of its packed samples.
-
-    Args:
-        room: tokens that the samples have together.
-    """
-    return f"packed: {texts:,} {what} in {samples:,} samples, {100 * (1 - tokens / room):.1f} % padding"
+def packing_line(texts: int, samples: int, what: str) -> str:
+    """Return what a run says of its packed samples."""
+    return f"packed: {texts:,} {what} in {samples:,} samples"

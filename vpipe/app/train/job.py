@@ -87,6 +87,9 @@ class Job:
         describe = family_named(config.model.name).model
         settings = model_settings(config.model, _STAND_IN if vocab_size == -1 else vocab_size, overrides)
         model = describe(settings)
+        if settings.packed and model.batch == describe(replace(settings, packed=False)).batch:
+            raise UserError(f"model.packed is true, but the model '{config.model.name}' does not tell the texts of a "
+                            "sample apart", hint="set it to false, or train a family of vpipe")
         dataset = dataset_named(config.dataset.name)(DatasetSettings(
             **config.dataset.model_dump(exclude={"name", "num_workers", "seed"}), fields=model.batch,
             sequence_length=config.model.sequence_length, vocab_size=vocab_size, seed=_data_seed(config)))
@@ -424,9 +427,6 @@ def _check_data(model: Model, dataset: Dataset, config: Config) -> None:
     if config.dataset.max_tokens is not None and not isinstance(dataset, VaryingBatches):
         raise UserError(f"dataset.max_tokens is {config.dataset.max_tokens}, but all samples of the data set '{name}' "
                         "have equally many tokens", hint="leave it out, and set dataset.batch_size")
-    if config.model.packed and "positions" not in model.batch:
-        raise UserError(f"model.packed is true, but the model '{config.model.name}' does not tell the texts of a "
-                        "sample apart", hint="set it to false, or train a bert, a gpt, a llama or one of its kinds")
     if config.model.experts is not None and BALANCE not in model.layers[-1].inputs:
         raise UserError(f"model.experts is {config.model.experts}, but the model '{config.model.name}' has none",
                         hint="leave it out, or train a gpt, a llama or one of its kinds")
