@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vpipe import Layer, Model
 from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Batch
+from vpipe.testing import references
 
 
 class FrozenNorm(Normed):
@@ -85,6 +86,9 @@ def test_every_kind_of_schedule_equals_its_oracle(frozen: int, words: dict[str, 
 def test_a_tied_weight_that_is_not_trained_is_exchanged_once(words: dict[str, Any], tmp_path: Path) -> None:
     pipe, _ = equals_its_oracle(tied, rich_batches(3, 8), rich_batches(2, 8, seed=4), **words)
     assert not pipe.lowered.ties
+    if pipe.lowered.flush and max(map(len, pipe.placement)) == 1:
+        reference, = references(pipe.model, pipe.description, pipe.lowered, rich_batches(1, 8))
+        assert reference.bound == 0, "plain PyTorch itself"
     assert "TIED" not in pipe.lowered.to_csv()
     pipe.save(tmp_path)
     other = pipeline_of(tied, schedule="1f1b", partition=[1, 1, 1, 3])

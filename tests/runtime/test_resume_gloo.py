@@ -25,7 +25,7 @@ def train_in(*, folder: str, checkpoint: str | None) -> str | None:
 
 
 CHANGES = {"checkpoint__every_steps": 3, "training__max_steps": 8, "checkpoint__at_end": True,
-           "training__evaluate_every": 4}
+           "training__evaluate_every": 4, "training__average": 0.9}
 
 
 def begin(folder: Path, world: World | None = None, **changes: Any) -> Path:
@@ -54,8 +54,8 @@ def go(run: Path, checkpoint: Path | None, world: World | None) -> None:
 
 def check_equal(one: Path, other: Path) -> None:
     assert losses(one) == losses(other)
-    assert [line["evaluation_loss"] for line in metrics(one)[1]] == [
-        line["evaluation_loss"] for line in metrics(other)[1]]
+    for key in ("evaluation_loss", "evaluation_loss_averaged"):
+        assert [line[key] for line in metrics(one)[1]] == [line[key] for line in metrics(other)[1]]
     mine, theirs = (tensors(run / "checkpoints" / "step-8") for run in (one, other))
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []

@@ -163,8 +163,8 @@ def references(model: Model, description: Description, schedule: Schedule, batch
 
     trajectory = Trajectory()
     if schedule.flush:
-        regrouped = [what for what, there in (("tied gradients summed by stage", any(
-            spec.borrowed for spec in model.split(partition))), ("gradients summed by replica", max(widths) > 1),
+        regrouped = [what for what, there in (
+            ("tied gradients summed by stage", bool(schedule.ties)), ("gradients summed by replica", max(widths) > 1),
             ("tensors coded at the cuts", compression is not None)) if there]
         run = flush_oracle(model, batches, recipe(trajectory), partition if regrouped else None,
                            widths if regrouped else None, start)
