@@ -8,12 +8,13 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_checker import moved, swapped
 
 from vpipe import Cut, Order
 from vpipe.errors import CheckError, UserError
+from vpipe.plan.solver.choice import placement_of_widths
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, Op, backward, forward, step
 from vpipe.schedules.advice import Advice
@@ -25,7 +26,6 @@ from vpipe.schedules.prepare import ScheduleSpec
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import default_placement, widened
 
 SLICED = [one.name for one in RegisteredSchedule.imported() if one.sliced]
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))  # ranks, microbatches, slices
@@ -46,18 +46,21 @@ def test_orders_literally() -> None:
 
 @pytest.mark.parametrize("name", SLICED)
 @settings(max_examples=15)
-@given(SIZES, st.integers(1, 3), st.booleans(), st.booleans(), st.booleans())
-def test_any_size_is_proved(name: str, size: tuple[int, int, int], width: int, tied: bool, recomputed: bool,
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 4), st.booleans(),
+       st.booleans(), st.booleans())
+@example([1, 2, 1], 3, 2, False, False, False)  # which no order of all replicas alike passes
+@example([2, 2], 3, 2, True, True, True)
+def test_any_size_is_proved(name: str, widths: list[int], slices: int, more: int, tied: bool, recomputed: bool,
                             zero1: bool) -> None:
-    ranks, microbatches, slices = size
-    schedule = prove(name, widened(default_placement(ranks), width), microbatches * width, norm=zero1, zero1=zero1,
-                     ties={0: (ranks - 1,)} if tied and ranks > 1 else {}, recompute=range(0, ranks, 2) if recomputed
-                     else (), slices=slices)
+    stages, microbatches = len(widths), max(widths) + more
+    schedule = prove(name, placement_of_widths(widths), microbatches, norm=zero1, zero1=zero1, slices=slices,
+                     ties={0: (stages - 1,)} if tied and stages > 1 else {},
+                     recompute=range(0, stages, 2) if recomputed else ())
     assert [peaks.peak_activations for peaks in schedule.rank_peaks] == list(schedule.peak_activations)
     for stage, group in enumerate(schedule.placement):
         for replica, rank in enumerate(group):
             own = [action for action in schedule.programs[rank] if action.stage == stage]
-            mine = [m for m in range(microbatches * width) if m % width == replica]
+            mine = range(replica, microbatches, len(group))
             assert [action.index for action in own if action.op is Op.FORWARD] == [
                 m * slices + part for m in mine for part in range(slices)]
             assert [action.index for action in own if action.op is Op.BACKWARD] == [

@@ -14,6 +14,7 @@ from vpipe.schedules.action import Action, Op, forward
 from vpipe.schedules.assignment import Assignment, stages_of_rank
 from vpipe.schedules.costs import Costs
 from vpipe.schedules.kinds import UPDATE
+from vpipe.schedules.loads import rank_loads
 from vpipe.schedules.registry import Limits, RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement, Size, default_warmup
@@ -64,7 +65,8 @@ def build(name: str, placement: Placement | int, microbatches: int, update_every
                 for rank, view in enumerate(views)]
     return Schedule(
         name, placement, tuple(programs), indices, every, registered.flush,
-        tuple(registered.peak_activations(view.rank, view.size) for view in views),
+        tuple(max(load.activations for load in rank_loads(program)) if view.shared else
+              registered.peak_activations(view.rank, view.size) for view, program in zip(views, programs, strict=True)),
         tuple(max(registered.versions(views[rank].rank, views[rank].size) for rank in ranks) for ranks in placement),
         dict(ties or {}), not registered.flush,
         () if registered.flush else tuple(views[ranks[0]].warmup for ranks in placement), slices=slices)
@@ -102,12 +104,17 @@ class ReplicaView:
 
     Source of the depths: PipeDream (SOSP 2019), section 3.2.
 
+    A replica gets the slices of a microbatch one after the other, and w of them are at work when (w-1) k slices more
+    are ahead. So with unequal replicas of slices the generator is called for a pipeline that is as much deeper, and
+    each replica does its part of what one position there does, in that order. As that pipeline goes on, so do they.
+
     Attributes:
         rank: the position that the generator is called for.
         size: of the pipeline that the generator is called for, with the replica's own microbatches.
         stages: the real number of each of the generator's stages that lives on this rank.
         replica, width: the number of this replica, and how many there are.
         home: the real number of this rank.
+        shared: the generator is called for all microbatches of the stage, of which this replica takes its own.
     """
 
     rank: int
@@ -116,6 +123,7 @@ class ReplicaView:
     replica: int
     width: int
     home: int
+    shared: bool = False
 
     @property
     def warmup(self) -> int:
@@ -133,6 +141,10 @@ class ReplicaView:
 
     def translated(self, program: Iterable[Action]) -> Iterator[Action]:
         """Return a generator's actions with the real numbers of stages and microbatches."""
+        if self.shared:
+            return (Action(action.op, self.stages[action.stage], action.index) for action in program
+                    if not action.op.per_microbatch or self.replica == Assignment.replica_of(
+                        action.index // self.size.slices, self.width))
         if self.width == 1 and all(real == own for own, real in self.stages.items()):
             return iter(program)
         return (Action(action.op, self.stages.get(action.stage, action.stage),
@@ -205,15 +217,17 @@ def replica_views(registered: RegisteredSchedule, placement: Placement, microbat
         raise UserError(f"{counted(most, 'replica')} of stage {stage} for "
                         f"{counted(microbatches, 'microbatch')}: some would have nothing to do",
                         hint=f"use {most} microbatches or more, or fewer replicas")
+    even = len(set(widths)) == 1
+    shared = slices > 1 and not even
     # The replicas of the first stage may have the fewest ranks after them: 2-1-1 is as deep as its second stage.
-    after = default_warmup(widths)
+    after = tuple(sum((width - 1) * slices + 1 for width in widths[position:]) - 1
+                  for position in range(len(widths))) if shared else default_warmup(widths)
     depth = max(after) + 1
     if warmup is not None:
         registered.check_warmup(widths, warmup)
     ahead = after if warmup is None else tuple(warmup)
     every = _update_every(registered, max(ahead) + 1, microbatches, update_every, ahead == after)
     views: dict[int, ReplicaView] = {}
-    even = len(set(widths)) == 1
     by_rank = dict(zip(own_ranks, ahead, strict=True))
     own_ahead = tuple(by_rank[rank] for rank in range(depth)) if even else ()
     for position, group in enumerate(groups):
@@ -222,13 +236,13 @@ def replica_views(registered: RegisteredSchedule, placement: Placement, microbat
         if not even:  # a generator's pipeline has other stages only where all have equally many replicas
             own_ahead = tuple(ahead[position] if number == own_rank else depth - 1 - number for number in range(depth))
         for replica, rank in enumerate(group):
-            own = Assignment.turns_of(microbatches, replica, len(group))
+            own = microbatches if shared else Assignment.turns_of(microbatches, replica, len(group))
             size = Size(depth, own, chunks, own if registered.flush else every, even, own_ahead, slices)
             if (problem := registered.requires(size)) is not None:
                 raise UserError.all_of([problem if len(group) == 1 or not size.even else Problem(
                     f"a replica of the pipeline takes {own} of {counted(microbatches, 'microbatch')}: {problem.what}",
                     f"for each of the {len(group)} replicas, {problem.hint}")])
-            views[rank] = ReplicaView(own_rank, size, stages, replica, len(group), rank)
+            views[rank] = ReplicaView(own_rank, size, stages, replica, len(group), rank, shared)
     return tuple(views[rank] for rank in sorted(views))
 
 

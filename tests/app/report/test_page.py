@@ -134,6 +134,8 @@ def test_a_page_of_slices_names_them(tmp_path: Path) -> None:
                  "per slice"):
         assert said in text
     assert re.search(r"1B\d+: backward, microbatch \d+, slice 1, stage 1", text)
+    assert 'pointer-events="none">7</text>' in text
+    assert 'pointer-events="none">8</text>' not in text
 
 
 def test_without_a_whole_step_the_first_actions_are_shown(tmp_path: Path) -> None:

@@ -197,13 +197,16 @@ class Choice:
     def _demands(self) -> dict[int, StageDemand]:
         """By ranks of a stage and the later ones."""
         registered, halves = self.registered, [0] * self.ranks
-        if self.traits.split:
-            built = build(self.schedule, self.groups, self.microbatches)
+        built = build(self.schedule, self.groups, self.microbatches, slices=self.slices) if self.traits.split or any(
+            view.shared for view in self._views) else None
+        if built is not None:
             halves = [peaks.peak_weight_halves for peaks in built.rank_peaks]
         demands, ranks_left = {}, self.ranks
         for group in self.groups:
             views = [self._views[rank] if self.flush else self._views[rank].endless() for rank in group]
-            demands[ranks_left] = StageDemand(max(registered.peak_activations(view.rank, view.size) for view in views),
+            demands[ranks_left] = StageDemand(max(built.peak_activations[rank] if built is not None and view.shared else
+                                              registered.peak_activations(view.rank, view.size)
+                                              for rank, view in zip(group, views, strict=True)),
                                           max(registered.versions(view.rank, view.size) for view in views),
                                           max(halves[rank] for rank in group))
             ranks_left -= len(group)

@@ -91,7 +91,7 @@ class SearchSpace:
             if request.ranks % width == 0 and stages <= request.layers and self._allows(stages, width):
                 yield Choice(schedule, microbatches, every, request.ranks,
                              equal_widths(schedule, request.ranks, width), warmup, slices)
-        if self.searches_widths and traits_of(registered).by_depth:
+        if self.searches_widths and slices == 1 and traits_of(registered).by_depth:
             yield Choice(schedule, microbatches, every, request.ranks, None, warmup, slices)
 
     def _allows(self, stages: int, width: int) -> bool:
