@@ -203,6 +203,31 @@ def test_slices_of_every_microbatch_of_a_batch() -> None:
         [0, 1, 2], [3, 4], [5, 6], [7, 8, 9]]
 
 
+class Weighted(nn.Module):
+    """Saves all that it carries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, carried: tuple[Tensor, ...] | None = None) -> Any:
+        keys = torch.cat([*(carried or ()), x], 1)
+        output = x + (keys * self.weight).sum(1, keepdim=True)
+        return output if carried is None else (output, keys)
+
+
+def test_what_slices_have_in_common_counts_once() -> None:
+    """Keys of one to six tokens are saved by the slices that made them, and are what the next ones began with."""
+    model = Model([Layer("weighted", Weighted, ("field",), ("x",), carried=("keys",)),
+                   Layer("error", SquareError, ("x", "labels"), ("loss",), carried=())],
+                  batch=("field", "labels"), labels="labels")
+    pipe = pipeline_of(model, stages=2, schedule="gpipe", slices=3, microbatches=1)
+    recorder = pipe.record()[0]
+    list(pipe.train([{"field": torch.ones(2, 6, 3), "labels": torch.ones(2, 6)}]))
+    fields, keys = 2 * 6 * 3 * 4, 2 * (2 + 4 + 6) * 3 * 4
+    assert max(each.held_bytes for each in recorder.pop_records()) == fields + keys
+
+
 def test_over_gloo(world: World) -> None:
     same_everywhere(world, model="sliced", schedule="seq1f1b", slices=3, microbatches=4, partition=[3, 3],
                     placement=[[0, 1], [2, 3]], recompute=0.5, lengths=[7, 9], grad_clip=0.5, evaluate_after=[0])

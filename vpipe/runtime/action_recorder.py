@@ -200,7 +200,9 @@ class Recorder:
         if op.uses_version:
             segment = self.worker.segment
             sizes = self._sizes[stage, self.worker.is_split(stage, microbatch), segment.signature(microbatch)]
-            self._in_flight[stage, microbatch] = _InFlight(sizes, None if sizes.known else ActivationCounter())
+            before = self._in_flight.get((stage, microbatch - 1)) if microbatch % segment.assignment.slices else None
+            self._in_flight[stage, microbatch] = _InFlight(sizes, None if sizes.known else ActivationCounter(
+                None if before is None else before.counter))
         return self._in_flight[stage, microbatch].counter
 
     def _execute_counted(self, action: Action, counter: ActivationCounter) -> None:

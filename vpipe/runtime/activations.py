@@ -101,9 +101,13 @@ class ActivationCounter(SavingHooks):
     It hooks into the saving of tensors by autograd, and changes no number. It holds no storage: one that was freed no
     longer counts. Tensors without strides (sparse ones) are not counted. Autograd does not check whether tensors that
     hooks handle are changed in place before they are used; the counter does.
+
+    Args:
+        before: of the slice before, which counts what both hold, such as keys; it holds it longer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: ActivationCounter | None = None) -> None:
+        self._before, self._held = before, frozenset[StorageWeakRef]()
         self._saved: dict[StorageWeakRef, int] = {}
         self._fields: dict[StorageWeakRef, int] = {}  # of the batch, which the record drops before the weight half
 
@@ -130,6 +134,9 @@ class ActivationCounter(SavingHooks):
         for tensor in (*(t for saved in record.spans for t in saved.inputs.values()),
                        *(t for store in record.weight_grads for t in store.waiting())):
             _add(there, tensor)
+        elsewhere = frozenset() if self._before is None else self._before._held
+        self._held = elsewhere | there.keys()
+        there = {storage: size for storage, size in there.items() if storage not in elsewhere}
         self._fields |= {storage_of(field): field.nbytes for field in record.fields.values()}
         there |= {storage: size for storage, size in self._fields.items() if record.fields or storage in there}
         for module in modules:
