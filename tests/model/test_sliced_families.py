@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from by_slices import run_slices
+from pipelines import parts
 from torch import Tensor, nn
 
-from vpipe import Model
+from vpipe import Model, Order, Pipeline
 from vpipe.app.families.registry import ModelSettings, family_named
+from vpipe.runtime.slice_aware import SliceAware
+from vpipe.testing import assert_equals_oracle
 
 WORDS, HIDDEN, HEADS, LENGTH, SAMPLES, BLOCKS = 40, 16, 4, 12, 3, 2
 FAMILIES = ("gpt", "llama", "mistral", "qwen2", "qwen3")
@@ -75,3 +79,32 @@ def test_experts_without_a_loss_of_balance_take_slices() -> None:
     sizes: dict[str, Any] = {"experts": 3, "experts_per_token": 2}
     assert {layer.carried for layer in model("mixtral", **sizes).layers if "mlp" in layer.name} == {None}
     assert max(apart(model("mixtral", balance_weight=0.0, **sizes), batch(False), torch.float64)) < 1
+
+
+def test_keys_of_all_slices_are_in_one_memory_but_may_be_copied() -> None:
+    """As recomputation and offloading do; of one sample and one head a copy has the strides of the whole."""
+    layer = model("llama", num_kv_heads=1).layers[2]
+    attention, h = layer.build().double(), torch.randn(1, LENGTH, HIDDEN, dtype=torch.float64)
+    torch.manual_seed(1)
+    attention.eval()
+    expected, memories = attention(h), set()
+    for copied in (False, True):
+        carried: tuple[Tensor, ...] = ()
+        for start in range(0, LENGTH, 4):
+            with SliceAware(attention).told(start, LENGTH):
+                output, *kept = attention(h[:, start:start + 4], carried=carried)
+            assert torch.allclose(output, expected[:, start:start + 4], rtol=1e-12)
+            carried = tuple(tensor.clone() if copied else tensor.detach() for tensor in kept)
+            if not copied:
+                memories |= {tensor.untyped_storage().data_ptr() for tensor in carried}
+    assert len(memories) == 2
+
+
+@pytest.mark.parametrize(("family", "words"), [
+    ("gpt", {"recompute": 0.5, "stages": 2}), ("qwen3", {"stages": 3}),
+    ("llama", {"schedule": "gpipe", "per_token_loss": True, "stages": 2})], ids=str)
+def test_a_pipeline_is_its_oracle(family: str, words: dict[str, Any]) -> None:
+    order = Order(words.pop("schedule", "seq1f1b"), slices=5)
+    pipe = Pipeline(model(family, packed=True), **parts(schedule=order, microbatches=3, **words,
+                                                        optimizer=partial(torch.optim.AdamW, lr=1e-2)))
+    assert_equals_oracle(pipe, [batch(packed=True)] * 2)

@@ -49,4 +49,6 @@ class Dropout(nn.Dropout):
         factors = F.dropout(x.new_ones([length if place in parts else size for place, size in enumerate(here)]), self.p)
         for place, first in parts.items():
             factors = factors.narrow(place, first, here[place])
+        if parts:
+            factors = factors.clone()  # else those of the whole sequence are kept for the backward
         return x * (factors if self.share is None else factors.chunk(mesh.size(), dim)[mesh.get_local_rank()])

@@ -239,7 +239,7 @@ def start_of(cache: KeyValueCache | None, carried: tuple[Tensor, ...] | None) ->
 
 def attend_causally(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, positions_bs: Tensor | None,
                     cache: KeyValueCache | None, carried: tuple[Tensor, ...] | None,
-                    dropout: nn.Dropout) -> tuple[Tensor, tuple[Tensor, ...]]:
+                    dropout: Dropout) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return what tokens make of themselves and of those before them in their text, [B, A, S, D], and what is carried.
 
     Args:
@@ -251,8 +251,12 @@ def attend_causally(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, po
     mask, first, after = None, cache is None or cache.length == 0, tuple[Tensor, ...]()
     if cache is not None:
         key_bgsd, value_bgsd = cache.append(key_bgsd, value_bgsd)
-    if carried:
-        key_bgsd, value_bgsd = (torch.cat(pair, 2) for pair in zip(carried[:2], (key_bgsd, value_bgsd), strict=True))
+    if carried is not None:
+        # Told of no slice, as when it is called by hand, it makes room for no more.
+        length = dropout.sequence_slice[1] if dropout.sequence_slice else start_of(None, carried) + key_bgsd.shape[2]
+        key_bgsd, value_bgsd = (_Appended.apply(past, new, length) for past, new in zip(  # type: ignore[no-untyped-call]
+            carried[:2] or (key_bgsd[:, :, :0], value_bgsd[:, :, :0]), (key_bgsd, value_bgsd), strict=True))
+        query_basd = query_basd.contiguous()  # else, of one projection for all three, its keys and values stay, too
     if positions_bs is not None:
         text_bs = texts_of(positions_bs)
         if carried:
@@ -262,6 +266,34 @@ def attend_causally(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, po
         after = (text_bs,)
     mixed_basd = attention(query_basd, key_bgsd, value_bgsd, mask=mask, causal=first and mask is None, dropout=dropout)
     return mixed_basd, () if carried is None else (key_bgsd, value_bgsd, *after)
+
+
+class _Appended(torch.autograd.Function):
+    """Append keys or values of a slice to those of the slices before, in one memory for the whole sequence.
+
+    Concatenated, the attention of every slice would keep a copy of all that is before it. No tensor that autograd has
+    kept is changed, though its memory is: a slice writes behind all that there is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, past_bgsd: Tensor, new_bgsd: Tensor, length: int) -> Tensor:
+        batch, groups, new, size = new_bgsd.shape
+        ctx.start = start = past_bgsd.shape[2]
+        shape, strides = (batch, groups, length, size), (groups * length * size, length * size, size, 1)
+        if past_bgsd.stride() == strides and past_bgsd.untyped_storage().nbytes() >= math.prod(
+                shape) * past_bgsd.itemsize:
+            # Not of past_bgsd itself, whose version would say that it was changed.
+            all_bgsd = past_bgsd.data.as_strided((batch, groups, start + new, size), strides)
+        else:  # the first slice, or what a recomputation or an offload has copied
+            all_bgsd = new_bgsd.new_empty(shape)[:, :, :start + new]
+            all_bgsd[:, :, :start] = past_bgsd
+        all_bgsd[:, :, start:] = new_bgsd
+        return all_bgsd
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        [all_bgsd] = gradients
+        return all_bgsd[:, :, :ctx.start], all_bgsd[:, :, ctx.start:], None
 
 
 def with_carried(h_bsh: Tensor, after: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
