@@ -92,13 +92,13 @@ def check_updates(run: Path, count: int | None = None) -> None:
 def oracle(job: Job, updates: int, drained_at: tuple[int, ...] = ()) -> ReferenceRun:
     """What a sequential program computes for the first ``updates`` of a job."""
     config = job.config
-    fields, per_step = tuple(job.dataset.fields), job.schedule.assignment.per_step
+    fields, per_step = tuple(job.dataset.fields), job.schedule.assignment.step_microbatches
     count = -(-updates * per_step // config.training.num_microbatches)
     batches = list(islice(job.training_batches(fields), count))
     recipe = TrainingRecipe(job.optimizer().from_named, config.training.num_microbatches, seed=config.training.seed,
                     factor=job.lr_policy(), clip=config.training.grad_clip,
                     extrapolation=config.training.extrapolation,
-                    labels=job.model.labels if config.training.per_token_loss else None)
+                    labels=job.model.labels if config.training.per_token_loss else None, slices=config.parallel.slices)
     partition = job.partition
     if not config.parallel.asynchronous:
         return flush_oracle(job.model, batches, recipe, partition=partition)

@@ -175,6 +175,15 @@ def test_dense_connections_send_each_tensor_once_to_each_later_rank() -> None:
     assert without_digits(said) == without_digits(shown(JOBS, "python examples/dense.py"))
 
 
+def test_slices_of_texts_are_plain_pytorch_over_whole_ones() -> None:
+    """Whole ones bit for bit, slices to the digits that are printed; as few are held as the schedule says."""
+    made, said = run_here(EXAMPLES / "slices.py")
+    check_losses(made["model"], list(made["batches"](16)), made["losses"]["1f1b"], rate=0.05)
+    assert made["losses"]["seq1f1b"] == pytest.approx(made["losses"]["1f1b"], abs=1e-4)
+    assert without_digits(said) == without_digits(shown(JOBS, "python examples/slices.py"))
+    assert re.findall(r"held .*(\[.*\])", said) == ["[4.0, 3.0, 2.0, 1.0]", "[1.75, 1.5, 1.25, 1.0]"]
+
+
 def test_captions_of_pictures_are_those_of_plain_pytorch() -> None:
     made, said = run_here(EXAMPLES / "captions.py")
     model = made["model"]

@@ -116,7 +116,8 @@ class _TrainingRun:
         self._job, self._pipe, self._hosts, self._folder = job, pipe, hosts, folder
         self._observers: list[Observer] = []
         self._policy = job.lr_policy()
-        counted = job.update.counted_labels(job.model.labels)
+        sliced = job.schedule.assignment.slices > 1  # whose losses count by their labels, too
+        counted = job.model.labels if sliced else job.update.counted_labels(job.model.labels)
         self._fields = (*(name for stage in pipe.stages for name in stage.fields),
                         *(() if counted is None else (counted,)))
         # At the first step that the figures count.
