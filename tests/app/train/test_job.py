@@ -103,6 +103,23 @@ def test_processes_that_split_layers(tmp_path: Path) -> None:
         "vocab_size is 32", "num_heads is 2", "intermediate_size is 64", "sequence_length is 16"]
 
 
+@pytest.mark.parametrize(("changes", "what", "hint"), [
+    ({}, "parallel.slices is 3, but layer 'block0.attention' of the model 'bert' does not compute a token from those "
+     "before it alone", "set it to 1"),
+    ({"model__name": "mixtral", "model__preset": None, "model__num_layers": 2, "model__num_heads": 2},
+     "parallel.slices is 3, but layer 'block0.mlp' of the model 'mixtral' does not compute a token from those before "
+     "it alone", "set it to 1; or model.balance_weight to 0: that loss is of all tokens of a microbatch"),
+    ({"model__name": "gpt", "model__preset": None, "model__num_layers": 2, "model__num_heads": 2,
+      "parallel__tensor": 2},
+     "parallel.slices is 3, but 2 ranks of tensor parallelism cannot share such slices of 16 tokens evenly",
+     "set it to 1 or 2 or 4 or 8, or sequence_length to a multiple of 6")], ids=["bert", "experts", "tensor"])
+def test_what_cannot_be_cut_into_slices_is_refused(tmp_path: Path, changes: dict[str, Any], what: str,
+                                                   hint: str) -> None:
+    with pytest.raises(UserError) as raised:
+        job_of(tmp_path, parallel__schedule="seq1f1b", parallel__slices=3, **changes)
+    assert str(raised.value) == f"error: {what}\nhint: {hint}"
+
+
 def test_a_model_without_plans_is_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = replace(family_named("bert"), tensor_sizes=None)
     monkeypatch.setattr("vpipe.app.train.job.family_named", lambda name: family)

@@ -120,6 +120,7 @@ class Job:
         if self.config.parallel.tensor > 1 and (found := list(problems(self.config.parallel.tensor,
                                                                        self.tensor_sizes))):
             raise UserError.all_of(found)
+        self._check_slices()
         profiled, last = self.config.training.profile_iteration, self.updates
         if profiled is not None and last is not None and profiled > last:
             raise UserError(f"training.profile_iteration is {profiled}, but the run ends after {self.step_name} {last}",
@@ -233,6 +234,22 @@ class Job:
         """Advice on its schedule, in the words of the config."""
         return Advice(self.schedule, self.config.microbatches, self.config.dataset.batch_size,
                       ("training.num_microbatches", "parallel.update_every"))
+
+    def _check_slices(self) -> None:
+        """Refuse slices of sequences whose tokens read others than those before, or that ranks cannot share."""
+        slices, parts = self.schedule.assignment.slices, self.config.parallel.tensor
+        mixed = next((layer for layer in self.model.layers if layer.carried is None), None)
+        if slices > 1 and mixed is not None:
+            raise UserError(f"parallel.slices is {slices}, but layer '{mixed.name}' of the model "
+                            f"'{self.config.model.name}' does not compute a token from those before it alone",
+                            hint="set it to 1" + ("; or model.balance_weight to 0: that loss is of all tokens of a "
+                                                  "microbatch" if BALANCE in mixed.outputs else ""))
+        length = self.tensor_sizes.get("sequence_length", 0) if slices > 1 and parts > 1 else 0
+        if length % (slices * parts):
+            fit = [str(each) for each in range(1, length // parts + 1) if length % (each * parts) == 0]
+            raise UserError(f"parallel.slices is {slices}, but {parts} ranks of tensor parallelism cannot share such "
+                            f"slices of {length} tokens evenly", hint=f"set it to {' or '.join(fit)}, or "
+                            f"sequence_length to a multiple of {slices * parts}")
 
     @property
     def placement(self) -> tuple[tuple[int, ...], ...]:
