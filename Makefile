@@ -1,5 +1,6 @@
 # make train   installs into .venv and trains a small GPT through a four-stage pipeline
-# make test    the whole suite: ruff, mypy strict, pytest
+# make test    ruff, mypy strict, pytest: all that one process or one group of processes can show
+# make test-jobs    whole jobs in processes of their own: launchers, ssh, kills and resumes, examples; CI runs them, too
 # make site    the documentation with API, playground and a gallery of reports, in English and in Chinese, in build/site
 # make soak    an hour of training with random kills, resumes and re-splits against the oracle; SOAK_MINUTES=5 for less
 # make test-system    every failure at every moment of a run; over several hosts: ssh between network namespaces, a
@@ -20,7 +21,7 @@ INSTALLED := .venv/installed
 # An import compiles a file once, not in every process of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test mypy pytest test-system test-matrix site soak gpu orion install
+.PHONY: train test mypy pytest test-jobs test-system test-matrix site soak gpu orion install
 
 train: $(INSTALLED)
 	$(BIN)/vpipe train configs/gpt_mini_4stage.yaml
@@ -38,6 +39,10 @@ mypy:
 pytest:
 	@echo "== pytest"
 	@$(BIN)/pytest --numprocesses 3 --dist loadgroup
+
+test-jobs: $(INSTALLED)
+	@echo "== pytest -m jobs"
+	@$(BIN)/pytest -m 'jobs and not system' --numprocesses 3 --dist loadgroup
 
 test-system: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== installing ssh, SLURM and Chromium"

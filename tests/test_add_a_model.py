@@ -20,6 +20,8 @@ from vpipe.app.families import registry as models
 from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.app.imports import IMPORTS
 
+pytestmark = pytest.mark.jobs
+
 PAGE = (Path(__file__).parents[1] / "docs" / "add-a-model.md").read_text()
 
 

@@ -17,6 +17,8 @@ from vpipe.app.train.loop import train
 from vpipe.app.train.planning import plan_job
 from vpipe.plan.profile import Profile
 
+pytestmark = pytest.mark.jobs
+
 FILES = [path if path.suffix != ".yml" else pytest.param(path, marks=pytest.mark.extras("legacy"))
          for path in shipped_configs().values()]
 LAYERS = {"bert_4gpipe.yml": 49, "bert_4pipedream.yml": 49, "bert_4vpipe.yml": 49, "bert_base.yaml": 25,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.jobs
+
 ROOT = Path(__file__).parents[1]
 EXTRAS = sorted(folder.name for folder in (ROOT / "vpipe" / "extras").iterdir() if (folder / "__init__.py").is_file())
 COPIED = ("vpipe", "tests", "docs", "configs", "examples", "benchmarks", "site", "kernel_intercept")

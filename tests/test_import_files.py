@@ -21,6 +21,8 @@ from vpipe.app.launch.slurm import WRITTEN_BY
 from vpipe.errors import UserError
 from vpipe.schedules import registry as schedules
 
+pytestmark = pytest.mark.jobs
+
 SCHEDULE = """\
 from vpipe.schedules.generators.gpipe import gpipe
 from vpipe.schedules.registry import register_schedule

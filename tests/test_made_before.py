@@ -27,6 +27,8 @@ from vpipe.app.train.profile_cache import store
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Profile
 
+pytestmark = pytest.mark.jobs
+
 MADE = Path(__file__).parent / "fixtures" / "made_at_877031a"
 WITH_MODEL = ["--import", "tiny_model.py"]
 RUNS = ["flush", "stream"]

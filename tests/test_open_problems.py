@@ -21,6 +21,8 @@ import torch
 from vpipe.app.cli import main
 from vpipe.app.config.config import load_config
 
+pytestmark = pytest.mark.jobs
+
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [DOCS / "open-problems.md", DOCS / "coming-from.md"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -22,6 +22,8 @@ from vpipe.checkpoint.directory import LATEST, Checkpoints
 from vpipe.checkpoint.save import Saver
 from vpipe.distributed.value_exchange import Exchange
 
+pytestmark = pytest.mark.jobs
+
 KILLED = 9
 WRITES = os.O_WRONLY | os.O_RDWR
 CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}

@@ -12,6 +12,8 @@ from typing import Any
 import late_device
 import pytest
 
+pytestmark = pytest.mark.jobs
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PARTS = ("suite", "exactness", "ranks", "prediction", "utilization", "host", "orion")

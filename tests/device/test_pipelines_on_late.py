@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 import pipeline_checks
 import pytest
 
+pytestmark = pytest.mark.jobs
+
 Ended = Callable[..., subprocess.CompletedProcess[str]]
 Failures = Callable[[str], dict[str, str | None]]
 

@@ -33,7 +33,7 @@ RULES: Mapping[str, Mapping[str, bool] | None] = {
 RULES_OF_NCCL = ("hardest", "apart", "eager-buffered")
 SEEDS = 5
 
-pytestmark = pytest.mark.timeout(300)  # the first builds the device
+pytestmark = [pytest.mark.jobs, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

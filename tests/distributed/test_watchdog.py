@@ -21,6 +21,8 @@ from vpipe.distributed.sockets import break_off, connections
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.errors import RunError
 
+pytestmark = pytest.mark.jobs
+
 
 def test_a_lost_connection_is_an_end_and_all_hear_of_it_at_once(ranks: Ranks) -> None:
     detector = ranks.start(4, without=(2,))

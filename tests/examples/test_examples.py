@@ -29,6 +29,8 @@ from vpipe.schedules.builder import build
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.testing import assert_equals_oracle
 
+pytestmark = pytest.mark.jobs
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICKSTART = EXAMPLES / "quickstart.py"
 TRANSFORMER = QUICKSTART.with_name("transformer.py")

@@ -16,6 +16,8 @@ import matrix_jobs
 import pytest
 from world import World
 
+pytestmark = pytest.mark.jobs
+
 CELLS = list(csv.DictReader(Path(__file__).with_name("cells.csv").read_text().splitlines()))
 HALF_MADE = next(cell for cell in CELLS if list(cell.values()) == ["2bw", "2", "2", "yes", "0", "bf16_pure"])
 """Lanes were compared in weights of a version that had not come from the replica that steps them."""

@@ -13,6 +13,8 @@ import jobs
 import pytest
 from world import World
 
+pytestmark = pytest.mark.jobs
+
 TRANSFER = (r"(waiting for|sending|receiving) (the (loss|gradients|activations|tied gradient) of (microbatch|update)|"
             r"tied weights, version|the checksums of batches, message) \d+ ((for|from) stage \d|of tie 0)")
 

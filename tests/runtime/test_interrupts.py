@@ -19,6 +19,8 @@ from vpipe import Layer, Model, Pipeline
 from vpipe.errors import RunError, counted
 from vpipe.runtime.microbatches import Batch
 
+pytestmark = pytest.mark.jobs
+
 WHOLE = "made, and the pipeline is as after the last: train, evaluate and save go on from there"
 
 

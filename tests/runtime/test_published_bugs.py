@@ -32,6 +32,8 @@ from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.lowering import lower
 
+pytestmark = pytest.mark.jobs
+
 
 @contextmanager
 def around_backwards(*, before: Callable[[Any], None] = lambda weights: None,

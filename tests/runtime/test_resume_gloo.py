@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from small_run import losses, metrics, write_config
 from torch import Tensor
@@ -16,6 +17,8 @@ from vpipe.app.train.loop import train
 from vpipe.app.train.resume import ResumePoint, find_resume_point, prepare_run, resumed_config
 from vpipe.checkpoint import Checkpoint
 from vpipe.checkpoint.manifest import Manifest
+
+pytestmark = pytest.mark.jobs
 
 
 def train_in(*, folder: str, checkpoint: str | None) -> str | None:

@@ -16,6 +16,8 @@ from vpipe.app.config.config import load_config
 from vpipe.app.launch import container
 from vpipe.app.train.job import Job
 
+pytestmark = pytest.mark.jobs
+
 SSH = '#!/bin/bash\nexec bash -c "${@: -1}"\n'
 APPTAINER = """\
 #!/bin/bash

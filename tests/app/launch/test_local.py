@@ -26,6 +26,8 @@ from vpipe.app.launch.rank_env import HostRanks
 from vpipe.app.train.run_folder import failure_path, log_path
 from vpipe.errors import RunError, UserError, VpipeError
 
+pytestmark = pytest.mark.jobs
+
 REPORT = "import json, os, sys, time; folder = sys.argv[1]\n" \
          "def report(rank, what, fault=None, after=0.0):\n" \
          "    text = json.dumps({'rank': rank, 'time': time.time() + after, 'starting': False, 'lasting': False,\n" \

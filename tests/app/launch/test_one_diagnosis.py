@@ -20,7 +20,7 @@ from test_torchrun import BIN, SCONTROL, TORCHRUN, put_model
 from vpipe.app.launch.network import free_port
 from vpipe.distributed.fault import Fault
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="a rank looks into /proc"),
+pytestmark = [pytest.mark.jobs, pytest.mark.skipif(sys.platform != "linux", reason="a rank looks into /proc"),
               pytest.mark.usefixtures("forked")]
 
 FAIL = """\

@@ -23,7 +23,7 @@ from vpipe.app.launch.network import free_port
 from vpipe.app.train.job import Job
 from vpipe.errors import RunError, UserError
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = [pytest.mark.jobs, pytest.mark.usefixtures("forked")]
 
 
 def rank(number: int, folder: Path) -> int:

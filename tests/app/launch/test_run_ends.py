@@ -16,7 +16,7 @@ from small_run import only_run, write_config
 
 from vpipe.distributed.fault import Fault
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc"),
+pytestmark = [pytest.mark.jobs, pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc"),
               pytest.mark.usefixtures("forked")]
 
 VPIPE = Path(sys.executable).with_name("vpipe")

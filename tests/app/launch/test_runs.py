@@ -16,7 +16,7 @@ from vpipe.app.config.config import load_config
 from vpipe.app.data.synthetic import synthetic_bert
 from vpipe.app.train.job import Job
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = [pytest.mark.jobs, pytest.mark.usefixtures("forked")]
 
 FRAGILE = """\
 from vpipe.app.families.bert import bert_from_settings

@@ -147,7 +147,7 @@ def remaining() -> list[int]:
     return found
 
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+pytestmark = [pytest.mark.jobs, pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")]
 
 
 def test_the_command(here: Path) -> None:

@@ -15,7 +15,7 @@ from vpipe.app.config.config import load_config
 from vpipe.app.launch.network import free_port
 from vpipe.app.train.job import Job
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = [pytest.mark.jobs, pytest.mark.usefixtures("forked")]
 
 BIN = Path(sys.executable).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

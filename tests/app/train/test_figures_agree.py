@@ -18,6 +18,8 @@ from vpipe.app.report.report_data import load_report_data
 from vpipe.app.visualize.table import milliseconds
 from vpipe.units import size_text
 
+pytestmark = pytest.mark.jobs
+
 
 @pytest.mark.usefixtures("forked")
 def test_screen_files_and_report_give_one_number(tmp_path: Path, capfd: pytest.CaptureFixture[str],

@@ -14,6 +14,8 @@ from vpipe.app.cli import main
 from vpipe.app.train.loop import train
 from vpipe.app.train.rank_times import FIGURES
 
+pytestmark = pytest.mark.jobs
+
 
 def reports(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "rank_times.jsonl").read_text().splitlines()]

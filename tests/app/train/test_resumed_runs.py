@@ -26,6 +26,8 @@ from vpipe.checkpoint.manifest import Manifest
 from vpipe.distributed.watchdog import watch
 from vpipe.runtime.step_results import Step
 
+pytestmark = pytest.mark.jobs
+
 FLUSH = {"checkpoint__every_steps": 3, "training__max_steps": 8}
 STREAM = {"checkpoint__every_steps": 3, "training__max_steps": 8, "parallel__schedule": "pipedream",
           "parallel__update_every": 2}

@@ -30,6 +30,8 @@ from vpipe.runtime.transport.shared_buffers import BufferLayout
 from vpipe.runtime.transport.shared_memory import HostLinks, SharedMemoryTransfers
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 
+pytestmark = pytest.mark.jobs
+
 
 def transport_of(engine: Engine) -> DistributedTransport:
     [worker] = engine.workers.values()

@@ -10,6 +10,8 @@ from small_run import write_config
 
 from vpipe.app.cli import main
 
+pytestmark = pytest.mark.jobs
+
 
 @pytest.mark.parametrize(("words", "machines", "said"), [
     (["--systems", "gpipe,pipdream"], None, "error: --systems names 'pipdream', which is no system\n"

@@ -22,6 +22,8 @@ from vpipe.extras.comparison.systems import ComparisonRequest
 from vpipe.plan.plan import Plan
 from vpipe.profiling.rank_group import RankGroup
 
+pytestmark = pytest.mark.jobs
+
 
 def plan(jobs: Mapping[str, Job], request: ComparisonRequest) -> list[Contender]:
     return plan_contenders(jobs, request, RankGroup(torch.device("cpu")), [].append)

@@ -17,6 +17,8 @@ from vpipe.app.train.loop import train
 from vpipe.errors import UserError
 from vpipe.plugins import PluginGroup
 
+pytestmark = pytest.mark.jobs
+
 TINY = ["metrics.peak_tflops=1", "model.hidden_size=16", "model.num_heads=4", "model.sequence_length=8"]
 
 

@@ -17,6 +17,8 @@ from vpipe.app.train.epochs import Epochs
 from vpipe.app.train.job import microbatch_of
 from vpipe.extras.translation.synthetic import synthetic_pairs
 
+pytestmark = pytest.mark.jobs
+
 TRANSLATION = {
     "model__name": "translation", "model__preset": None, "model__hidden_size": 8, "model__num_layers": 1,
     "model__num_heads": 2, "model__sequence_length": 8, "model__vocab_size": 16, "parallel__partition": [3, 3],
