@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import Field, dataclass, field, fields
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -184,7 +184,7 @@ def attention(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *, mask:
         # Off the processor the kernels of flash attention know this mask, which is not made there.
         mask, causal = causal_lower_right(queries, keys), False
         if query_basd.device.type == "cpu":
-            mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+            mask = _lower_right(queries, keys, torch.promote_types(query_basd.dtype, torch.float32))
     options: dict[str, Any] = {"attn_mask": mask, "dropout_p": share, "is_causal": causal,
                                "enable_gqa": key_bgsd.shape[1] < query_basd.shape[1]}
     attend: Callable[..., Tensor] = F.scaled_dot_product_attention
@@ -197,6 +197,16 @@ def attention(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *, mask:
     return attend(query_basd, key_bgsd, value_bgsd, **options)
 
 
+@lru_cache(16)
+def _lower_right(queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores on the CPU, so that the last query sees all keys: one for all layers.
+
+    Of a mask of another dtype every call would keep a copy for its backward.
+    """
+    hidden = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    return torch.zeros(queries, keys, dtype=dtype).masked_fill_(hidden, -math.inf)
+
+
 def _attend_to_part(dropout: Dropout, query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *,
                     attn_mask: Tensor | None, is_causal: bool, **_: object) -> Tensor:
     """Attend with some of the heads or tokens. Torch's own function cannot be told what to drop."""
@@ -206,7 +216,8 @@ def _attend_to_part(dropout: Dropout, query_basd: Tensor, key_bgsd: Tensor, valu
         queries, keys = scores_bass.shape[-2:]
         attn_mask = torch.ones(queries, keys, dtype=torch.bool, device=scores_bass.device).tril(keys - queries)
     if attn_mask is not None:
-        scores_bass = scores_bass.masked_fill(~attn_mask, -math.inf)
+        scores_bass = (scores_bass.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype is torch.bool else
+                       scores_bass + attn_mask)
     return dropout(scores_bass.softmax(-1)) @ value_basd  # type: ignore[no-any-return]
 
 
