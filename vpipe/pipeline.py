@@ -382,8 +382,14 @@ class Pipeline:
         """Return the norm of the gradients of each layer in the latest update of its stage, before clipping.
 
         Every rank must call it. Norms are computed where something needs them: with ``grad_clip``, which ``math.inf``
-        makes clip nothing, ``skip_not_finite`` or fp16; else there are none. A tied weight counts where it is owned.
+        makes clip nothing, ``skip_not_finite`` or fp16. A tied weight counts where it is owned.
+
+        Raises:
+            UserError: nothing needs norms.
         """
+        if not self.description.needs_norms:
+            raise UserError("gradient_norms() is called, but nothing needs norms, so that none are computed",
+                            hint="have them computed: Update(optimizer, grad_clip=math.inf) clips nothing")
         squares: dict[str, float] = {}
         for name, norm in self.engine.collectives.gradient_norms().items():
             layer, _ = split_target(name, self.model.layers)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vpipe import Layer, Model, Pipeline
+from vpipe.errors import UserError
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 
@@ -57,7 +58,7 @@ def test_norms_of_layers(words: dict[str, Any]) -> None:
     assert found == pytest.approx(expected, rel=64 * 2.0 ** -24)
 
 
-def test_without_anything_that_needs_norms_there_are_none() -> None:
-    pipe = Pipeline(model(), **parts(stages=2, microbatches=4, optimizer=sgd))
-    list(pipe.train(batches(1)))
-    assert pipe.gradient_norms() == {}
+def test_norms_that_nothing_needs_are_refused_and_before_an_update_there_are_none() -> None:
+    with pytest.raises(UserError, match=r"nothing needs norms.*\nhint: .*grad_clip=math.inf\) clips nothing"):
+        Pipeline(model(), **parts(stages=2, microbatches=4, optimizer=sgd)).gradient_norms()
+    assert Pipeline(model(), **parts(stages=2, optimizer=sgd, skip_not_finite=True)).gradient_norms() == {}

@@ -151,6 +151,8 @@ class Keeps(CarriedAttention):
      r"the forward of layer 1 'attention0' on h float32\[4, 2, 12\], keys of attention0 float32\[4, 7, 12\], values of "
      r".* \(rank 0, stage 0, microbatch 2, action 0F3 on slice 3 of 4\)"),
     (lambda: changed(1, carried=("keys",)), UserError, "returned 3 value.* its 1 outputs and the 1 that it carries on"),
+    (lambda: changed(3, carried=("k",)), RunError, r"argument 'carried' .*\nhint: Layer\(carried=\('k',\)\) asks for a "
+     "forward with carried=None: .* returns what it carries on behind its outputs"),
     (lambda: Model([*changed(1, build=Keeps).layers[:2], Layer("relu", lambda: nn.ReLU(inplace=True), carried=()),
                     *sliced_model().layers[2:]], ("ids", "labels"), "labels"), UserError, "its input in place")])
 def test_what_fails_in_a_slice_is_named(model: Any, error: type[Exception], what: str) -> None:

@@ -37,6 +37,8 @@ class Outputs:
         last = model.layers[-1]
         self.names: tuple[str, ...] = tuple(dict.fromkeys((*last.inputs, *last.outputs)))
         self._function = wanted if callable(wanted) else None
+        self._remedy = (f"name one of {', '.join(name for name in self.names if name != LOSS)}, or let the layer write "
+                        "more: Layer(..., outputs=('loss', 'logits'))")
         if callable(wanted):
             return
         if not isinstance(wanted, Sequence):
@@ -45,8 +47,7 @@ class Outputs:
         names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
         if unknown := [name for name in names if name not in self.names]:
             raise UserError(f"outputs names {shown(unknown[0])}, which the last layer '{last.name}' neither reads nor "
-                            "writes", hint=f"name one of {', '.join(name for name in self.names if name != LOSS)}, or "
-                                           "let the layer write more: Layer(..., outputs=('loss', 'logits'))")
+                            "writes", hint=self._remedy)
         self.names = names
 
     def __str__(self) -> str:
@@ -61,7 +62,13 @@ class Outputs:
         """
         found: object = dict(zip(self.names, tensors, strict=True))
         if self._function is not None:
-            found = self._function(found)  # type: ignore[arg-type]
+            try:
+                found = self._function(found)  # type: ignore[arg-type]
+            except KeyError as error:
+                if error.args and error.args[0] in self.names:  # of another table than this
+                    raise
+                raise UserError(f"the function outputs raised KeyError: {error}", hint="of the tensors that the last "
+                                f"layer reads or writes {self._remedy}") from error
         if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
             raise UserError(f"the function outputs returned {shown(found)}",
                             hint='let it return tensors by name: {"right": logits.argmax(-1) == labels}')
