@@ -54,8 +54,9 @@ with RecordedRun(pipe, folder, updates=400, flops=flops, peak_tflops=0.05, print
     # %% The figures, as values on every rank; those of the stages are seconds of all updates that count.
     figures = run.figures()
 if pipe.rank == 0:
+    bubble = "-" if figures.bubble is None else f"{figures.bubble:.1%}"  # ranks that take turns in one process
     print(f"{figures.steps} updates, {figures.samples_per_s:,.0f} samples/s, MFU {figures.mfu:.2%}, "
-          f"bubble {figures.bubble:.1%}, {figures.sent_bytes:,.0f} bytes sent per update")
+          f"bubble {bubble}, {figures.sent_bytes:,.0f} bytes sent per update")
     for number, stage in enumerate(figures.stages):
         forward_s, backward_s = stage.forward_s / figures.usage_steps, stage.backward_s / figures.usage_steps
         print(f"stage {number}: forward {1e3 * forward_s:.2f} ms, backward {1e3 * backward_s:.2f} ms per update")

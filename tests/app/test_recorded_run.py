@@ -25,8 +25,7 @@ from vpipe.app.train.loop import build_pipeline, train
 from vpipe.app.train.model_section import model_flops
 from vpipe.errors import UserError
 
-MEASURED = {"bubble", "memory_bytes", "forward_s", "backward_s", "step_s", "communication_s", "idle_s",
-            "peak_memory_bytes"}
+MEASURED = {"memory_bytes", "forward_s", "backward_s", "step_s", "communication_s", "peak_memory_bytes"}
 
 
 def lines(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -65,12 +64,15 @@ def test_a_script_records_what_vpipe_train_does(tmp_path: Path, monkeypatch: pyt
     of_run, of_script = (each.pop()["summary"] for each in (expected, found))
     assert found == expected
     assert figures is not None
+    assert of_run["bubble"] is of_script["bubble"] is figures.bubble is None, "both ranks take turns in this process"
     assert figures.mfu == pytest.approx(of_script["mfu"], rel=1e-5)
     stages = list(zip(of_run.pop("stages"), of_script.pop("stages"), strict=True))
     for theirs, own in [(of_run, of_script), *stages]:
         assert theirs.keys() == own.keys()
         assert {key: value for key, value in own.items() if key not in MEASURED} == {
             key: value for key, value in theirs.items() if key not in MEASURED}
+    alone = Pipeline(Model.sequential(nn.Sequential(nn.Linear(3, 2)), nn.CrossEntropyLoss()), torch.optim.SGD, stages=1)
+    assert alone.usage()[0].idle_s == 0.0, "there is nobody to wait for"
 
 
 def test_the_commands_on_runs_read_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
+from math import nan
 from time import perf_counter
 
 import torch
@@ -209,7 +210,13 @@ class Collectives:
 
     def local_usage(self) -> LocalUsage:
         """Return the usage so far of the ranks of this process, without any transfer."""
-        return {rank: {stage: worker.usage(stage) for stage in worker.stages} for rank, worker in self._workers.items()}
+        found = {rank: {stage: worker.usage(stage) for stage in worker.stages}
+                 for rank, worker in self._workers.items()}
+        if len(found) == 1:
+            return found
+        # Ranks that take turns wait for nobody: for how long they would, each in its process, is not known.
+        return {rank: {stage: replace(usage, idle_s=nan) for stage, usage in stages.items()}
+                for rank, stages in found.items()}
 
     def usage(self, before: LocalUsage | None = None) -> list[StageUsage]:
         """Return the usage of every stage, of each of its replicas, and of the rank of each lane there, in this order.

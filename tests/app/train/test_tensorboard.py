@@ -32,7 +32,7 @@ def test_events_are_what_the_lines_say(tmp_path: Path) -> None:
         assert said
         assert found[key] == [(step, pytest.approx(value)) for step, value in said]
     assert found["summary/mfu"] == [(3, pytest.approx(lines[-1]["summary"]["mfu"]))]
-    assert found["summary/bubble"] == [(3, pytest.approx(lines[-1]["summary"]["bubble"]))]
+    assert "summary/bubble" not in found, "ranks that take turns in one process have none"
 
 
 def test_an_attempt_that_goes_on_replaces_what_was_said_of_its_steps(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class Totals:
     Attributes:
         samples_per_s, tokens_per_s: over all counted updates.
         step_s: median of one.
-        bubble, mfu, hfu: shares; None where they are unknown, such as the bubble over nccl.
+        bubble, mfu, hfu: shares; None where they are unknown, such as the bubble over nccl, or in one process.
         memory_bytes: of the fullest rank.
         peak: the peak that ``mfu`` and ``hfu`` are shares of, as text.
         doubt: the reason why they cannot be right, if there is one.

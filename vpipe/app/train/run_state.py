@@ -34,7 +34,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class MeanTime:
-    """The mean seconds per update of one rank; ``idle_s`` is None where a GPU's stream waits, not its host."""
+    """The mean seconds per update of one rank; ``idle_s`` is None where it is NaN in a StageUsage."""
 
     rank: int
     forward_s: float

@@ -146,7 +146,7 @@ class Outcome:
                 "microbatches": job.schedule.assignment.step_microbatches, "largest_size": self.contender.largest_size,
                 "prediction": None if self.plan is None else self.plan.predicted.as_json(),
                 "turns": [{"updates": len(turn), "seconds": sum(turn)} for turn in self.turns],
-                "rank_s": [(rank.idle_s, rank.working_s) for rank in self.usage], "kept_bytes": self.held_bytes}
+                "rank_s": [(finite(rank.idle_s), rank.working_s) for rank in self.usage], "kept_bytes": self.held_bytes}
 
     def as_row(self) -> dict[str, Any]:
         """Return the config and the figures, under the names that a run's ``summary.csv`` has for its own.
