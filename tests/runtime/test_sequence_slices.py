@@ -99,6 +99,31 @@ def test_equals_whole_sequences_where_nothing_rounds(words: dict[str, Any]) -> N
         assert_same_state(state, whole[1])
 
 
+class Embed(nn.Module):
+    """Whole numbers; its forward is the one that docs/concepts.md shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place = (nn.Embedding.from_pretrained(torch.randint(9, (8, 3)).double(), freeze=False)
+                                  for _ in range(2))
+
+
+def test_places_go_on_from_slice_to_slice_where_tokens_are_carried() -> None:
+    page = (Path(__file__).parents[2] / "docs/concepts.md").read_text()
+    made: dict[str, Any] = {"torch": torch}
+    exec(page[page.index("def forward(self, ids, carried=None):"):].partition("```")[0], made)
+    embed = type("Placed", (Embed,), {"forward": made["forward"]})
+    model = Model([Layer("embed", embed, ("ids",), ("x",), carried=("before",)),
+                   Layer("error", SquareError, ("x", "labels"), ("loss",), carried=())], ("ids", "labels"), "labels")
+    batch = {"ids": torch.arange(32).reshape(4, 8) * 3 % 8, "labels": torch.arange(32).reshape(4, 8)}
+    runs = [pipeline_of(model, stages=2, schedule=schedule, slices=slices, microbatches=2,
+                        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=2**-20))
+            for schedule, slices in (("1f1b", 1), ("seq1f1b", 4))]
+    whole, sliced = [([step.loss for step in pipe.train([batch])], pipe.state_dict()) for pipe in runs]
+    assert sliced[0] == whole[0]
+    assert_same_state(sliced[1], whole[1])
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("slices", [1, 2, 3, 4])
 def test_a_rank_holds_no_more_slices_than_the_closed_form_says(ranks: int, slices: int) -> None:
