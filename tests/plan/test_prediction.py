@@ -69,6 +69,10 @@ def test_slices_take_equal_parts_of_a_microbatch() -> None:
     assert [more.memory.activations - less.memory.activations for more, less in zip(
         predict(carrying, plan).prediction.stages, found.stages, strict=True)] == [
         in_flight * 4 * KIB * 3 // 8 for in_flight in (7, 6, 5, 4)]
+    dropped = replace(plan, cut=replace(plan.cut, recompute=1.0))  # the recomputed one has twice 3 // 8 more
+    assert [more.memory.activations - less.memory.activations for more, less in zip(
+        predict(carrying, dropped).prediction.stages, predict(equal(), dropped).prediction.stages, strict=True)] == [
+        (in_flight + 2) * 4 * KIB * 3 // 8 for in_flight in (7, 6, 5, 4)]
 
 
 @pytest.mark.parametrize(("name", "step_s"), [

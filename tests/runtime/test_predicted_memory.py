@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import jobs
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from world import World
 
 from vpipe import Asynchronous, Cut, Layer, Model, Order, Pipeline, Update
+from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.plan.plan import Plan
 from vpipe.plan.prediction import predict
@@ -119,6 +121,71 @@ def test_a_rank_holds_what_was_predicted_of_its_copies(schedule: str, dropped: t
         assert recorder.static_bytes() == {stage: memory.gradients + memory.optimizer for stage, memory in own.items()}
         held, expected = max(note.held_bytes for note in notes), sum(memory.activations for memory in own.values())
         assert expected == (held if schedule == "chimera" else pytest.approx(held, rel=0.15)), rank
+
+
+class Seen(nn.Module):
+    """Tokens see those before them, whose keys and values every slice concatenates with its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, h: Tensor, carried: tuple[Tensor, ...] | None = None) -> Any:
+        keys, values = self.key(h), self.value(h)
+        if carried:
+            keys, values = (torch.cat(both, 1) for both in zip(carried, (keys, values), strict=True))
+        h = h + F.scaled_dot_product_attention(h[:, None], keys[:, None], values[:, None])[:, 0]
+        return h if carried is None else (h, keys, values)
+
+
+class TokenLoss(nn.Module):
+    def forward(self, h: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(h.flatten(0, 1), labels.flatten())
+
+
+def seen() -> Model:
+    return Model([Layer("words", lambda: nn.Embedding(16, 16), ("input_ids",), carried=()),
+                  *(Layer(f"seen{n}", Seen, carried=("keys", "values")) for n in range(6)),
+                  Layer("loss", TokenLoss, ("h", "labels"), ("loss",), carried=())],
+                 batch=("input_ids", "labels"), labels="labels")
+
+
+def gpt() -> Model:
+    return family_named("gpt").factory(ModelSettings(16, hidden_size=16, num_layers=2, num_heads=2,
+                                                     sequence_length=16, dropout=0.0))
+
+
+@pytest.mark.parametrize("make", [seen, gpt])
+def test_slices_hold_what_was_predicted(make: Callable[[], Model]) -> None:
+    """Of layers that concatenate, more by what is not there of what all before have carried, which is counted as a mean
+    of whole microbatches. Of families, which have one memory for a microbatch, exactly what the last of two slices on
+    the last stage holds."""
+    model, optimizer = make(), OptimizerSettings("adamw", 1e-3)
+    [batch] = [{name: torch.arange(16 * 16).reshape(16, 16) % 16 for name in model.batch}]
+    microbatch = {name: field[:2] for name, field in batch.items()}
+    identities = RankGroup("cpu").identify(model, [microbatch], model_name="", optimizer="adamw", precision="fp32")
+    made, = measure(model, [microbatch], optimizer.from_named, identities=identities, budget_s=0.0)
+    cut, parts = ((2, 2, 2, 2), (1, 2, 4)) if make is seen else ((2, len(model) - 2), (2,))
+    for dropped, slices in product(((), ((), (2, 3), (5,), ())) if make is seen else ((),), parts):
+        plan = Plan(Cut(cut, recompute=dropped or 0.0), Order("seq1f1b", slices=slices), microbatches=8)
+        prediction = predict(made, plan).prediction
+        pipe = Pipeline(model, optimizer, plan.cut, plan.order, 8)
+        recorders = pipe.engine.record(limit=10_000)
+        list(pipe.train([batch]))
+        share, last = max(slices - 1, 2) / 2 / slices if slices > 1 else 0.0, len(cut) - 1
+        for stage, recorder in recorders.items():
+            held = max(note.held_bytes for note in recorder.pop_records() if isinstance(note, RecordedAction))
+            if stage == last and slices > 1:
+                # Labels of a slice are a part of every row, so the loss copies them; and each slice keeps what all of
+                # a microbatch keep once: how much its labels weigh and, of GPT's loss, two more numbers.
+                held -= microbatch["labels"].nbytes + 4 * (1 if make is seen else 3) * (slices - 1)
+            in_flight = slices - 1 + len(cut) - stage
+            spare = in_flight * share - sum(index % slices for index in range(in_flight)) / slices
+            layers = range(stage * 2, stage * 2 + 2)
+            more = sum(made.layers[number].carried_bytes * (spare + (
+                2 * share - (slices - 1) / slices) * (bool(dropped) and number in dropped[stage])) for number in layers)
+            found = prediction.stages[stage].memory.activations
+            assert found == held + more if make is seen else found == held or stage < last, (plan, stage)
 
 
 SIDE = 64

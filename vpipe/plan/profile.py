@@ -68,6 +68,7 @@ class LayerProfile:
     frozen_tied: Mapping[int, int] = field(default_factory=dict)  # of borrowed ones among the former, as ``tied``
     largest_bytes: int = 0  # of its largest parameter that is trained; where each replica steps whole ones, see zero1
     carried_bytes: int = 0  # of what its slices hand on to one another, such as keys and values, of all tokens
+    past_bytes: int = 0  # what a slice keeps of that from those before it, recomputed or not; see Profile.sliced
 
     @property
     def largest_state_bytes(self) -> int:
@@ -77,10 +78,13 @@ class LayerProfile:
     def sliced(self, slices: int, accumulate_s: float) -> LayerProfile:
         """Return the mean costs of one of so many slices, see :meth:`Profile.sliced`.
 
-        Slice i of n keeps what all slices up to it have carried, (i + 1) / n of it in place of 1 / n. On average that
-        is (n - 1) / 2n of it more; those in flight are the first ones of their microbatches, which keep no more on
-        average. That leaves room for the gradient of what was carried, which is there between two backwards, but for
-        (n - 1) / 2n of it at most.
+        Slice i of n keeps what all slices before it have carried, i / n of it, even where it drops the rest. On average
+        that is (n - 1) / 2n of it; those in flight are the first ones of their microbatches, which keep no more on
+        average. A slice that is recomputed has it twice, for it puts its own behind a copy. That leaves room for the
+        gradient of what was carried, which is there between two backwards, but for (n - 1) / 2n of it at most.
+
+        A layer may have one memory for what all slices carry, as vpipe's families do, all of it from the first slice to
+        the last: no more than that, but for two slices, of two microbatches, where it is 1 / n for each slice.
 
         Args:
             accumulate_s: the seconds of a backward in which gradients of weights are added up, in each slice alike.
@@ -95,7 +99,7 @@ class LayerProfile:
             self, forward=share(self.forward), backward=share(self.backward, accumulate_s),
             input_half=share(self.input_half), weight_half=share(self.weight_half, accumulate_s),
             recompute=share(self.recompute), writes=tuple(replace(one, bytes=part(one.bytes)) for one in self.writes),
-            saved_bytes=part(self.saved_bytes) + -(-self.carried_bytes * (slices - 1) // (2 * slices)),
+            saved_bytes=part(self.saved_bytes), past_bytes=-(-self.carried_bytes * max(slices - 1, 2) // (2 * slices)),
             weight_half_bytes=part(self.weight_half_bytes), working_bytes=part(self.working_bytes),
             forward_flops=part(self.forward_flops))
 
@@ -246,7 +250,8 @@ class Profile:
             raise UserError(f"the profile has format {found!r}, this version reads {FORMAT}", where=where, hint=_MAKE)
         try:
             # Older ones lack some.
-            layers = [{"largest_bytes": layer["parameter_bytes"], "frozen_tied": {}, "carried_bytes": 0, **layer}
+            none = {"frozen_tied": {}, "carried_bytes": 0, "past_bytes": 0}
+            layers = [{"largest_bytes": layer["parameter_bytes"], **none, **layer}
                       for layer in content["layers"]]
             return _profile({"extrapolates": False, "zero1": False, "averages": False, **content, "layers": layers})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -280,6 +285,7 @@ class LayerTensors:
     saves_out: tuple[tuple[str, int], ...]  # tensors that it writes and its graph keeps, with their bytes
     writes: frozenset[str]  # names
     recompute_s: float  # its forward again
+    past: int = 0  # bytes of what slices before have carried to this one
 
 
 class PrefixState(NamedTuple):
@@ -309,10 +315,11 @@ def add_layer(state: PrefixState, layer: LayerTensors, recompute: bool) -> tuple
     saved = layer.saved + sum(sizes[name] for name in layer.saves_in if name not in counted)
     saved += sum(size for _, size in layer.saves_out)
     made = (counted.union(layer.saves_in) - layer.writes).union(name for name, _ in layer.saves_out)
+    added += layer.past
     if recompute:
         held = held - layer.writes
         following = PrefixState(True, held & layer.after, (made - held) & layer.after)
-        return following, added, added + saved
+        return following, added, added + saved + 2 * layer.past
     return PrefixState(False, made & layer.after, frozenset()), added + saved, added + saved
 
 
@@ -338,7 +345,7 @@ class ActivationMemory:
                 tuple((name, sources[name].bytes) for name in sorted(before)), alive, layer.saved_bytes,
                 tuple(name for way, name in marks if way == "in" and name in before),
                 tuple((name, sizes[name]) for way, name in marks if way == "out"), frozenset(sizes),
-                layer.recompute.median))
+                layer.recompute.median, layer.past_bytes))
             self._crossing.append([sources[name] for name in sorted(before)])
             alive = before
         self.tensors.reverse()
