@@ -267,7 +267,9 @@ def attend_causally(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, po
         length = dropout.sequence_slice[1] if dropout.sequence_slice else start_of(None, carried) + key_bgsd.shape[2]
         key_bgsd, value_bgsd = (_Appended.apply(past, new, length) for past, new in zip(  # type: ignore[no-untyped-call]
             carried[:2] or (key_bgsd[:, :, :0], value_bgsd[:, :, :0]), (key_bgsd, value_bgsd), strict=True))
-        query_basd = query_basd.contiguous()  # else, of one projection for all three, its keys and values stay, too
+        # Else, of one projection for all three, its keys and values stay, too. In the order of its heads, what is made
+        # of it would be copied to join them, and be kept twice.
+        query_basd = query_basd.transpose(1, 2).contiguous().transpose(1, 2)
     if positions_bs is not None:
         text_bs = texts_of(positions_bs)
         if carried:
