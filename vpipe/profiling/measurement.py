@@ -265,7 +265,7 @@ class _Measurement:
             saves=tuple(f"{way}:{places[way][place]}" for way, place in counts.saves),
             weight_half_bytes=counts.weight_half_bytes, working_bytes=counts.working_bytes, tied=tied,
             forward_flops=counts.forward_flops, like=kind, frozen_bytes=counts.frozen_bytes, frozen_tied=frozen_tied,
-            largest_bytes=counts.largest_bytes, carried_bytes=counts.carried_bytes)
+            largest_bytes=counts.largest_bytes, carried_bytes=counts.carried_bytes, past_bytes=0)
 
 
 def _by_owner(owners: Mapping[str, tuple[int, str]], sizes: Mapping[str, int]) -> dict[int, int]:
