@@ -68,7 +68,7 @@ def test_what_slices_hand_on_is_counted_of_the_whole_sequence() -> None:
                    Layer("it", Running, carried=("total", "seen")),
                    Layer("end", nn.Identity, outputs=("loss",))], batch=("ids",))
     given = LayerInputs({"h": torch.randn(4, 6, WIDTH, requires_grad=True)}, {}, {"h": torch.ones(4, 6, WIDTH)})
-    assert count_layer(LayerRunner(model, 1, CPU, 0), given, ADAMW).carried_bytes == H // 6 + H
+    assert count_layer(LayerRunner(model, 1, CPU, 0), given, ADAMW, tokens=6).carried_bytes == H // 6 + H
     assert counted(lambda: nn.Linear(WIDTH, WIDTH)).carried_bytes == 0
 
 

@@ -69,12 +69,11 @@ class LayerRunner:
         outputs, record = self.stage.forward(self._received(given), given.fields, (0, 0), {}, split=split)
         return dict(zip(self.writes, outputs, strict=True)), record
 
-    def carried(self, given: LayerInputs) -> Collection[Tensor]:
-        """Return what a slice of all tokens would hand on to the next one."""
+    def carried(self, given: LayerInputs, tokens: int) -> Collection[Tensor]:
+        """Return what a slice of all ``tokens``, of which a rank may get a part, would hand on to the next one."""
         if not self._carries:
             return ()
-        length = next(iter((*given.inputs.values(), *given.fields.values()))).shape[1]
-        first = SequenceSlice(0, 2, 0, length)
+        first = SequenceSlice(0, 2, 0, tokens)
         return self.stage.forward(self._received(given), given.fields, (0, 0), {}, sliced=first)[1].carried.values()
 
     def _received(self, given: LayerInputs) -> list[Tensor]:
@@ -140,8 +139,8 @@ class LayerCounts:
     carried_bytes: int
 
 
-def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOptimizer) -> LayerCounts:
-    """Run a layer a few times and count. Its weights stay as they are."""
+def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOptimizer, tokens: int = 0) -> LayerCounts:
+    """Run a layer a few times on samples of so many tokens, and count. Its weights stay as they are."""
     given = _copied(given)
     shared = [t for module in runner.stage.modules.values() for t in (*module.parameters(), *module.buffers())]
     own = runner.stage.weights.values(runner.stage.weights.names)
@@ -156,7 +155,7 @@ def count_layer(runner: LayerRunner, given: LayerInputs, make_optimizer: MakeOpt
         saves=saves, forward_flops=_flops(runner, given),
         tied_bytes=runner.tied_bytes, frozen_tied_bytes=runner.frozen_tied_bytes,
         largest_bytes=max((parameter.nbytes for parameter in own), default=0),
-        carried_bytes=_total(runner.carried(given)))
+        carried_bytes=_total(runner.carried(given, tokens)))
 
 
 def _saved(runner: LayerRunner, given: LayerInputs, shared: Collection[StorageWeakRef]

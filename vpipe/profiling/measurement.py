@@ -65,6 +65,7 @@ def survey(model: Model, structures: Sequence[str], microbatch: Mapping[str, Ten
     fields = {name: microbatch[name].to(device) for name in model.batch}
     if precision.pure and precision.dtype is not None:
         fields = {name: Rounding(precision.dtype).rounded(tensor) for name, tensor in fields.items()}
+    tokens = max((tensor.shape[1] for tensor in fields.values() if tensor.dim() > 1), default=0)
     tensors: dict[str, Tensor] = {}
     firsts: dict[tuple[object, ...], int] = {}
     made: dict[int, list[Tensor]] = {}
@@ -83,7 +84,7 @@ def survey(model: Model, structures: Sequence[str], microbatch: Mapping[str, Ten
                 runner = runner_of(number)
                 outputs, _ = runner.forward(LayerInputs(inputs, read, {}))
                 here = LayerInputs(inputs, read, gradients_for(outputs, later))
-                counts[number] = count_layer(runner, here, make_optimizer)
+                counts[number] = count_layer(runner, here, make_optimizer, tokens)
             except VpipeError:
                 raise
             except Exception as error:
