@@ -1,6 +1,7 @@
 # make train   installs into .venv and trains a small GPT through a four-stage pipeline
-# make test    ruff, mypy strict, pytest: all that one process or one group of processes can show
-# make test-jobs    whole jobs in processes of their own: launchers, ssh, kills and resumes, examples; CI runs them, too
+# make test    ruff, mypy strict, pytest
+# make test-jobs    whole jobs in processes of their own: launchers, ssh, kills and resumes, examples; meshes of processes, the
+#              rules of nccl; CI runs what it has time for
 # make site    the documentation with API, playground and a gallery of reports, in English and in Chinese, in build/site
 # make soak    an hour of training with random kills, resumes and re-splits against the oracle; SOAK_MINUTES=5 for less
 # make test-system    every failure at every moment of a run; over several hosts: ssh between network namespaces, a

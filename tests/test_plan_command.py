@@ -25,6 +25,8 @@ from vpipe.schedules import registry
 from vpipe.schedules.action import Action, backward, forward, step
 from vpipe.schedules.registry import RegisteredSchedule, register_schedule
 
+pytestmark = pytest.mark.jobs
+
 Said = Callable[..., tuple[int, str, str]]
 
 

@@ -35,6 +35,8 @@ from vpipe.profiling.layer_runner import LayerRunner
 from vpipe.profiling.measurement import survey
 from vpipe.runtime.sharded_tensors import local, parted, whole
 
+pytestmark = pytest.mark.jobs
+
 WORDS, HIDDEN, HEADS, LENGTH, SAMPLES, BLOCKS = 24, 16, 8, 8, 3, 2
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "gpt": {}, "llama": {"num_kv_heads": 4, "overrides": {"intermediate_size": 24}},

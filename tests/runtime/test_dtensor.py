@@ -23,6 +23,8 @@ from vpipe.app.train.optimizers import OPTIMIZERS, OptimizerSettings, hidden_mat
 from vpipe.errors import UserError
 from vpipe.runtime.sharded_random import DrawnAsOnOneDevice
 
+pytestmark = pytest.mark.jobs
+
 Wrap = Callable[[nn.Module], nn.Module]
 
 

@@ -21,6 +21,8 @@ from world import World
 from vpipe import Model
 from vpipe.errors import UserError
 
+pytestmark = pytest.mark.jobs
+
 
 class AdamW:
     """Element by element: torch's fused form rounds the last elements of a tensor otherwise than those before."""

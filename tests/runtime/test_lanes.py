@@ -21,6 +21,8 @@ from world import World
 from vpipe import Model
 from vpipe.errors import RunError, UserError
 
+pytestmark = pytest.mark.jobs
+
 TWO_BY_TWO = {"schedule": "1f1b", "partition": [4, 4], "microbatches": 4}
 
 

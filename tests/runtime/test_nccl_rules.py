@@ -31,6 +31,8 @@ from vpipe.runtime.transport.process_group import DistributedTransport, PeerTran
 from vpipe.runtime.transport.transport import TransferKey, TransferKind
 from vpipe.schedules.registry import RegisteredSchedule
 
+pytestmark = pytest.mark.jobs
+
 LESS_HARD = {"eager-buffered": {"eager": True, "buffered": True},
              "eager-rendezvous": {"eager": True, "buffered": False},
              "lazy-buffered": {"eager": False, "buffered": True}}

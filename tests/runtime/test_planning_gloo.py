@@ -22,6 +22,8 @@ from vpipe.app.train.planning import plan_job
 from vpipe.plan.plan import Plan
 from vpipe.plan.profile import Identity, LayerProfile, LinkProfile, Profile, Seconds, TensorBytes
 
+pytestmark = pytest.mark.jobs
+
 
 def plan_and_compare(*, config: str, profile: str, steps: int) -> dict[str, Any]:
     """The plan that each rank gets of a profile, which only the first may read, and the lines that each then says."""

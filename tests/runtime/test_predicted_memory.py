@@ -29,6 +29,8 @@ from vpipe.runtime.action_recorder import label_actions
 from vpipe.runtime.reducer import BUCKET_BYTES
 from vpipe.schedules.action_record import RecordedAction
 
+pytestmark = pytest.mark.jobs
+
 
 @pytest.fixture(autouse=True)
 def no_speed_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

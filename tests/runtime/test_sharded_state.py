@@ -21,7 +21,7 @@ from world import World
 from vpipe import Layer, Model, Pipeline
 from vpipe.errors import UserError
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = [pytest.mark.jobs, pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")]
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

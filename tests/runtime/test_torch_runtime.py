@@ -27,6 +27,8 @@ from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.search.search import search
 from vpipe.schedules.size import Placement
 
+pytestmark = pytest.mark.jobs
+
 SAMPLES = 2
 """Per microbatch."""
 

@@ -20,6 +20,8 @@ from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.size import Placement
 from vpipe.testing import assert_equals_oracle, orders, partitions, placements, plans, schedules, ties
 
+pytestmark = pytest.mark.jobs
+
 
 @given(placements(most_stages=3, most_replicas=2))
 def test_a_placement_has_each_rank_once(placement: Placement) -> None:

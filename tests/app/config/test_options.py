@@ -25,6 +25,8 @@ from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.model.model import Model
 
+pytestmark = pytest.mark.jobs
+
 
 @dataclass(frozen=True)
 class Options:

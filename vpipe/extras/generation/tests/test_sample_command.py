@@ -28,6 +28,8 @@ from vpipe.extras.generation.decoding import Decoding, Request
 from vpipe.extras.generation.task import GenerationTask
 from vpipe.extras.generation.text_model import texts
 
+pytestmark = pytest.mark.jobs
+
 Sample = Callable[..., tuple[int, str, str]]
 LINE = "the cat sat on the mat and the dog sat on the log"
 

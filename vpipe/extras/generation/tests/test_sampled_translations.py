@@ -24,6 +24,8 @@ from vpipe.app.weights.export import export_huggingface
 from vpipe.extras.generation.decoding import Chosen, Decoding, Request, Text, chooser
 from vpipe.extras.generation.stage_decoder import DecoderModel, StageDecoder, decode
 
+pytestmark = pytest.mark.jobs
+
 pytest.importorskip("vpipe.extras.translation.model")
 
 Sample = Callable[..., tuple[int, str, str]]
