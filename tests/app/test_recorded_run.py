@@ -105,7 +105,7 @@ def test_the_commands_on_runs_read_its_folder(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_signal_ends_training_and_a_second_one_does_what_it_did(tmp_path: Path,
                                                                   capsys: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+    before, interrupted = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with RecordedRun(pipeline(), tmp_path / "run", print_every=2) as run:
         for step in run.train(batches()):
             if step.index == 1:
@@ -117,7 +117,7 @@ def test_a_signal_ends_training_and_a_second_one_does_what_it_did(tmp_path: Path
     said = capsys.readouterr().err
     assert "update 2: loss " in said
     assert said.endswith("stopped by SIGTERM after update 3\n")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is interrupted
 
 
 def test_a_script_that_fails_and_one_that_comes_to_its_folder(tmp_path: Path,
