@@ -18,6 +18,7 @@ import json
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import lcm
 from typing import Any, NoReturn
@@ -109,7 +110,7 @@ class BatchComparison:
         self._last, self._stages = len(placement) - 1, stages_of_rank(placement, self._rank)
         self._period = lcm(*map(len, placement))
         # The way of a microbatch; from the last stage on to the first of its replicas.
-        self._way, self._slices = Assignment((*placement, placement[-1][:1]), 1, True, lambda number: True), 1
+        self._way = Assignment((*placement, placement[-1][:1]), 1, True, lambda number: True)
         hops = {hop for number in range(self._period) for hop in self._hops(number) if hop[0] != hop[1]}
         self._before = sorted(before for before, after in hops if after == self._rank)
         self._after = sorted(after for before, after in hops if before == self._rank)
@@ -133,7 +134,7 @@ class BatchComparison:
         yield from pairwise(self._rank_of(stage, microbatch) for stage in range(self._last + 2))
 
     def _rank_of(self, stage: int, microbatch: int) -> int:
-        return self._way.rank_of(stage, microbatch // self._slices)
+        return self._way.rank_of(stage, microbatch)
 
     def checksums(self, batch: Batch) -> tuple[int, Checksums]:
         """Return the number of samples, and the checksums."""
@@ -141,7 +142,7 @@ class BatchComparison:
 
     def begin(self, segment: Segment) -> None:
         """Begin a segment."""
-        self._segment, self._slices = segment, segment.loader.slices
+        self._segment, self._way = segment, replace(self._way, slices=segment.assignment.slices)
         self.posted_until, self.compared_until = dict.fromkeys(self._stages, 0), dict.fromkeys(self._stages, 0)
         if segment.loader is not self._loader:
             self._loader = segment.loader

@@ -282,7 +282,7 @@ class Engine:
         if not self._interpreter.broken:
             return f"{done} made, and the pipeline is as after the last: train, evaluate and save go on from there"
         versions = sorted({stage.weights.latest for stage in self.local_stages})
-        lost = sorted({number // self.schedule.slices for worker in self.workers.values()
+        lost = sorted({self.schedule.assignment.microbatch_and_slice(number)[0] for worker in self.workers.values()
                        for _, number in worker.records})
         made = " and ".join(map(str, versions if len(versions) < 3 else (f"{versions[0]} to {versions[-1]}",)))
         flight = f", and microbatches {lost[0]} to {lost[-1]} in flight are lost" if lost else ""
@@ -418,8 +418,8 @@ class Engine:
                 if (name := self._labels) is not None:
                     last = len(self._placement) - 1
                     for rank, counts in labels.items():
-                        counts += read_at_once([loader.labelled(i, name) for i in range(first, end)
-                                                if assignment.rank_of(last, i - first) == rank])
+                        counts += read_at_once([loader.labelled(first + i, name) for i in
+                                                assignment.taken(range(end - first), last, rank)])
                 segment = Segment(loader, first, 0, 0, assignment, training=False)
                 for _ in self._interpreter.run(segment, self._programs.for_evaluation(end - first)):
                     pass
@@ -433,10 +433,10 @@ class Engine:
             self._end_batches(loader)
         if not samples:
             raise UserError("there is nothing to evaluate on", hint="give evaluate at least one batch")
-        in_order = self._results.gather(losses, len(samples), self.collectives.exchange)
-        weights: list[float] = list(samples)
-        if self._labels is not None:
-            weights = self._results.gather(labels, len(samples), self.collectives.exchange)
+        gather = partial(self._results.gather, microbatches=range(len(samples)), exchange=self.collectives.exchange,
+                         assignment=replace(self.schedule.assignment, slices=1))
+        in_order = gather(losses)
+        weights: list[float] = list(samples) if self._labels is None else gather(labels)
         # The loss of a microbatch without a label may be NaN: it does not count.
         total, weight = sum(loss * size for loss, size in zip(in_order, weights, strict=True) if size), sum(weights)
         self._interpreter.finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind
 from vpipe.runtime.worker import Worker
 from vpipe.schedules.action import Action, Op
+from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.schedule import Schedule
 
 
@@ -144,16 +145,18 @@ class StepResults:
             if rank in self._workers:
                 for i in self._share(segment, step, rank):
                     del self._workers[rank].losses[segment.base + i]
-        losses = self._in_order([each[1:] for each in results], len(microbatches), segment.loader.slices)
+        losses = self._in_order([each[1:] for each in results], microbatches, segment.assignment)
         if segment.loader.labels is not None:  # a mean over no labels, which counts for nothing, is NaN
             losses = [each * weight if (weight := segment.weight(i)) else 0.0
                       for i, each in zip(microbatches, losses, strict=True)]
             loss = sum(losses)
         else:
             loss = losses[0] if len(losses) == 1 else float(torch.tensor(losses, dtype=torch.float64).mean())
-        not_finite = None if isfinite(loss) else (segment.base + next(
-            (i for i, each in zip(microbatches, losses, strict=True) if not isfinite(each)), microbatches[0])
-            ) // segment.loader.slices
+        not_finite = None
+        if not isfinite(loss):
+            first = next((i for i, each in zip(microbatches, losses, strict=True) if not isfinite(each)),
+                         microbatches[0])
+            not_finite, _ = segment.assignment.microbatch_and_slice(segment.base + first)
         return loss, bool(results[0][0]), not_finite
 
     def over_lanes(self, total: float, weight: float) -> float:
@@ -164,14 +167,15 @@ class StepResults:
             sums = [of_all[lane] for lane in self._lanes.averaged]
         return sum(total for total, _ in sums) / (sum(weight for _, weight in sums) or 1.0)
 
-    def gather(self, numbers: Mapping[int, Sequence[float]], count: int, exchange: Exchange) -> list[float]:
-        """Return numbers of an evaluation in the order of its ``count`` microbatches, on every rank.
+    def gather(self, numbers: Mapping[int, Sequence[float]], microbatches: range, assignment: Assignment,
+               exchange: Exchange) -> list[float]:
+        """Return numbers of an evaluation in the order of its microbatches, on every rank.
 
         Args:
             numbers: by rank of the last stage in this process.
         """
         of_all = exchange.united({str(rank): own for rank, own in numbers.items()})
-        return self._in_order([of_all[str(rank)] for rank in self._sources], count)
+        return self._in_order([of_all[str(rank)] for rank in self._sources], microbatches, assignment)
 
     def _last_forwards(self, schedule: Schedule) -> Mapping[int, Action]:
         if schedule.stream or schedule.assignment.per_step < schedule.microbatches or self._on_gpu:
@@ -179,22 +183,16 @@ class StepResults:
         return {rank: [action for action in schedule.programs[rank]
                        if action.op is Op.FORWARD and action.stage == self._last_stage][-1] for rank in self._sources}
 
-    def _share(self, segment: Segment, step: int, rank: int) -> list[int]:
-        """Return the microbatches of a replica of the last stage in a step, which begins with the first replica."""
-        microbatches = segment.assignment.in_step(step)
-        places = self._places(len(microbatches), self._sources.index(rank), segment.loader.slices)
-        return [microbatches[place] for place in places]
+    def _share(self, segment: Segment, step: int, rank: int) -> Sequence[int]:
+        """Return the microbatches of a replica of the last stage in a step."""
+        return segment.assignment.taken(segment.assignment.in_step(step), self._last_stage, rank)
 
-    def _places(self, count: int, replica: int, slices: int) -> list[int]:
-        """Return the places of a replica's microbatches among so many; all slices of one are the same replica's."""
-        return [place for place in range(count) if place // slices % len(self._sources) == replica]
-
-    def _in_order(self, parts: Sequence[Sequence[float]], count: int, slices: int = 1) -> list[float]:
-        losses = [nan] * count
-        for replica, part in enumerate(parts):
-            for place, loss in zip(self._places(count, replica, slices), part, strict=True):
-                losses[place] = loss
-        return losses
+    def _in_order(self, parts: Sequence[Sequence[float]], microbatches: range, assignment: Assignment) -> list[float]:
+        """Return the numbers of the replicas of the last stage in the order of their microbatches."""
+        found: dict[int, float] = {}
+        for rank, part in zip(self._sources, parts, strict=True):
+            found |= zip(assignment.taken(microbatches, self._last_stage, rank), part, strict=True)
+        return [found[number] for number in microbatches]
 
     def _key(self, segment: Segment, step: int) -> TransferKey:
         return TransferKey(TransferKind.LOSSES, self._last_stage, segment.steps_before + step)

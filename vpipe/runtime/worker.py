@@ -272,7 +272,7 @@ class Worker:
         if self.comparison is not None and microbatch >= self.comparison.compared_until[stage_index]:
             self.comparison.compare(stage_index, microbatch)
         update, within = divmod(number, segment.assignment.update_every)
-        within //= segment.loader.slices
+        within, _ = segment.assignment.microbatch_and_slice(within)
         within = within * self.fully_sharded.lanes + self.fully_sharded.place  # as if lanes took them in turn
         if segment.training:
             pins = stage.pin({owner: self.tied.install(owner, self._tied_version_of(owner, microbatch))
@@ -445,9 +445,9 @@ class Worker:
         error.rank = self.rank if watchdog is None else watchdog.rank
         error.stage, error.action = action.stage, str(action)
         if action.op.computes:
-            slices = self.segment.loader.slices
-            error.microbatch, part = divmod(self.segment.base + action.index, slices)
-            error.action += f" on slice {part} of {slices}" if slices > 1 else ""
+            assignment = self.segment.assignment
+            error.microbatch, part = assignment.microbatch_and_slice(self.segment.base + action.index)
+            error.action += f" on slice {part} of {assignment.slices}" if assignment.slices > 1 else ""
             error.action += "" if self.segment.training else " of an evaluation"
         watch.failed(error)
         if watchdog is None or error.peer is not None or not may_follow(error.what) or \

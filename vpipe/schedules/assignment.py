@@ -70,9 +70,13 @@ class Assignment:
         return (ranks[self.replica_of(microbatch // self.slices, len(ranks))] if len(ranks) > 1
                 else ranks[0] if ranks else -1)
 
+    def microbatch_and_slice(self, index: int) -> tuple[int, int]:
+        """Return the whole microbatch that an index belongs to, and which of its slices it is, from 0."""
+        return divmod(index, self.slices)
+
     def name_of(self, microbatch: int) -> str:
         """Return ``microbatch 3`` for messages, or ``microbatch 1, slice 1``."""
-        whole, part = divmod(microbatch, self.slices)
+        whole, part = self.microbatch_and_slice(microbatch)
         return f"microbatch {whole}" + f", slice {part}" * (self.slices > 1)
 
     def of_rank_at(self, turn: int, stage: int, rank: int) -> int:
@@ -124,14 +128,14 @@ class Assignment:
 
         Their gradients are what is shared out: none where the stage trains nothing.
         """
-        return self._of_rank(self.in_update(owner, update), stage, rank)
+        return self.taken(self.in_update(owner, update), stage, rank)
 
     def complete_share(self, owner: int, update: int, stage: int, rank: int) -> Sequence[int]:
         """Return the same for a complete update, without asking which microbatches exist."""
         first = update * self.per_update(owner)
-        return self._of_rank(range(first, first + self.per_update(owner)), stage, rank)
+        return self.taken(range(first, first + self.per_update(owner)), stage, rank)
 
-    def _of_rank(self, microbatches: range, stage: int, rank: int) -> Sequence[int]:
+    def taken(self, microbatches: range, stage: int, rank: int) -> Sequence[int]:
         """Return those microbatches that ``rank`` takes: every ``width``-th; none where it is no rank of the stage, or
         the stage trains nothing."""
         width = self.width(stage)
@@ -148,7 +152,7 @@ class Assignment:
         ranks, microbatches = self.placement[stage], self.in_update(owner, update)
         if len(microbatches) >= len(ranks) * self.slices and self.trains(stage):
             return list(ranks)
-        return [rank for rank in ranks if self._of_rank(microbatches, stage, rank)]
+        return [rank for rank in ranks if self.taken(microbatches, stage, rank)]
 
 
 def stages_of_rank(placement: Placement, rank: int) -> list[int]:

@@ -246,7 +246,7 @@ def _in_order(schedule: Schedule) -> bool:
         latest: dict[int, tuple[int, int]] = {}
         for action in program:
             if action.op.completes:
-                microbatch, part = divmod(action.index, schedule.slices)
+                microbatch, part = schedule.assignment.microbatch_and_slice(action.index)
                 if (microbatch, -part) < latest.get(action.stage, (0, -schedule.slices)):
                     return False
                 latest[action.stage] = microbatch, -part
