@@ -64,6 +64,8 @@ def test_its_model_is_planned_and_trains(here: Path, capsys: pytest.CaptureFixtu
     (["--schedule", "asynchronous"], {"model.num_layers": 4, "training.learning_rate": 0.006}),
     (["--family", "llama", "--size", "110m", "--batch-size", "7"],
      {"model.preset": "110m", "training.num_microbatches": 7, "dataset.batch_size": 7}),
+    (["--family", "qwen3_moe"], {"model.num_layers": 4, "model.experts": 8, "model.experts_per_token": 2}),
+    (["--family", "qwen3_moe", "--size", "30b-a3b"], {"model.preset": "30b-a3b", "model.experts": None}),
 ])
 def test_without_a_terminal_options_or_defaults_are_taken_and_comments_are_the_descriptions(
         words: list[str], expected: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:

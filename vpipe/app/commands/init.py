@@ -25,6 +25,9 @@ SIZES: Mapping[str, Mapping[str, int]] = {"tiny": {"hidden_size": 128, "num_laye
                                           "mini": {"hidden_size": 256, "num_layers": 4, "num_heads": 4}}
 """Sizes for families whose presets are for GPUs."""
 
+EXPERTS: Mapping[str, Mapping[str, int]] = {"qwen3_moe": {"experts": 8, "experts_per_token": 2}}
+"""What these sizes say of the experts, by family, where those that it has otherwise are for GPUs, too."""
+
 SCHEDULES = {"synchronous": "1f1b", "asynchronous": "pipedream"}
 _COLUMNS = 100
 
@@ -189,8 +192,8 @@ def _sections(name: str, size: str, data: Path | None, batch_size: int, schedule
         training |= {"optimizer": "adamw", "num_microbatches": max(
             count for count in range(1, 4 * stages + 1) if batch_size % count == 0)}
     training["weight_decay"] = 0.01
-    return {"model": {"name": name, **({"preset": size} if size in presets else SIZES[size]), "sequence_length": 128,
-                      "vocab_size": -1},
+    sizes = {"preset": size} if size in presets else {**SIZES[size], **EXPERTS.get(name, {})}
+    return {"model": {"name": name, **sizes, "sequence_length": 128, "vocab_size": -1},
             "dataset": {"name": _dataset(name, data), **({} if data is None else {"path": str(data)}),
                         "batch_size": batch_size},
             "training": training,
