@@ -1,0 +1,137 @@
+"""Build the stages of a process, and a worker for each of its ranks with their optimizers and transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from vpipe.description.description import Description
+from vpipe.description.execution import Execution
+from vpipe.distributed.device import DeviceMap
+from vpipe.model.model import Model
+from vpipe.model.split import StageSpec, Ties
+from vpipe.runtime.batch_comparison import BatchComparison
+from vpipe.runtime.compiled import check_compiled, compile_layers
+from vpipe.runtime.delay_correction import Extrapolation
+from vpipe.runtime.executors.async_threaded import ThreadedWorker
+from vpipe.runtime.executors.naive import NaiveWorker
+from vpipe.runtime.fully_sharded import FullyShardedStages, check_divided
+from vpipe.runtime.loss_scaler import LossScaler
+from vpipe.runtime.optimizer_step import OptimizerSteps
+from vpipe.runtime.reducer import count_buckets, owners_of
+from vpipe.runtime.sharded_tensors import check_meshes
+from vpipe.runtime.stage import Stage
+from vpipe.runtime.stage_layers import check_not_shared
+from vpipe.runtime.stage_optimizer import StageOptimizer
+from vpipe.runtime.tied_weights import TiedWeights
+from vpipe.runtime.transport.compression import Compression
+from vpipe.runtime.transport.process_group import DistributedTransport
+from vpipe.runtime.transport.transport import InProcessTransport, Mailbox, Transport
+from vpipe.runtime.weight_average import WeightAverage
+from vpipe.runtime.worker import Worker
+from vpipe.schedules.assignment import describe_rank
+from vpipe.schedules.delays import mean_delay
+from vpipe.schedules.schedule import Schedule
+from vpipe.schedules.size import Placement
+
+
+def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, description: Description,
+                 world: DeviceMap) -> dict[int, dict[int, Stage]]:
+    """Build the stages of this process, of its rank or, where it is alone, of all; return them by rank and stage.
+
+    Raises:
+        UserError: a layer cannot work, or two stages share one.
+    """
+    lane = world.lanes.own
+    ranks = [lane.index(world.rank)] if len(lane) > 1 else list(range(len(schedule.programs)))
+    if description.execution.mesh is not None and len(lane) > 1:
+        own = [number for spec in specs if ranks[0] in schedule.placement[spec.index] for number in spec.layers]
+        # Before they are built with values: what shares a tensor out would wait for ranks that build other layers.
+        for layer in (model.layers[number] for number in own):
+            if (outlined := layer.without_values()) is not None:
+                check_meshes({f"{layer.name}.{name}": p for name, p in outlined.named_parameters()}, world.rank, lane)
+    built = {rank: {spec.index: Stage(model, spec, seed=description.seed, device=world.own,
+                                      recomputed=description.cut.recomputed[spec.index],
+                                      precision=description.precision, in_lanes=world.lanes.count > 1)
+                    for spec in specs if rank in schedule.placement[spec.index]} for rank in ranks}
+    for stage in (stage for stages in built.values() for stage in stages.values()):
+        stage.divided = description.execution.data is not None
+        stage.check_not_wrapped("")
+        if stage.divided:
+            check_divided(stage)
+    check_not_shared(stage for stages in built.values() for stage in stages.values())
+    for stages in built.values() if len(lane) > 1 else ():
+        for stage in stages.values():
+            check_meshes(dict(stage.named_parameters()), world.rank, lane)
+    return built
+
+
+def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, schedule: Schedule, description: Description,
+                  world: DeviceMap, ties: Ties, frozen_ties: Ties) -> dict[int, Worker]:
+    """Build the workers of this process for its stages; return them by rank.
+
+    Args:
+        ties, frozen_ties: between stages, of weights that are trained, and that are not.
+
+    Raises:
+        UserError: a layer cannot work in this precision under this schedule, or not compiled.
+    """
+    placement, lanes = schedule.placement, world.lanes
+    distributed = len(lanes.own) > 1
+    update, execution, precision = description.update, description.execution, description.precision
+    worker_of: dict[Execution.Executor, Callable[..., Worker]] = {
+        "overlapped": Worker, "naive": NaiveWorker, "async_threaded": partial(ThreadedWorker, in_turn=not distributed)}
+    if (backend := execution.backend) is not None:
+        check_compiled(backend, schedule, world.own)
+        compile_layers([layer for stages in built.values() for stage in stages.values()
+                        for layer in stage.modules.values()], backend)
+    group = execution.mesh.get_group(execution.data) if execution.mesh is not None and execution.data else None
+    mailbox: Mailbox = {}
+    workers: dict[int, Worker] = {}
+    for rank, stages in built.items():
+        for stage in stages.values():
+            stage.renew_leaves(versions=not schedule.flush)
+        optimizers = {s: StageOptimizer.build(update.make_optimizer, stage.weights.masters, s)
+                      for s, stage in stages.items()}
+        for stage in stages.values():
+            stage.weights.adopt_hooks()
+        owners = assign_owners(stages, optimizers, placement) if update.zero1 else {}
+        for s, owned in owners.items():
+            names = stages[s].weights.names
+            own = [name for name, replica in zip(names, owned, strict=True) if placement[s][replica] == rank]
+            optimizers[s].own(own)
+            stages[s].weights.own(own)  # drops masters, which the optimizers have left then
+        replicated = [stage for s, stage in stages.items() if len(placement[s]) > 1]
+        transport: Transport = (
+            DistributedTransport(world.own, description.transfers.timeout_s, max(schedule.peak_activations),
+                                 partial(describe_rank, placement, lanes=lanes.ranks),
+                                 count_buckets(replicated, owners), description.transfers.shared_memory, lanes.own)
+            if distributed else InProcessTransport(rank, mailbox))
+        scaler = LossScaler.build(precision, stages, schedule) if precision.scaled else None
+        tied = TiedWeights(ties, frozen_ties, placement, stages, transport,
+                           scaler if scaler is not None and scaler.per_stage else None)
+        factors = {s: description.delay_correction * mean_delay(schedule, s) for s in stages
+                   if description.delay_correction}
+        steps = OptimizerSteps(placement, stages, optimizers, tied, transport, update, scaler,
+                               {s: Extrapolation(stages[s].weights, optimizers[s], factor)
+                                for s, factor in factors.items() if factor},
+                               {s: WeightAverage(stages[s].weights, optimizers[s], update.average) for s in stages
+                                if update.average is not None}, owners)
+        workers[rank] = worker_of[execution.executor](
+            rank, placement, stages, steps, tied, transport,
+            BatchComparison(transport, placement, model.batch, lanes.own) if distributed else None,
+            schedule.offloaded_stages,
+            Compression.described(description.transfers, len(placement), description.seed),
+            FullyShardedStages(stages, group))
+    return workers
+
+
+def assign_owners(stages: Mapping[int, Stage], optimizers: Mapping[int, StageOptimizer],
+                  placement: Placement) -> dict[int, list[int]]:
+    """Return of the stages of a rank that have replicas, which replica steps each parameter; balanced by their bytes.
+
+    Every replica comes to the same. What no optimizer steps weighs nothing.
+    """
+    return {s: owners_of([leaf.nbytes * (name in optimizers[s].of_parameter) for name, leaf in
+                          zip(stage.weights.names, stage.weights.leaves(), strict=True)], len(placement[s]))
+            for s, stage in stages.items() if len(placement[s]) > 1}
