@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from time import perf_counter
+from typing import cast
 
 import pytest
 import torch
@@ -124,6 +125,19 @@ def test_layers_with_other_settings_are_not_equal() -> None:
     assert structure(Layer("a", lambda: nn.Dropout(0.1))) != structure(Layer("b", lambda: nn.Dropout(0.2)))
     frozen = structure(Layer("b", lambda: nn.Linear(2, 2).requires_grad_(False)))
     assert structure(Layer("a", lambda: nn.Linear(2, 2))) != frozen
+
+
+def test_a_set_among_the_settings_is_in_order() -> None:
+    """As it is not in a process: strings have other hashes in the next one, which reads the plan of this one."""
+
+    @dataclass(frozen=True)
+    class Keys:
+        names: frozenset[str]
+
+    letters = "abcdefghijklmnop"
+    made = [Scaled(cast(float, setting)) for setting in (Keys(frozenset(letters)), [(set(letters),)], {1: {*letters}})]
+    for scaled in made:
+        assert ", ".join(map(repr, letters)) in structure(Layer("a", lambda scaled=scaled: scaled))  # type: ignore[misc]
 
 
 def test_a_layer_that_fails_is_named() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Set
+from dataclasses import fields, is_dataclass
 
 from torch import Tensor, nn
 
@@ -26,7 +28,7 @@ def structure(layer: Layer) -> str:
         module = layer.make()
     lines = []
     for name, part in module.named_modules(remove_duplicate=False):
-        settings = ", ".join(f"{key}={value!r}" for key, value in sorted(vars(part).items())
+        settings = ", ".join(f"{key}={_text(value)}" for key, value in sorted(vars(part).items())
                              if key not in OWN and not points(value))
         lines.append(f"{name}: {type(part).__module__}.{type(part).__qualname__}({settings})")
     lines += [f"{name}: {_spec(parameter)}" for name, parameter in module.named_parameters(remove_duplicate=False)]
@@ -37,6 +39,23 @@ def structure(layer: Layer) -> str:
 def points(value: object) -> bool:
     """Tell whether a setting only refers to what is described elsewhere, as a list of weak references does."""
     return isinstance(value, (list, tuple)) and any(isinstance(one, weakref.ref) for one in value)
+
+
+def _text(value: object) -> str:
+    """Return the ``repr``, but with sets in order: theirs is another one in every process."""
+    kind = type(value)
+    if isinstance(value, Set):
+        return f"{kind.__name__}({{{', '.join(sorted(map(_text, value)))}}})"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{key!r}: {_text(one)}' for key, one in value.items())}}}"
+    if type(value) is list:
+        return f"[{', '.join(map(_text, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(_text, value))}{',' * (len(value) == 1)})"
+    if is_dataclass(kind):
+        shown = ((field.name, getattr(value, field.name)) for field in fields(kind) if field.repr)
+        return f"{kind.__qualname__}({', '.join(f'{name}={_text(one)}' for name, one in shown)})"
+    return repr(value)
 
 
 def _spec(tensor: Tensor) -> str:

@@ -394,7 +394,7 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, config: LlamaConfig, positions: int) -> None:
         super().__init__()
-        size, self.head_size, self.keys = config.hidden_size, config.head_size, config.keys
+        size, self.head_size, self.kind = config.hidden_size, config.head_size, type(config)
         heads, groups = config.num_attention_heads * self.head_size, config.groups * self.head_size
         self.attention_dropout = Dropout(config.attention_dropout, along=2, seen=3)
         self.norm = LlamaRMSNorm(config)
@@ -412,7 +412,7 @@ class LlamaAttention(nn.Module):
                 carried: tuple[Tensor, ...] | None = None) -> Tensor | tuple[Tensor, ...]:
         start, normed_bsh = start_of(cache, carried), self.norm(h_bsh)
         end = start + normed_bsh.shape[1]
-        self.keys.check_length(end, len(self.cos_sd), "max_position_embeddings")
+        self.kind.keys.check_length(end, len(self.cos_sd), "max_position_embeddings")
         query_bsad, key_bsgd, value_bsgd = (projection(normed_bsh).unflatten(-1, (-1, self.head_size))
                                             for projection in (self.query, self.key, self.value))
         query_basd, key_bgsd, value_bgsd = (x.transpose(1, 2) for x in (
