@@ -24,7 +24,9 @@ from world import World
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.accelerator import seeded
+from vpipe.app.families import experts
 from vpipe.app.families import tensor_parallel as tp
+from vpipe.app.families.experts import BALANCE, Experts
 from vpipe.app.families.gpt import GptAttention
 from vpipe.app.families.registry import Family, ModelSettings, family_named
 from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
@@ -42,6 +44,11 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "gpt": {}, "llama": {"num_kv_heads": 4, "overrides": {"intermediate_size": 24}},
     "gpt packed": {"packed": True},
     "qwen3": {"num_kv_heads": 4, "packed": True, "overrides": {"intermediate_size": 24, "head_dim": 4}},
+    "gpt experts": {"experts": 3, "balance_weight": 0.5},
+    "mixtral": {"num_kv_heads": 4, "experts": 4, "balance_weight": 0.0, "packed": True,
+                "overrides": {"intermediate_size": 24}},
+    "qwen3_moe": {"num_kv_heads": 4, "experts": 5, "experts_per_token": 3, "balance_weight": 0.5, "overrides": {
+        "moe_intermediate_size": 24, "head_dim": 4, "norm_topk_prob": False}},
     "bert": {"preset": "tiny"}, "bert packed": {"preset": "tiny", "packed": True},
     "translation": {"preset": "tiny", "overrides": {"attention_dropout": 0.1, "activation_dropout": 0.1}}}
 
@@ -87,7 +94,9 @@ def batch(family: str, length: int = LENGTH) -> dict[str, Tensor]:
 
 def roundings() -> int:
     """The longest chain: forward and backward through as many layers as translation has, each with its two matrices,
-    norms, softmax and scores, then the loss over the vocabulary and all tokens, and a gradient's sum over those."""
+    norms, softmax and scores, then the loss over the vocabulary and all tokens, and a gradient's sum over those. A
+    layer of experts has fewer terms: a row and the softmax of its router, one expert's two matrices, the sum of some.
+    """
     layer = 4 * HIDDEN + HIDDEN + 4 * HIDDEN + LENGTH
     return 2 * ((5 * BLOCKS + 1) * layer + WORDS + SAMPLES * LENGTH)
 
@@ -103,8 +112,12 @@ def built(layer: Layer, index: int) -> nn.Module:
 def run(model: Model, fields: Mapping[str, Tensor],
         slices: tuple[int, ...] = ()) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
     """All tensors that the layers write, the last of each name, after the backward; and the parameters. In slices of
-    these lengths the loss alone."""
+    these lengths the loss alone. Biases are not zero, which would hide one that is added by every rank."""
     layers = {layer.name: built(layer, index).double() for index, layer in enumerate(model.layers)}
+    for module in layers.values():
+        for parameter in module.parameters():
+            if parameter.dim() == 1:
+                local(parameter.detach()).add_(0.1)
     for layer in model.layers:
         for own, target in layer.ties.items():
             other, name = split_target(target, model.layers)
@@ -130,7 +143,17 @@ def compare(family: str, parts: int, sequence: bool, planted: str | None = None)
         patch.setitem(GptAttention.tensor_plan, "qkv", tp.fused(1))
     if planted == "loss":
         patch.setattr(tp, "_over_ranks", lambda tensor, mesh, operation: tensor)
+    if planted == "balance":
+        patch.setitem(Experts.tensor_plan, "counted", lambda module, at: module)
+    if planted == "router":
+        patch.setitem(Experts.tensor_plan, "router", tp.replicated)
+    routed: list[tuple[list[float], list[int]]] = []
+    imbalance = experts._imbalance
+    patch.setattr(experts, "_imbalance", lambda odds, chosen: (
+        routed.append((odds.flatten().tolist(), chosen.flatten().tolist())), imbalance(odds, chosen))[1])
     unsplit, expected = run(model(family), batch(family))
+    chosen = [chosen for _, chosen in routed]
+    routed.clear()
     fresh = tp.parallel(model(family), at)
     begun = {f"{layer.name}.{name}": p.detach() for index, layer in enumerate(fresh.layers)
              for name, p in built(layer, index).named_parameters()}
@@ -142,7 +165,8 @@ def compare(family: str, parts: int, sequence: bool, planted: str | None = None)
     gradients = {name: p.grad.to_local() if planted == "norm" and p.grad.placements[0].is_partial() else
                  whole(p.grad) for name, p in found.items()}
     between = {name: list(split[name].shape) for layer in fresh.layers for name in layer.outputs}
-    return {"begins": all(torch.equal(whole(p), first[name]) for name, p in begun.items()),
+    return {"routed": str(routed), "chosen": [chosen for _, chosen in routed] == chosen,
+            "begins": all(torch.equal(whole(p), first[name]) for name, p in begun.items()),
             "held": {name: p.to_local().untyped_storage().nbytes() / p.nbytes for name, p in begun.items()},
             "loss": split["loss"].item(), "loss off": abs((split["loss"] - unsplit["loss"]).item()), "between": between,
             "scale": max(p.grad.abs().max().item() for p in expected.values()),
@@ -152,33 +176,37 @@ def compare(family: str, parts: int, sequence: bool, planted: str | None = None)
 
 
 CASES = [(family, parts, sequence) for family in SETTINGS for parts, sequence in ((2, True), (4, True), (2, False))
-         if family not in ("gpt packed", "bert packed", "qwen3") or parts == 4]
+         if family not in ("gpt packed", "bert packed", "qwen3", "mixtral", "qwen3_moe") or parts == 4]
 
 
 @pytest.mark.parametrize(("family", "parts", "sequence"), CASES)
 def test_a_split_model_is_the_whole_one(world: World, family: str, parts: int, sequence: bool) -> None:
     ranks = world.run(compare, family=family, parts=parts, sequence=sequence)
     assert len({rank["loss"] for rank in ranks}) == 1, "all ranks have the same loss, to the last bit"
+    assert len({rank["routed"] for rank in ranks}) == 1, "and the same probabilities of experts"
     for rank in ranks:
+        assert rank["chosen"], "no two scores are so near that rounding exchanges their experts"
         assert rank["begins"]
         assert rank["placed"]
         assert rank["loss off"] < BOUND * max(1, rank["loss"])
         assert rank["gradient off"] < BOUND * rank["scale"]
         length = LENGTH // parts if sequence else LENGTH
-        assert rank["between"].pop("loss") == []
+        assert rank["between"].pop("loss") == rank["between"].pop(BALANCE, []) == []
         assert set(map(tuple, rank["between"].values())) == {(SAMPLES, length, HIDDEN)}
         assert {name.rpartition(".")[0].rpartition(".")[2] for name, share in rank["held"].items() if share == 1} <= {
             "norm", "query_norm", "key_norm", "final_norm", "position", "segment", "transform", "pooler",
-            "next_sentence", "output", "contract"}
+            "next_sentence", "output", "contract", "router"}
         assert {share for share in rank["held"].values() if share < 1} == {1 / parts}
 
 
 @pytest.mark.parametrize(("planted", "what"), [("norm", "gradient off"), ("heads", "gradient off"),
-                                               ("loss", "loss off")])
+                                               ("loss", "loss off"), ("balance", "gradient off"),
+                                               ("router", "gradient off")])
 def test_a_wrong_plan_is_found(world: World, planted: str, what: str) -> None:
     """Gradients of norms that nobody has summed; a plain split of queries, keys and values; the cross entropy of a
-    part of the vocabulary."""
-    for rank in world.run(compare, family="gpt", parts=2, sequence=True, planted=planted):
+    part of the vocabulary; a gradient of the loss of balance that every rank adds, one of the router that none adds."""
+    family = "gpt experts" if planted in ("balance", "router") else "gpt"
+    for rank in world.run(compare, family=family, parts=2, sequence=True, planted=planted):
         assert rank[what] > 1e6 * BOUND
 
 
@@ -186,7 +214,7 @@ def compare_slices() -> list[float]:
     """On every rank: how far layers that four ranks split, which compute the sequences in two slices, are from the
     whole of both, in parts of what rounding may do."""
     at, off = tp.TensorMesh(init_device_mesh("cpu", (4,)), Shard(1)), []
-    for family in ("gpt packed", "qwen3"):
+    for family in ("gpt packed", "qwen3", "mixtral"):
         unsplit, expected = run(model(family), batch(family))
         split, found = run(tp.parallel(model(family), at), batch(family), (4, LENGTH - 4))
         scale = max(1, *(p.grad.abs().max().item() for p in expected.values()))
@@ -201,26 +229,29 @@ def test_slices_of_a_split_model_are_the_whole_one(world: World) -> None:
         assert max(rank) < 1
 
 
-def counts(*, parts: int) -> list[list[int]]:
-    """Per layer of GPT in each of ``parts`` processes that split it: the first that is equal, operations, bytes of
+def counts(*, family: str, parts: int) -> list[list[int]]:
+    """Per layer of a model in each of ``parts`` processes that split it: the first that is equal, operations, bytes of
     weights, and the most bytes of a microbatch at once."""
-    made, device = model("gpt"), torch.device("cpu")
+    made, device = model(family), torch.device("cpu")
     if parts > 1:
         mesh = init_device_mesh("cpu", (4 // parts, parts), mesh_dim_names=("pp", "tp"))
         made = tp.parallel(made, tp.TensorMesh(mesh["tp"], Shard(1)))
-    seen = survey(made, list(map(structure, made.layers)), batch("gpt"),
+    seen = survey(made, list(map(structure, made.layers)), batch(family),
                   lambda number: LayerRunner(made, number, device, 0), device,
                   OptimizerSettings("adamw", 1e-3).from_named)
     return [[first, found.forward_flops, found.parameter_bytes, found.saved_bytes + found.working_bytes]
             for first in seen.like for found in [seen.counts[first]]]
 
 
-def test_a_profile_counts_what_one_process_does_and_holds(world: World) -> None:
-    """Not what DTensor's whole tensors stand for, and nothing of what it asks about their shapes."""
-    alone = counts(parts=1)
-    for rank in world.run(counts, parts=2):
-        for (first, flops, weights, most), (like, all_flops, all_weights, at_most) in zip(rank, alone, strict=True):
-            assert (first, 2 * flops) == (like, all_flops)
+@pytest.mark.parametrize(("family", "router"), [("gpt", 0), ("gpt experts", 2 * SAMPLES * LENGTH * HIDDEN * 3)])
+def test_a_profile_counts_what_one_process_does_and_holds(world: World, family: str, router: int) -> None:
+    """Not what DTensor's whole tensors stand for, and nothing of what it asks about their shapes. All compute the
+    scores of experts, with so many operations."""
+    alone = counts(family=family, parts=1)
+    for rank in world.run(counts, family=family, parts=2):
+        for number, ((first, flops, weights, most), (like, all_flops, all_weights, at_most)) in enumerate(
+                zip(rank, alone, strict=True)):
+            assert (first, 2 * flops) == (like, all_flops + router * (number % 2))
             assert all_weights / 2 <= weights <= all_weights
             assert most <= at_most
 
@@ -246,8 +277,10 @@ def test_sizes_that_cannot_be_split_are_named() -> None:
         assert list(tp.problems(4, named(family).tensor_sizes(settings(family)))) == []
         found[family] = {problem.what.partition(" ")[0] for problem in tp.problems(
             5, named(family).tensor_sizes(settings(family)))}
-    assert found.pop("qwen3") == found["llama"]
+    assert found.pop("qwen3") == found.pop("mixtral") == found["llama"]
+    assert found.pop("qwen3_moe") == found["llama"] - {"intermediate_size"} | {"moe_intermediate_size"}
     assert [found.pop(f"{family} packed") for family in ("gpt", "bert")] == [found["gpt"], found["bert"]]
+    assert found.pop("gpt experts") == found["gpt"]
     assert found == {"gpt": {"vocab_size", "num_heads", "n_inner", "sequence_length"},
                      "llama": {"vocab_size", "num_heads", "num_kv_heads", "intermediate_size", "sequence_length"},
                      "bert": {"vocab_size", "num_heads", "intermediate_size", "sequence_length"},

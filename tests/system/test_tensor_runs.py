@@ -80,6 +80,25 @@ def test_a_run_in_slices_of_sequences(tmp_path: Path, replicas: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)  # of a busy machine
+def test_a_run_with_experts_and_its_end_otherwise_split(tmp_path: Path) -> None:
+    """On 2 x 2 x 2 processes, replicas sharing the optimizer's state; resumed on 2, and those on 2 x 2."""
+    sizes = {"model__name": "mixtral", "model__preset": None, "model__num_layers": 2, "model__experts": 4,
+             "model__balance_weight": 0.5, "training__grad_clip": 1.0, "training__optimizer": "sgd",
+             "training__learning_rate": 0.2, "model__num_heads": 4, "checkpoint__at_end": True}
+    config = write_config(tmp_path, **sizes, parallel__tensor=2, parallel__data_parallel_size=2, parallel__zero1=True)
+    assert main(["train", str(config)]) == 0
+    run = only_run(tmp_path / "runs")
+    alone = Job.from_config(load_config(config).with_parallel(tensor=1))
+    assert near(losses(run), oracle(alone, 4).losses[:4])
+    for tensor, steps in ((1, 6), (2, 8)):
+        assert main(["train", "--resume", str(run), "--set", f"parallel.tensor={tensor}", "--set",
+                     f"training.max_steps={steps}", "--set", "parallel.data_parallel_size=1", "--set",
+                     "parallel.zero1=false"]) == 0
+    assert near(losses(run), oracle(alone, 8).losses)
+
+
+@pytest.mark.long
 def test_under_torchrun(tmp_path: Path) -> None:
     config = write_config(tmp_path, **SGD, parallel__tensor=2)
     done = subprocess.run(

@@ -111,8 +111,8 @@ class ModelSection(Section):
         "whether each text of a sample is computed as if it were alone: attention stays inside of it, and its "
         "positions begin at 0"))
     experts: int | None = Field(None, ge=1, le=MOST_EXPERTS, description=(
-        "experts in place of each MLP, for gpt, llama and its kin; a stage keeps all of its layers; null: an MLP, for "
-        "mixtral 8, for qwen3_moe 128"))
+        "experts in place of each MLP, for gpt, llama and its kin; a stage keeps all of its layers, of which "
+        "parallel.tensor splits each; null: an MLP, for mixtral 8, for qwen3_moe 128"))
     experts_per_token: int | None = Field(None, ge=1, le=MOST_EXPERTS, description=(
         "experts that compute a token; null: 2, for qwen3_moe 8"))
     balance_weight: float | None = Field(None, ge=0, lt=1, description=(

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from vpipe.app.families import tensor_parallel as tp
 from vpipe.app.families.registry import ModelSettings
 from vpipe.errors import UserError
 
@@ -68,14 +69,6 @@ def check_used(settings: ModelSettings, config: Mixture) -> None:
                         hint="set experts to their number, or leave the others out")
 
 
-def whole_alone(config: Mixture) -> None:
-    """Raise UserError where ranks would split the layers of a model with experts."""
-    if config.num_local_experts is not None:
-        raise UserError(f"the {config.num_local_experts} experts of a layer have no plan for tensor parallelism",
-                        hint="set parallel.tensor to 1 and use more stages or replicas: a stage keeps all experts of "
-                             "its layers")
-
-
 def refuse_experts(architecture: str, config: Mapping[str, object]) -> None:
     """Raise UserError for experts of a kind of model that ``transformers`` has without."""
     if config.get("num_local_experts") is not None:
@@ -94,15 +87,24 @@ class Experts(nn.Module):
         sum_to_one: the K scores have a softmax of their own; otherwise the weights are the probabilities among all E.
     """
 
+    # Every expert is split as an MLP is, and every rank routes all tokens. So what reads ``x_nh`` here makes parts of
+    # sums, the gradient of the router through the weights of the mix included, which are added once per layer; that of
+    # the loss of balance alone is whole on each rank.
+    tensor_plan: ClassVar = {"norm": tp.plain_gathered, "router": tp.plain_whole, "counted": tp.once,
+                             "total": tp.added, "dropout": tp.dropout}
+
     def __init__(self, norm: nn.Module, router: nn.Linear, experts: Iterable[nn.Module], dropout: nn.Module, *,
                  per_token: int, weight: float, sum_to_one: bool = True) -> None:
         super().__init__()
         self.norm, self.router, self.experts, self.dropout = norm, router, nn.ModuleList(experts), dropout
+        self.counted, self.total = nn.Identity(), nn.Identity()
         self.per_token, self.weight, self.sum_to_one = per_token, weight, sum_to_one
 
     def forward(self, h_bsh: Tensor, balance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        x_nh = self.norm(h_bsh).flatten(0, 1)
-        odds_ne = self.router(x_nh).float().softmax(-1)
+        x_bsh = self.norm(h_bsh)
+        x_nh = x_bsh.flatten(0, 1)
+        scores_ne = self.router(x_nh)
+        odds_ne = scores_ne.softmax(-1, torch.promote_types(scores_ne.dtype, torch.float32))
         weights_nk, chosen_nk = odds_ne.topk(self.per_token, dim=-1)
         if self.sum_to_one:
             weights_nk = weights_nk / weights_nk.sum(-1, keepdim=True)
@@ -112,8 +114,8 @@ class Experts(nn.Module):
             place, token = torch.where(chosen == chosen_nk.T)
             output_nh = expert(x_nh[token]) * weights_nk[token, place, None]
             mixed_nh.index_add_(0, token, output_nh.to(mixed_nh.dtype))
-        own = self.weight * _imbalance(odds_ne, chosen_nk)
-        return h_bsh + self.dropout(mixed_nh.view_as(h_bsh)), own if balance is None else balance + own
+        own = self.weight * _imbalance(self.counted(odds_ne), chosen_nk)
+        return h_bsh + self.dropout(self.total(mixed_nh.view_as(x_bsh))), own if balance is None else balance + own
 
     def step(self, h_bsh: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         """Return the output for the new tokens; the last argument is the cache, which this layer does not need."""

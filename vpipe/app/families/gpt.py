@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from vpipe import Model
 from vpipe.app.families import tensor_parallel as tp
 from vpipe.app.families.dropout import Dropout
-from vpipe.app.families.experts import Experts, Mixture, check_used, mixture_from_settings, refuse_experts, whole_alone
+from vpipe.app.families.experts import Experts, Mixture, check_used, mixture_from_settings, refuse_experts
 from vpipe.app.families.kv_cache import KeyValueCache, PerToken
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
 from vpipe.app.families.transformer import (
@@ -172,7 +172,6 @@ def _flops(settings: ModelSettings) -> list[int]:
 
 def _tensor_sizes(settings: ModelSettings) -> dict[str, int]:
     config = config_from_settings(settings)
-    whole_alone(config)
     return {"vocab_size": config.vocab_size, "num_heads": config.n_head, "n_inner": config.inner,
             "sequence_length": settings.sequence_length or config.n_positions}
 
@@ -245,6 +244,8 @@ class GptAttention(nn.Module):
 
 class Gelu(PerToken):
     """Norm, if there is one, expand to I, GELU, contract: [..., H] -> [..., H]."""
+
+    tensor_plan: ClassVar = {"expand": tp.plain_columns, "contract": tp.plain_rows}
 
     def __init__(self, config: GptConfig, norm: nn.Module | None = None) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from vpipe import Model
 from vpipe.app.families import tensor_parallel as tp
 from vpipe.app.families.dropout import Dropout
-from vpipe.app.families.experts import Experts, Mixture, check_used, mixture_from_settings, refuse_experts, whole_alone
+from vpipe.app.families.experts import Experts, Mixture, check_used, mixture_from_settings, refuse_experts
 from vpipe.app.families.kv_cache import KeyValueCache, PerToken
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
 from vpipe.app.families.transformer import (
@@ -128,6 +128,7 @@ class LlamaConfig(Mixture):
         spelled: further names of keys -> the names here.
         biased: queries, keys and values have biases.
         normed: queries and keys are divided by their root mean square, head by head.
+        width: name of the width of the MLP.
         experts: names of the router, and of an expert's gate, up and down, in ``transformers``; None for a kind that it
             does not have with experts.
     """
@@ -138,6 +139,7 @@ class LlamaConfig(Mixture):
     spelled: ClassVar[Mapping[str, str]] = {}
     biased: ClassVar[bool] = False
     normed: ClassVar[bool] = False
+    width: ClassVar[str] = "intermediate_size"
     experts: ClassVar[tuple[str, str, str, str] | None] = None
 
     vocab_size: int = 32000
@@ -299,10 +301,8 @@ def _flops(of: type[LlamaConfig], settings: ModelSettings) -> list[int]:
 
 def _tensor_sizes(of: type[LlamaConfig], settings: ModelSettings) -> dict[str, int]:
     config = config_from_settings(of, settings)
-    whole_alone(config)
     return {"vocab_size": config.vocab_size, "num_heads": config.num_attention_heads, "num_kv_heads": config.groups,
-            "intermediate_size": config.inner,
-            "sequence_length": settings.sequence_length or config.max_position_embeddings}
+            config.width: config.inner, "sequence_length": settings.sequence_length or config.max_position_embeddings}
 
 
 def kind_of_llama(of: type[LlamaConfig]) -> dict[str, Any]:
@@ -430,6 +430,8 @@ class LlamaAttention(nn.Module):
 
 class SwiGlu(PerToken):
     """Norm, if there is one, and SwiGLU: [..., H] -> [..., H]."""
+
+    tensor_plan: ClassVar = {"gate": tp.plain_columns, "up": tp.plain_columns, "down": tp.plain_rows}
 
     def __init__(self, config: LlamaConfig, norm: nn.Module | None = None) -> None:
         super().__init__()

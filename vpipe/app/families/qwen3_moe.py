@@ -36,6 +36,7 @@ class Qwen3MoeConfig(LlamaConfig):
                                         "router_aux_loss_coef": 0.001}
     spelled: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
     normed: ClassVar = True
+    width: ClassVar = "moe_intermediate_size"
     experts: ClassVar = ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
 
     num_local_experts: int = 128

@@ -104,7 +104,22 @@ def scores(module: nn.Linear, at: TensorMesh) -> nn.Module:
 
 def fused(parts: int) -> Split:
     """Split ``parts`` matrices whose outputs are one after the other in one, such as queries, keys and values."""
-    return lambda module, at: _FusedColumns(module, at, parts)
+    return lambda module, at: _FusedColumns(module, at, _StridedShard(0, split_factor=parts))
+
+
+def plain_columns(module: nn.Linear, at: TensorMesh) -> nn.Module:
+    """Split a matrix by its outputs, for a layer that computes with plain tensors and adds ranks' parts itself."""
+    return _PlainLinear(module, at, Shard(0))
+
+
+def plain_rows(module: nn.Linear, at: TensorMesh) -> nn.Module:
+    """Split a matrix by its inputs as :func:`plain_columns` does; what comes out is a part of a sum."""
+    return _PlainLinear(module, at, Shard(1))
+
+
+def plain_whole(module: nn.Linear, at: TensorMesh) -> nn.Module:
+    """Give every rank all of a matrix, such as a router; what each adds to its gradient is a part of a sum."""
+    return _PlainLinear(module, at, Replicate())
 
 
 def vocabulary(module: nn.Embedding, at: TensorMesh) -> nn.Module:
@@ -128,9 +143,26 @@ def gathered(module: nn.Module, at: TensorMesh) -> nn.Module:
     return module
 
 
+def plain_gathered(module: nn.Module, at: TensorMesh) -> nn.Module:
+    """Do as :func:`gathered`, for a layer that computes with plain tensors and adds ranks' parts itself."""
+    distribute_module(module, at.mesh, _replicate, _input(at.between),
+                      lambda module, output, mesh: _to_plain(at, output))
+    return module
+
+
+def added(module: nn.Identity, at: TensorMesh) -> nn.Module:
+    """Add the parts that ranks have of a sum; it is between layers then."""
+    return _Function(partial(_moved, mesh=at.mesh, placement=Partial(), to=at.between))
+
+
+def once(module: nn.Identity, at: TensorMesh) -> nn.Module:
+    """Let one rank alone pass a gradient back, which is the same on every rank, to where ranks have parts of a sum."""
+    return _Function(partial(_once, at))
+
+
 def whole(module: nn.Identity, at: TensorMesh) -> nn.Module:
     """Gather what is between layers, for modules of which each rank computes all."""
-    return _Function(partial(_to_whole, at))
+    return _Function(partial(_moved, mesh=at.mesh, placement=at.between, to=Replicate()))
 
 
 def replicated(module: nn.Module, at: TensorMesh) -> nn.Module:
@@ -146,12 +178,13 @@ def table(module: nn.Embedding, at: TensorMesh) -> nn.Module:
 
 def part(module: nn.Identity, at: TensorMesh) -> nn.Module:
     """Take, of what every rank has for all tokens, [1 or B, S, ...], that for the tokens between layers here."""
-    return _Function(partial(_to_part, at))
+    return _Function(partial(_moved, mesh=at.mesh, placement=Replicate(), to=at.between))
 
 
-def dropout(module: nn.Dropout, at: TensorMesh) -> nn.Module:
-    """Drop of the activations between layers what one process drops of them."""
-    return _shared(module, at, at.between.dim) if isinstance(at.between, Shard) else module
+def dropout(module: nn.Module, at: TensorMesh) -> nn.Module:
+    """Drop of the activations between layers what one process drops of them: nothing in place of an Identity."""
+    return (_shared(module, at, at.between.dim) if isinstance(module, nn.Dropout) and isinstance(at.between, Shard)
+            else module)
 
 
 def dropout_along(dim: int) -> Split:
@@ -203,13 +236,22 @@ def _moved(tensor: Tensor, mesh: DeviceMesh, placement: Placement, to: Placement
     return moved
 
 
-def _to_whole(at: TensorMesh, x: Tensor) -> Tensor:
-    found: Tensor = at.whole(x).to_local()
+def _to_plain(at: TensorMesh, x: Tensor) -> Tensor:
+    """Return what is between layers, whole; the gradients of all ranks are added."""
+    found: Tensor = at.whole(x).to_local(grad_placements=[Partial()])
     return found
 
 
-def _to_part(at: TensorMesh, x: Tensor) -> Tensor:
-    return _moved(x, at.mesh, Replicate(), at.between)
+def _own(parameter: DTensor) -> Tensor:
+    """Return what this rank has of a parameter; of one that all ranks have, their gradients are parts of a sum."""
+    [placement] = parameter.placements
+    own: Tensor = parameter.to_local(grad_placements=[Partial() if placement.is_replicate() else placement])
+    return own
+
+
+def _once(at: TensorMesh, x: Tensor) -> Tensor:
+    first = torch.full((), at.mesh.get_local_rank() == 0, dtype=torch.bool, device=x.device)
+    return x.where(first, x.detach())  # with a gradient on every rank, zeros or not, for stages that expect one
 
 
 class _Function(nn.Module):
@@ -223,7 +265,31 @@ class _Function(nn.Module):
         return self.function(x)
 
 
-class _FusedColumns(nn.Module):
+class _PlainLinear(nn.Module):
+    """A linear layer whose parameters are DTensors, computed with what this rank has of them, plain tensors in and out.
+
+    Split by inputs, it makes a part of a sum, in which one rank has the bias.
+    """
+
+    weight: DTensor
+    bias: DTensor | None
+
+    def __init__(self, linear: nn.Linear, at: TensorMesh, placement: Placement) -> None:
+        super().__init__()
+        self.at, self.by_inputs = at, placement == Shard(1)
+        self.register_parameter("bias", None)
+        for name, parameter in linear.named_parameters():
+            _distribute(self, name, parameter, at.mesh,
+                        Replicate() if self.by_inputs and name == "bias" else placement)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else _own(self.bias)
+        if bias is not None and self.by_inputs and self.at.mesh.get_local_rank() > 0:
+            bias = 0 * bias
+        return F.linear(x, _own(self.weight), bias)
+
+
+class _FusedColumns(_PlainLinear):
     """A linear layer, split so that each rank has the same share of every part of its outputs.
 
     The rows of a rank do not lie one after the other. DTensor has a placement for it, which its own ``flatten`` makes
@@ -231,18 +297,8 @@ class _FusedColumns(nn.Module):
     product would gather it, so that the product here is that of what the rank has.
     """
 
-    weight: DTensor
-    bias: DTensor
-
-    def __init__(self, linear: nn.Linear, at: TensorMesh, parts: int) -> None:
-        super().__init__()
-        self.at = at
-        for name, parameter in linear.named_parameters():
-            _distribute(self, name, parameter, at.mesh, _StridedShard(0, split_factor=parts))
-
     def forward(self, h_bsh: Tensor) -> Tensor:
-        h_bsh = self.at.whole(h_bsh).to_local(grad_placements=[Partial()])
-        return F.linear(h_bsh, self.weight.to_local(), self.bias.to_local())
+        return super().forward(_to_plain(self.at, h_bsh))
 
 
 class _VocabularyRows(nn.Module):
