@@ -1,13 +1,16 @@
-"""LoRA by peft: a trained network learns another task by small adapters, all else frozen.
+"""LoRA by peft: a trained network learns another task by small adapters, all else frozen, saved in files of peft.
 
     python examples/lora.py
     torchrun --nproc-per-node 4 examples/lora.py
 """
 
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
+from safetensors.torch import save_file
 from torch import nn
 
 from vpipe import Model, Pipeline
@@ -40,3 +43,14 @@ if tuned.rank == 0:
     print(f"all weights: loss {learned[0]:.4f} -> {learned[-1]:.4f}")
     print(f"{sum(value.numel() for value in adapters.values())} weights of adapters beside "
           f"{sum(value.numel() for value in net.parameters())} frozen: {losses[0]:.4f} -> {losses[-1]:.4f}")
+
+# %% The adapters alone, in the two files of peft, which puts them into the network.
+test = next(batches(1, turned=True, seed=2))
+_, found = tuned.evaluate([test], outputs="output")  # all ranks
+if tuned.rank == 0:
+    with TemporaryDirectory() as folder:
+        lora.save_pretrained(folder)
+        save_file({f"base_model.model.{name.replace('.default', '')}": value for name, value in adapters.items()},
+                  Path(folder, "adapter_model.safetensors"))
+        loaded = PeftModel.from_pretrained(net, folder)
+    print("peft gives the same from its files:", torch.allclose(loaded(test["input"]), found["output"]))

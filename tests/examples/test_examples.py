@@ -159,9 +159,22 @@ def check_losses(model: Model, batches: Iterable[Mapping[str, Tensor]], losses: 
     return modules
 
 
+def check_code(heading: str, program: Path) -> None:
+    """What a section of docs/jobs.md shows of a program is in it."""
+    section = JOBS.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    for line in "".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL)).splitlines():
+        assert line.strip() in program.read_text()
+
+
 def test_experts_with_a_loss_of_balance_are_those_of_plain_pytorch() -> None:
+    """An evaluation leaves it out."""
     made, said = run_here(EXAMPLES / "experts.py")
-    check_losses(made["model"](0.05), made["batches"], made["losses"])
+    modules = check_losses(made["model"](0.05), made["batches"], made["losses"])
+    with torch.no_grad():
+        each = [run_plainly(made["model"](0.05), modules, {**batch}) for batch in made["batches"]]
+        squares = [(modules["head"].out(found["h"])[:, 0] - found["y"]).square() for found in each]
+    assert made["loss"] == pytest.approx(torch.stack(squares).mean().item())
+    check_code("Experts", EXAMPLES / "experts.py")
     assert without_digits(said) == without_digits(shown(JOBS, "python examples/experts.py"))
     fewest = [min(int(share) for share in re.findall(r"(\d+)%", line)) for line in said.splitlines()]
     assert 2 * fewest[0] < fewest[1], "without the loss of balance an expert has little to do"
@@ -219,7 +232,9 @@ def test_a_class_of_transformers_is_itself_without_a_pipeline() -> None:
 def test_adapters_of_a_script_are_those_of_peft_alone() -> None:
     peft = pytest.importorskip("peft")
     made, said = run_here(EXAMPLES / "lora.py")
-    alone = peft.get_peft_model(made["net"], made["lora"])
+    loaded = {name.removeprefix("base_model.model."): value for name, value in made["loaded"].named_parameters()}
+    assert all(torch.equal(value, loaded[name]) for name, value in made["adapters"].items())
+    alone = peft.get_peft_model(made["loaded"].unload(), made["lora"])
     theirs = {name.removeprefix("base_model.model."): parameter for name, parameter in alone.named_parameters()
               if parameter.requires_grad}
     assert theirs.keys() == made["begun"].keys()
@@ -229,6 +244,7 @@ def test_adapters_of_a_script_are_those_of_peft_alone() -> None:
                         made["batches"](40, turned=True, seed=1)) == made["losses"]
     assert all(torch.equal(made["adapters"][name], parameter) for name, parameter in theirs.items())
     assert without_digits(said) == without_digits(shown(JOBS, "python examples/lora.py"))
+    check_code("LoRA", EXAMPLES / "lora.py")
 
 
 @pytest.mark.usefixtures("forked")
