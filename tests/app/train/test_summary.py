@@ -197,6 +197,13 @@ def test_the_summary_of_one_update_of_a_family_that_says_no_operations(tmp_path:
     assert lines[7] == "(no MFU: the family does not say what its layers compute)"
 
 
+def test_what_is_in_flight_may_be_slices(tmp_path: Path) -> None:
+    job, metrics = job_of(tmp_path, model__name="gpt", model__preset=None, model__num_layers=2, model__num_heads=2,
+                          parallel__schedule="seq1f1b", parallel__slices=4), trained(StepSize(8, 128))
+    text = summary(job, metrics, RunFigures.from_metrics(metrics, USAGES, PLACEMENT))
+    assert " ".join(text.split()).endswith("update; in flight: slices, 4 a microbatch)")
+
+
 def test_seconds_of_kinds_that_a_package_has_added_have_a_column(tmp_path: Path) -> None:
     metrics = trained(StepSize(8, 128))
     usages = [USAGES[0], replace(USAGES[1], others_s=0.04)]

@@ -115,6 +115,7 @@ def _figures(job: Job, figures: RunFigures) -> list[str]:
 def _stages(job: Job, figures: RunFigures) -> list[str]:
     partition, steps, width = job.partition, figures.usage_steps, terminal_columns()
     late = job.advice.delays is not None
+    held = "microbatches" if (slices := job.schedule.assignment.slices) == 1 else f"slices, {slices} a microbatch"
     heads, spent = figure_texts([[getattr(usage, name) / steps for name in FIGURES] for usage in figures.stages])
     columns = ["stage", "rank", "layers", *heads, "versions", "staleness", *(["mean delay"] if late else []),
                "in flight", "memory"]
@@ -130,7 +131,7 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
     return [*fitted(columns, rows, width, names=2),
             *filled(f"(forward to idle: milliseconds per {job.step_name}; idle: waiting for other ranks; sent: per "
                     f"{job.step_name}; " + "staleness: most updates that a gradient was late; mean delay: of the "
-                    "schedule, in updates; " * late + "in flight: microbatches)", width),
+                    "schedule, in updates; " * late + f"in flight: {held})", width),
             *_lanes(job, figures), *_owners(job, figures)]
 
 
