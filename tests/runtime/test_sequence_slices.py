@@ -13,6 +13,7 @@ from everywhere import same_everywhere
 from models import CarriedAttention, rich_batches, rich_model, sliced_model
 from oracles import DECAY_AND_CLIP, assert_same_state, equals_its_oracle, pipeline_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from world import World
 
 from vpipe import Layer, Model
@@ -75,13 +76,23 @@ class SquareError(nn.Module):
         return ((x.sum(-1) - labels).square() * there).sum() / there.sum().clamp(min=1)
 
 
+class Checkpointed(Dropout):
+    """Drops half once more in its backward, which needs the places."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("words", [{"stages": 2}, {"stages": 3, "recompute": 1.0},
                                    {"stages": 3, "per_token_loss": True}], ids=str)
 def test_equals_whole_sequences_where_nothing_rounds(words: dict[str, Any]) -> None:
     """The labels of a slice, and those of a microbatch, are none or a power of two, so that shares do not round. The
-    dropout drops of a slice what it drops of the whole."""
+    dropout drops of a slice what it drops of the whole, in its backward again."""
     model = Model([Layer("sums0", Sums, ("field",), ("x",), carried=("sums",)),
-                   Layer("dropout", lambda: Dropout(0.5), ("x",), ("x",), carried=()),
+                   Layer("dropout", Checkpointed, ("x",), ("x",), carried=()),
                    Layer("sums1", Sums, ("x",), ("x",), carried=("sums",)),
                    Layer("error", SquareError, ("x", "labels"), ("loss",), carried=())],
                   batch=("field", "labels"), labels="labels")
@@ -97,6 +108,7 @@ def test_equals_whole_sequences_where_nothing_rounds(words: dict[str, Any]) -> N
     for losses, state in sliced:
         assert losses == whole[0]
         assert_same_state(state, whole[1])
+    equals_its_oracle(model, [batch], schedule="seq1f1b", slices=4, microbatches=2, **words)
 
 
 class Embed(nn.Module):

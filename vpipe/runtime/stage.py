@@ -399,8 +399,11 @@ class Stage(StageLayers):
             if graph.weight_grads is not None:
                 graph.weight_grads.begin()
             try:
-                with (span.effects.watched_backward(self.weights.pinned)
-                      if span.effects.backwards_left and self.weights.pinned > 1 else NOTHING):
+                with ExitStack() as stack:
+                    if span.effects.backwards_left and self.weights.pinned > 1:
+                        stack.enter_context(span.effects.watched_backward(self.weights.pinned))
+                    for context in self._forward_contexts(span, record):
+                        stack.enter_context(context)
                     # torch.autograd.backward, without its checks of each shape and dtype
                     _engine_run_backward(tuple([graph.edges[name] for name in names]),
                                          tuple([gradients[name] for name in names]), False, False, (),
@@ -418,6 +421,15 @@ class Stage(StageLayers):
             record.carried_gradients |= {name: returned.pop(name) for names in span.carried.values()
                                          for name in names if name in returned}
         return returned, graph.weight_grads
+
+    def _forward_contexts(self, span: Span, record: Record) -> Iterator[AbstractContextManager[None]]:
+        """Yield those of the span's forward that a part of it needs which the backward runs again, as
+        :mod:`torch.utils.checkpoint` does: it draws the same random numbers."""
+        if any(i in self._sharded for i, *_ in span.layers):
+            yield DrawnAsOnOneDevice()  # type: ignore[no-untyped-call]
+        if record.slice is not None:
+            for i, _, module in span.layers:
+                yield self._told(i, module, record.key, record.slice)[1]
 
     def _layer_at_fault(self, span: Span, saved: SpanActivations, record: Record, gradients: Mapping[str, Tensor],
                         error: Exception) -> LayerOutputs | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, islice
@@ -113,7 +114,8 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
                 with reference.replica(m):
                     made = _run_slices(model, reference, fields, weights[m], (recipe.seed, number, m), recipe)
                     for piece in reversed(made):
-                        recipe.backward(piece.loss, whole, scale, piece.weight, piece.carried(made))
+                        with piece.told():  # as _CallInside says
+                            recipe.backward(piece.loss, whole, scale, piece.weight, piece.carried(made))
                         sums.add(m, _pop_gradients(parameters | copies))
                 losses += [piece.loss.detach() for piece in made]
                 shares += [piece.weight for piece in made]
@@ -284,13 +286,17 @@ class _CallInside(nn.Module):
 
 @dataclass
 class _SliceRun:
-    """The forward of a slice: its loss, how much that counts, the leaves that it began with, what it has carried on."""
+    """The forward of a slice: its loss, how much that counts, the leaves that it began with, what it has carried on.
+
+    ``told`` tells the layers of the slice, as in its forward.
+    """
 
     number: int
     loss: Tensor
     weight: float
     past: dict[str, Tensor]
     made: dict[str, Tensor]
+    told: Callable[[], AbstractContextManager[None]]
 
     def carried(self, slices: Sequence[_SliceRun]) -> list[tuple[Tensor, Tensor | None]]:
         """Return what it has carried on, with the gradients that the backward of the next slice has left there."""
@@ -326,7 +332,8 @@ def _run_slices(model: Model, reference: ReferenceModel, fields: Batch, labels: 
                     reference.layers[i], *(tensors[name] for name in layer.inputs), **keywords), device, names)
             made |= {name: tensors.pop(name) for name in names}
         runs.append(_SliceRun(j, tensors[LOSS], counts[j] if labels is not None else counts[j] / (sum(counts) or 1),
-                              past, made))
+                              past, made, partial(SliceAware(nn.ModuleList(reference.layers)).told, start,
+                                                  sum(lengths))))
     return runs
 
 

@@ -101,9 +101,8 @@ class ReferenceModel:
         self._model, self._modules, self.widths = model, model.materialize(seed), tuple(widths)
         moved(self._modules, device)
         self.layers = [self._modules[layer.name] for layer in model.layers]
-        for module in self.layers:
-            if any(hasattr(parameter, "placements") for parameter in module.parameters()):  # of a DTensor
-                module.forward = _drawn_as_on_one_device(module.forward)
+        self._sharded = any(hasattr(parameter, "placements") for module in self.layers
+                            for parameter in module.parameters())  # of a DTensor
         specs = model.split(partition)
         assert len(specs) == len(widths), "one width per stage"
         self._stage = [spec.index for spec in specs for _ in spec.layers]
@@ -186,9 +185,10 @@ class ReferenceModel:
 
     @contextmanager
     def replica(self, microbatch: int) -> Iterator[None]:
-        """Hold in the layers the buffers of the replicas that process a microbatch."""
+        """Hold in the layers the buffers of the replicas that process a microbatch, forward and backward."""
         self._swap_buffers(microbatch)
-        yield
+        with DrawnAsOnOneDevice() if self._sharded else nullcontext():  # type: ignore[no-untyped-call]
+            yield
         self._swap_buffers(microbatch)
 
     def state(self) -> dict[str, Tensor]:
@@ -227,14 +227,6 @@ class ReferenceModel:
         return [{name: copies.get(f"{layer.name}.{name}", canonical[id(p)])
                  for name, p in self._modules[layer.name].named_parameters(remove_duplicate=False)
                  if id(p) in canonical} for layer in self._model.layers]
-
-
-def _drawn_as_on_one_device(forward: Callable[..., object]) -> Callable[..., object]:
-    def drawn(*arguments: Tensor) -> object:
-        with DrawnAsOnOneDevice():  # type: ignore[no-untyped-call]
-            return forward(*arguments)
-
-    return drawn
 
 
 def compiled_model(model: Model, backend: str) -> Model:
