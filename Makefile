@@ -43,7 +43,7 @@ pytest:
 
 test-jobs: $(INSTALLED)
 	@echo "== pytest -m jobs"
-	@$(BIN)/pytest -m 'jobs and not system' --numprocesses 3 --dist loadgroup
+	@$(BIN)/pytest -m 'jobs and not system and not matrix' --numprocesses 3 --dist loadgroup
 
 test-system: $(INSTALLED) $(BIN)/mkdocs
 	@echo "== installing ssh, SLURM and Chromium"
