@@ -77,7 +77,7 @@ def test_a_pipeline_holds_what_was_predicted(precision: str, name: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
 def test_replicas_that_step_a_part_hold_at_most_what_was_predicted(precision: str) -> None:
-    """An equal part of the optimizer's state, and the largest parameter; the last stage keeps last changes, too."""
+    """The state of the largest parameter and an equal part of the rest; the last stage keeps last changes, too."""
     model, optimizer, batches = rich_model(), OptimizerSettings("adamw", 1e-3), rich_batches(2, 12)
     microbatch = {name: field[:2] for name, field in batches[0].items()}
     identities = RankGroup("cpu").identify(model, [microbatch], model_name="rich", optimizer="adamw",

@@ -194,8 +194,9 @@ class Profile:
                      or any(tensor.wants_gradient for tensor in layer.writes)), len(self.layers) - 1)
 
     def owned_bytes(self, total: int, largest: int, width: int) -> int:
-        """Return the most that one of so many replicas has of what there is for parameters, ``largest`` for one."""
-        return min(total, -(-total // width) + largest) if self.zero1 else total
+        """Return the most that one of so many replicas has of what there is for parameters, ``largest`` for one
+        (:func:`vpipe.runtime.reducer.owners_of`)."""
+        return -(-(total + (width - 1) * largest) // width) if self.zero1 else total
 
     def averaged_bytes(self, weights: int) -> int:
         """Return the bytes of the average of so many bytes of trained weights, which is as wide as master weights."""

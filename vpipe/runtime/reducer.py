@@ -306,7 +306,8 @@ class Reducer:
 def owners_of(sizes: Sequence[int], width: int) -> list[int]:
     """Return for parameters of these sizes the replicas that own them: the largest first, each to the least loaded.
 
-    So none owns more than an equal part plus the largest parameter: before its last one it had at most an equal part.
+    So none owns more than the largest parameter and an equal part of the others: of these the fullest had at most that
+    before its last one.
     """
     loads, owners = [0] * width, [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
