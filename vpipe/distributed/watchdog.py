@@ -531,7 +531,7 @@ class ProcessWatch:
         return self.why_stop()
 
     def forget_stop(self) -> None:
-        """Forget a request to stop: it was about another run than the one that begins."""
+        """Forget a request to stop: it was about another run than the next, in a process alone; ranks have one each."""
         self._stops.pop("", None)
 
 

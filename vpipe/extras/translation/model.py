@@ -265,14 +265,14 @@ def translation(config: TranslationConfig, length: int | None = None, packed: bo
     for block in range(config.encoder_layers):
         name, last = f"encoder{block}", block == config.encoder_layers - 1
         layers.append(Layer(f"{name}.attention", partial(
-            EmbeddingsAndAttention, partial(tables, config.vocab_size), self_attention["encoder"], packed)
+            EmbeddingsAndSelfAttention, partial(tables, config.vocab_size), self_attention["encoder"], packed)
             if block == 0 else self_attention["encoder"], inputs=("source_ids" if block == 0 else "h", source)))
         layers.append(Layer(f"{name}.mlp", partial(TranslationMlp, config, config.inner("encoder"), last=last),
                             outputs=("memory" if last else "h",)))
     for block in range(config.decoder_layers):
         name = f"decoder{block}"
         layers.append(Layer(f"{name}.attention", partial(
-            EmbeddingsAndAttention, partial(tables, config.target_vocab_size), self_attention["decoder"], packed)
+            EmbeddingsAndSelfAttention, partial(tables, config.target_vocab_size), self_attention["decoder"], packed)
             if block == 0 else self_attention["decoder"], inputs=("target_ids" if block == 0 else "h", *target),
             ties={"embeddings.token.weight": _SOURCE} if shared and block == 0 else {}))
         layers.append(Layer(f"{name}.cross_attention", partial(
@@ -454,7 +454,7 @@ class TranslationCrossAttention(_Attention):
             self._heads(self.query, x_bth), *cache.contents(), _there(mask_bs), causal=False))
 
 
-class EmbeddingsAndAttention(nn.Module):
+class EmbeddingsAndSelfAttention(nn.Module):
     """The first layer of encoder or decoder: embeddings and the first block's self-attention."""
 
     def __init__(self, embeddings: Callable[[], nn.Module], attention: Callable[[], nn.Module], packed: bool) -> None:
