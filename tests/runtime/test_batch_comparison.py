@@ -94,7 +94,7 @@ class Ranks:
 
 def test_ranks_that_want_other_outputs_of_an_evaluation_are_refused() -> None:
     ranks = Ranks([[0], [1], [2]], 2, training=False)
-    ranks.ranks[0].outputs = ranks.ranks[1].outputs = " (outputs: h)"
+    ranks.ranks[0].evaluation = ranks.ranks[1].evaluation = "evaluation (outputs: h)"
     with pytest.raises(RunError, match=r"rank 1 is at evaluation \(outputs: h\) batch 0, rank 2 at evaluation batch 0"):
         ranks.run(lambda rank: batches(), 3)
 

@@ -144,8 +144,9 @@ def other_batches(*, what: str) -> list[Any]:
     pipe = jobs.pipeline(together(mesh), mesh=mesh, **TWO_BY_TWO)
     losses = []
     try:
-        for step in pipe.train(iter(batches)):
+        for step in pipe.train(iter(batches[:1] if what == "outputs" else batches)):
             losses.append(step.loss)
+        pipe.evaluate(batches, "h" if mesh.get_local_rank("tp") == 1 else None)
     except (RunError, UserError) as error:
         losses.append(str(error).splitlines()[0])
     return losses
@@ -155,6 +156,7 @@ def other_batches(*, what: str) -> list[Any]:
     ("values", "batches differ between lanes: field 'ids' of batch 1 on rank {} and rank {}"),
     ("samples", "batches differ between lanes: batch 1 has 8 samples on rank {} and 4 on rank {}"),
     ("fewer", "batches differ between lanes: there are 1 on rank {1} and more on rank {0}"),
+    ("outputs", "rank {} is at evaluation batch 0, rank {} at evaluation (outputs: h) batch 0"),
     ("missing", "a batch holds ['ids'], but not ['labels']")])
 def test_lanes_with_other_batches_are_found_before_an_update_uses_them(world: World, what: str, error: str) -> None:
     for losses in world.run(other_batches, what=what):

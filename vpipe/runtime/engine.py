@@ -31,7 +31,7 @@ from vpipe.runtime.delay_correction import describe_other_factors
 from vpipe.runtime.interpreter import Interpreter, RankPrograms, RunningSegment
 from vpipe.runtime.interrupts import Interrupts
 from vpipe.runtime.microbatches import Batch, MicrobatchLoader, Segment
-from vpipe.runtime.outputs import Outputs, interleaved, joined
+from vpipe.runtime.outputs import Outputs, evaluation_of, interleaved, joined
 from vpipe.runtime.sharded_tensors import whole
 from vpipe.runtime.slices import check_slices
 from vpipe.runtime.stage import Stage
@@ -389,7 +389,7 @@ class Engine:
         # stage runs ahead. Every replica takes equally many of them, so that the next ones are in order.
         most = (-(-4 * len(self._placement) // self._description.microbatches) * len(self._placement[-1])
                 * self._description.microbatches)
-        loader, first = self._loader(batches, None, most, copied=True, training=False), 0
+        loader, first = self._loader(batches, None, most, copied=True, evaluation=evaluation_of(wanted)), 0
         with self.interrupts, ExitStack() as stack:
             for worker in self.workers.values():
                 stack.enter_context(worker.evaluating(wanted))
@@ -470,15 +470,17 @@ class Engine:
         return interleaved(parts, samples) if len(self._placement[-1]) > 1 else joined(parts)
 
     def _loader(self, batches: Iterable[Batch], limit: int | None, period: int | None, begun: int = 0,
-                copied: bool = False, training: bool = True) -> MicrobatchLoader:
+                copied: bool = False, evaluation: str | None = None) -> MicrobatchLoader:
         """Return a loader of the microbatches that this process uses.
 
         Args:
             period: after how many microbatches they are divided among replicas from the first one on, if ever.
             begun: how many of the first batch are left out.
             copied: whether fields are copied, where batches are read while others are in use.
-            training: whether all microbatches of a batch must have the same size, which are cut into slices.
+            evaluation: the name of that which reads them; None: training, in which all microbatches of a batch must
+                have the same size, and are cut into slices.
         """
+        training = evaluation is None
         here = [(stage, rank) for rank, worker in self.workers.items() for stage in worker.stages]
         slices = self.schedule.slices if training else 1
         assignment = replace(self.schedule.assignment, slices=slices)
@@ -489,8 +491,10 @@ class Engine:
 
         used = {name for stage in self.local_stages for name in stage.spec.fields}
         comparison = next((worker.comparison for worker in self.workers.values()), None)
+        lanes = None if self._lane_comparison is None else partial(
+            self._lane_comparison.compare, evaluation or "training")
         return MicrobatchLoader(iter(batches), self._description.microbatches, self._fields, uses, limit, used,
-                                self._device if copied else None, comparison, self._lane_comparison,
+                                self._device if copied else None, comparison, lanes,
                                 (self._labels if slices > 1 else self._counted) if training else None,
                                 self._over_lanes, slices=slices, by_label=self._counted is not None, equal=training)
 

@@ -43,11 +43,9 @@ class BatchChecker(Protocol):
         """Note that there are no more batches."""
 
 
-class LaneChecker(Protocol):
-    """Compare batches with those of other lanes (:class:`~vpipe.runtime.batch_comparison.LaneComparison`)."""
-
-    def compare(self, number: int, batch: Batch | None, error: BaseException | None) -> BaseException | None:
-        """Compare a batch when it is read, or that there is none; return the error with which to end instead."""
+CompareLanes = Callable[[int, Batch | None, BaseException | None], BaseException | None]
+"""Compare a batch when it is read, of this number, or that there is none, with those of other lanes; return the error
+with which to end instead (:class:`~vpipe.runtime.batch_comparison.LaneComparison`)."""
 
 
 @dataclass
@@ -111,7 +109,7 @@ class MicrobatchLoader:
     def __init__(self, batches: Iterator[Batch], microbatches: int, fields: tuple[str, ...],
                  uses: Callable[[int], int], limit: int | None = None, used: Collection[str] = (),
                  copy_to: torch.device | None = None, comparison: BatchChecker | None = None,
-                 lanes: LaneChecker | None = None, labels: str | None = None,
+                 lanes: CompareLanes | None = None, labels: str | None = None,
                  over_lanes: Callable[[list[int]], list[int]] = list, *, slices: int = 1, by_label: bool = True,
                  equal: bool = True) -> None:
         self._batches, self._microbatches, self._fields, self._uses = batches, microbatches, fields, uses
@@ -145,7 +143,7 @@ class MicrobatchLoader:
             if (self._comparison is not None or self._lanes is not None) and isinstance(error, KeyboardInterrupt):
                 raise
             self.error, fields = error, None
-        if self._lanes is not None and (found := self._lanes.compare(self.batches_read, fields, self.error)):
+        if self._lanes is not None and (found := self._lanes(self.batches_read, fields, self.error)):
             self.error, fields = found, None
         if fields is None:
             self._exhausted = True

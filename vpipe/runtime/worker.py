@@ -26,7 +26,7 @@ from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.offload import Offloads
 from vpipe.runtime.optimizer_step import OptimizerSteps
-from vpipe.runtime.outputs import Outputs
+from vpipe.runtime.outputs import Outputs, evaluation_of
 from vpipe.runtime.p2p import SCALE, P2PTransfers
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import NO_TENSORS, NOTHING, Stage
@@ -198,7 +198,7 @@ class Worker:
         self.wanted = wanted
         self.outputs.clear()
         if self.comparison is not None:
-            self.comparison.outputs = "" if wanted is None else f" (outputs: {wanted})"
+            self.comparison.evaluation = evaluation_of(wanted)
         try:
             with ExitStack() as stack:
                 for number, stage in self.stages.items():
