@@ -22,6 +22,8 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 HIDDEN, LENGTH, WORDS, SAMPLES, LAYERS = 16, 16, 32, 8, 5
 SGD = {"training__optimizer": "sgd", "training__learning_rate": 0.2, "training__grad_clip": 1.0, "model__num_heads": 4}
+EXPERTS = {"model__name": "mixtral", "model__preset": None, "model__num_layers": 2, "model__experts": 4,
+           "model__balance_weight": 0.5}
 
 ROUNDINGS = 2 * (LAYERS * (5 * HIDDEN + 4 * HIDDEN + LENGTH) + WORDS + SAMPLES * LENGTH)
 """Of the longest chain of sums of a forward and a backward, see tests/model/test_tensor_parallel.py."""
@@ -83,10 +85,8 @@ def test_a_run_in_slices_of_sequences(tmp_path: Path, replicas: int) -> None:
 @pytest.mark.timeout(300)  # of a busy machine
 def test_a_run_with_experts_and_its_end_otherwise_split(tmp_path: Path) -> None:
     """On 2 x 2 x 2 processes, replicas sharing the optimizer's state; resumed on 2, and those on 2 x 2."""
-    sizes = {"model__name": "mixtral", "model__preset": None, "model__num_layers": 2, "model__experts": 4,
-             "model__balance_weight": 0.5, "training__grad_clip": 1.0, "training__optimizer": "sgd",
-             "training__learning_rate": 0.2, "model__num_heads": 4, "checkpoint__at_end": True}
-    config = write_config(tmp_path, **sizes, parallel__tensor=2, parallel__data_parallel_size=2, parallel__zero1=True)
+    config = write_config(tmp_path, **SGD, **EXPERTS, parallel__tensor=2, parallel__data_parallel_size=2,
+                          parallel__zero1=True, checkpoint__at_end=True)
     assert main(["train", str(config)]) == 0
     run = only_run(tmp_path / "runs")
     alone = Job.from_config(load_config(config).with_parallel(tensor=1))
@@ -139,11 +139,12 @@ def test_split_layers_are_measured_and_planned(tmp_path: Path, capfd: pytest.Cap
 
 
 def test_verify_compares_every_lane(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With the same split layers without a pipeline bit for bit, and with whole ones within a bound."""
-    config = write_config(tmp_path, **SGD, parallel__tensor=2)
+    """With the same split layers without a pipeline bit for bit, and with whole ones within a bound. Of gradients of
+    norms and routers ranks have parts, which are added up before those of replicas."""
+    config = write_config(tmp_path, **SGD, **EXPERTS, parallel__tensor=2, parallel__data_parallel_size=2)
     assert main(["verify", str(config), "--steps", "1"]) == 0
     out = capfd.readouterr().out
-    assert [f"lane {lane}, beside plain PyTorch on 2 processes that split its layers, tied gradients summed by stage "
+    assert [f"lane {lane}, beside plain PyTorch on 2 processes that split its layers, gradients summed by replica "
             "(must be equal)" in out for lane in range(3)] == [True, True, False]
     assert "whole layers on one device: the first loss is " in out
     assert out.splitlines()[-1].startswith("equal: 1 steps give to the last bit")

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from vpipe.model.model import Model
@@ -142,9 +143,10 @@ class ReferenceLossScale:
 class GradientSums:
     """Sums of the gradients of an update, added in the order of a pipeline.
 
-    Replica ``i mod width`` of a stage processes microbatch i. Each replica adds its own microbatches in order; then the
-    sums of the replicas are added, replica 0 first. A stage that borrows a tied weight does the same with its copy; the
-    sums of the copies are added, the last stage first (autograd's order), and then to the owner's sum.
+    Replica ``i mod width`` of a stage processes microbatch i. Each replica adds its own microbatches in order, and of a
+    DTensor after them what ranks have parts of; then the sums of the replicas are added, replica 0 first. A stage that
+    borrows a tied weight does the same with its copy; the sums of the copies are added, the last stage first
+    (autograd's order), and then to the owner's sum.
 
     Args:
         stage_of: the stage of every parameter and of every copy of one.
@@ -172,7 +174,7 @@ class GradientSums:
                                       if self._owners[copy] == name])]) for name in names}
 
     def _reduced(self, name: str) -> Tensor | None:
-        return _added([share for _, share in sorted(self._shares.pop(name, {}).items())])
+        return _added([_completed(share) for _, share in sorted(self._shares.pop(name, {}).items())])
 
 
 def _added(parts: Iterable[Tensor | None]) -> Tensor | None:
@@ -371,8 +373,23 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
+def _completed(gradient: Any) -> Any:
+    """Return the sum of what ranks have parts of, in their order; a reduction of torch's has an order of its own."""
+    if not _is_dtensor(gradient):
+        return gradient
+    from torch.distributed.tensor import DTensor, Replicate
+    sums, places = gradient.to_local(), list(gradient.placements)
+    for dim, place in enumerate(places):
+        if place.is_partial():
+            parts = [torch.empty_like(sums) for _ in range(gradient.device_mesh.size(dim))]
+            dist.all_gather(parts, sums.contiguous(), group=gradient.device_mesh.get_group(dim))
+            sums, places[dim] = _added(parts), Replicate()
+    return DTensor.from_local(sums, gradient.device_mesh, places, run_check=False, shape=gradient.shape,
+                              stride=gradient.stride())
+
+
 def _placed_as(gradient: Any, parameter: Any) -> Any:
-    """Return a gradient as its parameter is placed: of a DTensor the sum of what ranks have parts of."""
+    """Return a gradient as its parameter is placed."""
     return gradient.redistribute(placements=parameter.placements) if _is_dtensor(gradient) else gradient
 
 
