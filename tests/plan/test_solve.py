@@ -436,6 +436,13 @@ def test_a_share_of_equal_layers_is_counted_wherever_the_stage_begins() -> None:
     assert [table.peak_bytes(first, first + 4, demand, frozenset((first + 2, first + 3))) for first in firsts] == [
         whole, whole]
     assert [table.recompute_set(first, first + 4, demand) for first in firsts] == [{3, 4}, {7, 8}]
+    for weights in ("tied", "frozen_tied"):  # of the others', which layer 6 alone borrows
+        layers = list(made.layers)
+        layers[6] = replace(layers[6], **{weights: {0: KIB}})  # type: ignore[arg-type]
+        borrowing = replace(made, layers=tuple(layers))
+        table = StageTable(borrowing, None)
+        assert [table.peak_bytes(first, first + 4, demand, frozenset()) for first in firsts] == [
+            stage_memory(borrowing, range(first, first + 4), (), 3, 1).peak for first in firsts]
 
 
 def heavy_first(memory_bytes: int | None = None, stages: int | None = None, ranks: int = 4,
