@@ -21,12 +21,19 @@ from vpipe.runtime.sharded_tensors import is_sharded, local, parted, whole
 
 
 class DrawnAsOnOneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, operations that draw random numbers for DTensors draw those of the whole tensor."""
+    """While active, operations that draw random numbers for DTensors draw those of the whole tensor.
+
+    Attributes:
+        drew: whether some did.
+    """
+
+    drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or not args or not is_sharded(tensor := args[0]):
             return func(*args, **kwargs)
+        self.drew = True
         if func is torch.ops.aten.native_dropout.default:
             factors, mask = func(torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args[1:])
             return tensor * parted(factors, tensor), parted(mask, tensor)

@@ -71,7 +71,8 @@ class Stage(StageLayers):
         self._splittable = {i for i, module in self.modules.items()
                             if any(p.requires_grad for p in module.parameters())
                             and not any(map(_sees_its_operation, module.modules()))}
-        self._sharded = {i for i, module in self.modules.items() if any(map(is_sharded, module.parameters()))}
+        self._sharded = {i: DrawnAsOnOneDevice()  # type: ignore[no-untyped-call]
+                         for i, module in self.modules.items() if any(map(is_sharded, module.parameters()))}
         self._weights_by_owner = {spec.index: self.weights, **self.borrowed}
         self._in_lanes = in_lanes
         self._slice_aware: dict[int, SliceAware] = {}  # by layer, of those that ran a slice
@@ -231,7 +232,7 @@ class Stage(StageLayers):
                     generator.manual_seed(seed)
                 arguments = [tensors[name] for name in layer.inputs]
                 carried = None if sliced is None else span.carried.get(i)
-                with (told, DrawnAsOnOneDevice() if i in self._sharded else NOTHING,  # type: ignore[no-untyped-call]
+                with (told, self._sharded.get(i, NOTHING),
                       NOTHING if store is None or i not in self._splittable
                       else SplitBackwardMode(store, self._autocast is not None)):
                     result = self._call(layer, module, arguments, None if carried is None else tuple(
@@ -425,8 +426,7 @@ class Stage(StageLayers):
     def _forward_contexts(self, span: Span, record: Record) -> Iterator[AbstractContextManager[None]]:
         """Yield those of the span's forward that a part of it needs which the backward runs again, as
         :mod:`torch.utils.checkpoint` does: it draws the same random numbers."""
-        if any(i in self._sharded for i, *_ in span.layers):
-            yield DrawnAsOnOneDevice()  # type: ignore[no-untyped-call]
+        yield from [drawn for i, *_ in span.layers if (drawn := self._sharded.get(i)) and drawn.drew][:1]
         if record.slice is not None:
             for i, _, module in span.layers:
                 yield self._told(i, module, record.key, record.slice)[1]
