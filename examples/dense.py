@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from vpipe import Layer, Model, Pipeline
 
-BLOCKS, WIDTH, SAMPLES, STAGES = 8, 32, 64, [3, 2, 2, 3]
+BLOCKS, WIDTH, SAMPLES = 8, 32, 64
+STAGES = {"1f1b": [3, 2, 2, 3], "interleaved": [2, 1, 1, 1, 1, 1, 1, 2]}  # on four ranks
 
 
 class Block(nn.Module):
@@ -47,8 +48,11 @@ torch.set_num_threads(1)
 drawn = torch.Generator().manual_seed(0)
 batches = [{"x": x, "y": (3 * x[:, 0]).sin() * (3 * x[:, 1]).cos()}
            for x in torch.randn(30, SAMPLES, 2, generator=drawn)]
-pipe = Pipeline(model, partial(torch.optim.AdamW, lr=1e-2), stages=STAGES, microbatches=4)
-losses = [step.loss for step in pipe.train(batches)]
-sent = [stage.bytes_sent // len(losses) for stage in pipe.usage()]
-if pipe.rank == 0:
-    print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}; bytes that each rank sent per update: {sent}")
+losses, sent = {}, {}
+for schedule, stages in STAGES.items():
+    pipe = Pipeline(model, partial(torch.optim.AdamW, lr=1e-2), stages=stages, schedule=schedule, microbatches=4)
+    losses[schedule] = [step.loss for step in pipe.train(batches)]
+    sent[schedule] = [stage.bytes_sent // len(batches) for stage in pipe.usage()[:4]]  # of its whole rank
+    if pipe.rank == 0:
+        first, last = losses[schedule][0], losses[schedule][-1]
+        print(f"{schedule}: loss {first:.4f} -> {last:.4f}; bytes that each rank sent per update: {sent[schedule]}")

@@ -181,12 +181,22 @@ def test_experts_with_a_loss_of_balance_are_those_of_plain_pytorch() -> None:
 
 
 def test_dense_connections_send_each_tensor_once_to_each_later_rank() -> None:
-    """And its gradient back; before a cut there are as many as layers."""
+    """Also where a rank has two stages. Gradients go back through every cut, one for each of the layers before it."""
     made, said = run_here(EXAMPLES / "dense.py")
-    check_losses(made["model"], made["batches"], made["losses"])
-    before_cuts = list(accumulate(made["STAGES"]))[:-1]
+    check_losses(made["model"], made["batches"], made["losses"]["1f1b"])
+    assert made["losses"]["interleaved"] == made["losses"]["1f1b"]
     each = made["SAMPLES"] * made["WIDTH"] * torch.float32.itemsize
-    assert made["sent"] == [each * (back + on) for back, on in zip([0, *before_cuts], [*before_cuts, 0], strict=True)]
+    for schedule, stages in made["STAGES"].items():
+        sent, there = [0] * 4, {0: {*range(stages[0])}}  # by rank, which layers' outputs it has
+        for stage, before in enumerate(accumulate(stages[:-1]), 1):
+            rank, last = stage % 4, (stage - 1) % 4
+            sent[last] += len({*range(before)} - there.get(rank, set()))
+            sent[rank] += before
+            there[rank] = {*range(before + stages[stage])}
+        assert made["sent"][schedule] == [each * tensors for tensors in sent]
+        assert sum(sent) == sum(  # the closed form: each output to every rank behind, each gradient through every cut
+            len({stage % 4 for stage in range(own + 1, len(stages))} - {own % 4}) + len(stages) - 1 - own
+            for own, layers in enumerate(stages[:-1]) for _ in range(layers))
     assert without_digits(said) == without_digits(shown(JOBS, "python examples/dense.py"))
 
 

@@ -10,6 +10,7 @@ from profiles import KIB, layer, profile
 from vpipe.plan.profile import LinkProfile, Profile
 from vpipe.plan.stage_costs import pipeline_costs, stage_costs, stage_memory
 from vpipe.schedules.costs import Link
+from vpipe.schedules.size import Placement
 
 
 @pytest.fixture
@@ -71,6 +72,21 @@ def test_links_and_hosts_come_from_the_profile(four: Profile) -> None:
     spread = replace(linked, identity=replace(linked.identity, ranks_per_host=1))
     assert pipeline_costs(spread, (2, 2), [(), ()], placement).hosts == (0, 1)
     assert pipeline_costs(four, (2, 2), [(), ()], placement).cores is None
+
+
+@pytest.mark.parametrize(("placement", "sent"), [
+    (((0,), (1,), (0,), (1,)), [10, 20, 30]), (((0,), (1,), (1,), (0,)), [10, 30, 30]),
+    (((0,), (1,), (2,), (3,)), [10, 30, 40]), (((0, 1), (2, 3), (0, 1), (2, 3)), [10, 20, 30]),
+    (((0,), (1,), (0, 2), (1,)), [10, 30, 30])])
+def test_what_a_rank_has_had_is_not_sent_to_it(placement: Placement, sent: list[int]) -> None:
+    """``a`` is read by all later layers; ``h`` is another tensor behind each. Gradients cross every cut."""
+    made = profile([layer("first", reads=("ids",), writes="a", out=10),
+                    layer("second", reads=("a",), writes="h", out=20),
+                    layer("third", reads=("h", "a"), writes="h", out=30),
+                    layer("last", reads=("h", "a"), writes="loss", out=4)])
+    costs = pipeline_costs(made, (1,) * 4, [()] * 4, placement).stages
+    assert [cost.output_bytes for cost in costs[:3]] == sent
+    assert [cost.gradient_bytes for cost in costs[1:]] == [10, 30, 40]
 
 
 def test_memory_by_kind(four: Profile) -> None:

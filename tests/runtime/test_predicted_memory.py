@@ -100,9 +100,11 @@ def test_replicas_that_step_a_part_hold_at_most_what_was_predicted(precision: st
 
 
 @pytest.mark.parametrize(("schedule", "dropped"), [("chimera", ((), (), (), ())), ("chimera", ((1,), (2, 3), (), (6,))),
-                                                   ("dualpipe", ((), (), (), ()))])
-def test_a_rank_holds_what_was_predicted_of_its_copies(schedule: str, dropped: tuple[tuple[int, ...], ...]) -> None:
-    """Weights, gradients and optimizer of two stages, and the activations of both, which are most at one time."""
+                                                   ("dualpipe", ((), (), (), ())), ("interleaved", ((), (), (), ())),
+                                                   ("looped_bfs", ((), (), (), ())), ("zb_v", ((), (), (), ()))])
+def test_a_rank_holds_what_was_predicted_of_its_stages(schedule: str, dropped: tuple[tuple[int, ...], ...]) -> None:
+    """Weights, gradients and optimizer of two stages, and the activations of both, which are most at one time, with
+    those that wait on the rank for the second one."""
     model = rich_model()
     optimizer = OptimizerSettings("adamw", 1e-3, matrices=hidden_matrices(model))
     batches = rich_batches(2, 32)
@@ -118,11 +120,13 @@ def test_a_rank_holds_what_was_predicted_of_its_copies(schedule: str, dropped: t
         pass
     for rank, recorder in recorders.items():
         notes = [note for note in recorder.pop_records() if isinstance(note, RecordedAction)]
-        own = {stage: stages[stage].memory for stage in (rank, 3 - rank)}
+        own = {stage: stages[stage].memory for stage, ranks in enumerate(pipe.placement) if rank in ranks}
+        assert len(own) == 2
         assert recorder.weight_bytes() == {stage: memory.weights for stage, memory in own.items()}
         assert recorder.static_bytes() == {stage: memory.gradients + memory.optimizer for stage, memory in own.items()}
         held, expected = max(note.held_bytes for note in notes), sum(memory.activations for memory in own.values())
-        assert expected == (held if schedule == "chimera" else pytest.approx(held, rel=0.15)), rank
+        halves = schedule in ("dualpipe", "zb_v")  # of backwards, see above
+        assert expected == (pytest.approx(held, rel=0.15) if halves else held), rank
 
 
 class Seen(nn.Module):

@@ -434,6 +434,21 @@ def test_a_skip_is_read_changed_as_in_plain_pytorch_and_recomputed_from_what_it_
     assert_exact(skipping(lambda h: h.mul_(1.5)), "1f1b", [2, 1, 3], recompute)
 
 
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_a_skip_that_its_rank_keeps_for_a_later_stage_is_not_changed_by_another_rank(recompute: float) -> None:
+    """Neither in training nor in an evaluation: the later stage would read what it was."""
+    text = ("error: stage 1, which starts at layer 'changes', changes its input in place\nhint: use the operation that "
+            "is not in place there (inplace=False): the input is needed again, by recompute or by another layer")
+    for run in (lambda pipe: list(pipe.train(rich_batches(1, 8))), lambda pipe: pipe.evaluate(rich_batches(1, 8))):
+        pipe = Pipeline(skipping(lambda h: h.mul_(1.5)), Momentum(), Cut((2, 1, 1, 2), recompute=recompute),
+                        "interleaved", 4)
+        assert pipe.placement == ((0,), (1,), (0,), (1,))
+        with pytest.raises(UserError) as error:
+            run(pipe)
+        assert str(error.value) == text
+    assert_exact(skipping(lambda h: h * 1.5), "interleaved", [2, 1, 1, 2], recompute)
+
+
 def test_an_input_whose_memory_another_stage_has_saved_is_copied() -> None:
     """Plain PyTorch refuses this one: tanh needs its result. Between processes nobody shares memory; nor here."""
     pipe = Pipeline(model_of(nn.Tanh, lambda: InPlace(F.relu_)), Momentum(), stages=[2, 2], schedule="1f1b",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 from vpipe.description.recompute import ranges
 from vpipe.plan.profile import LinkProfile, Profile
+from vpipe.schedules.assignment import last_visit
 from vpipe.schedules.costs import Costs, Link, StageCosts
 from vpipe.schedules.size import Placement
 
@@ -82,13 +83,52 @@ def pipeline_costs(profile: Profile, partition: Sequence[int], recomputed: Seque
 
     Ranks are assumed to fill one host after the other, with as many on each as when the profile was measured.
     """
-    stages = tuple(stage_costs(profile, layers, again, split, versions[stage] if versions else 1,
-                               per_update[stage] if per_update else None, len(placement[stage]))
-                   for stage, (layers, again) in enumerate(zip(ranges(partition), recomputed, strict=True)))
+    stages = [stage_costs(profile, layers, again, split, versions[stage] if versions else 1,
+                          per_update[stage] if per_update else None, len(placement[stage]))
+              for stage, (layers, again) in enumerate(zip(ranges(partition), recomputed, strict=True))]
+    for kept in kept_inputs(profile, partition, placement):
+        before = stages[kept.stage - 1]
+        stages[kept.stage - 1] = replace(before, output_bytes=before.output_bytes - kept.bytes)
     ranks = len({rank for group in placement for rank in group})
     links = {ends: _link(link) for ends, link in profile.links.items() if max(ends) < ranks}
     hosts = () if profile.cores is None else tuple(rank // profile.identity.ranks_per_host for rank in range(ranks))
-    return Costs(stages, _link(profile.default_link), links, cores=profile.cores, hosts=hosts)
+    return Costs(tuple(stages), _link(profile.default_link), links, cores=profile.cores, hosts=hosts)
+
+
+class KeptInputs(NamedTuple):
+    """The inputs of a stage that its rank keeps since an earlier stage of its own, so that they are not sent.
+
+    Attributes:
+        since: the earlier stage.
+        bytes: of a microbatch.
+        made: those of the bytes that the earlier stage writes itself.
+    """
+
+    since: int
+    stage: int
+    bytes: int
+    made: int
+
+
+def kept_inputs(profile: Profile, partition: Sequence[int], placement: Placement) -> list[KeptInputs]:
+    """Return what ranks keep for their later stages, as :func:`vpipe.runtime.p2p.kept_inputs` without torch."""
+    spans, found = list(ranges(partition)), []
+    for stage, layers in enumerate(spans):
+        if (since := last_visit(placement, stage)) is not None:
+            own, between = ({tensor.name for number in numbers for tensor in profile.layers[number].writes}
+                            for numbers in (spans[since], range(spans[since].stop, layers.start)))
+            kept = {t.name: t.bytes for t in profile.activations.crossing(layers.start) if t.name not in between}
+            found.append(KeptInputs(since, stage, sum(kept.values()), sum(kept[name] for name in own & kept.keys())))
+    return found
+
+
+def waiting_bytes(kept: Sequence[KeptInputs], in_flight: Mapping[int, int]) -> dict[int, int]:
+    """Return, by earlier stage of a rank, the bytes that only wait for its later one; ``in_flight``: by stage.
+
+    What the earlier stage has not written itself, its own microbatches in flight hold.
+    """
+    return {each.since: each.made * max(0, in_flight[each.since] - in_flight[each.stage])
+            for each in kept if each.since in in_flight}
 
 
 def _link(link: LinkProfile) -> Link:
@@ -134,7 +174,8 @@ def combined_memory(stages: Sequence[StageMemory]) -> StageMemory:
 
 
 def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], in_flight: int, versions: int,
-                 weight_halves: int = 0, remade: int = 1, width: int = 1, lanes: int = 1) -> StageMemory:
+                 weight_halves: int = 0, remade: int = 1, width: int = 1, lanes: int = 1,
+                 waiting: int = 0) -> StageMemory:
     """Return what a replica of a stage of ``layers`` holds at most.
 
     Of n lanes whose weights ``fully_shard`` divides a rank has 1/n of the weights and of the optimizer's state all the
@@ -151,6 +192,7 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
         width: replicas, which share the optimizer's state where the profile says so.
         lanes: among which ``fully_shard`` divides the weights. Where their number does not divide the first dimension
             of a parameter, a rank has up to a row of it more.
+        waiting: bytes that the stage has written and a later stage of the rank has yet to read.
     """
     own = [profile.layers[number] for number in layers]
     trained = sum(layer.parameter_bytes for layer in own)
@@ -167,7 +209,7 @@ def stage_memory(profile: Profile, layers: range, recomputed: Collection[int], i
         weights=held if lanes == 1 else held + -(-held // lanes), stashed=(versions - 1) * weights, gradients=weights,
         optimizer=-(-state // lanes) + profile.extrapolated_bytes(stepped, versions),
         activations=remade * full + (in_flight - remade) * kept
-        + weight_halves * sum(layer.weight_half_bytes for layer in own),
+        + weight_halves * sum(layer.weight_half_bytes for layer in own) + waiting,
         working=max(step_working(profile, stepped, versions), summed, *(layer.working_bytes for layer in own)))
 
 

@@ -149,7 +149,7 @@ class Recorder:
             self._follow_gathered(op.memory, stage)
         here = worker.stages.get(stage)
         self._records.append((op, stage, worker.segment.number_of(action), started, ended,
-                              waited if self._device_times is None else (waited, waits), self._held,
+                              waited if self._device_times is None else (waited, waits), self._held + worker.kept_bytes,
                               0 if here is None else here.weights.version_count))
 
     def _receive(self, receive: Callable[..., list[torch.Tensor]], *key: Any) -> list[torch.Tensor]:

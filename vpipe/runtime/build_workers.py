@@ -18,6 +18,7 @@ from vpipe.runtime.executors.naive import NaiveWorker
 from vpipe.runtime.fully_sharded import FullyShardedStages, check_divided
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.optimizer_step import OptimizerSteps
+from vpipe.runtime.p2p import kept_inputs
 from vpipe.runtime.reducer import count_buckets, owners_of
 from vpipe.runtime.sharded_tensors import check_meshes
 from vpipe.runtime.stage import Stage
@@ -66,8 +67,9 @@ def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, d
     return built
 
 
-def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, schedule: Schedule, description: Description,
-                  world: DeviceMap, ties: Ties, frozen_ties: Ties) -> dict[int, Worker]:
+def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs: Sequence[StageSpec],
+                  schedule: Schedule, description: Description, world: DeviceMap, ties: Ties,
+                  frozen_ties: Ties) -> dict[int, Worker]:
     """Build the workers of this process for its stages; return them by rank.
 
     Args:
@@ -86,6 +88,12 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, schedu
         compile_layers([layer for stages in built.values() for stage in stages.values()
                         for layer in stage.modules.values()], backend)
     group = execution.mesh.get_group(execution.data) if execution.mesh is not None and execution.data else None
+    compression = Compression.described(description.transfers, len(placement), description.seed)
+    # With compression every cut rounds all tensors, so a rank has not had what arrives there.
+    kept = kept_inputs(specs, model.layers, placement) if compression is None else {}
+    for stage in (stage for stages in built.values() for stage in stages.values()):
+        stage.kept_around.update(*(each.names for later, each in kept.items()
+                                   if each.since < stage.spec.index < later))
     mailbox: Mailbox = {}
     workers: dict[int, Worker] = {}
     for rank, stages in built.items():
@@ -121,8 +129,7 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, schedu
             rank, placement, stages, steps, tied, transport,
             BatchComparison(transport, placement, model.batch, lanes.own) if distributed else None,
             schedule.offloaded_stages,
-            Compression.described(description.transfers, len(placement), description.seed),
-            FullyShardedStages(stages, group))
+            compression, FullyShardedStages(stages, group), kept)
     return workers
 
 

@@ -100,7 +100,7 @@ class Engine:
         frozen = self.collectives.frozen_ties(stages)
         ties = ties_between(specs, lambda name: name not in frozen)
         self.schedule = schedule = with_frozen(schedule, self._frozen(stages), ties)
-        self.workers.update(build_workers(stages, model, schedule, description, world, ties,
+        self.workers.update(build_workers(stages, model, specs, schedule, description, world, ties,
                                           ties_between(specs, frozen.__contains__)))
         exchanged, widest = exchanged_at_updates(schedule.kinds), max(map(len, self._placement))
         assert exchanged["zero1"] == (description.update.zero1 and widest > 1), "lowered for another update"

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Set, Sized
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
+from vpipe.model.layer import Layer
+from vpipe.model.split import StageSpec
 from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.transport.compression import CompressedTransport
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
+from vpipe.schedules.assignment import last_visit
+from vpipe.schedules.size import Placement
 
 _ACTIVATIONS, _GRADIENTS = TransferKind.ACTIVATIONS, TransferKind.GRADIENTS  # quicker to find, for every transfer
 
@@ -23,10 +28,45 @@ _Channel = tuple[int, int, bool, Signature]
 """The receiving stage, the peer, whether in training, the batch's shapes: these determine the transferred shapes."""
 
 
+class KeptInputs(NamedTuple):
+    """The inputs of a stage that its rank has since an earlier stage of its own, so that they are not sent.
+
+    Attributes:
+        since: that stage.
+        inputs: all inputs of the stage, in order.
+        names: those of them that the rank has.
+        made: those of these that the earlier stage wrote itself, so that its microbatches may not hold them.
+    """
+
+    since: int
+    inputs: tuple[str, ...]
+    names: Set[str]
+    made: Set[str]
+
+
+def kept_inputs(specs: Sequence[StageSpec], layers: Sequence[Layer], placement: Placement) -> dict[int, KeptInputs]:
+    """Return by stage what its rank keeps for it: what no layer between the two stages of the rank writes anew.
+
+    Gradients of it go through all stages nevertheless: each adds its own, in the order of one graph.
+    """
+    def written(numbers: range) -> set[str]:
+        return {name for number in numbers for name in layers[number].outputs}
+
+    found = {}
+    for spec in specs:
+        if (since := last_visit(placement, spec.index)) is not None:
+            before = specs[since].layers
+            if names := set(spec.inputs) - written(range(before.stop, spec.layers.start)):
+                found[spec.index] = KeptInputs(since, spec.inputs, names, names & written(before))
+    return found
+
+
 class _OutputSpecs(NamedTuple):
-    """Specs of a stage's outputs for one batch shape; names and specs of the gradients that come back."""
+    """Specs of a stage's outputs for one batch shape, and of those sent; names and specs of the gradients that come
+    back."""
 
     outputs: list[TensorSpec]
+    sent: list[TensorSpec]
     gradient_names: list[str]
     gradients: list[TensorSpec]
 
@@ -34,6 +74,9 @@ class _OutputSpecs(NamedTuple):
         return len(outputs) == len(self.outputs) and all(
             spec.shape == t.shape and spec.dtype is t.dtype and spec.wants_gradient is t.requires_grad
             for spec, t in zip(self.outputs, outputs, strict=True))
+
+
+NOTHING_KEPT: Mapping[int, KeptInputs] = MappingProxyType({})
 
 
 class P2PTransfers:
@@ -44,10 +87,14 @@ class P2PTransfers:
 
     Args:
         scales: whether gradients are sent with their loss scale.
+        kept: inputs that ranks have, by stage.
     """
 
-    def __init__(self, transport: Transport | CompressedTransport, scales: bool = False) -> None:
-        self._transport, self._scales = transport, scales
+    def __init__(self, transport: Transport | CompressedTransport, scales: bool = False,
+                 kept: Mapping[int, KeptInputs] = NOTHING_KEPT) -> None:
+        self._transport, self._scales, self._kept = transport, scales, kept
+        self._kept_for = {each.since: stage for stage, each in kept.items()}
+        self._there: dict[tuple[int, int], dict[str, Tensor]] = {}  # what is kept, for a stage and microbatch
         self._local: dict[TransferKey, list[Tensor]] = {}  # from a stage on this same rank
         self._unsent: dict[TransferKey, tuple[list[Tensor], list[TensorSpec], Signature]] = {}
         self._specs: dict[tuple[int, bool, Signature], _OutputSpecs] = {}  # by stage
@@ -62,14 +109,21 @@ class P2PTransfers:
         """Begin a segment."""
         self._segment, self._rank_of = segment, segment.assignment.rank_of
 
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes that are kept for later stages of the rank, besides what microbatches of earlier ones hold."""
+        return sum(tensors[name].nbytes for (stage, _), tensors in self._there.items()
+                   for name in self._kept[stage].made)
+
     def stores(self) -> Mapping[str, Sized]:
         """Return what must be empty at the end of a segment, by name."""
-        return {"arrived tensors": self._local, "unsent tensors": self._unsent, "expected gradients": self._expected,
+        return {"arrived tensors": self._local, "kept tensors": self._there, "unsent tensors": self._unsent,
+                "expected gradients": self._expected,
                 "receives of unknown shape": [key for queue in self._queued.values() for key in queue]}
 
     def abandon(self) -> None:
         """Drop all transfers under way and expected."""
-        for store in (self._local, self._unsent, self._expected, self._queued):
+        for store in (self._local, self._there, self._unsent, self._expected, self._queued):
             store.clear()
 
     # -- inputs and outputs of forwards and backwards ----------------------------------------------------
@@ -80,14 +134,18 @@ class P2PTransfers:
                 TransferKey(kind, stage, self._segment.base + microbatch))
 
     def receive_activations(self, stage: int, microbatch: int) -> list[Tensor]:
-        """Return the outputs of the stage before; none for the first stage."""
+        """Return the outputs of the stage before, with those that were kept here; none for the first stage."""
         if stage == 0:
             return []
         peer, key = self.source(_ACTIVATIONS, stage, microbatch)
         queue = self._queued[stage, peer]
         while queue and any(key == queued for queued, _ in queue):
             self._receive_specs(peer, queue)
-        return self._receive(peer, key)
+        received = self._receive(peer, key)
+        if stage not in self._kept:
+            return received
+        there, sent = self._there.pop((stage, microbatch)), iter(received)
+        return [there[name] if name in there else next(sent) for name in self._kept[stage].inputs]
 
     def receive_gradients(self, stage: int, microbatch: int) -> dict[str, Tensor]:
         """Return the gradients of the outputs that want one, by name."""
@@ -96,27 +154,39 @@ class P2PTransfers:
 
     def put_activations(self, stage: int, microbatch: int, signature: Signature, names: Sequence[str],
                         outputs: list[Tensor]) -> None:
-        """Give a stage's outputs to the next stage if it is on this rank; else store them for their send."""
+        """Give a stage's outputs to the next stage if it is on this rank; else store for their send what the other rank
+        does not have. Keep what a later stage of this rank needs."""
         training = self._segment.training
         specs = self._specs.get((stage, training, signature))
         if specs is None or not specs.match(outputs):
-            specs = self._specs[stage, training, signature] = self._specs_of(names, outputs)
+            specs = self._specs[stage, training, signature] = self._specs_of(stage, names, outputs)
         if training and self._segment.assignment.trains(stage):
             self._expected[stage, microbatch] = specs
+        if stage in self._kept_for:
+            later = self._kept_for[stage]
+            # Another leaf of the same memory: within one process the stages between read this one.
+            self._there[later, microbatch] = {name: t.detach().requires_grad_(t.requires_grad)
+                                              for name, t in zip(names, outputs, strict=True)
+                                              if name in self._kept[later].names}
+        if stage + 1 in self._kept:
+            there = self._kept[stage + 1].names
+            outputs = [t for name, t in zip(names, outputs, strict=True) if name not in there]
         key = TransferKey(_ACTIVATIONS, stage + 1, self._segment.base + microbatch)
-        self._put(key, microbatch, outputs, specs.outputs, signature)
+        self._put(key, microbatch, outputs, specs.sent, signature)
 
     def put_gradients(self, stage: int, microbatch: int, gradients: list[Tensor]) -> None:
         """Give the gradients of a stage's inputs to the stage before, or store them for their send."""
         self._put(TransferKey(_GRADIENTS, stage - 1, self._segment.base + microbatch), microbatch, gradients, [], ())
 
-    def _specs_of(self, names: Sequence[str], outputs: Sequence[Tensor]) -> _OutputSpecs:
+    def _specs_of(self, stage: int, names: Sequence[str], outputs: Sequence[Tensor]) -> _OutputSpecs:
         specs = [TensorSpec.from_tensor(t) for t in outputs]
+        there = self._kept[stage + 1].names if stage + 1 in self._kept else ()
+        sent = [spec for name, spec in zip(names, specs, strict=True) if name not in there]
         wanted = [(name, TensorSpec(spec.shape, spec.dtype, wants_gradient=False))
                   for name, spec in zip(names, specs, strict=True) if spec.wants_gradient]
         if self._scales:
             wanted.append((SCALE, TensorSpec((1,), torch.float32, wants_gradient=False)))
-        return _OutputSpecs(specs, [name for name, _ in wanted], [spec for _, spec in wanted])
+        return _OutputSpecs(specs, sent, [name for name, _ in wanted], [spec for _, spec in wanted])
 
     def _put(self, key: TransferKey, microbatch: int, tensors: list[Tensor], specs: list[TensorSpec],
              signature: Signature) -> None:

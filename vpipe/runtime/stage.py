@@ -60,6 +60,8 @@ class Stage(StageLayers):
 
     Attributes:
         summed_late: the stage's own parameters whose gradient is not final before the whole backward is done.
+        kept_around: inputs that another rank has had before and reads after this stage, so that no layer may change
+            them in place.
     """
 
     def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device,
@@ -77,6 +79,7 @@ class Stage(StageLayers):
         self._in_lanes = in_lanes
         self._slice_aware: dict[int, SliceAware] = {}  # by layer, of those that ran a slice
         self._observed: list[LayerOutputs] | None = None  # outputs of each layer, while a failure is repeated
+        self.kept_around: set[str] = set()
         self._spans = list(self._cut_into_spans(model, recomputed))
         self.recomputes = bool(recomputed)
         self._shared = [(weights, names) for weights in self.all_weights if (names := self._in_several_spans(weights))]
@@ -186,6 +189,8 @@ class Stage(StageLayers):
                 else:
                     graph, outputs = self._with_graph(span, inputs, record)
                     saved = SpanActivations(inputs, graph)
+                if not self.kept_around.isdisjoint(effects.inputs):
+                    raise self._in_place_error(span.layers[0][1].name)
                 if effects.may_share:
                     outputs = {name: effects.unshare(t) for name, t in outputs.items()}
         return saved, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
@@ -223,7 +228,8 @@ class Stage(StageLayers):
         effects, sliced = span.effects if training and not span.effects.inert else None, record.slice
         given = inputs if effects is None else effects.prepare_inputs(inputs, again)
         tensors = {**record.fields, **given}
-        before = [(name, t, t._version) for name, t in tensors.items() if training or name not in inputs]
+        before = [(name, t, t._version) for name, t in tensors.items()
+                  if training or name not in inputs or name in self.kept_around]
         try:
             for i, layer, module in span.layers:
                 key, told = (record.key, NOTHING) if sliced is None else self._told(i, module, record.key, sliced)

@@ -27,7 +27,7 @@ from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.offload import Offloads
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.outputs import Outputs, evaluation_of
-from vpipe.runtime.p2p import SCALE, P2PTransfers
+from vpipe.runtime.p2p import NOTHING_KEPT, SCALE, KeptInputs, P2PTransfers
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import NO_TENSORS, NOTHING, Stage
 from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
@@ -84,18 +84,20 @@ class Worker:
         offloaded: stages of which the schedule offloads activations.
         compression: of activations and gradients.
         fully_sharded: these stages where lanes share out their weights.
+        kept: inputs that ranks have since earlier stages of theirs, by stage.
     """
 
     def __init__(self, rank: int, placement: Placement, stages: Mapping[int, Stage], steps: OptimizerSteps,
                  tied: TiedWeights, transport: Transport, comparison: BatchComparison | None = None,
                  offloaded: Collection[int] = (), compression: Compression | None = None,
-                 fully_sharded: FullyShardedStages | None = None) -> None:
+                 fully_sharded: FullyShardedStages | None = None,
+                 kept: Mapping[int, KeptInputs] = NOTHING_KEPT) -> None:
         self.fully_sharded = FullyShardedStages(stages) if fully_sharded is None else fully_sharded
         self.rank, self.stages, self.transport, self.optimizer_steps = rank, stages, transport, steps
         self.tied, self.comparison, self.offloads = tied, comparison, Offloads(stages, offloaded)
         self._stage_scaler = steps.stage_scaler
         self._p2p = P2PTransfers(transport if compression is None else CompressedTransport(transport, compression),
-                                 scales=self._stage_scaler is not None)
+                                 scales=self._stage_scaler is not None, kept=kept)
         self._last = len(placement) - 1
         self.records: dict[tuple[int, int], Record] = {}
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
@@ -232,6 +234,11 @@ class Worker:
             others_s=sum(seconds for op, seconds in own.items()
                          if not op.is_own and op.transfer is None and op.host_bytes is None),
             state_bytes=self.optimizer_steps.state_bytes(stage))
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of tensors that wait for a later stage of the rank and that no record of a microbatch counts."""
+        return self._p2p.kept_bytes
 
     # -- forward ---------------------------------------------------------------------------------------
 

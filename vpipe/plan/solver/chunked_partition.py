@@ -21,7 +21,7 @@ from vpipe.plan.solver.partition_search import (
     unreplicated_problem,
 )
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
-from vpipe.plan.stage_costs import combined_memory, stage_memory
+from vpipe.plan.stage_costs import combined_memory, kept_inputs, stage_memory, waiting_bytes
 from vpipe.schedules.assignment import stages_of_rank
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, StageCosts
@@ -59,9 +59,11 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
             continue
         recomputed = tuple(table.recompute_set(each.first, each.stop, demand) or frozenset[int]()
                            for each, demand in zip(found.slices, attempt, strict=True))
+        waiting = waiting_bytes(kept_inputs(table.profile, found.partition, placement),
+                                {stage: demand.in_flight for stage, demand in enumerate(demands)})
         memory = [stage_memory(table.profile, range(each.first, each.stop), layers, demand.in_flight, demand.versions,
-                               demand.weight_halves, width=demand.width)
-                  for each, demand, layers in zip(found.slices, demands, recomputed, strict=True)]
+                               demand.weight_halves, width=demand.width, waiting=waiting.get(stage, 0))
+                  for stage, (each, demand, layers) in enumerate(zip(found.slices, demands, recomputed, strict=True))]
         if table.limit_bytes is not None and any(
                 combined_memory([memory[stage] for stage in stages_of_rank(placement, rank)]).peak > table.limit_bytes
                 for ranks in placement for rank in ranks[:1]):
