@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes  # without a public name
 
 from vpipe import Layer, Model
 from vpipe.app.families import LARGEST_SIZE, MOST_BLOCKS
@@ -181,10 +182,12 @@ def attention(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, *, mask:
     share = dropout.p if dropout is not None and dropout.training else 0.0
     queries, keys = query_basd.shape[2], key_bgsd.shape[2]
     if causal and queries < keys:
-        # Off the processor the kernels of flash attention know this mask, which is not made there.
-        mask, causal = causal_lower_right(queries, keys), False
+        causal = False
         if query_basd.device.type == "cpu":
             mask = _lower_right(queries, keys, torch.promote_types(query_basd.dtype, torch.float32))
+        else:  # the kernels of flash attention know this mask, which is not made there, nor while a mode is active
+            with _disable_current_modes():
+                mask = causal_lower_right(queries, keys)
     options: dict[str, Any] = {"attn_mask": mask, "dropout_p": share, "is_causal": causal,
                                "enable_gqa": key_bgsd.shape[1] < query_basd.shape[1]}
     attend: Callable[..., Tensor] = F.scaled_dot_product_attention
