@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vpipe import Model, Pipeline
 from vpipe.checkpoint.manifest import Position
 from vpipe.runtime.step_results import Step
+from vpipe.schedules.csv_format import CsvFile
 from vpipe.testing import InitialState, ReferenceRun, references
 
 Build = Callable[[], Model]
@@ -68,7 +69,7 @@ def oracle_of(pipe: Pipeline, batches: Batches, *, drained_at: Iterable[int] = (
     arrangement = (pipe.partition, pipe.placement, description.transfers) if stream or regrouped else ()
     key = repr([id(pipe.model), description.update, description.microbatches, description.precision, description.seed,
                 description.execution.backend, description.order.slices, arrangement,
-                (description.order, [*drained_at]) if stream else (),
+                (description.order, [*drained_at]) if stream or CsvFile.is_path(pipe.schedule) else (),
                 [(name, tensor.dtype, tensor.shape, hashlib.sha256(tensor.numpy().tobytes()).hexdigest())
                  for batch in batches for name, tensor in batch.items()]])
     if start is FROM_SCRATCH and key in _known:

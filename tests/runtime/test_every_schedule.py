@@ -135,10 +135,16 @@ def test_receives_are_posted_as_sends_are_sent(name: str, monkeypatch: pytest.Mo
     assert len(orders["send"]) > 6
 
 
-def test_microbatches_in_an_order_of_each_stage_s_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [False, True])
+def test_microbatches_in_an_order_of_each_stage_s_own(steps: bool, tmp_path: Path) -> None:
+    """Each stage adds gradients in its order: four microbatches with a flush, two updates of three without one."""
     file = tmp_path / "turned.csv"
-    file.write_text("1F0,1B0,1F1,1B1\n0F1,0F0,0B0,0B1\n")
-    equals_its_oracle(untied_model, rich_batches(3, 4), schedule=str(file), microbatches=2, partition=[3, 5])
+    file.write_text("1F0,1B0,1F1,1F3,1B3,1F2,1B1,1B2\n0F1,0F0,0F3,0F2,0B0,0B1,0B3,0B2\n" if not steps else
+                    "0F0,0F1,0F2,0F3,0B2,0B0,0B1,0STEP0,0F4,0F5,0B5,0B3,0B4,0STEP1\n"
+                    "1F0,1F1,1F2,1B2,1B0,1B1,1STEP0,1F3,1F4,1F5,1B5,1B3,1B4,1STEP1\n")
+    microbatches = 6 if steps else 4
+    equals_its_oracle(rich_model, rich_batches(3, 2 * microbatches), schedule=str(file), microbatches=microbatches,
+                      partition=[3, 5], update_every=3 if steps else None)
 
 
 @pytest.mark.parametrize("recompute", [0.0, 0.5, 1.0])

@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from small_run import job_of, write_config
+from torch import Tensor, nn
 
+from vpipe import Layer, Model, Pipeline
 from vpipe.app.cli import main
 from vpipe.app.commands.verify import _compared
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import build_pipeline
-from vpipe.app.verify import batches_for_steps, references, run_in_process, steps_in_batches
+from vpipe.app.verify import batches_for_steps, run_in_process, steps_in_batches
+from vpipe.app.verify import references as references_of
 from vpipe.errors import RunError
 from vpipe.runtime.weight_versions import WeightVersions
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.testing import Difference, Reference, ReplicaMismatch, Trajectory, compare, record_ranks
+from vpipe.testing import (
+    Difference,
+    Reference,
+    ReplicaMismatch,
+    TrainingRecipe,
+    Trajectory,
+    assert_equals_oracle,
+    compare,
+    flush_oracle,
+    record_ranks,
+    references,
+)
 
 
 def compared(job: Job, updates: int = 2) -> tuple[Reference, list[Reference], list[Difference], Trajectory]:
     """The exact oracle, the others, the differences from the exact one, and the run; all are near enough."""
     batches = batches_for_steps(job, updates)
-    exact, *plain = references(job, batches)
+    exact, *plain = references_of(job, batches)
     ours = run_in_process(job, batches)
     assert not ours.mismatches
     for reference in (exact, *plain):
@@ -47,10 +62,36 @@ def test_bert_under_every_schedule_is_what_its_oracle_says(name: str, tmp_path: 
     assert [reference.bound > 0 for reference in plain] == [True] * recipe.flush
 
 
-@pytest.mark.parametrize("optimizer", ["nadam", "muon"])
+class Sensitive(nn.Module):
+    """To the last bit of its weight, as a ReLU of 0 is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        h = nn.functional.linear(x, self.weight) * (1e8 * self.weight.detach()).sin()
+        return h if y is None else nn.functional.mse_loss(h, y)
+
+
+def test_plain_pytorch_is_compared_where_it_would_soon_be_another_run() -> None:
+    """It begins every update with the weights of the run: the gradients of one are as near as sums in two orders."""
+    model = Model([Layer("first", Sensitive, ("x",), ("h",)),
+                   Layer("last", Sensitive, ("h", "y"), ("loss",), ties={"weight": "first.weight"})], ("x", "y"))
+    generator = torch.Generator().manual_seed(2)
+    batches = [{name: torch.randn(12, 3, generator=generator) for name in ("x", "y")} for _ in range(3)]
+    pipe = Pipeline(model, partial(torch.optim.SGD, lr=0.1), stages=[1, 1], microbatches=4, seed=1)
+    assert_equals_oracle(pipe, batches)
+    exact, plain = references(pipe.model, pipe.description, pipe.lowered, batches)
+    assert 0 < plain.bound < 1e-5
+    apart = flush_oracle(model, batches, TrainingRecipe(lambda named: torch.optim.SGD(named.values(), lr=0.1), 4, 1))
+    assert apart.losses[0] == exact.run.losses[0]
+    assert abs(apart.losses[-1] - exact.run.losses[-1]) > 0.01 * exact.run.losses[-1]
+
+
+@pytest.mark.parametrize("optimizer", ["nadam", "muon", "soap"])
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
 def test_optimizers_are_what_the_oracles_say(name: str, optimizer: str, tmp_path: Path) -> None:
-    """Plain PyTorch adds tied gradients in another order, which Muon may round to the next number of bf16."""
     compared(job_of(tmp_path, parallel__schedule=name, training__optimizer=optimizer, training__weight_decay=0.1), 3)
 
 
@@ -114,7 +155,8 @@ def test_replicas_are_what_their_oracle_says(schedule: str, widths: tuple[int, .
                  parallel__stage_to_rank_map={str(stage): on for stage, on in enumerate(placement)})
     exact, plain, differences, ours = compared(job)
     assert exact.bound == 0
-    assert [reference.name for reference in plain] == ["plain PyTorch on one device"] * (schedule == "1f1b")
+    assert [reference.name for reference in plain] == ["plain PyTorch on one device, one update at a time"] * (
+        schedule == "1f1b")
     if schedule == "pipedream":  # in a step a stage of one replica makes the more updates
         for layer, width in ((job.model.layers[0], widths[0]), (job.model.layers[-1], widths[-1])):
             made = {update for update, name in ours.updates() if name.startswith(layer.name)}

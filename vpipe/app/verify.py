@@ -49,11 +49,9 @@ def references(job: Job, batches: int, model: Model | None = None) -> Iterator[R
     Args:
         model: the job's, with layers that these processes split.
     """
-    optimizer, parts = job.config.training.optimizer, job.config.parallel.tensor
+    parts = job.config.parallel.tensor
     for found in references_of(model or job.model, job.description, job.schedule, _batches(job, batches),
-                               device=make_deterministic(job),
-                               optimizer_eps=torch.finfo(torch.bfloat16).eps if optimizer == "muon" else 0.0,
-                               plain=optimizer != "soap"):  # it normalizes rounding errors, too
+                               device=make_deterministic(job)):
         name = found.name if model is None else found.name.replace(
             "on one device", f"on {parts} processes that split its layers")
         yield replace(found, name=name)

@@ -3,13 +3,16 @@
 With a flush the oracle is plain PyTorch on one device (in a reduced precision under ``torch.autocast``, or with rounded
 layers and master weights), without one the sequential program of :mod:`vpipe.testing.reference`. On one CPU thread both
 give the same bits, in any precision, if sums have the same order. The pipeline adds the gradients of a weight tied
-across two stages per stage, and those of a stage with several replicas per replica. The oracle does the same and must
-be met to the bit; plain PyTorch, which adds microbatch by microbatch, must be met within :attr:`Reference.bound`. A
-schedule from a file may complete its microbatches out of order; then only that bound holds, for losses and norms. The
+across two stages per stage, those of a stage with several replicas per replica, and those of microbatches that a
+schedule from a file completes out of order in that order. The oracle does the same and must be met to the bit. The
 replicas of a stage must equal each other in any case.
 
-With compression the oracle encodes and decodes at the cuts what the pipeline sends. Then only equality can be tested:
-where a sum differs in its last bit, a number between two codes becomes another one.
+Where it does so with a flush, there is a second oracle: plain PyTorch, which adds microbatch by microbatch, must be met
+within :attr:`Reference.bound`. It makes each update from the state in which the first oracle begins it. Left to itself
+it would be another run, to which no distance can be derived: weights that differ in their last bit let a ReLU change
+its side, and an adaptive optimizer make a whole step of the rounding of a gradient near 0.
+
+With compression the oracle encodes and decodes at the cuts what the pipeline sends, and there is no second one.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor
 
 from vpipe.description.description import Description
-from vpipe.errors import RunError, UserError
+from vpipe.errors import RunError
 from vpipe.model.model import Model
 from vpipe.pipeline import Pipeline
 from vpipe.runtime.transport.compression import Compression
@@ -33,7 +36,7 @@ from vpipe.schedules.schedule import Schedule
 from vpipe.testing.compression import CutCompression
 from vpipe.testing.reference import FROM_SCRATCH, Batch, ReferenceRun, asynchronous_oracle, flush_oracle
 from vpipe.testing.reference_model import ReferencePrecision, compiled_model
-from vpipe.testing.reference_optimizer import InitialState, TrainingRecipe, Versions, uncompressed, version_rule
+from vpipe.testing.reference_optimizer import InitialState, TrainingRecipe, Turn, Versions, uncompressed, version_rule
 from vpipe.testing.trajectory import Trajectory
 
 _DEFECT = "this is a defect of vpipe: please report it"
@@ -45,7 +48,7 @@ class Reference:
 
     Attributes:
         bound: largest relative difference of a loss or a norm; 0: losses, norms and weights must be equal. Above 0 the
-            weights are not compared: an adaptive optimizer makes a whole step of the rounding of a gradient near 0.
+            weights are not compared, for the optimizer's sake.
         run: what the oracle ended with.
     """
 
@@ -124,17 +127,14 @@ def record_ranks(pipe: Pipeline, batches: Iterable[Batch]) -> dict[int, Trajecto
 
 
 def references(model: Model, description: Description, schedule: Schedule, batches: Sequence[Batch], *,
-               device: torch.device | str = "cpu", optimizer_eps: float = 0.0, plain: bool = True,
-               drained_at: Iterable[int] = (), start: InitialState = FROM_SCRATCH) -> Iterator[Reference]:
+               device: torch.device | str = "cpu", drained_at: Iterable[int] = (),
+               start: InitialState = FROM_SCRATCH) -> Iterator[Reference]:
     """Yield the oracles of a pipeline, the exact one first.
 
     Args:
         schedule: lowered or not.
         batches: from the first of the training on.
         device: on which the oracles compute.
-        optimizer_eps: the precision to which the optimizer itself rounds, such as that of bf16 for Muon's momentum.
-        plain: whether the optimizer moves little when a gradient does, so that plain PyTorch is a second oracle where
-            the exact one adds gradients in another order.
         drained_at: microbatches before which the pipeline was empty, see :func:`~vpipe.testing.asynchronous_oracle`.
         start: the state to begin with, such as that of a checkpoint.
     """
@@ -144,14 +144,9 @@ def references(model: Model, description: Description, schedule: Schedule, batch
     assert name is not None
     widths, microbatches = [len(ranks) for ranks in schedule.placement], len(batches) * description.microbatches
     precision = ReferencePrecision(description.precision.name, description.precision.loss_scale)
-    steps = -(-microbatches // microbatches_of_step(schedule))
-    rounding = _rounding(precision, description.microbatches * schedule.slices, optimizer_eps) * steps
     # async_threaded reverses the backwards of gpipe, but keeps gradients apart and adds them in order.
-    bound = 0.0 if _in_order(schedule) or description.execution.threaded else rounding
+    turn = None if _in_order(schedule) or description.execution.threaded else _turn(schedule)
     compression = Compression.described(description.transfers, len(partition), description.seed)
-    if compression is not None and bound:
-        raise UserError(f"'{name}' completes microbatches out of order, and with parallel.compress there "
-                        "is no bound to compare within", hint="verify it with parallel.compress=none")
     compress = uncompressed if compression is None else CutCompression(model, partition, schedule.placement,
                                                                        compression)
 
@@ -165,21 +160,29 @@ def references(model: Model, description: Description, schedule: Schedule, batch
     if schedule.flush:
         regrouped = [what for what, there in (
             ("tied gradients summed by stage", bool(schedule.ties)), ("gradients summed by replica", max(widths) > 1),
+            ("gradients summed in the order of the file", turn is not None),
             ("tensors coded at the cuts", compression is not None)) if there]
+        again = bool(regrouped) and compression is None
         run = flush_oracle(model, batches, recipe(trajectory), partition if regrouped else None,
-                           widths if regrouped else None, start)
+                           widths if regrouped else None, start, turn, measured=again)
         program = f"plain PyTorch{precision.description} on one device" + ", slice by slice" * (schedule.slices > 1)
-        yield Reference(", ".join([program, *regrouped]), trajectory, bound, run)
-        if regrouped and compression is None and plain:
+        yield Reference(", ".join([program, *regrouped]), trajectory, 0.0, run)
+        if again:
             trajectory = Trajectory()
-            run = flush_oracle(model, batches, recipe(trajectory), start=start)
-            yield Reference(program, trajectory, rounding, run)
+            for batch, state in zip(batches, run.states, strict=True):
+                one = Trajectory()
+                plain = flush_oracle(model, [batch], recipe(one), start=state)
+                trajectory.extend(one)
+            bounds = [off / norm for off, updates in zip(run.roundings, trajectory.step_updates, strict=True)
+                      if math.isfinite(norm := trajectory.norm(updates)) and norm]
+            yield Reference(f"{program}, one update at a time", trajectory, max(bounds, default=0.0), plain)
         return
     ends = range(0, microbatches, schedule.microbatches) if CsvFile.is_path(name) else ()
     known = None if _closed_form(name) else min(microbatches, schedule.microbatches)
     run = asynchronous_oracle(model, batches, recipe(trajectory), partition, schedule.update_every,
-                              {*ends, *drained_at}, _version_rule(name, schedule, microbatches), widths, start, known)
-    yield Reference(f"the sequential oracle{precision.description}", trajectory, bound, run)
+                              {*ends, *drained_at}, _version_rule(name, schedule, microbatches), widths, start, known,
+                              turn)
+    yield Reference(f"the sequential oracle{precision.description}", trajectory, 0.0, run)
 
 
 def compare(trajectory: Trajectory, reference: Trajectory) -> Iterator[Difference]:
@@ -212,18 +215,6 @@ def microbatches_of_step(schedule: Schedule) -> int:
     return schedule.update_every // schedule.slices * replicas
 
 
-def _rounding(precision: ReferencePrecision, microbatches: int, optimizer_eps: float) -> float:
-    """Return a bound on the relative difference of a step whose gradients are added in another order.
-
-    A sum of 2m numbers, with m microbatches or slices of them, has as many roundings. Where layers round weights, or
-    the optimizer its momentum, one that differs in its last bit may become the next number of the reduced precision;
-    that such steps do not add up to more is measured, not derived.
-    """
-    added = precision.dtype if precision.pure else None
-    sums = 2 * microbatches * torch.finfo(added or torch.float32).eps
-    return max(sums, torch.finfo(precision.dtype or torch.float32).eps, optimizer_eps)
-
-
 def _version_rule(name: str, schedule: Schedule, microbatches: int) -> Versions:
     """Return the closed form of a schedule's versions; without one, or for a file, the versions in its actions."""
     if _closed_form(name):
@@ -251,6 +242,13 @@ def _in_order(schedule: Schedule) -> bool:
                     return False
                 latest[action.stage] = microbatch, -part
     return True
+
+
+def _turn(schedule: Schedule) -> Turn:
+    """Return the order in which the actions of a schedule complete the microbatches of a stage."""
+    places = {(action.stage, action.index): place for program in schedule.programs
+              for place, action in enumerate(program) if action.op.completes}
+    return lambda stage, microbatch, part: places[stage, microbatch * schedule.slices + part]
 
 
 def _largest(ours: Tensor, theirs: Tensor) -> float:

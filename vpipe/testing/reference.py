@@ -7,10 +7,9 @@ gradients are applied to the latest version.
 
 On one CPU thread the pipeline's losses and weights equal the oracle's bit for bit, in any precision. The order of sums
 matters for that. Plain PyTorch adds the gradients of an update microbatch by microbatch. A stage with several replicas
-adds those of each replica, then the sums; a weight tied across two stages adds those of each copy, then the sums. Such
-a sum of m numbers (2m with a tie, for m microbatches) differs by at most as many rounding errors; for m = 1 it does not
-differ. The asynchronous oracle adds in the pipeline's order. The flush oracle does so if ``partition`` is given;
-otherwise it is exactly plain PyTorch.
+adds those of each replica, then the sums; a weight tied across two stages adds those of each copy, then the sums. The
+asynchronous oracle adds in the pipeline's order. The flush oracle does so if ``partition`` is given; otherwise it is
+exactly plain PyTorch.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from vpipe.testing.reference_optimizer import (
     ReferenceLossScale,
     StageVersions,
     TrainingRecipe,
+    Turn,
     Versions,
     mean_delay,
     optimizer_tensors,
@@ -62,6 +62,8 @@ class ReferenceRun:
         skipped: steps in which an update was skipped.
         state: the weights at the end, named as in ``Pipeline.state_dict``.
         tensors: of a checkpoint at the end, by their names there.
+        states: in which every update began, if the run was ``measured``.
+        roundings: of every update, if so: see :meth:`~vpipe.testing.reference_optimizer.GradientSums.pop_roundings`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -69,6 +71,8 @@ class ReferenceRun:
     skipped: set[int] = field(default_factory=set)
     state: dict[str, Tensor] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    states: list[InitialState] = field(default_factory=list)
+    roundings: list[float] = field(default_factory=list)
 
     def end_step(self, losses: Sequence[Tensor], weights: Sequence[float | None], trajectory: Trajectory | None,
                  whole: float | None = None) -> None:
@@ -86,13 +90,16 @@ class ReferenceRun:
 
 
 def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe, partition: Sequence[int] | None = None,
-                 widths: Sequence[int] | None = None, start: InitialState = FROM_SCRATCH) -> ReferenceRun:
+                 widths: Sequence[int] | None = None, start: InitialState = FROM_SCRATCH, turn: Turn | None = None,
+                 measured: bool = False) -> ReferenceRun:
     """Train on one device with plain PyTorch: accumulate the gradients of the microbatches, then step the optimizer.
 
     Args:
         partition: layers per stage. Weights tied across its stages get a gradient per copy, summed before the step.
         widths: replicas per stage, one by default. Gradients are summed per replica, then in the order of the replicas.
         start: the state at the end of a batch.
+        turn: the order in which a replica adds the gradients of its microbatches, if it is another than theirs.
+        measured: whether to keep the state in which every update begins, and how much the order of sums may matter.
     """
     partition = [len(model)] if partition is None else partition
     precision = recipe.precision
@@ -101,14 +108,21 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
     reference.load(start.tensors)
     copies = reference.separate_tied_weights()
     parameters, masters = reference.parameters, reference.masters
-    sums = GradientSums(reference.stage_of, reference.owners, reference.widths)
+    sums = GradientSums(reference.stage_of, reference.owners, reference.widths, turn, measured)
     optimizers = recipe.optimizers(masters, start)
     run, scale = ReferenceRun(), ReferenceLossScale.create(precision, 0, start.tensors)
+
+    def tensors() -> dict[str, Tensor]:
+        return reference.checkpoint_tensors() | optimizer_tensors(optimizers, masters) | _scale_tensors([scale])
+
     for update, batch in enumerate(batches):
         losses, shares, number = [], [], update + start.microbatches // recipe.microbatches
         parts = list(_microbatches(batch, recipe.microbatches, recipe.device))
         weights = list(map(recipe.weight, parts))
         whole = recipe.microbatches if recipe.labels is None else sum(filter(None, weights)) or 1
+        if measured:
+            run.states.append(InitialState(start.steps + update, start.microbatches + update * recipe.microbatches,
+                                           tensors=tensors()))
         for m, fields in enumerate(parts):
             if recipe.slices > 1:
                 with reference.replica(m):
@@ -116,7 +130,7 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
                     for piece in reversed(made):
                         with piece.told():  # as _CallInside says
                             recipe.backward(piece.loss, whole, scale, piece.weight, piece.carried(made))
-                        sums.add(m, _pop_gradients(parameters | copies))
+                        sums.add(m, _pop_gradients(parameters | copies), piece.number)
                 losses += [piece.loss.detach() for piece in made]
                 shares += [piece.weight for piece in made]
                 continue
@@ -127,6 +141,8 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
                 recipe.backward(loss, whole, scale, weights[m])
             losses.append(loss.detach())
             sums.add(m, _pop_gradients(parameters | copies))
+        if measured:
+            run.roundings.append(sums.pop_roundings() / (1.0 if scale is None else scale.value))
         result = recipe.apply(sums.pop(parameters), masters, optimizers, update, recipe.factor(start.steps + update),
                               scale)
         if result.norm is not None:
@@ -139,14 +155,15 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
                 copy.copy_(parameters[reference.owners[name]])
         run.end_step(losses, shares or weights, recipe.trajectory, whole)
     run.state = reference.state()
-    run.tensors = reference.checkpoint_tensors() | optimizer_tensors(optimizers, masters) | _scale_tensors([scale])
+    run.tensors = tensors()
     return run
 
 
 def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe, partition: Sequence[int],
                         update_every: int = 1, drained_at: Collection[int] = (),
                         version_of: Versions | None = None, widths: Sequence[int] | None = None,
-                        start: InitialState = FROM_SCRATCH, known: int | None = None) -> ReferenceRun:
+                        start: InitialState = FROM_SCRATCH, known: int | None = None,
+                        turn: Turn | None = None) -> ReferenceRun:
     """Train as an asynchronous pipeline does, in one sequential program.
 
     An update of a stage applies the mean gradient of ``update_every`` microbatches on each of its replicas. A step,
@@ -166,12 +183,14 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
         widths: replicas per stage, one by default.
         start: the state to begin with.
         known: microbatches of which ``version_of`` knows the version; None: it knows that of all.
+        turn: the order in which a replica adds the gradients of its microbatches, if it is another than theirs.
     """
     version_of = version_of or version_rule(RegisteredSchedule.DEFAULT_ASYNCHRONOUS)
     precision = recipe.precision
     reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision,
                                recipe.device)
-    sums, layers = GradientSums(reference.stage_of, reference.owners, reference.widths), _CallInside(reference.layers)
+    sums = GradientSums(reference.stage_of, reference.owners, reference.widths, turn)
+    layers = _CallInside(reference.layers)
     first = [0, *accumulate(partition)]  # layers
     stages = [StageVersions(reference.stage_parameters(s), recipe, update_every, width, width / reference.widths[0],
                             start, first[s], 0.0 if recipe.extrapolation is None else

@@ -7,10 +7,12 @@ Like the rest of the reference it shares no code with the engine: optimizers are
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import default_warmup
 from vpipe.testing.reference_model import FP32, ReferencePrecision
-from vpipe.testing.trajectory import Trajectory
+from vpipe.testing.trajectory import Trajectory, norm_of
 
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]],
                          torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None]
@@ -31,6 +33,10 @@ CompressAtCut = Callable[[int, int, int, dict[str, Tensor]], None]
 """(microbatch of the run, microbatch since the pipeline was empty, layer, tensors): replace the inputs of that layer
 by what compression makes of them."""
 
+
+
+Turn = Callable[[int, int, int], int]
+"""(stage, microbatch, slice) -> the place of its gradient among those that a replica of the stage adds up."""
 
 
 def uncompressed(number: int, microbatch: int, layer: int, tensors: dict[str, Tensor]) -> None:
@@ -152,20 +158,31 @@ class GradientSums:
         stage_of: the stage of every parameter and of every copy of one.
         owners: copy -> its parameter, in the order of the stages.
         widths: replicas per stage.
+        turn: the order of a replica's microbatches; None: that in which they come. With another order the gradients of
+            all microbatches of an update are kept.
+        measured: whether :meth:`pop_roundings` will be asked.
     """
 
-    def __init__(self, stage_of: Mapping[str, int], owners: dict[str, str], widths: Sequence[int]) -> None:
-        self._width = {name: widths[stage] for name, stage in stage_of.items()}
-        self._owners = owners
-        self._shares: dict[str, dict[int, Tensor]] = defaultdict(dict)  # by replica
+    def __init__(self, stage_of: Mapping[str, int], owners: dict[str, str], widths: Sequence[int],
+                 turn: Turn | None = None, measured: bool = False) -> None:
+        self._stage_of, self._widths, self._owners = stage_of, widths, owners
+        self._turn, self._measured = turn or (lambda stage, microbatch, part: 0), measured
+        self._shares: dict[str, dict[tuple[int, int], Tensor]] = defaultdict(dict)  # by replica and turn
+        self._terms: Counter[str] = Counter()
+        self._sizes: dict[str, Tensor] = {}  # the sums of their absolute values
 
-    def add(self, microbatch: int, gradients: Mapping[str, Tensor | None]) -> None:
-        """Add the gradients of a microbatch."""
+    def add(self, microbatch: int, gradients: Mapping[str, Tensor | None], part: int = 0) -> None:
+        """Add the gradients of a microbatch, or of a slice of it."""
         for name, gradient in gradients.items():
-            replica = Assignment.replica_of(microbatch, self._width[name])
-            before = self._shares[name].get(replica)
-            if gradient is not None:
-                self._shares[name][replica] = gradient if before is None else before + gradient
+            if gradient is None:
+                continue
+            stage, shares = self._stage_of[name], self._shares[name]
+            key = Assignment.replica_of(microbatch, self._widths[stage]), self._turn(stage, microbatch, part)
+            shares[key] = shares[key] + gradient if key in shares else gradient
+            if self._measured:
+                owner, (size, terms) = self._owners.get(name, name), _sizes(gradient)
+                self._terms[owner] += terms
+                self._sizes[owner] = self._sizes[owner] + size if owner in self._sizes else size
 
     def pop(self, names: Iterable[str]) -> dict[str, Tensor | None]:
         """Return and reset the sums of some parameters; None where there was no gradient."""
@@ -173,8 +190,26 @@ class GradientSums:
                               _added([self._reduced(copy) for copy in reversed(self._owners)
                                       if self._owners[copy] == name])]) for name in names}
 
+    def pop_roundings(self) -> float:
+        """Return how far two norms of the gradients of an update may be apart if each adds in an order of its own.
+
+        A sum of n numbers is off by at most k u / (1 - k u) times the sum of their absolute values, whatever the order,
+        with k = n - 1 and u half of the eps of its dtype (Higham, Accuracy and Stability of Numerical Algorithms, 2nd
+        edition, section 4.2). Here k = n, for what divides by a loss scale. What a layer adds of several uses of one
+        weight is one number. The sums of absolute values are rounded, too, which changes the result in its last digits.
+        """
+        found = []
+        for name, size in self._sizes.items():
+            off = self._terms[name] * torch.finfo(size.dtype).eps / 2
+            found.append(2 * off / (1 - off) * norm_of(_completed(size)) if off < 1 else math.inf)
+        self._terms.clear()
+        self._sizes.clear()
+        return math.hypot(*found)
+
     def _reduced(self, name: str) -> Tensor | None:
-        return _added([_completed(share) for _, share in sorted(self._shares.pop(name, {}).items())])
+        shares = sorted(self._shares.pop(name, {}).items(), key=itemgetter(0))
+        return _added(_completed(_added(share for _, share in own))
+                      for _, own in groupby(shares, lambda share: share[0][0]))
 
 
 def _added(parts: Iterable[Tensor | None]) -> Tensor | None:
@@ -386,6 +421,17 @@ def _completed(gradient: Any) -> Any:
             sums, places[dim] = _added(parts), Replicate()
     return DTensor.from_local(sums, gradient.device_mesh, places, run_check=False, shape=gradient.shape,
                               stride=gradient.stride())
+
+
+def _sizes(gradient: Any) -> tuple[Any, int]:
+    """Return absolute values of a gradient, or of the parts of it that ranks add, and how many these are."""
+    if not _is_dtensor(gradient):
+        return gradient.abs(), 1
+    from torch.distributed.tensor import DTensor
+    mesh, places = gradient.device_mesh, gradient.placements
+    return (DTensor.from_local(gradient.to_local().abs(), mesh, places, run_check=False, shape=gradient.shape,
+                               stride=gradient.stride()),
+            math.prod(mesh.size(dim) for dim, place in enumerate(places) if place.is_partial()))
 
 
 def _placed_as(gradient: Any, parameter: Any) -> Any:

@@ -14,10 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vpipe.runtime.sharded_tensors import local
+from vpipe.runtime.sharded_tensors import is_sharded, local
 
 ParameterUpdate = tuple[int, str]
 """The number of an update, counted per stage, and the name of a parameter."""
+
+
+def norm_of(gradient: Tensor) -> float:
+    """Return the norm of a gradient, in double precision: in fp32 that of 8 million numbers is off by 2e-4."""
+    values = gradient.detach()
+    return float(torch.linalg.vector_norm(values if is_sharded(values) else values.cpu(), dtype=torch.float64))
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,7 @@ class Trajectory:
     def gradients(self, update: int, named: Mapping[str, Tensor | None]) -> None:
         """Record the gradients that an update of a stage is about to apply."""
         for name, gradient in named.items():
-            norm = 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient.detach()))
-            self.norms[update][name] = norm
+            self.norms[update][name] = 0.0 if gradient is None else norm_of(gradient)
 
     def weights(self, update: int, named: Mapping[str, Tensor]) -> None:
         """Record the weights that an update of a stage made; of those that are sharded, this process's shards."""
@@ -66,6 +71,14 @@ class Trajectory:
         self.losses.append(loss)
         self.step_updates.append(self._since)
         self._since = []
+
+    def extend(self, other: Trajectory) -> None:
+        """Append another trajectory with an update per step, whose numbers begin at 0, to one of this kind."""
+        done = len(self.losses)
+        self.losses += other.losses
+        self.norms.update({done + update: norms for update, norms in other.norms.items()})
+        self.values.update({done + update: values for update, values in other.values.items()})
+        self.step_updates += [[(done + update, name) for update, name in step] for step in other.step_updates]
 
     def norm(self, updates: Iterable[ParameterUpdate]) -> float:
         """Return the norm of the gradients of several updates together."""
