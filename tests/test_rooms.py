@@ -240,7 +240,7 @@ def test_imports_are_found_wherever_they_stand() -> None:
     assert rooms_imported(found) == {"__init__", "errors", "schedules", "app.data"}
 
 
-MOST_PUBLIC_NAMES = 60
+MOST_PUBLIC_NAMES = 61
 
 
 def test_what_stands_on_the_library_imports_its_public_names_alone() -> None:
@@ -285,7 +285,7 @@ def test_only_the_public_class_knows_its_engine() -> None:
 
 PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Transfers, Update}
 
-BUDGETS = {"library": 31_950, "testing": 2_175, "application": 22_508, "extras": 6_270, "tests": 57_052,
+BUDGETS = {"library": 31_951, "testing": 2_175, "application": 22_509, "extras": 6_270, "tests": 57_056,
            "parameters of Pipeline": 9, "config keys": 102}
 """The most lines of every tier, as tests/tier_sizes.py counts them, and the most that users have to learn."""
 

@@ -112,7 +112,11 @@ def test_processes_that_split_layers(tmp_path: Path) -> None:
     ({"model__name": "gpt", "model__preset": None, "model__num_layers": 2, "model__num_heads": 2,
       "parallel__tensor": 2},
      "parallel.slices is 3, but 2 ranks of tensor parallelism cannot share such slices of 16 tokens evenly",
-     "set it to 1 or 2 or 4 or 8, or sequence_length to a multiple of 6")], ids=["bert", "experts", "tensor"])
+     "set it to 1 or 2 or 4 or 8, or sequence_length to a multiple of 6"),
+    ({"model__name": "gpt", "model__preset": None, "model__num_layers": 2, "model__num_heads": 2,
+      "training__compile": True},
+     "sequences are cut into 3 slices, but layers would be compiled for every length of what comes before a slice",
+     "do not compile, or leave the slices out")], ids=["bert", "experts", "tensor", "compiled"])
 def test_what_cannot_be_cut_into_slices_is_refused(tmp_path: Path, changes: dict[str, Any], what: str,
                                                    hint: str) -> None:
     with pytest.raises(UserError) as raised:

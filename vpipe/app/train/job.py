@@ -39,7 +39,7 @@ from vpipe.distributed import RankEnvironment
 from vpipe.errors import UserError
 from vpipe.plan import Profile
 from vpipe.plugins import PluginGroup
-from vpipe.runtime import prepare_schedule
+from vpipe.runtime import check_slices, prepare_schedule
 from vpipe.schedules import Advice, Schedule
 
 OBSERVERS = PluginGroup("vpipe.observers", "observer")
@@ -250,6 +250,7 @@ class Job:
             raise UserError(f"parallel.slices is {slices}, but {parts} ranks of tensor parallelism cannot share such "
                             f"slices of {length} tokens evenly", hint=f"set it to {' or '.join(fit)}, or "
                             f"sequence_length to a multiple of {slices * parts}")
+        check_slices(self.model, self.description, slices)
 
     @property
     def placement(self) -> tuple[tuple[int, ...], ...]:
