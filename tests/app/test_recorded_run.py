@@ -18,7 +18,7 @@ from small_run import job_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from vpipe import Asynchronous, Model, Pipeline
+from vpipe import Asynchronous, Model, Pipeline, Update
 from vpipe.app import RecordedRun
 from vpipe.app.cli import main
 from vpipe.app.train.loop import build_pipeline, train
@@ -32,10 +32,11 @@ def lines(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
-def pipeline(schedule: Any = "1f1b") -> Pipeline:
+def pipeline(schedule: Any = "1f1b", average: float | None = None) -> Pipeline:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-    return Pipeline(Model.sequential(net, nn.CrossEntropyLoss()), lambda p: torch.optim.SGD(p, lr=0.1), stages=2,
+    update = Update(lambda p: torch.optim.SGD(p, lr=0.1), average=average)
+    return Pipeline(Model.sequential(net, nn.CrossEntropyLoss()), update, stages=2,
                     schedule=schedule, microbatches=4)
 
 
@@ -101,6 +102,15 @@ def test_the_commands_on_runs_read_its_folder(tmp_path: Path, capsys: pytest.Cap
     assert main(["watch", str(tmp_path / "run")]) == main(["trace", str(tmp_path / "run")]) == 0
     assert "\nended\nupdate 14 of 14  " in capsys.readouterr().out
     assert "pipedream" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_an_evaluation_of_the_average_is_told_from_that_of_the_weights(tmp_path: Path) -> None:
+    with RecordedRun(pipeline(average=0.9), tmp_path / "run", updates=2) as run:
+        list(run.train(batches()))
+        losses = [run.evaluate(batches(2), averaged=averaged) for averaged in (True, False)]
+    recorded = {key: value for line in lines(tmp_path / "run") for key, value in line.items() if "evaluation" in key}
+    assert losses[0] != losses[1]
+    assert recorded == {"evaluation_loss_averaged": losses[0], "evaluation_loss": losses[1]}
 
 
 def test_a_signal_ends_training_and_a_second_one_does_what_it_did(tmp_path: Path,

@@ -267,7 +267,7 @@ def refused(length: int) -> str:
 def test_a_sequence_that_is_no_multiple_is_refused(world: World) -> None:
     assert set(world.run(refused, length=6)) == {
         "error: sequence_length is 6, which 4 ranks of tensor parallelism cannot share evenly\n"
-        "hint: set parallel.tensor to 1 or 2 or 3; or sequence_length to 8, the next that they can share"}
+        "hint: set parallel.tensor to 1 or 2 or 3; or model.sequence_length to 8, the next that they can share"}
 
 
 def test_sizes_that_cannot_be_split_are_named() -> None:
@@ -288,7 +288,7 @@ def test_sizes_that_cannot_be_split_are_named() -> None:
                                      "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim"}}
     assert [str(problem) for problem in tp.problems(4, {"vocab_size": 50257})] == [
         "error: vocab_size is 50,257, which 4 ranks of tensor parallelism cannot share evenly\n"
-        "hint: set parallel.tensor to 1; or vocab_size to 50,260, the next that they can share"]
+        "hint: set parallel.tensor to 1; or model.vocab_size to 50,260, the next that they can share"]
 
 
 def test_a_layer_without_a_plan_is_refused() -> None:

@@ -45,7 +45,9 @@ def test_it_is_the_average_of_the_oracles_weights(tmp_path: Path, words: dict[st
     assert [name for name in theirs if not torch.equal(average[name], theirs[name])] == []
     assert any(not torch.equal(average[name], weights[name]) for name in weights)
 
+    usage = pipe.usage()
     found = pipe.evaluate(held_out, averaged=True)
+    assert [stage.bytes_sent for stage in pipe.usage()] == [stage.bytes_sent for stage in usage]
     if "precision" not in words:
         tied = {"head.decoder.weight": average["embed.word.weight"]}
         assert found == evaluate_oracle(pipe.model, average | tied, held_out, 4)

@@ -168,8 +168,12 @@ class RecordedRun:
         found = self._pipe.evaluate(batches, **arguments)
         loss = found[0] if isinstance(found, tuple) else found
         done = self._pipe.position.updates
-        self._metrics.evaluation(done - 1, loss)
-        self._progress.note(f"evaluation loss after update {done}: {loss:.4f}")
+        weights = " with averaged weights" if arguments.get("averaged") else ""
+        if weights:
+            self._metrics.averaged_evaluation(done - 1, loss)
+        else:
+            self._metrics.evaluation(done - 1, loss)
+        self._progress.note(f"evaluation loss{weights} after update {done}: {loss:.4f}")
         return found
 
     def log(self, **values: float) -> None:

@@ -443,15 +443,18 @@ class Engine:
         self.drain()
         before = [(worker, stage, {name: value.clone() for name, value in stage.state().items()})
                   for worker in self.workers.values() for stage in worker.stages.values()]
-        self._exchange_loaded((stage, state | worker.optimizer_steps.averages[stage.spec.index].of(
-            stage.trained_names())) for worker, stage, state in before)
         failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            if not failed or len(self._lanes.own) == 1:  # after a failure other ranks may not be there any more
-                self._exchange_loaded((stage, state) for _, stage, state in before)
+        with ExitStack() as stack:
+            for worker in self.workers.values():
+                stack.enter_context(worker.uncounted())
+            self._exchange_loaded((stage, state | worker.optimizer_steps.averages[stage.spec.index].of(
+                stage.trained_names())) for worker, stage, state in before)
+            try:
+                yield
+                failed = False
+            finally:
+                if not failed or len(self._lanes.own) == 1:  # after a failure other ranks may not be there any more
+                    self._exchange_loaded((stage, state) for _, stage, state in before)
 
     def _exchange_loaded(self, states: Iterable[tuple[Stage, Mapping[str, Tensor]]]) -> None:
         """Load the states of stages, and give the weights to all others that hold them."""

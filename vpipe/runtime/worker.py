@@ -196,20 +196,25 @@ class Worker:
     @contextmanager
     def evaluating(self, wanted: Outputs | None) -> Iterator[None]:
         """Set modules to evaluation mode; keep the outputs that are wanted; count no seconds and bytes."""
-        counted = dict(self.seconds), self.transport.wait_s, self.transport.bytes_sent
         self.wanted = wanted
         self.outputs.clear()
         if self.comparison is not None:
             self.comparison.evaluation = evaluation_of(wanted)
+        with self.uncounted(), ExitStack() as stack:
+            for number, stage in self.stages.items():
+                stack.enter_context(stage.evaluating())
+                if number in self.fully_sharded:
+                    self.fully_sharded.unshard(number)
+                    stack.callback(self.fully_sharded.reshard, number)
+            stack.enter_context(watch.activity.during("evaluating"))
+            yield
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count no seconds and bytes meanwhile."""
+        counted = dict(self.seconds), self.transport.wait_s, self.transport.bytes_sent
         try:
-            with ExitStack() as stack:
-                for number, stage in self.stages.items():
-                    stack.enter_context(stage.evaluating())
-                    if number in self.fully_sharded:
-                        self.fully_sharded.unshard(number)
-                        stack.callback(self.fully_sharded.reshard, number)
-                stack.enter_context(watch.activity.during("evaluating"))
-                yield
+            yield
         finally:
             self.seconds.clear()
             self.seconds.update(counted[0])

@@ -80,9 +80,11 @@ def problems(parts: int, sizes: Mapping[str, int]) -> Iterator[Problem]:
     fewer = [str(each) for each in range(1, parts) if not any(size % each for size in sizes.values())]
     for name, size in sizes.items():
         if size % parts:
+            # Widths and heads depend on each other.
+            more = (f"; or model.{name} to {-(-size // parts) * parts:,}, the next that they can share"
+                    if name in ("vocab_size", "sequence_length") else "")
             yield Problem(f"{name} is {size:,}, which {parts} ranks of tensor parallelism cannot share evenly",
-                          f"set parallel.tensor to {' or '.join(fewer)}; or {name} to {-(-size // parts) * parts:,}, "
-                          "the next that they can share")
+                          f"set parallel.tensor to {' or '.join(fewer)}{more}")
 
 
 # The words of the plans.

@@ -226,6 +226,11 @@ class Metrics:
         self._write({"step": step, "evaluation_loss": finite(loss), **self._perplexity(loss, "evaluation_"),
                      **({} if averaged is None else {_AVERAGED: finite(averaged)}), "time_s": round(self.time_s, 4)})
 
+    def averaged_evaluation(self, step: int, loss: float) -> None:
+        """Record an evaluation with the average of the weights alone; its time does not count as training."""
+        self.exclude_time()
+        self._write({"step": step, _AVERAGED: finite(loss), "time_s": round(self.time_s, 4)})
+
     def values(self, step: int, values: Mapping[str, float]) -> None:
         """Record numbers of a script's own after update ``step``."""
         self._write({"step": step, "values": {name: finite(value) for name, value in values.items()}})

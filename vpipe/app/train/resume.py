@@ -455,7 +455,8 @@ def lacks_adapters(manifest: Manifest, job: Job) -> bool:
 
 def _differences(manifest: Manifest, job: Job) -> Iterator[Problem]:
     for difference in _other_model(manifest, job):
-        yield Problem(f"the checkpoint is of another model: {difference}", "set model.* as it was")
+        yield Problem(f"the checkpoint is of another model: {difference}", "set model.* as it was: "
+                      "vpipe checkpoint show prints it")
     if manifest.arrangement.get(IMPORTED):
         return
     data = job.fingerprint()
