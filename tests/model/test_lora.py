@@ -29,10 +29,15 @@ from vpipe.errors import UserError
 from vpipe.runtime.slice_aware import SliceAware
 from vpipe.testing import assert_equals_oracle
 
-peft = pytest.importorskip("peft")
 WORDS = 50
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "sequence_length": 11}
 LORA = LoraSettings(4, 8.0, ("query", "value", "up"))
+
+
+@pytest.fixture(autouse=True)
+def peft() -> Any:
+    """Imported for these tests alone: not by every process that collects them, which takes each two seconds."""
+    return pytest.importorskip("peft")
 
 
 def settings(lora: LoraSettings | None = LORA, tied: bool = True) -> ModelSettings:
@@ -58,7 +63,7 @@ def test_a_pipeline_is_its_oracle(words: dict[str, Any]) -> None:
     assert_equals_oracle(pipe, batches())
 
 
-def test_a_layer_with_adapters_carries_the_same_and_draws_for_each_slice() -> None:
+def test_a_layer_with_adapters_carries_the_same_and_draws_for_each_slice(peft: Any) -> None:
     """Adapters draw for the tokens at hand alone, so that each slice needs a seed of its own."""
     plain = family_named("gpt").factory(ModelSettings(WORDS, **SIZES, dropout=0.1))
     adapted = plain.with_adapters(peft.LoraConfig(r=4, target_modules=["qkv"], lora_dropout=0.1))
@@ -103,12 +108,12 @@ def test_files_of_bert(targets: tuple[str, ...] | None, tmp_path: Path) -> None:
     ({"target_modules": r".*\.(decoder|query)"}, "the adapters' targets match 'head.decoder', whose weight is tied"),
     ({"target_modules": "all-linear"}, "does not list its target_modules"),
     ({"target_modules": ["query"], "bias": "all"}, "trains other weights, too")])
-def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+def test_what_is_refused(peft: Any, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
         family_named("qwen3").factory(settings(None)).with_adapters(peft.LoraConfig(**change))
 
 
-def test_a_layer_may_be_a_target_itself() -> None:
+def test_a_layer_may_be_a_target_itself(peft: Any) -> None:
     model = Model.sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), nn.CrossEntropyLoss())
     named = model.with_adapters(peft.LoraConfig(r=2, target_modules=["0"])).materialize()
     assert [name for name, weight in named.named_parameters() if weight.requires_grad] == [
@@ -120,7 +125,7 @@ def test_a_layer_may_be_a_target_itself() -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of transformers, which peft reads
 @pytest.mark.parametrize(("family", "targets"), [("qwen3", ["query", "value", "up"]), ("gpt", ["qkv"]),
                                                  ("qwen2", None)])
-def test_there_and_back(family: str, targets: list[str] | None, tmp_path: Path,
+def test_there_and_back(peft: Any, family: str, targets: list[str] | None, tmp_path: Path,
                         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A model of transformers, tuned by a run: peft has its logits from the adapters alone, bit for bit, and merges
     them as the export does; the adapters, read back, are the run's."""

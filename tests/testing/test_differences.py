@@ -50,8 +50,8 @@ def compared(job: Job, updates: int = 2) -> tuple[Reference, list[Reference], li
     return exact, plain, list(compare(ours, exact.trajectory)), ours
 
 
-@pytest.mark.parametrize("name", RegisteredSchedule.names())
-def test_bert_under_every_schedule_is_what_its_oracle_says(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_v", "chimera", "pipedream", "2bw", "auto"])
+def test_bert_under_each_kind_of_schedule_is_what_its_oracle_says(name: str, tmp_path: Path) -> None:
     """BERT ties its head to its embeddings, and its mask skips every layer."""
     recipe = RegisteredSchedule.named(name)
     job = job_of(tmp_path, parallel__schedule=name, parallel__model_parallel_size=2 * recipe.chunks,

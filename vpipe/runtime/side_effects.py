@@ -383,9 +383,9 @@ def _random_sources(modules: Iterable[nn.Module]) -> Iterator[_RandomSource]:
 
 def _numbers(state: Any) -> Any:
     """Return the state of a random source so that two can be compared."""
-    if isinstance(state, (Tensor, np.ndarray)):
-        return state.tolist()
-    return tuple(map(_numbers, state)) if isinstance(state, tuple) else state
+    if isinstance(state, tuple):  # Python's has all its numbers in one tuple, which compares itself
+        return [part.tolist() if isinstance(part, np.ndarray) else part for part in state]
+    return state.tolist() if isinstance(state, Tensor) else state
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -547,7 +547,7 @@ def configs(draw: st.DrawFn) -> Config:
         "elastic": draw(st.booleans()), "log_directory": draw(PATHS), "trace": draw(st.booleans())})
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(config=configs())
 def test_resolved_yaml_loads_as_an_equal_config(config: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("resolved") / "config.yaml"
