@@ -54,8 +54,8 @@ def offloading(program: Program) -> Program:
     return generate
 
 
-@pytest.mark.parametrize("name", [one.name for one in RegisteredSchedule.imported() if one.search is None])
-def test_every_schedule_is_exact_with_offloaded_activations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "chimera", "pipedream", "2bw"])
+def test_each_kind_of_schedule_is_exact_with_offloaded_activations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit; in every second stage layers are recomputed."""
     recipe = RegisteredSchedule.named(name)
     monkeypatch.setitem(registry._REGISTERED, "away", replace(recipe, name="away", program=offloading(recipe.program)))

@@ -31,7 +31,7 @@ for batch in BATCHES:  # microbatches and slices with unequal labels, some with 
 
 
 @pytest.mark.parametrize(("slices", "words"), [
-    *((slices, {"stages": stages}) for slices in (2, 3, 4) for stages in (2, 3, 4)),
+    *((slices, {"stages": stages}) for slices, stages in ((2, 4), (3, 3), (4, 2))),
     (1, {"stages": 3}), (3, {"stages": 3, "schedule": "gpipe"}), (7, {"stages": 2, "microbatches": 2}),
     (3, {"stages": 3, "recompute": 1.0}), (2, {"partition": [4, 2], "recompute": 0.5}),
     (3, {"stages": 2, "per_token_loss": True, **DECAY_AND_CLIP}), (2, {"stages": 2, "replicas": 2}),
