@@ -9,7 +9,6 @@ import pytest
 @pytest.fixture
 def no_gc() -> Iterator[None]:
     """What is let go is let go at once, not when the collector comes by."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
