@@ -93,7 +93,7 @@ def some_costs(schedule: Schedule, chance: random.Random) -> Iterator[Costs]:
     yield Costs(stages, Link(0, 4), overlap=True, cores=2, hosts=tuple(rank % 2 for rank in ranks))
 
 
-LATER = ("chimera", "dualpipe")
+LATER = ("chimera", "dualpipe", "seq1f1b")
 """Schedules that are younger than the answers: they come last."""
 
 
