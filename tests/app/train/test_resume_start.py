@@ -154,11 +154,12 @@ def test_a_finished_run_is_left_as_it_is(run: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("vpipe.app.launch.local.run_ranks", lambda *_: pytest.fail("no rank is to be started"))
     start = find_resume_point(run)
     before = sorted(run.rglob("*"))
-    launch(resumed_config(start, None, []), start, None)
-    unlock_runs()
-    assert capsys.readouterr().out.splitlines() == [
-        "nothing is left to do: 6 updates are done; to continue, give a larger limit: vpipe train --resume "
-        f"{run} --set training.max_steps=12"]
+    for settings in ([], ["training.max_steps=2"]):  # whatever the limit is now
+        launch(resumed_config(start, None, settings), start, None)
+        unlock_runs()
+        assert capsys.readouterr().out.splitlines() == [
+            "nothing is left to do: 6 updates are done; to continue, give a larger limit: vpipe train --resume "
+            f"{run} --set training.max_steps=12"]
     assert sorted(run.rglob("*")) == before
     with pytest.raises(UserError, match="the data are not those of the checkpoint"):
         launch(resumed_config(start, None, ["dataset.samples=72"]), start, None)

@@ -143,6 +143,7 @@ def test_a_headline_says_what_is_not_usual(tmp_path: Path) -> None:
     ({"parallel__schedule": "interleaved", "parallel__chunks": 3, "parallel__model_parallel_size": 3},
      "1 process of 3 stages (3 with parallel.schedule 1f1b)"),
     ({"parallel__schedule": "interleaved", "parallel__model_parallel_size": 4}, "2 processes of 2 stages each"),
+    ({"parallel__schedule": "chimera"}, "2 processes of 2 stages each"),
     ({"parallel__data_parallel_size": 2}, "4 processes")])
 def test_a_headline_counts_the_processes(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     assert headline(job_of(tmp_path, **changes)).endswith(f", {said}")

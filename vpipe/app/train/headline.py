@@ -19,7 +19,8 @@ def headline(job: Job) -> str:
             + ("" if (precision := job.config.training.precision) == "fp32" else f", {precision}")
             + (", packed" if job.config.model.packed else "") + ", "
             + (f"{', '.join(to_plan)} to be planned, " if to_plan else "")
-            + ("one process per stage" if ranks == len(job.placement) == len(set(job.placement)) else _processes(job))
+            + ("one process per stage" if sorted(job.placement) == [(rank,) for rank in range(ranks)]
+               else _processes(job))
             + ("" if parts == 1 else f", times {parts} that split its layers: ranks " + ", ".join(
                 f"{first}-{first + parts - 1}" for first in range(0, job.processes, parts)) + " on one host each"))
 

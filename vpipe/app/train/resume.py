@@ -354,7 +354,8 @@ def nothing_left(start: ResumePoint, job: Job) -> str | None:
         return None  # a signal ended it just there
     lock_run(start.folder)
     check_fits_job(manifest, job)
-    longer = [f"training.{key}={2 * limit}" for key in ("max_steps", "epochs")
+    done = {"max_steps": steps, "epochs": job.epochs.locate(manifest.samples).epoch}
+    longer = [f"training.{key}={2 * max(limit, had)}" for key, had in done.items()
               if (limit := getattr(job.config.training, key)) is not None]
     return (f"nothing is left to do: {counted(steps, job.step_name)} are done; to continue, give a larger limit: vpipe "
             f"train --resume {start.folder} --set {' --set '.join(longer)}")
