@@ -224,10 +224,14 @@ class Job:
     @property
     def description(self) -> Description:
         """The whole description of the pipeline."""
+        return self._on(device_of(self.config))
+
+    def _on(self, device: torch.device | None) -> Description:
+        """Return the description; a device is taken by ranks alone, for it becomes their current one."""
         config, training, parallel = self.config, self.config.training, self.config.parallel
         return Description(self.cut, config.order, config.microbatches, self.update, training.computed,
-                           parallel.transfers, Execution(device_of(config), parallel.executor,
-                                                         training.compile or False), training.seed)
+                           parallel.transfers, Execution(device, parallel.executor, training.compile or False),
+                           training.seed)
 
     @cached_property
     def advice(self) -> Advice:
@@ -250,7 +254,7 @@ class Job:
             raise UserError(f"parallel.slices is {slices}, but {parts} ranks of tensor parallelism cannot share such "
                             f"slices of {length} tokens evenly", hint=f"set it to {' or '.join(fit)}, or "
                             f"sequence_length to a multiple of {slices * parts}")
-        check_slices(self.model, self.description, slices)
+        check_slices(self.model, self._on(None), slices)
 
     @property
     def placement(self) -> tuple[tuple[int, ...], ...]:
