@@ -285,7 +285,7 @@ def test_only_the_public_class_knows_its_engine() -> None:
 
 PARTS = {Asynchronous, Cut, Description, Execution, Order, Plan, Precision, Transfers, Update}
 
-BUDGETS = {"library": 31_959, "testing": 2_175, "application": 22_522, "extras": 6_270, "tests": 57_080,
+BUDGETS = {"library": 31_959, "testing": 2_175, "application": 22_525, "extras": 6_270, "tests": 57_086,
            "parameters of Pipeline": 9, "config keys": 102}
 """The most lines of every tier, as tests/tier_sizes.py counts them, and the most that users have to learn."""
 

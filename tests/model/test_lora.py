@@ -17,9 +17,10 @@ from transformers_models import batch, names_of, our_logits, quiet_transformers,
 
 from vpipe import Layer, Model, Pipeline
 from vpipe.app.cli import main
+from vpipe.app.config.config import load_config
 from vpipe.app.families.lora import LoraSettings, base_names, is_adapter
 from vpipe.app.families.registry import ModelSettings, family_named
-from vpipe.app.train.job import Job
+from vpipe.app.train.job import Job, new_run
 from vpipe.app.train.loop import train
 from vpipe.app.train.resume import find_resume_point, prepare_run, resumed_config
 from vpipe.app.train.run_folder import unlock_runs
@@ -143,6 +144,7 @@ def test_there_and_back(peft: Any, family: str, targets: list[str] | None, tmp_p
         checkpoint__at_end=True), []))
     train(job, run := prepare_run(start, job), start.checkpoint)
     unlock_runs()
+    assert "random" not in capsys.readouterr().err
     assert main(["checkpoint", "export", str(run), "--format", "peft", "-o", "adapter"]) == 0
     assert main(["checkpoint", "export", str(run), "--format", "huggingface", "-o", "merged"]) == 0
     assert main(["checkpoint", "import", "base", "--adapter", "adapter", "-o", "again"]) == 0
@@ -188,3 +190,7 @@ def test_commands_that_cannot_be_meant(tmp_path: Path, monkeypatch: pytest.Monke
     assert "model.lora is not given" in said("import", "base", "--adapter", "adapter", "--config", "c.yaml", "--set",
                                              "model.lora=null", "-o", "x")
     assert not Path("x").exists()
+    job = Job.from_config(load_config(Path("c.yaml"), ["training.max_steps=1"]))
+    train(job, new_run(job))
+    unlock_runs()
+    assert "warning: the weights beside the adapters are random" in capsys.readouterr().err

@@ -106,6 +106,9 @@ def _train(job: Job, folder: Path, checkpoint: Path | None, manifest: Manifest |
                     raise StartError.all_of(error.problems) from None
             if first and line is not None:
                 print(f"warning: {line}", file=sys.stderr, flush=True)
+        elif first and job.config.model.lora is not None:
+            print("warning: the weights beside the adapters are random, and stay so; begin with those of a checkpoint: "
+                  "vpipe checkpoint import, then vpipe train --resume", file=sys.stderr, flush=True)
         return _TrainingRun(job, pipe, devices.hosts, folder).train()
 
 
