@@ -10,7 +10,7 @@ from vpipe.description.recompute import ranges
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan, Prediction, StagePrediction
 from vpipe.plan.profile import Profile
-from vpipe.plan.stage_costs import kept_inputs, pipeline_costs, stage_memory, waiting_bytes
+from vpipe.plan.stage_costs import pipeline_costs, stage_memory, unsent_inputs, waiting_bytes
 from vpipe.schedules.builder import build, freeze
 from vpipe.schedules.csv_format import CsvFile
 from vpipe.schedules.peaks import peak_contents
@@ -95,7 +95,7 @@ def _prediction(profile: Profile, partition: Sequence[int], recomputed: Sequence
     schedule, costs = timeline.schedule, timeline.costs
     idle = [max(0.0, step_s - working) for working in steps.working_s]
     contents = [peak_contents(schedule, costs, rank) for rank in range(schedule.ranks)]
-    kept = kept_inputs(profile, partition, schedule.placement)
+    kept = unsent_inputs(profile, partition, schedule.placement)
     waiting = [waiting_bytes(kept, {stage: held.in_flight for stage, held in own.items()}) for own in contents]
     sending, stages = _sending_s(timeline), []
     for stage, layers in enumerate(ranges(partition)):

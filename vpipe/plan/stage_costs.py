@@ -86,7 +86,7 @@ def pipeline_costs(profile: Profile, partition: Sequence[int], recomputed: Seque
     stages = [stage_costs(profile, layers, again, split, versions[stage] if versions else 1,
                           per_update[stage] if per_update else None, len(placement[stage]))
               for stage, (layers, again) in enumerate(zip(ranges(partition), recomputed, strict=True))]
-    for kept in kept_inputs(profile, partition, placement):
+    for kept in unsent_inputs(profile, partition, placement):
         before = stages[kept.stage - 1]
         stages[kept.stage - 1] = replace(before, output_bytes=before.output_bytes - kept.bytes)
     ranks = len({rank for group in placement for rank in group})
@@ -95,7 +95,7 @@ def pipeline_costs(profile: Profile, partition: Sequence[int], recomputed: Seque
     return Costs(tuple(stages), _link(profile.default_link), links, cores=profile.cores, hosts=hosts)
 
 
-class KeptInputs(NamedTuple):
+class UnsentInputs(NamedTuple):
     """The inputs of a stage that its rank keeps since an earlier stage of its own, so that they are not sent.
 
     Attributes:
@@ -110,7 +110,7 @@ class KeptInputs(NamedTuple):
     made: int
 
 
-def kept_inputs(profile: Profile, partition: Sequence[int], placement: Placement) -> list[KeptInputs]:
+def unsent_inputs(profile: Profile, partition: Sequence[int], placement: Placement) -> list[UnsentInputs]:
     """Return what ranks keep for their later stages, as :func:`vpipe.runtime.p2p.kept_inputs` without torch."""
     spans, found = list(ranges(partition)), []
     for stage, layers in enumerate(spans):
@@ -118,11 +118,11 @@ def kept_inputs(profile: Profile, partition: Sequence[int], placement: Placement
             own, between = ({tensor.name for number in numbers for tensor in profile.layers[number].writes}
                             for numbers in (spans[since], range(spans[since].stop, layers.start)))
             kept = {t.name: t.bytes for t in profile.activations.crossing(layers.start) if t.name not in between}
-            found.append(KeptInputs(since, stage, sum(kept.values()), sum(kept[name] for name in own & kept.keys())))
+            found.append(UnsentInputs(since, stage, sum(kept.values()), sum(kept[name] for name in own & kept.keys())))
     return found
 
 
-def waiting_bytes(kept: Sequence[KeptInputs], in_flight: Mapping[int, int]) -> dict[int, int]:
+def waiting_bytes(kept: Sequence[UnsentInputs], in_flight: Mapping[int, int]) -> dict[int, int]:
     """Return, by earlier stage of a rank, the bytes that only wait for its later one; ``in_flight``: by stage.
 
     What the earlier stage has not written itself, its own microbatches in flight hold.

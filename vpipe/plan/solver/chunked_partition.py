@@ -21,7 +21,7 @@ from vpipe.plan.solver.partition_search import (
     unreplicated_problem,
 )
 from vpipe.plan.solver.stage_table import StageDemand, StageTable
-from vpipe.plan.stage_costs import combined_memory, kept_inputs, stage_memory, waiting_bytes
+from vpipe.plan.stage_costs import combined_memory, stage_memory, unsent_inputs, waiting_bytes
 from vpipe.schedules.assignment import stages_of_rank
 from vpipe.schedules.builder import build
 from vpipe.schedules.costs import Costs, StageCosts
@@ -59,7 +59,7 @@ def chunked_candidate(table: StageTable, choice: Choice, shares: Sequence[float]
             continue
         recomputed = tuple(table.recompute_set(each.first, each.stop, demand) or frozenset[int]()
                            for each, demand in zip(found.slices, attempt, strict=True))
-        waiting = waiting_bytes(kept_inputs(table.profile, found.partition, placement),
+        waiting = waiting_bytes(unsent_inputs(table.profile, found.partition, placement),
                                 {stage: demand.in_flight for stage, demand in enumerate(demands)})
         memory = [stage_memory(table.profile, range(each.first, each.stop), layers, demand.in_flight, demand.versions,
                                demand.weight_halves, width=demand.width, waiting=waiting.get(stage, 0))
