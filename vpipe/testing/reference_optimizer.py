@@ -33,8 +33,6 @@ CompressAtCut = Callable[[int, int, int, dict[str, Tensor]], None]
 """(microbatch of the run, microbatch since the pipeline was empty, layer, tensors): replace the inputs of that layer
 by what compression makes of them."""
 
-
-
 Turn = Callable[[int, int, int], int]
 """(stage, microbatch, slice) -> the place of its gradient among those that a replica of the stage adds up."""
 
