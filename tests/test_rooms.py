@@ -33,7 +33,8 @@ LIBRARY, APPLICATION = "the library", "the application"
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "lazy": set(),
+    "retired": set(),
+    "lazy": {"retired"},
     "moved": set(),
     "arguments": {"errors"},
     "accelerator": {"errors"},

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
+from vpipe.retired import RETIRED
+
 
 def lazy(package: str, files: Mapping[str, str]) -> Callable[[str], object]:
     """Return the ``__getattr__`` of a package.
@@ -14,7 +16,9 @@ def lazy(package: str, files: Mapping[str, str]) -> Callable[[str], object]:
     """
     def load(name: str) -> object:
         if name not in files:
-            raise AttributeError(f"module '{package}' has no attribute '{name}'")
+            remedy = RETIRED.get(f"{package}.{name}")
+            raise AttributeError(f"module '{package}' has no attribute '{name}'"
+                                 + (f" any more: {remedy}" if remedy else ""))
         return getattr(import_module(f"{package}.{files[name]}"), name)
 
     return load
