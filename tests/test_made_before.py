@@ -1,15 +1,14 @@
-"""Run folders, checkpoints, a plan and a profile that the code at 877031a made are read, and go on."""
+"""Run folders, checkpoints, a plan and a profile that the code at 5332972d made are read, and go on."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
 import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 
@@ -29,9 +28,9 @@ from vpipe.plan.profile import Profile
 
 pytestmark = pytest.mark.jobs
 
-MADE = Path(__file__).parent / "fixtures" / "made_at_877031a"
+MADE = Path(__file__).parent / "fixtures" / "made_at_5332972d"
 WITH_MODEL = ["--import", "tiny_model.py"]
-RUNS = ["flush", "stream"]
+RUNS = ["flush", "stream", "text", pytest.param("pairs", marks=pytest.mark.extras("translation"))]
 ROUNDING = 1e-6
 """Relative: another processor or torch may add up in another order. Updates of these runs differ by 1e-2 and more."""
 
@@ -45,15 +44,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     copy = tmp_path / "made"
     shutil.copytree(MADE, copy)
     monkeypatch.chdir(copy)
-    model = Path("tiny_model.py").read_text()  # its owner follows what the refusal of old paths says
-    for name in re.findall(r"^from (vpipe\.\S+) import", model, re.MULTILINE):
-        with pytest.raises(ModuleNotFoundError) as refused:
-            import_module(name)
-        model = model.replace(name, str(refused.value).split()[2])
-    Path("tiny_model.py").write_text(model)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv(IMPORTS, "[]")  # so that it is taken back
     models.model_names()
+    models.PLUGINS.added()
     monkeypatch.setattr(models, "_families", dict(models._families))
     yield copy
     sys.modules.pop("tiny_model", None)
@@ -75,12 +69,12 @@ def trained(pipe: Pipeline, job: Job, first: int = 0) -> list[float]:
 
 
 @pytest.mark.parametrize(("run", "idle_us"), [
-    ("flush", {(0, "between actions"): 11237.7, (0, "schedule"): 7545.6, (0, "straggler"): 954.2,
-               (0, "waiting for a transfer"): 3002.4, (1, "between actions"): 1372.2, (1, "schedule"): 18238.9,
-               (1, "straggler"): 21525.1, (1, "waiting for a transfer"): 2498.0}),
-    ("stream", {(0, "between actions"): 10244.6, (0, "schedule"): 1420.3, (0, "straggler"): 232.8,
-                (0, "waiting for a transfer"): 3921.9, (1, "between actions"): 996.8, (1, "schedule"): 20933.3,
-                (1, "straggler"): 880.7, (1, "waiting for a transfer"): 1047.2})])
+    ("flush", {(0, "between actions"): 9808.9, (0, "schedule"): 15850.1, (0, "straggler"): 815.1,
+               (0, "waiting for a transfer"): 4588.9, (1, "between actions"): 3224.1, (1, "schedule"): 13137.7,
+               (1, "straggler"): 3850.7, (1, "waiting for a transfer"): 9475.8}),
+    ("stream", {(0, "between actions"): 22266.4, (0, "schedule"): 24572.6, (0, "straggler"): 8170.2,
+                (0, "waiting for a transfer"): 16585.7, (1, "between actions"): 5054.6, (1, "schedule"): 29709.3,
+                (1, "straggler"): 3808.6, (1, "waiting for a transfer"): 3634.6})])
 def test_a_run_folder_is_reported(run: str, idle_us: dict[tuple[int, str], float],
                                   capsys: pytest.CaptureFixture[str]) -> None:
     """The idle time of each rank has the causes that it had."""
@@ -146,4 +140,18 @@ def test_a_profile_is_planned_with(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "config.yaml", *WITH_MODEL, "--stages", "2", "--set", *settings, "-o", "again.json"]) == 0
     assert capsys.readouterr().err == "", "nothing is measured"
     before, again = Plan.load("plan.json"), Plan.load("again.json")
-    assert again == replace(before, profile=again.profile, profiled=again.profiled, tensor=1, zero1=False)
+    assert again == replace(before, profile=again.profile, profiled=again.profiled)
+
+
+@pytest.mark.extras("generation")
+def test_a_run_is_sampled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "text", "--prompt", "a pipeline", "--tokens", "12", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == f"a pipeline to{' again' * 10} all\n"
+
+
+def test_a_run_is_exported(capsys: pytest.CaptureFixture[str]) -> None:
+    """To the bytes that 5332972d wrote."""
+    assert main(["checkpoint", "export", "text", "--format", "huggingface", "-o", "hf"]) == 0, capsys.readouterr().err
+    found = {name: hashlib.sha256(Path("hf", name).read_bytes()).hexdigest()[:8]
+             for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")}
+    assert list(found.values()) == ["79628c77", "4521183d", "9cbf3d41", "429bd710"]

@@ -14,6 +14,7 @@ import importlib
 import io
 import json
 import os
+import shutil
 import socket
 import sys
 import traceback
@@ -88,35 +89,53 @@ def collect(copy: Path) -> None:
     assert status == 0, "\n".join(sorted(set(wrong))) or out.getvalue()[-2000:]
 
 
-def run_commands(copy: Path) -> None:
-    """Run a few commands, the last of which trains on two ranks for two steps."""
+def run(words: list[str]) -> None:
+    """Run a command of vpipe, which must succeed."""
     from vpipe.app.cli import main
 
-    def run(words: list[str]) -> None:
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
-            try:
-                status = main(words)
-            except SystemExit as ended:
-                status = ended.code
-        assert not status, f"vpipe {' '.join(words)} ends with {status}:\n{out.getvalue()[-1500:]}"
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            status = main(words)
+        except SystemExit as ended:
+            status = ended.code
+    assert not status, f"vpipe {' '.join(words)} ends with {status}:\n{out.getvalue()[-1500:]}"
 
-    for words in COMMANDS:
-        run(words)
-    config = copy / "tiny.yaml"
-    config.write_text(json.dumps({**CONFIG, "log_directory": str(copy / "runs")}))
+
+def train(words: list[str]) -> None:
+    """Train on two ranks, as torchrun starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = []
-    for rank in range(2):  # as torchrun starts them
+    for rank in range(2):
         if not (child := os.fork()):
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
                            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-            _end(lambda: run(["train", str(config)]))
+            _end(lambda: run(["train", *words]))
         ranks.append(child)
     failed = [rank for rank, child in enumerate(ranks) if os.waitpid(child, 0)[1]]
     assert not failed, f"vpipe train fails on ranks {failed}"
+
+
+def run_commands(copy: Path) -> None:
+    """Run a few commands, the last of which trains on two ranks for two steps."""
+    for words in COMMANDS:
+        run(words)
+    config = copy / "tiny.yaml"
+    config.write_text(json.dumps({**CONFIG, "log_directory": str(copy / "runs")}))
+    train([str(config)])
     assert len(list((copy / "runs").glob("*/metrics.jsonl"))) == 1
+
+
+def go_on(copy: Path) -> None:
+    """Resume and export a run folder of 5332972d: of the application alone, or of translation where it is left."""
+    run_folder = {"all": "text", "generation": "pairs"}.get(copy.name)
+    if run_folder is None:
+        return
+    os.chdir(shutil.copytree(copy / "tests" / "fixtures" / "made_at_5332972d", copy / "made"))
+    train(["--resume", run_folder])
+    run(["checkpoint", "export", run_folder, "--format", "safetensors", "-o", "exported.safetensors"])
+    os.chdir(copy)
 
 
 def _end(task: Callable[[], None]) -> None:
@@ -130,7 +149,8 @@ def _end(task: Callable[[], None]) -> None:
     os._exit(0)
 
 
-CHECKS: dict[str, Callable[[Path], None]] = {"imports": import_all, "tests": collect, "commands": run_commands}
+CHECKS: dict[str, Callable[[Path], None]] = {"imports": import_all, "tests": collect, "commands": run_commands,
+                                            "runs": go_on}
 
 
 def failures(copy: Path) -> Iterator[tuple[str, str]]:
