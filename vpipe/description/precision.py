@@ -87,7 +87,7 @@ class Precision:
 
     def refused(self, codecs: Collection[str]) -> Iterator[tuple[str, str, str]]:
         """Yield conflicts with codecs between stages: the argument, the problem, the remedy."""
-        if self.dtype is not None and "bf16" in codecs:
+        if self.name in _DTYPES and "bf16" in codecs:  # asked of a config, which is read without torch
             yield ("compress", f"is bf16, but in precision {self.name} tensors between stages have 16 bits already",
                    "leave it out, or send them as int8")
 

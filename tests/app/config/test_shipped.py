@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,20 @@ def test_every_config_is_loaded_by_name_and_by_path(name: str, elsewhere: Path) 
     assert by_name.model == by_path.model
     assert by_name.parallel == by_path.parallel
     assert by_name.log_directory.absolute() == elsewhere / "output"
+
+
+def test_no_config_needs_torch_to_be_loaded() -> None:
+    """Native, VPipe's, OurGPipe's; by the commands that open no data, and the agent of a host whose ranks run in a
+    container."""
+    legacy = find_spec("vpipe.extras.legacy.vpipe_flat") is not None
+    given = [[name] for name, file in shipped_configs().items() if legacy or file.suffix != ".yml"]
+    given += [["gpt2_124m", "--scheduler", "naive"]] * legacy
+    code = ("import sys\nsys.modules['torch'] = None\nimport vpipe.app.launch.remote_agent\n"
+            "from vpipe.app.cli import main\nassert main(['configs']) == 0\n"
+            f"for words in {given}:\n    assert main(['slurm', *words, '--nodes', '2']) == 0, words")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("#SBATCH --nodes=2") == len(given)
 
 
 def test_with_or_without_the_ending(elsewhere: Path) -> None:

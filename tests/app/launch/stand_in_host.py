@@ -1,4 +1,7 @@
-"""The launcher of another host with stand-ins for its ranks: the program in ``STAND_IN_RANK``, without torch."""
+"""The launcher of another host with stand-ins for its ranks: the program in ``STAND_IN_RANK``, without torch.
+
+No torch can be imported: a host whose ranks run in a container needs none (docs/launching.md).
+"""
 
 from __future__ import annotations
 
@@ -23,5 +26,6 @@ def command(ranks: HostRanks, folder: Path | str) -> list[str]:
 
 
 if __name__ == "__main__":
+    sys.modules["torch"] = None  # type: ignore[assignment]
     HostRanks.command = command  # type: ignore[method-assign]
     sys.exit(host.main())
