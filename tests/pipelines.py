@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from vpipe.old_calls import OLD, OLD_FIRST, PARTS, part_of
+from vpipe.description.cut import Cut
+from vpipe.description.execution import Execution
+from vpipe.description.order import Asynchronous, Order
+from vpipe.description.precision import Precision
+from vpipe.description.transfers import Transfers
+from vpipe.description.update import Update
 
-NEW = {"ranks": ("stages", "ranks"), "transfers": ("transfers", ""), "execution": ("execution", ""),
-       "mesh": ("execution", "mesh"), "data": ("execution", "data")}
+PARTS: dict[str, type] = {"optimizer": Update, "stages": Cut, "schedule": Asynchronous, "precision": Precision,
+                          "transfers": Transfers, "execution": Execution}
+"""The part of each argument that has one."""
+
+WORDS = {
+    **{field.name: (argument, field.name) for argument, part in PARTS.items() for field in fields(part)},
+    "partition": ("stages", "stages"), "plan": ("stages", "stages"),
+    "placement": ("stages", "ranks"), "replicas": ("stages", "ranks"),
+    "precision": ("precision", "name"), "transfers": ("transfers", ""), "execution": ("execution", ""),
+    "microbatches": ("microbatches", "microbatches"), "seed": ("seed", "seed")}
+"""The argument and the field of each word."""
+
+FIRST = {"precision": "name", "transfers": "", "execution": ""}
+"""The field that may stand alone for an argument, where it is not called as the argument; none where it is empty."""
 
 
 def parts(**words: Any) -> dict[str, Any]:
-    """Return the arguments of ``Pipeline``; a word is the name of a field, or what an older vpipe called it."""
-    rounding, strength = words.pop("compress_rounding", "nearest"), words.pop("delay_correction_strength", 1.0)
-    if rounding == "stochastic":
-        words["compress"] = {"int8": "int8_stochastic"}.get(words["compress"]) if isinstance(words["compress"], str) \
-            else ["int8_stochastic" if name == "int8" else name for name in words["compress"]]
-    if "delay_correction" in words:
-        words["delay_correction"] = {"none": 0.0, "extrapolate": strength}.get(words["delay_correction"],
-                                                                               words["delay_correction"])
-    fields: dict[str, dict[str, Any]] = {}
+    """Return the arguments of ``Pipeline``; a word is the name of a field, or of what a pipeline has for it."""
+    values: dict[str, dict[str, Any]] = {}
     for word, value in words.items():
-        argument, field = NEW.get(word) or OLD[word]
+        argument, field = WORDS[word]
         if value is not None or argument not in PARTS or word in ("optimizer", "recompute"):
-            fields.setdefault(argument, {})[field] = value
-    return {argument: _part(argument, values) for argument, values in fields.items()}
+            values.setdefault(argument, {})[field] = value
+    return {argument: _part(argument, given) for argument, given in values.items()}
 
 
-def _part(argument: str, values: dict[str, Any]) -> Any:
-    first = OLD_FIRST.get(argument, argument)
+def _part(argument: str, values: Mapping[str, Any]) -> Any:
+    first = FIRST.get(argument, argument)
     if set(values) == {first}:
         return values[first]
-    return part_of(argument, values)(**values)
+    part = PARTS[argument]
+    if part is Asynchronous and set(values) <= {field.name for field in fields(Order)}:
+        part = Order
+    return part(**values)

@@ -157,6 +157,8 @@ def test_a_file_is_imported_once(here: Path) -> None:
      "put what runs the script below: if __name__"),
     ("lacks.py", "import no_such_package.part\n", "'lacks.py' cannot be imported: ModuleNotFoundError: No module named "
      "'no_such_package'", "lacks.py:1", "install no_such_package for this Python"),
+    ("guesses.py", "import vpipe.nothing\n", "'guesses.py' cannot be imported: ModuleNotFoundError: No module named "
+     "'vpipe.nothing'", "guesses.py:1", "change its import"),
     ("folder/needs.py", "import my_models_2\n", "'folder/needs.py' cannot be imported: ModuleNotFoundError: No module "
      "named 'my_models_2'", "folder/needs.py:1",
      "import that file before it: --import folder/my_models_2.py --import folder/needs.py"),

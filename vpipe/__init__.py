@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from vpipe.lazy import lazy
-from vpipe.moved import MovedModules
 
 if TYPE_CHECKING:
     from vpipe.description.cut import Cut
@@ -30,8 +29,6 @@ _load = lazy(__name__, {
     "Cut": "description.cut", "Order": "description.order", "Asynchronous": "description.order",
     "Update": "description.update", "Precision": "description.precision", "Transfers": "description.transfers",
     "Execution": "description.execution"})
-
-sys.meta_path.append(MovedModules())
 
 
 def __getattr__(name: str) -> object:

@@ -30,7 +30,6 @@ from vpipe.errors import PerformanceWarning, Problem, UserError, counted
 from vpipe.model.layer import split_target
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec
-from vpipe.old_calls import shows_new_call
 from vpipe.plan.plan import Plan
 from vpipe.runtime.action_recorder import MOST_ACTIONS, Recorder, label_actions
 from vpipe.runtime.collectives import LocalUsage, clock_offset
@@ -85,7 +84,6 @@ class Pipeline:
             under one without, gradients are more than two updates late on average.
     """
 
-    @shows_new_call
     def __init__(self, model: Model, optimizer: OptimizerFactory | FromNamed | Update,
                  stages: int | Sequence[int] | Cut | Plan | None = None,
                  schedule: str | os.PathLike[str] | Order | None = None, microbatches: int | None = None, *,
@@ -138,12 +136,12 @@ class Pipeline:
         if self.rank:
             return
         if CsvFile.is_path(order.schedule) and (left_out := CsvFile.read(order.schedule).note) is not None:
-            warnings.warn(left_out, stacklevel=3)
+            warnings.warn(left_out, stacklevel=2)
         advice = Advice(lowered, microbatches)
         late = advice.late_gradients("an optimizer such as torch.optim.Muon",
                                      *[] if description.delay_correction else ["delay_correction=1.0"])
         for slow in filter(None, (advice.few_microbatches, late)):
-            warnings.warn(slow, PerformanceWarning, stacklevel=3)
+            warnings.warn(slow, PerformanceWarning, stacklevel=2)
 
     @classmethod
     def prepared(cls, model: Model, description: Description, schedule: Schedule, world: DeviceMap) -> Pipeline:

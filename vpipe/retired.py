@@ -9,5 +9,7 @@ from __future__ import annotations
 __all__ = ["RETIRED"]
 
 RETIRED: dict[str, str] = {
+    "vpipe bench": "write vpipe compare --models NAME,...",
+    "vpipe.checkpoint.Manifest.no_longer_used": "leave it out: checkpoints have no error feedback of gradients",
 }
 """What is gone, and the remedy."""

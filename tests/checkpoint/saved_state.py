@@ -30,7 +30,7 @@ def tensors(fill: float = 1.0) -> dict[str, Tensor]:
         "optim.a.weight.step#int": torch.tensor(3),
         "optim.a.weight.exp_avg": torch.full((2, 1, 3), fill, dtype=torch.bfloat16),
         "buffers.1.b.running": torch.tensor(-0.0, dtype=torch.float64),
-        "feedback.2.0.h": torch.tensor([fill, float("inf"), float("nan")]),
+        "average.a.weight": torch.tensor([fill, float("inf"), float("nan")]),
     }
 
 

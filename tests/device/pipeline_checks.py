@@ -119,7 +119,7 @@ SINGLE = {
                                               optimizer=Momentum(), batches=lambda: rich_batches(3, 8))
        for name in STREAMS for every in (1, 4) if every >= RegisteredSchedule.named(name).update_every(4)},
     **{f"extrapolation {name} {optimizer}": case(
-        schedule=name, **CUT, optimizer=settings(optimizer), update_every=every, delay_correction="extrapolate",
+        schedule=name, **CUT, optimizer=settings(optimizer), update_every=every, delay_correction=1.0,
         other=FOREACH if optimizer == "nadam" else None, batches=lambda: rich_batches(3, 8))
        for name, every in (("pipedream", 1), ("2bw", 4)) for optimizer in ("adamw", "muon", "soap", "nadam")},
     **{f"optimizer {optimizer}": case(schedule="1f1b", **CUT, optimizer=settings(optimizer), **DECAY_AND_CLIP,
@@ -171,7 +171,7 @@ WAITS = {
     "1f1b with recompute": Waits({"schedule": "1f1b", "recompute": 1.0}, {"copy to host": 1}),
     "1f1b in bf16_pure": Waits({"schedule": "1f1b", "precision": "bf16_pure"}, {"copy to host": 1}),
     "1f1b with OFFLOAD and FETCH": Waits({"schedule": "away 1f1b"}, {"copy to host": 1}),
-    "pipedream with extrapolation": Waits({"schedule": "pipedream", "delay_correction": "extrapolate"},
+    "pipedream with extrapolation": Waits({"schedule": "pipedream", "delay_correction": 1.0},
                                           {"copy to host": 1}),
     "gpipe under async_threaded, with streams": Waits({"schedule": "gpipe", "executor": "async_threaded"},
                                                       {"copy to host": 1}),

@@ -106,7 +106,7 @@ SETTINGS = {
     "evaluation of a stream": words_of("pipedream", microbatches=2, samples=4, batches=6, more=2,
                                        evaluate_after=[1, 3]),
     "fewer updates": words_of("pipedream", update_every=2), "2bw": words_of("2bw", update_every=4, batches=3),
-    "extrapolation": words_of("pipedream", update_every=2, delay_correction="extrapolate"),
+    "extrapolation": words_of("pipedream", update_every=2, delay_correction=1.0),
     "Muon": words_of("1f1b", optimizer="muon"),
     **{f"replicas {name} {number}": words_of(name, placement=placement, microbatches=7, samples=14, lengths=[6, 9])
        for name, placements in (("1f1b", (TWO_ONE_ONE, MIDDLE, ONE_THREE)), ("zb_h1", (ONE_THREE,)), ("gpipe", (FOUR,)),

@@ -26,7 +26,7 @@ from vpipe.runtime import delay_correction
 from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.testing import InitialState
 
-EXTRAPOLATE: dict[str, Any] = {"delay_correction": "extrapolate"}
+EXTRAPOLATE: dict[str, Any] = {"delay_correction": 1.0}
 CUT: dict[str, Any] = {"schedule": "pipedream", "partition": [3, 3, 2]}
 CORRECTED = {**DECAY_AND_CLIP, **CUT, **EXTRAPOLATE}
 
@@ -54,7 +54,7 @@ def factors(pipe: Pipeline) -> list[float]:
     ({"partition": [2, 2, 2, 2], "update_every": 4, "recompute": 0.5}, [.75, .5, .25, 0]),
     ({"partition": [2, 2, 2, 2], "update_every": 8, "microbatches": 8}, [3 / 8, 2 / 8, 1 / 8, 0]),
     ({"update_every": 2, "optimizer": jobs.MuonAndAdamW()}, [1, .5, 0]),
-    ({"update_every": 2, "executor": "naive", "optimizer": FrozenHead(), "delay_correction_strength": .7},
+    ({"update_every": 2, "executor": "naive", "optimizer": FrozenHead(), "delay_correction": .7},
      [.7, .35, 0]),
     ({"schedule": "2bw", "update_every": 4}, [1, 1, 1]),
     ({"schedule": "2bw", "update_every": 4, "precision": "bf16_pure", "optimizer": Momentum()}, [1, 1, 1]),
@@ -76,7 +76,7 @@ def test_every_schedule_equals_its_oracle(arguments: dict[str, Any], expected: l
 
 def test_weights_are_the_sum_of_plain_changes_and_the_look_ahead() -> None:
     """p = Z + strength * delay * previous, up to 3 roundings per update; Z is what state_dict gives uncorrected."""
-    pipe = pipeline_of(rich_model, **CORRECTED | {"grad_clip": None}, delay_correction_strength=0.5)
+    pipe = pipeline_of(rich_model, **CORRECTED | {"grad_clip": None, "delay_correction": 0.5})
     begins, sums = pipe.state_dict(), {name: each.double() for name, each in pipe.state_dict().items()}
     for count, _ in enumerate(pipe.train(rich_batches(3, 8), pauses=1), 1):  # the pipeline is empty after every update
         for each in extrapolations(pipe).values():
@@ -234,7 +234,7 @@ FACTORS: dict[str, tuple[dict[str, Any], str | None]] = {
     "2bw": ({"schedule": "2bw", "partition": [4, 4], "update_every": 2, **EXTRAPOLATE},
             "2 -> 1 in 6 parameters, 0 -> 1 in 5 parameters"),
     "k": ({**CUT, "update_every": 4, **EXTRAPOLATE}, "2 -> 0.5 in 6 parameters, 1 -> 0.25 in 6 parameters"),
-    "strength": ({**CUT, **EXTRAPOLATE, "delay_correction_strength": 0.5},
+    "strength": ({**CUT, "delay_correction": 0.5},
                  "2 -> 1 in 6 parameters, 1 -> 0.5 in 6 parameters"),
     "uncorrected": ({"schedule": "pipedream", "partition": [3, 3, 2]}, "2 -> 0 in 6 parameters, 1 -> 0 in 6"),
     "flush": ({"schedule": "1f1b", "partition": [3, 5]}, "2 -> 0 in 6 parameters, 1 -> 0 in 6 parameters"),

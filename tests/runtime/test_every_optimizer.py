@@ -20,7 +20,7 @@ def settings(name: str, model: Model) -> OptimizerSettings:
                              matrices=hidden_matrices(model) if name in MATRIX_OPTIMIZERS else None)
 
 
-EXTRAPOLATED = {"delay_correction": "extrapolate"}
+EXTRAPOLATED = {"delay_correction": 1.0}
 REPLICAS = {"partition": [2, 4, 2], "placement": [[0, 1], [2], [3, 4, 5]]}
 
 

@@ -315,7 +315,7 @@ def test_threads_have_no_timeline() -> None:
 
 def test_coded_tensors_give_the_same_bits() -> None:
     run: dict[str, Any] = {"model": "untied", "stages": 2, "schedule": "gpipe", "microbatches": 4, "batches": 2,
-                           "compress": "int8", "compress_rounding": "stochastic"}
+                           "compress": "int8_stochastic"}
     assert jobs.train(executor="async_threaded", **run) == jobs.train(**run)
 
 

@@ -22,7 +22,7 @@ CLIPPED: dict[str, Any] = {"recompute": 0.0, "grad_clip": 0.5}
 SHAPES: dict[str, Any] = {"lengths": [6, 9, 3], "batches": 4, "recompute": 0.5, "microbatches": 2, "samples": 4}
 DTYPES: dict[str, Any] = {"model": "dtypes", "microbatches": 2, "samples": 4, "recompute": [0.0, 1.0, 0.0, 1.0]}
 NORM: dict[str, Any] = {"model": "norm", "partition": [1, 2, 2, 1], "microbatches": 2, "samples": 4, "recompute": 1.0}
-STOCHASTIC: dict[str, Any] = {"compress": "int8", "compress_rounding": "stochastic"}
+STOCHASTIC: dict[str, Any] = {"compress": "int8_stochastic"}
 
 
 # One schedule of each kind is for make test: schedules/test_transfer_order.py has all of them reach their end under
@@ -79,7 +79,7 @@ def test_stages_that_take_microbatches_in_other_orders(world: World, tmp_path: P
 
 
 @over(("gloo nccl", {"update_every": 1}), ("gloo nccl", {"update_every": 1, "warmup_depth": [7, 4, 2, 0]}),
-      ("gloo", {"update_every": 2, "delay_correction": "extrapolate"}))
+      ("gloo", {"update_every": 2, "delay_correction": 1.0}))
 def test_evaluation_drains_an_asynchronous_pipeline_that_then_goes_on(world: World, rules: Mapping[str, bool] | None,
                                                                       arguments: dict[str, Any]) -> None:
     run = same_everywhere(world, rules, model="rich", schedule="pipedream", microbatches=2, partition=EVEN, batches=14,

@@ -32,7 +32,7 @@ def tied_to(owner: str, frozen: bool = False) -> Model:
      "'zb_h1' splits every backward: it intercepts the operations that take a weight, and a compiled layer shows none",
      "choose a schedule with whole backwards, such as 1f1b or interleaved, or do not compile"),
     ({"compile": 3}, "compile is 3", "give a name, such as 'aot_eager'"),
-    ({"delay_correction": "extrapolate"}, "delay_correction is 1, but '1f1b' has a flush", "choose a schedule without"),
+    ({"delay_correction": 1.0}, "delay_correction is 1, but '1f1b' has a flush", "choose a schedule without"),
     *(({**STREAM, "delay_correction": value}, f"delay_correction is {value!r}", "") for value in (
         "predict", -1, math.inf)),
     ({"executor": "native"}, "no executor is called 'native'", "did you mean 'naive'?"),

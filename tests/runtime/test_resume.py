@@ -28,8 +28,8 @@ SOAP = OptimizerSettings("soap", 0.02, weight_decay=0.1, matrices=hidden_matrice
 MUON = OptimizerSettings("muon", 0.02, weight_decay=0.1, matrices=hidden_matrices(rich_model()))
 LAMB = OptimizerSettings("lamb", 0.02, weight_decay=0.1)
 REPLICATED = {"partition": [3, 5], "placement": [[0, 1], [2]]}
-EXTRAPOLATED = {"delay_correction": "extrapolate"}
-CODED = {"compress": ["int8", "none", "bf16"], "compress_rounding": "stochastic"}
+EXTRAPOLATED = {"delay_correction": 1.0}
+CODED = {"compress": ["int8_stochastic", "none", "bf16"]}
 
 
 def every(count: int) -> Callable[[int], int]:

@@ -218,14 +218,6 @@ class Manifest:
         if parts:
             raise UserError(f"the checkpoint of step {self.step} is of another model: {'; '.join(parts)}", hint=hint)
 
-    @property
-    def no_longer_used(self) -> str | None:
-        """A warning of state in the checkpoint that only older versions have, if there is any."""
-        if any(name.startswith("feedback.") for name in self.tensors):
-            return ("the checkpoint has error feedback of compressed gradients, which this version has not: it is left "
-                    "out, so the losses from here on are others")
-        return None
-
     def position(self, batch: int) -> Position:
         """Return the position in training, for batches that now have ``batch`` microbatches.
 

@@ -250,11 +250,7 @@ class Profile:
             found = content.get("format") if isinstance(content, dict) else None
             raise UserError(f"the profile has format {found!r}, this version reads {FORMAT}", where=where, hint=_MAKE)
         try:
-            # Older ones lack some.
-            none = {"frozen_tied": {}, "carried_bytes": 0, "past_bytes": 0}
-            layers = [{"largest_bytes": layer["parameter_bytes"], **none, **layer}
-                      for layer in content["layers"]]
-            return _profile({"extrapolates": False, "zero1": False, "averages": False, **content, "layers": layers})
+            return _profile(content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"the profile is damaged: {type(error).__name__}: {error}", where=where,
                             hint=_MAKE) from None

@@ -56,9 +56,9 @@ class PipelineCheckpoint:
             self._engine.check_restorable(position)
             tensors = Checkpoint(folder, manifest).tensors(filter(self._engine.wants, manifest.tensors),
                                                            resume_hint=_load_call)
-        for warning in (manifest.no_longer_used, self._engine.restore(position, tensors)):
-            if self._engine.collectives.job.rank == 0 and warning is not None:
-                warnings.warn(warning, stacklevel=3)
+        warning = self._engine.restore(position, tensors)
+        if self._engine.collectives.job.rank == 0 and warning is not None:
+            warnings.warn(warning, stacklevel=3)
         return position
 
     def _optimizers(self) -> dict[str, Any]:

@@ -84,10 +84,3 @@ class Action(NamedTuple):
 forward, backward, step, use = Action.forward, Action.backward, Action.step, Action.use
 input_half, weight_half = Action.input_half, Action.weight_half
 """Short names, for generators."""
-
-
-def __getattr__(name: str) -> object:
-    if name in ("SENDS", "RECEIVES", "COMPUTE", "PER_MICROBATCH", "RETURNS", "COMPLETES", "OF_MODELS"):
-        raise ImportError(f"{name} is gone: ask the kind of an action, such as action.op.sends, .receives, .computes, "
-                          ".per_microbatch, .returns, .completes or .of_model")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,7 @@ from vpipe.app.train.loop import train
 from vpipe.app.train.resume import ResumePoint, find_resume_point, nothing_left, prepare_run, resumed_config
 from vpipe.app.train.run_folder import running, unlock_runs
 from vpipe.checkpoint import checkpoint
-from vpipe.checkpoint.manifest import Manifest, TensorEntry
+from vpipe.checkpoint.manifest import Manifest
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
 
@@ -92,29 +92,6 @@ def test_a_manifest_is_loaded_once_and_every_byte_is_hashed_once(one: Path, tmp_
     unlock_runs()
     assert loaded == [start.checkpoint] * 2
     assert len(hashed) == len(set(hashed))
-
-
-def test_error_feedback_of_an_older_version_is_left_out(one: Path, tmp_path: Path,
-                                                        capsys: pytest.CaptureFixture[str]) -> None:
-    """Such a run had it on by default, whether or not anything was compressed."""
-    run = shutil.copytree(one, tmp_path / "run")
-    text = (run / "config.yaml").read_text()
-    older = text.replace("compress: none", "compress: int8\n  compress_feedback: true\n  scheduler: null")
-    (run / "config.yaml").write_text(older)
-    checkpoint = run / "checkpoints" / "step-1"
-    manifest = Manifest.load(checkpoint)
-    lost = {"feedback.2.0.0": TensorEntry((1,), "float32", next(iter(manifest.files)))}
-    replace(manifest, config=older, tensors={**manifest.tensors, **lost}).save(checkpoint)
-    start = find_resume_point(run)
-    job = Job.from_config(resumed_config(start, None, ["training.max_steps=2"]))
-    prepare_run(start, job)
-    assert capsys.readouterr().err.splitlines() == [
-        "warning: the checkpoint has error feedback of compressed gradients, which this version has not: it is left "
-        "out, so the losses from here on are others", "changed since step 1: training.max_steps 1 -> 2"]
-    train(job, run, checkpoint)
-    unlock_runs()
-    assert [line["step"] for line in metrics(run)[0]] == [0, 1]
-    assert "compress_feedback" not in (run / "config.yaml").read_text()
 
 
 def test_a_damaged_manifest_is_named_and_the_one_before_offered(tmp_path: Path) -> None:

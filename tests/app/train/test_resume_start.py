@@ -135,20 +135,6 @@ def test_a_resume_reports_repeated_updates_and_changed_keys(run: Path, capsys: p
         "checkpoint.every_steps 3 -> 4 (without a flush, so another run from here on)"]
 
 
-@pytest.mark.parametrize(("settings", "expected"), [
-    ([], (1, 1)), (["training.num_microbatches=4"], (4, None)), (["parallel.update_every=2"], (2, 2)),
-    (["parallel.schedule=2bw"], (2, 2)), (["parallel.model_parallel_size=4", "parallel.partition=auto"], (4, 4))])
-def test_a_run_of_an_older_version_keeps_its_microbatches(tmp_path: Path, run: Path, settings: list[str],
-                                                          expected: tuple[int, int | None]) -> None:
-    """Its config leaves them out, and an update took one microbatch where it takes as many as stages now."""
-    path = write_config(tmp_path, parallel__schedule="pipedream", training__num_microbatches=None)
-    before = load_config(path, ["training.num_microbatches=1", "parallel.update_every=1"])
-    checkpoint = run / "checkpoints" / "step-2"
-    start = ResumePoint(None, checkpoint, replace(Manifest.load(checkpoint), config=before.resolved_yaml()))
-    config = resumed_config(start, path, settings)
-    assert (config.training.num_microbatches, config.parallel.update_every) == expected
-
-
 def test_a_finished_run_is_left_as_it_is(run: Path, monkeypatch: pytest.MonkeyPatch,
                                          capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("vpipe.app.launch.local.run_ranks", lambda *_: pytest.fail("no rank is to be started"))

@@ -17,8 +17,7 @@ from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.errors import RunError, UserError, counted
 from vpipe.units import size_text
 
-KINDS = {"model": "model", "optim": "optimizer", "buffers": "buffers of replicas", "feedback": "error feedback",
-         "delay_correction": "last changes"}
+KINDS = {"model": "model", "optim": "optimizer", "buffers": "buffers of replicas", "delay_correction": "last changes"}
 """Kind of a tensor, for people, by the first word of its name."""
 
 

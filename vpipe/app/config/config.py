@@ -460,8 +460,6 @@ def config_tree(path: Path, overrides: Sequence[str] = (), *, resolved: bool = F
     file = find_config(path)
     tree = read_yaml(file)
     settings = [_setting(text) for text in overrides]
-    if resolved:
-        drop_removed(tree)
     formats = formats_of(tree, [key for key, _ in settings], Config)
     for form in formats:
         if form.recognises(tree):
@@ -507,12 +505,6 @@ def flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
-
-
-def drop_removed(tree: Tree) -> None:
-    """Drop the keys of a run's config that older versions wrote into every one, and that this one has no more."""
-    for key in ("scheduler", "compress_feedback"):
-        tree.drop(("parallel", key))
 
 
 def _setting(text: str) -> tuple[str, Tree]:

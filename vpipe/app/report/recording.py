@@ -66,7 +66,7 @@ def _read_header(file: Path) -> dict[str, Any]:
         raise UserError(f"the record has format {found!r}, this version reads "
                         f"{RecordedAction.file_format()}", where=where,
                         hint="use the version of vpipe that made the run")
-    header = {"slices": 1, **header}  # which older records lack
+    header = {"slices": 1, **header}  # left out where microbatches are whole
     for key, is_right in _KEYS.items():
         if key not in header or not is_right(header[key]):
             raise UserError(f"'{key}' in the header of the record is {header.get(key)!r}", where=where,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vpipe import Model
-from vpipe.app.config.config import Config, ModelSection, drop_removed
+from vpipe.app.config.config import Config, ModelSection
 from vpipe.app.config.validation import validated
 from vpipe.app.config.yaml_tree import parse, write
 from vpipe.app.families.registry import Family, ModelSettings, family_named
@@ -96,7 +96,6 @@ def config_text(found: str, settings: ModelSettings, config_file: Path) -> str:
 def checkpoint_config(manifest: Manifest) -> Config | None:
     """Return the config of the run that wrote a checkpoint; None if no run did."""
     content = parse(manifest.config, "", WHERE)
-    drop_removed(content)
     return validated(Config, content) if content.get(("training",)) is not None else None
 
 

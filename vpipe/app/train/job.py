@@ -499,7 +499,6 @@ def check_plan(job: Job, warn: Callable[[str], None] = to_stderr) -> None:
                                  "precision": job.config.training.precision, "tensor": job.config.parallel.tensor}
     if on_processors(job.config):  # only ranks know the name of a GPU
         wanted["device"] = accelerator.name_of(torch.device("cpu"))
-    made_for = {"precision": "fp32", "tensor": 1, **made_for}  # older plans lack these
     others = [f"{name.replace('_', ' ')} {made_for.get(name)}, not {value}" for name, value in wanted.items()
               if made_for.get(name) != value]
     if others:

@@ -19,14 +19,12 @@ from vpipe.app.config.config import (
     Config,
     ModelSection,
     config_row,
-    config_tree,
-    drop_removed,
     flatten,
     load_config,
 )
 from vpipe.app.config.parallel import AUTO
 from vpipe.app.config.validation import validated
-from vpipe.app.config.yaml_tree import Tree, describe, parse
+from vpipe.app.config.yaml_tree import describe, parse
 from vpipe.app.data.dataset import Tokenized
 from vpipe.app.families.lora import is_adapter
 from vpipe.app.train.run_folder import (
@@ -43,7 +41,6 @@ from vpipe.app.train.run_folder import (
 )
 from vpipe.checkpoint import Checkpoint, Checkpoints, Manifest
 from vpipe.errors import Problem, UserError, counted
-from vpipe.schedules import CsvFile
 
 if TYPE_CHECKING:
     from vpipe.app.train.job import Job
@@ -59,9 +56,6 @@ _BINDING = {"training.seed": "the initial weights, dropout and the order of the 
             "dataset.max_tokens": "which samples are done follows from it",
             "training.optimizer": "the state in the checkpoint is the other optimizer's"}
 """Keys that a resumed run may not change, and why."""
-
-_UPDATES = (("training", "num_microbatches"), ("parallel", "update_every"))
-"""Keys of the samples of an update."""
 
 _CHANGE_NUMBERS = {"model.lora", "training.num_microbatches", "training.precision", "training.loss_scale",
                    "parallel.compress", "parallel.compress_rounding", "training.delay_correction",
@@ -153,10 +147,6 @@ def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str
     """
     if path is not None:
         config = load_config(path, settings)
-        if start.manifest is not None and (numbers := _numbers_of_updates(
-                config, start.manifest, config_tree(path, settings))):
-            settings = [*settings, *numbers]
-            config = load_config(path, settings)
         plan = None if start.folder is None else start.folder / PLAN
         if plan is not None and plan.exists() and _still_holds(Plan.load(plan), config, settings):
             config = load_config(path, [*settings, f"parallel.plan={json.dumps(str(plan))}"])
@@ -168,21 +158,6 @@ def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str
     if start.manifest is not None:
         check_config(config, start.manifest)
     return config
-
-
-def _numbers_of_updates(config: Config, manifest: Manifest, written: Tree) -> list[str]:
-    """Return settings that keep a run's numbers where its config leaves them to the defaults.
-
-    An older version had other defaults without a flush. With other stages or replicas the defaults are taken anew.
-    """
-    parallel = config.parallel.model_dump(mode="json")
-    before = parse(manifest.config, "", "the checkpoint's config")
-    if not config.parallel.asynchronous or CsvFile.is_path(config.parallel.schedule) or any(
-            written.get(key) is not None or before.get(key) is None for key in _UPDATES) or any(
-            before.get(("parallel", key)) != parallel[key]
-            for key in ("schedule", "model_parallel_size", "data_parallel_size", "stage_to_rank_map")):
-        return []
-    return [f"{'.'.join(key)}={before.get(key)}" for key in _UPDATES]
 
 
 def _still_holds(plan: Plan, config: Config, settings: Sequence[str]) -> bool:
@@ -227,7 +202,6 @@ def changed_keys(manifest: Manifest, config: Config) -> list[str]:
     Such as ``training.max_steps 60 -> 80 (the learning rate follows the new end)``. None for a script's checkpoint.
     """
     before = parse(manifest.config, "", "the checkpoint's config")
-    drop_removed(before)
     if not isinstance(before.value, dict):
         return []
     no_section = CheckpointSection.model_validate({}).model_dump(mode="json")
@@ -377,8 +351,6 @@ def prepare_run(start: ResumePoint, job: Job) -> Path:
     if manifest is not None:
         check_fits_job(manifest, job)
         steps = manifest.step
-        if warning := manifest.no_longer_used:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
     if (folder := start.folder) is None:
         folder = new_run(job)
         if manifest is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,12 +20,6 @@ from vpipe.extras.comparison.systems import HINT, ComparisonRequest
 
 CONFIGS = Path("configs")
 """The folder of a config that ``--models`` names without one."""
-
-
-def run_bench(options: argparse.Namespace) -> None:
-    """Run ``vpipe bench``, the old name of ``vpipe compare --models``."""
-    print("vpipe bench is now: vpipe compare --models; the next release removes the old name", file=sys.stderr)
-    run_compare(options)
 
 
 def run_compare(options: argparse.Namespace) -> None:

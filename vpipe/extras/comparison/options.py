@@ -1,12 +1,11 @@
-"""Describe ``vpipe compare``, and ``vpipe bench``, its old name."""
+"""Describe ``vpipe compare``."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from vpipe.app.command_line import add_command, add_config, add_overrides
+from vpipe.app.command_line import add_command, add_config
 
 
 def describe(commands: Any) -> None:
@@ -14,22 +13,13 @@ def describe(commands: Any) -> None:
                           "train models, systems or schedules in turns in the "
                           "same processes, and compare speed, memory and loss in a table and a CSV")
     add_config(compare, needed=False)
-    _add_models(compare)
     compare.add_argument("--systems", metavar="NAME,...", help="systems to compare: gpipe, pipedream, vpipe; each is "
                          "planned with its own rules within the memory")
     compare.add_argument("--memory", metavar="SIZE", help="memory per rank for --systems, such as 8GiB (default: the "
                          "config's parallel.memory, else a share of the device's)")
-
-    bench = add_command(commands, "bench", "vpipe.extras.comparison.command.run_bench", "old name of compare --models")
-    _add_models(bench, needed=True)
-    add_overrides(bench)
-    bench.set_defaults(config=None, systems=None, memory=None)
-
-
-def _add_models(parser: argparse.ArgumentParser, needed: bool = False) -> None:
-    parser.add_argument("--models", required=needed, metavar="NAME,...", help="configs to compare: paths of YAML "
+    compare.add_argument("--models", metavar="NAME,...", help="configs to compare: paths of YAML "
                         "files, or names such as gpt_small: of configs/gpt_small.yaml, or one that comes with vpipe")
-    parser.add_argument("--schedules", metavar="NAME,...", help="schedules to compare, each with the partition and "
+    compare.add_argument("--schedules", metavar="NAME,...", help="schedules to compare, each with the partition and "
                         "recomputation of the config; default with --models: each config's own schedule")
-    parser.add_argument("--steps", type=int, metavar="N", help="training steps of each; default: as the config says")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the CSV to this file")
+    compare.add_argument("--steps", type=int, metavar="N", help="training steps of each; default: as the config says")
+    compare.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the CSV to this file")

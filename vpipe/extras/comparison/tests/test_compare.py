@@ -72,14 +72,13 @@ def test_models_that_need_other_processes_are_refused(configs: Path, capsys: pyt
 
 
 @pytest.mark.usefixtures("forked")
-def test_one_table_and_one_csv_also_under_the_old_name(configs: Path, capfd: pytest.CaptureFixture[str],
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_table_and_one_csv(configs: Path, capfd: pytest.CaptureFixture[str],
+                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     words = ["--models", "small,configs/small.yaml", "--schedules", "1f1b,gpipe", "--steps", "3",
              "--set", "training.learning_rate=0.5", "--set", "metrics.peak_tflops=1e-9"]
-    assert main(["bench", *words, "-o", "all.csv"]) == 0
-    out, err = capfd.readouterr()
-    assert err.startswith("vpipe bench is now: vpipe compare --models; the next release removes the old name\n")
+    assert main(["compare", *words, "-o", "all.csv"]) == 0
+    out = capfd.readouterr().out
     assert "warning: small 1f1b: the MFU of " in out
     assert out.count("(=) the same program as small 1f1b, which ran for both") == 1
     rows = list(csv.DictReader((configs / "all.csv").read_text().splitlines()))
