@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from vpipe.lazy import lazy
@@ -24,17 +22,8 @@ __all__ = ["Asynchronous", "Cut", "Execution", "Layer", "Model", "Order", "Pipel
            "Update"]
 
 # Loaded when first asked for: what only reads schedules must not wait for torch.
-_load = lazy(__name__, {
+__getattr__ = lazy(__name__, {
     "Layer": "model.layer", "Model": "model.model", "Pipeline": "pipeline", "Plan": "plan.plan",
     "Cut": "description.cut", "Order": "description.order", "Asynchronous": "description.order",
     "Update": "description.update", "Precision": "description.precision", "Transfers": "description.transfers",
     "Execution": "description.execution"})
-
-
-def __getattr__(name: str) -> object:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("importlib."):
-        frame = frame.f_back
-    if name in __all__ and not frame.f_globals.get("__name__", "").startswith("vpipe."):
-        import_module("vpipe.distributed.excepthook").install()  # the application prints its errors itself
-    return _load(name)

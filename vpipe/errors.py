@@ -2,7 +2,7 @@
 
 A :class:`UserError` is a mistake in a config, a partition or a data folder. It is found before a process starts and
 ends the command with exit status 2. A :class:`RunError` happens during a run. It has the rank, stage and action, and
-ends the command with exit status 1. Neither shows a traceback.
+ends the command with exit status 1. The command shows neither with a traceback.
 """
 
 from __future__ import annotations

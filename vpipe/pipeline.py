@@ -23,7 +23,6 @@ from vpipe.description.order import Order
 from vpipe.description.precision import FP32, Precision
 from vpipe.description.transfers import Transfers
 from vpipe.description.update import FromNamed, Update
-from vpipe.distributed import excepthook
 from vpipe.distributed.device import DeviceMap
 from vpipe.distributed.init import join_world
 from vpipe.errors import PerformanceWarning, Problem, UserError, counted
@@ -89,7 +88,6 @@ class Pipeline:
                  schedule: str | os.PathLike[str] | Order | None = None, microbatches: int | None = None, *,
                  precision: str | Precision = FP32, transfers: Transfers = DEFAULT_TRANSFERS,
                  execution: Execution = DEFAULT_EXECUTION, seed: int = 0) -> None:
-        excepthook.install()
         given = Arguments()
         _check_model(given, model)
         update, plan = given.part(Update, optimizer), stages if isinstance(stages, Plan) else None
@@ -152,7 +150,6 @@ class Pipeline:
             schedule: lowered, as :meth:`~vpipe.schedules.prepare.ScheduleSpec.prepare` returns it.
             world: the ranks, as :func:`~vpipe.distributed.init.join_world` returns them.
         """
-        excepthook.install()
         assert len(world.lanes.own) in (1, schedule.ranks), f"{world.lanes} for {schedule.ranks} ranks"
         pipe = cls.__new__(cls)
         pipe._set_up(model, description, schedule, world)

@@ -1,12 +1,12 @@
-"""What an uncaught error prints, and which rank prints it."""
+"""What an uncaught error of a job prints, and which rank prints it."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
@@ -119,17 +119,16 @@ def test_a_defect_of_vpipe_shows_all(capsys: pytest.CaptureFixture[str]) -> None
     assert 'File "/vpipe/made_up.py", line ' in capsys.readouterr().err
 
 
-def test_a_hook_of_the_users_own_gets_what_is_not_hidden(capsys: pytest.CaptureFixture[str]) -> None:
-    seen: list[BaseException] = []
-    sys.excepthook = lambda kind, error, trace: seen.append(error)
-    assert ended(layer_error) == 1
-    assert ended(users_error) is None
-    assert capsys.readouterr().err == ""
-    assert [type(error) for error in seen] == [RunError, KeyError]
-    frame = seen[1].__traceback__
-    while frame is not None:
-        assert frame.tb_frame.f_code.co_filename == __file__
-        frame = frame.tb_next
+def test_a_hook_of_the_program_stays() -> None:
+    sys.excepthook = own = partial(print, "failed:")
+    excepthook.install()
+    assert sys.excepthook is own
+
+
+def test_an_interactive_session_keeps_its_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    excepthook.install()
+    assert sys.excepthook is sys.__excepthook__
 
 
 def test_an_error_that_is_its_own_cause_is_shown_once() -> None:
@@ -137,19 +136,6 @@ def test_an_error_that_is_its_own_cause_is_shown_once() -> None:
         raise RunError("lost", hint="see there")
     error.value.__cause__ = error.value
     assert error.value.frames.count("raise RunError") == 1
-
-
-def test_it_is_installed_once() -> None:
-    excepthook.install()
-    hook = sys.excepthook
-    excepthook.install()
-    assert sys.excepthook is hook
-
-
-def test_an_interactive_session_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert ended(layer_error) is None
-    assert capsys.readouterr().err.startswith("error: layer 3 'x'")
 
 
 def test_before_the_ranks_have_joined_the_first_prints_at_once(monkeypatch: pytest.MonkeyPatch,
@@ -225,6 +211,7 @@ SCRIPT = """\
 import torch
 from torch import nn
 from vpipe import Model, Pipeline
+# group
 
 class Narrow(nn.Linear):
     def forward(self, x):
@@ -237,21 +224,24 @@ for step in pipe.train([{"input": torch.ones(4, 4), "target": torch.ones(4, 4)}]
 """
 
 
-def test_of_the_ranks_of_a_script_one_reports_an_error(tmp_path: Path, forked: None) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(None))}
-    ranks = [subprocess.Popen([sys.executable, script], env={**environment, "RANK": str(rank)}, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
-    ends = [(*rank.communicate(timeout=60), rank.returncode) for rank in ranks]
-    assert ends[0] == ("", "rank 0 (stage 0) ends: rank 1 (stage 1) failed\n", 1)
-    assert ends[1] == ("", f"""\
+@pytest.mark.parametrize("group", ["", "torch.distributed.init_process_group('gloo')"])
+def test_of_the_ranks_of_torchrun_one_reports_an_error(tmp_path: Path, forked: None, group: str) -> None:
+    script, logs = tmp_path / "script.py", tmp_path / "logs"
+    script.write_text(SCRIPT.replace("# group", group))
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+                           str(free_port(None)), "--log-dir", logs, "--redirects", "3", script],
+                          capture_output=True, text=True, timeout=100)
+    said = {rank: next(logs.rglob(f"{rank}/stderr.log")).read_text() for rank in range(2)}
+    assert said[0] in ("", "rank 0 (stage 0) ends: rank 1 (stage 1) failed\n"), "torchrun ends it meanwhile"
+    assert said[1] == (text := f"""\
 error: the forward of layer 1 '1' on h float32[2, 4], target float32[2, 4] raised RuntimeError: mat1 and mat2 shapes \
 cannot be multiplied (2x3 and 4x4) (rank 1, stage 1, microbatch 0, action 1F0)
-  File "{script}", line 11, in <module>
+  File "{script}", line 12, in <module>
     for step in pipe.train([{{"input": torch.ones(4, 4), "target": torch.ones(4, 4)}}]):
-  File "{script}", line 7, in forward
+  File "{script}", line 8, in forward
     return super().forward(x[:, 1:])
            ^^^^^^^^^^^^^^^^^^^^^^^^^
 hint: make the layer accept these inputs, or change the outputs of the layers before it
-""", 1)
+""")
+    assert done.returncode == 1
+    assert text.splitlines()[0] in done.stderr, "in torchrun's summary"

@@ -1,4 +1,4 @@
-"""Print an error that nobody caught: on one rank, with the lines of the user's own code and without vpipe's."""
+"""Print an error that nobody caught: on one of several ranks, with the lines of the user's code and without vpipe's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
 
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import VpipeError, is_users, links, package, without_hidden, write_error_file
-
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 WAIT_S = 2.0
 """Time before a rank ends because of another rank's error: torchrun ends all ranks as soon as one has ended, and that
@@ -23,20 +19,26 @@ is to be the one that reports the error."""
 
 
 def install() -> None:
-    """Print uncaught errors as this module says from now on; a hook of the user's prints what is not hidden."""
+    """Print this rank's uncaught errors as this module says from now on, if they are Python's to print.
+
+    A hook of the program's stays, and so does that of an interactive session. torch puts a hook of its own before the
+    one that it finds, which writes the rank before each line.
+    """
     hook = sys.excepthook
-    if not (isinstance(hook, partial) and hook.func is _excepthook):
-        sys.excepthook = partial(_excepthook, hook)
+    if getattr(hook, "__module__", "").startswith("torch."):
+        inner = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+        hook = next(filter(callable, inner), hook)
+    if hook is sys.__excepthook__ and not (hasattr(sys, "ps1") or sys.flags.interactive):
+        sys.excepthook = _excepthook
 
 
-def _excepthook(previous: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error, or leave that to another rank; then end with the error's exit status.
 
     Raises:
-        SystemExit: Python ends with its status; an interactive session goes on.
+        SystemExit: Python ends with its status.
     """
-    interactive = hasattr(sys, "ps1") or sys.flags.interactive
-    watchdog = None if interactive else watch.watchdog
+    watchdog = watch.watchdog
     brief = error.brief if isinstance(error, VpipeError) else None
     if watchdog is not None and brief is None:
         brief = watchdog.reported_by_another(error)
@@ -48,21 +50,13 @@ def _excepthook(previous: Hook, kind: type[BaseException], error: BaseException,
     if isinstance(error, VpipeError):
         if watchdog is None and os.environ.get("RANK", "0") != "0":
             time.sleep(WAIT_S)  # before the ranks joined: rank 0 finds the same, and prints it
-        text = error.with_frames()
-    else:
-        text = "".join(traceback.format_exception_only(error)).rstrip()
-    hide_frames(error)
-    if isinstance(error, VpipeError) and _is_plain(previous):
-        print(text, file=sys.stderr, flush=True)
-    else:
-        if watchdog is not None:
-            print(f"{watchdog.place(watchdog.rank)} failed:", file=sys.stderr, flush=True)
-        previous(kind, error, error.__traceback__)
-    if interactive:
-        return
-    write_error_file(text)
-    if isinstance(error, VpipeError):
+        error.show()
         raise SystemExit(error.exit_status)
+    hide_frames(error)
+    if watchdog is not None:
+        print(f"{watchdog.place(watchdog.rank)} failed:", file=sys.stderr, flush=True)
+    sys.__excepthook__(kind, error, error.__traceback__)
+    write_error_file("".join(traceback.format_exception_only(error)).rstrip())
 
 
 def hide_frames(error: BaseException) -> None:
@@ -84,8 +78,3 @@ def _status(error: BaseException) -> int:
     if isinstance(error, VpipeError):
         return error.exit_status
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-
-
-def _is_plain(hook: Hook) -> bool:
-    """Return whether a hook is Python's own or torch's, which prints the same with the rank."""
-    return hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch.")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from vpipe import accelerator
+from vpipe.distributed import excepthook
 from vpipe.distributed.descriptors import named_if_none_left, reserve_for_joining
 from vpipe.distributed.device import DeviceMap, RankDevice, check_backend, choose_backend, visible_here
 from vpipe.distributed.environment import RankEnvironment, read_number, read_text
@@ -101,6 +102,7 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
 @named_if_none_left()
 def _meet(timing: WatchdogTiming) -> Rendezvous:
     global _met
+    excepthook.install()
     rank, ranks = _number("RANK"), _number("WORLD_SIZE")
     address, port = read_text(os.environ, "MASTER_ADDR", "the environment"), _number("MASTER_PORT")
     reserve_for_joining(rank, ranks)
@@ -198,6 +200,7 @@ def _join_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks == 1:
         return DeviceMap(0, (_here(own),), backend or ("gloo" if own.type == "cpu" else accelerator.collectives()))
+    excepthook.install()
     if _joined is None or _joined.group is not dist.group.WORLD:
         if _joined is not None:  # the program has destroyed that group, and made another
             _joined.rendezvous.leave()
