@@ -11,5 +11,7 @@ __all__ = ["RETIRED"]
 RETIRED: dict[str, str] = {
     "vpipe bench": "write vpipe compare --models NAME,...",
     "vpipe.checkpoint.Manifest.no_longer_used": "leave it out: checkpoints have no error feedback of gradients",
+    "training.optimizer=soap": "take muon, which loses as little under delay; in Python any optimizer: Pipeline(model, "
+                               "Update(lambda params: YourSoap(params, lr=3e-3)), ...)",
 }
 """What is gone, and the remedy."""

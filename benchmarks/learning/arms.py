@@ -19,7 +19,7 @@ Losses = Mapping[Run, float]
 DEPTHS = (8, 4)
 SYNCHRONOUS = ("1f1b", "zb_v", "auto")
 SEEDS = 11
-CENTRE = {"adamw": 4e-3, "muon": 1e-2, "soap": 4e-3}
+CENTRE = {"adamw": 4e-3, "muon": 1e-2}
 """Of the grid of three learning rates, each twice the one before; half of that for a batch below 8."""
 WIDEST = 5
 """Learning rates of a grid that is extended, for arms that decide, while the best one is at its edge."""
@@ -152,8 +152,6 @@ def arms() -> list[Arm]:
                         found.append(Arm(TWO_BW, depth, batch, optimizer, correction))
                     if optimizer == "muon" and batch >= depth:
                         found.append(Arm(VERTICAL_SYNC, depth, batch, optimizer, correction))
-    found += [Arm(schedule, 8, 16, "soap") for schedule in (*SYNCHRONOUS, PIPEDREAM)]
-    found.append(Arm(PIPEDREAM, 8, 16, "soap", "extrapolate"))
     found += [Arm(PIPEDREAM, 8, 16, optimizer, correction, every=True) for optimizer in ("adamw", "muon")
               for correction in ("none", "extrapolate")]
     return found

@@ -332,39 +332,36 @@ def test_a_state_in_shards_has_the_parts_of_fused_projections(world: World, tmp_
 RATE, UPDATES = 0.1, 3
 
 
-def stepped(*, parts: int, planted: bool = False) -> dict[str, float]:
-    """How far apart whole matrices and split ones are after a few steps along the same gradients, by optimizer.
+def stepped(*, parts: int, planted: bool = False) -> float:
+    """How far apart whole matrices and split ones are after a few steps of Muon along the same gradients.
 
     Args:
         planted: whether each rank steps its shards as if they were whole.
     """
     mesh = init_device_mesh("cpu", (4 // parts, parts), mesh_dim_names=("pp", "tp"))["tp"]
     split = tp.parallel(model("gpt"), tp.TensorMesh(mesh, Shard(1)))
-    apart = {}
-    for name in ("muon", "soap"):
-        settings = OptimizerSettings(name, RATE, 0.1, matrices=hidden_matrices(model("gpt")))
-        unsplit, found = ({f"{layer.name}.{own}": p for index, layer in enumerate(one.layers)
-                           for own, p in built(layer, index).double().named_parameters()
-                           if f"{layer.name}.{own}" in settings.matrices} for one in (model("gpt"), split))
-        stepping = {own: nn.Parameter(local(p)) if planted else p for own, p in found.items()}
-        made = [*settings.from_named(unsplit), *settings.from_named(stepping)]
-        generator = torch.Generator().manual_seed(1)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Tensor, "bfloat16", Tensor.double)
-            for _ in range(UPDATES):
-                for own, p in unsplit.items():
-                    p.grad = torch.randn(p.shape, generator=generator).double()
-                    shard = parted(p.grad, found[own])
-                    stepping[own].grad = local(shard) if planted else shard
-                for optimizer in made:
-                    optimizer.step()
-        apart[name] = max((whole(found[own]) - p).abs().max().item() for own, p in unsplit.items())
-    return apart
+    settings = OptimizerSettings("muon", RATE, 0.1, matrices=hidden_matrices(model("gpt")))
+    unsplit, found = ({f"{layer.name}.{own}": p for index, layer in enumerate(one.layers)
+                       for own, p in built(layer, index).double().named_parameters()
+                       if f"{layer.name}.{own}" in settings.matrices} for one in (model("gpt"), split))
+    stepping = {own: nn.Parameter(local(p)) if planted else p for own, p in found.items()}
+    made = [*settings.from_named(unsplit), *settings.from_named(stepping)]
+    generator = torch.Generator().manual_seed(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "bfloat16", Tensor.double)
+        for _ in range(UPDATES):
+            for own, p in unsplit.items():
+                p.grad = torch.randn(p.shape, generator=generator).double()
+                shard = parted(p.grad, found[own])
+                stepping[own].grad = local(shard) if planted else shard
+            for optimizer in made:
+                optimizer.step()
+    return max((whole(found[own]) - p).abs().max().item() for own, p in unsplit.items())
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-def test_optimizers_of_matrices_see_whole_ones(world: World, parts: int) -> None:
-    """SOAP gathers the gradient, and all else is done element by element: a few roundings of weights below 4.
+def test_muon_sees_whole_matrices(world: World, parts: int) -> None:
+    """Up to roundings.
 
     Muon multiplies DTensors, whose sums are in another order; here in fp64, as bf16 would say nothing. An iteration of
     Newton and Schulz maps singular values from [0, 1] into [0, 1.21], and these into themselves. There its slope is
@@ -374,9 +371,7 @@ def test_optimizers_of_matrices_see_whole_ones(world: World, parts: int) -> None
     """
     unit = 2.0 ** -53
     iterations = sum(4.0 ** later for later in range(6)) * 15 * 3 * 4 * HIDDEN * HIDDEN ** 0.5
-    bounds = {"soap": UPDATES * 4 * 4 * unit,
-              "muon": 2 * UPDATES * (RATE * 0.2 * (4 * HIDDEN) ** 0.5 * iterations + 4 * 4) * unit}
-    for apart in world.run(stepped, parts=parts):
-        assert all(apart[name] <= bounds[name] for name in bounds), apart
+    bound = 2 * UPDATES * (RATE * 0.2 * (4 * HIDDEN) ** 0.5 * iterations + 4 * 4) * unit
+    assert max(world.run(stepped, parts=parts)) <= bound
     if parts == 2:
-        assert min(world.run(stepped, parts=parts, planted=True)[0].values()) > 1e-3
+        assert world.run(stepped, parts=parts, planted=True)[0] > 1e-3

@@ -239,8 +239,8 @@ def test_bytes_per_parameter(precision: str, weights: int, gradients: int, optim
 
 
 @pytest.mark.parametrize(("optimizer", "each", "once"), [
-    ("sgd", 4, 0), ("nadam", 8, 2 * 4), ("lamb", 8, 4), ("muon", 4, 0), ("soap", 8 + 4 * 4, 4)])
+    ("sgd", 4, 0), ("nadam", 8, 2 * 4), ("lamb", 8, 4), ("muon", 4, 0)])
 def test_bytes_that_optimizers_keep_per_parameter(optimizer: str, each: int, once: int) -> None:
-    """Muon its momentum, SOAP two square matrices for each side besides the moments of Adam."""
+    """Muon its momentum, LAMB the moments of Adam and one counter, NAdam two."""
     memory = stage_memory(profile_of("fp32", optimizer), range(1), (), in_flight=0, versions=1)
     assert memory.optimizer == each * PARAMETERS + once

@@ -96,8 +96,8 @@ def test_equal_layers_of_any_model_are_found(model: Model, like: list[int]) -> N
         ["backward", "forward", "input_half", "recompute", "step", "weight_half"]] * len(seen.sampled)
 
 
-@pytest.mark.parametrize(("name", "samples"), [("adamw", 5), ("muon", 5), ("soap", 2)])
-def test_step_times_are_means_over_the_period_of_an_optimizer(name: str, samples: int) -> None:
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_first_step_makes_the_state_and_does_not_count(name: str) -> None:
     model = plain_sequential()
     seen = surveyed(model, next(sequential_batches(1, 4)))
     ticks = count()
@@ -105,7 +105,7 @@ def test_step_times_are_means_over_the_period_of_an_optimizer(name: str, samples
                        [seen.given[number] for number in seen.sampled], lambda: float(next(ticks)), shifted=False)
     timer.warm_up()
     timer.steps(OptimizerSettings(name, 1e-3, matrices=hidden_matrices(model)).from_named)
-    assert [own["step"] for own in timer.samples] == [[1.0] * samples] * len(seen.sampled)
+    assert [own["step"] for own in timer.samples] == [[1.0] * 5] * len(seen.sampled)
 
 
 class Scaled(nn.Module):

@@ -131,7 +131,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b", "grad_clip": 0.1},
     "zb_h1": {"schedule": "zb_h1", "grad_clip": 0.1, "recompute": 1.0, "skip_not_finite": True},
     "pipedream": {"schedule": "pipedream", "grad_clip": 0.1, "delay_correction": 0.5, "precision": "bf16_pure"},
-    "soap": {"schedule": "1f1b", "optimizer": "soap"}}
+    "muon": {"schedule": "1f1b", "optimizer": "muon"}}
 
 
 def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vpipe import Model, Pipeline
-from vpipe.app.train.optimizers import OptimizerSettings, hidden_matrices
 from vpipe.errors import UserError
 from vpipe.runtime.microbatches import Batch
 
@@ -47,8 +46,7 @@ class MuonAndAdamW:
             [AdamW().from_named(others)] if others else [])
 
 
-OPTIMIZERS = {"adamw": AdamW, "muon": MuonAndAdamW, "none": lambda: lambda parameters: None,
-              "soap": lambda: OptimizerSettings("soap", 0.01, 0.1, matrices=hidden_matrices(rich_model()))}
+OPTIMIZERS = {"adamw": AdamW, "muon": MuonAndAdamW, "none": lambda: lambda parameters: None}
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> dict[str, str]:

@@ -39,7 +39,7 @@ def no_speed_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("precision", "name"), [
-    ("fp32", "adamw"), ("bf16", "adamw"), ("bf16_pure", "adamw"), ("bf16", "muon"), ("bf16_pure", "soap")])
+    ("fp32", "adamw"), ("bf16", "adamw"), ("bf16_pure", "adamw"), ("bf16_pure", "muon")])
 def test_a_pipeline_holds_what_was_predicted(precision: str, name: str) -> None:
     """Every byte: activations of all microbatches in flight and versions of weights, as counted while it runs; and
     gradients, master weights and the optimizer's state."""

@@ -25,7 +25,6 @@ from vpipe.runtime.state_dict import state_parts
 from vpipe.runtime.transport.transport import InProcessTransport, TransferKey, TransferKind
 
 MUON = OptimizerSettings("muon", 0.02, weight_decay=0.1, matrices=hidden_matrices(rich_model()))
-SOAP = OptimizerSettings("soap", 0.02, weight_decay=0.1, matrices=hidden_matrices(rich_model()))
 FLUSH, STREAM, BUFFERED = {"schedule": "1f1b"}, {"schedule": "pipedream", "update_every": 1}, {
     "schedule": "2bw", "update_every": 4}
 
@@ -49,7 +48,7 @@ def test_it_equals_its_oracle(widths: tuple[int, ...], schedule: Mapping[str, An
 
 
 @pytest.mark.parametrize(("optimizer", "precision", "more"), [
-    (Momentum(), "fp32", {}), (Momentum(), "bf16", {}), (MUON, "fp32", {}), (SOAP, "fp32", {}), (MUON, "bf16_pure", {}),
+    (Momentum(), "fp32", {}), (Momentum(), "bf16", {}), (MUON, "fp32", {}), (MUON, "bf16_pure", {}),
     (AdamW(), "bf16_pure", {"delay_correction": 0.5}), (AdamW(), "fp16", {}), (MUON, "fp32", {"delay_correction": 1.0}),
     (AdamW(), "fp32", {"skip_not_finite": True, "grad_clip": None})])
 @pytest.mark.parametrize("schedule", [FLUSH, STREAM], ids=lambda schedule: schedule["schedule"])

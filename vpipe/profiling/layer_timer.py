@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import fmean, median, quantiles
+from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
@@ -29,9 +29,6 @@ Samples = dict[str, list[float]]
 _MODES = ("whole", "again", "halves")
 LEAST, MOST = 5, 40
 """Rounds of measurement, at least and at most."""
-
-PERIOD = "precondition_frequency"
-"""Entry of a parameter group: every so many steps one does more than the others."""
 
 TOLERANCE = 0.01
 """Stop in between when every median is known as precisely as this: half the distance of the quartiles over the root
@@ -82,20 +79,16 @@ class LayerTimer:
                    for samples in self.samples for seconds in samples.values())
 
     def steps(self, make_optimizer: MakeOptimizer, times: int = 5) -> None:
-        """Time optimizer steps of all layers, one after another.
-
-        Where some steps of an optimizer do more than the others, a sample is the mean over their period.
-        """
+        """Time optimizer steps of all layers, one after another."""
         optimizers = [zero_rate_optimizer(make_optimizer, runner.stage) for runner in self._runners]
-        period = max((group.get(PERIOD, 1) for optimizer in optimizers for group in optimizer.groups), default=1)
         seconds: list[list[float]] = [[] for _ in self._runners]
-        for _ in range(1 + period * (times if period == 1 else 2)):
+        for _ in range(1 + times):
             for runner, optimizer, own in zip(self._runners, optimizers, seconds, strict=True):
                 started = self._clock()
                 runner.step(optimizer)
                 own.append(self._clock() - started)
         for samples, (_, *own) in zip(self.samples, seconds, strict=True):  # the first makes the optimizer's state
-            samples["step"] += [fmean(own[start:start + period]) for start in range(0, len(own), period)]
+            samples["step"] += own
 
     def _forward(self, mode: str) -> None:
         made: dict[str, Tensor] = {}

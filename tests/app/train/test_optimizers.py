@@ -20,7 +20,6 @@ from vpipe.app.train.optimizers import (
     Lamb,
     LearningRatePolicy,
     OptimizerSettings,
-    Soap,
     decays,
     hidden_matrices,
 )
@@ -237,62 +236,6 @@ def test_nadam_is_its_formula() -> None:
         optimizer.step()
         # fp64, but torch keeps the product of the factors in fp32.
         torch.testing.assert_close(parameter.detach(), x, rtol=1e-6, atol=1e-6)
-
-
-def orthonormal(columns: torch.Tensor) -> torch.Tensor:
-    """Gram and Schmidt's, column after column."""
-    made: list[torch.Tensor] = []
-    for column in columns.T:
-        rest = column.clone()
-        for before in made:
-            rest -= (before @ rest) * before
-        made.append(rest / rest.norm())
-    return torch.stack(made, dim=1)
-
-
-@pytest.mark.parametrize(("shape", "longest"), [((4, 4), 4), ((6, 4), 4), ((4, 6), 5), ((6, 6), 4)])
-def test_soap_is_algorithm_3(shape: tuple[int, int], longest: int) -> None:
-    """arXiv:2409.11321, with the mean kept outside of the bases, which a step of power iteration renews."""
-    parameter = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
-    x, m, v = parameter.detach().clone(), torch.zeros(shape), torch.zeros(shape)
-    bases = [torch.eye(side, dtype=torch.float64) for side in shape]
-    factors = [torch.zeros(side, side, dtype=torch.float64) for side in shape]
-    optimizer = Soap([parameter], lr=0.1, weight_decay=0.2, precondition_frequency=3, max_precond_dim=longest)
-    for t in range(10):
-        set_gradients({"w": parameter}, t)
-        g = parameter.grad
-        if t > 0:
-            m, v = 0.95 * m + 0.05 * g, 0.95 * v + 0.05 * (bases[0].T @ g @ bases[1]) ** 2
-            scaled = (bases[0].T @ m @ bases[1]) / (1 - 0.95**t) / ((v / (1 - 0.95**t)).sqrt()
-                                                                    + 1e-8 / (1 - 0.95**t) ** 0.5)
-            x = (x - 0.1 * bases[0] @ scaled @ bases[1].T) * (1 - 0.1 * 0.2)
-        for i, product in enumerate((g @ g.T, g.T @ g)):
-            factors[i] = 0.95 * factors[i] + 0.05 * product
-            if shape[i] > longest:
-                continue
-            if t == 0:
-                bases[i] = torch.linalg.eigh(factors[i])[1].flip(1)
-            elif t % 3 == 0:
-                order = (bases[i].T @ factors[i] @ bases[i]).diagonal().argsort(descending=True)
-                v = v.index_select(i, order)
-                bases[i] = orthonormal(factors[i] @ bases[i][:, order])
-        optimizer.step()
-        # fp64; ten steps of some ten roundings, which the division by small second moments makes larger.
-        torch.testing.assert_close(parameter.detach(), x, rtol=1e-10, atol=1e-10)
-    assert {key for key in optimizer.state[parameter] if "_" in key} == {"exp_avg", "exp_avg_sq"} | {
-        f"{kind}_{side}" for kind in ("factor", "basis")
-        for side, length in zip(("left", "right"), shape, strict=True) if length <= longest}
-
-
-def test_soap_begins_with_a_gradient_of_rank_one_and_survives_one_that_is_not_finite() -> None:
-    fine, broken = nn.Parameter(torch.ones(8, 5)), nn.Parameter(torch.ones(8, 5))
-    optimizer = Soap([fine, broken], lr=0.1)
-    for step in range(3):
-        fine.grad, broken.grad = torch.ones(8, 5), torch.full((8, 5), math.inf)
-        optimizer.step()
-        assert bool((fine == 1).all()) is (step == 0), "the first gradient only makes the bases"
-    assert fine.isfinite().all()
-    assert broken.isnan().any()
 
 
 @pytest.mark.parametrize(("matrices", "message"), [

@@ -183,8 +183,8 @@ class TrainingSection(Section):
     num_microbatches: int | None = Field(None, ge=1, le=Schedule.MOST_MICROBATCHES, description=(
         "microbatches per batch; must divide dataset.batch_size; null takes 1 with a flush, without one as many as "
         "stages, times replicas, and then an update takes the whole batch"))
-    optimizer: Literal["sgd", "adam", "adamw", "nadam", "lamb", "muon", "soap"] = Field("adamw", description=(
-        "optimizer; muon and soap step the matrices of hidden layers, and AdamW the other parameters at the same "
+    optimizer: Literal["sgd", "adam", "adamw", "nadam", "lamb", "muon"] = Field("adamw", description=(
+        "optimizer; muon steps the matrices of hidden layers, and AdamW the other parameters at the same "
         "learning rate"))
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
     lr_policy: Literal["constant", "step", "polynomial", "cosine"] = Field("constant", description=(

@@ -76,7 +76,7 @@ def delay_line(job: Job) -> str | None:
 def delay_warning(job: Job) -> str | None:
     """Return a warning with its remedies where late gradients cost much; None elsewhere."""
     training, remedies = job.config.training, []
-    if training.optimizer not in ("muon", "soap"):
+    if training.optimizer != "muon":
         remedies.append("training.optimizer muon")
     if training.delay_correction == "none":
         remedies.append("training.delay_correction extrapolate")

@@ -25,12 +25,7 @@ from vpipe.app.families.registry import family_named
 from vpipe.app.families.tensor_parallel import TensorMesh, parallel, problems
 from vpipe.app.train.epochs import Epochs, epoch_seed
 from vpipe.app.train.model_section import model_file, model_flops, model_settings
-from vpipe.app.train.optimizers import (
-    MATRIX_OPTIMIZERS,
-    LearningRatePolicy,
-    OptimizerSettings,
-    hidden_matrices,
-)
+from vpipe.app.train.optimizers import LearningRatePolicy, OptimizerSettings, hidden_matrices
 from vpipe.app.train.profile_cache import cached, to_stderr
 from vpipe.app.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
 from vpipe.app.train.tensorboard import check_installed
@@ -404,7 +399,7 @@ class Job:
     @cached_property
     def _hidden_matrices(self) -> frozenset[str] | None:
         """Return the parameters that an optimizer of matrices steps; None where the config has none."""
-        return hidden_matrices(self.model) if self.config.training.optimizer in MATRIX_OPTIMIZERS else None
+        return hidden_matrices(self.model) if self.config.training.optimizer == "muon" else None
 
     def training_batches(self, fields: tuple[str, ...]) -> Iterator[Mapping[str, Tensor]]:
         """Yield the batches of all epochs, each epoch in its own order; other fields are on the meta device.

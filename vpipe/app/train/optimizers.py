@@ -14,10 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from vpipe import Model, accelerator
 from vpipe.errors import UserError, nearest
 
-OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "lamb", "muon", "soap")
-
-MATRIX_OPTIMIZERS = ("muon", "soap")
-"""Optimizers of hidden matrices only; AdamW steps the other parameters."""
+OPTIMIZERS = ("sgd", "adam", "adamw", "nadam", "lamb", "muon")
 
 
 @dataclass(frozen=True)
@@ -25,10 +22,10 @@ class OptimizerSettings:
     """The name of an optimizer, as in ``training.optimizer`` of a config, and its hyperparameters.
 
     ``weight_decay`` is an L2 term in the gradient for ``sgd`` and ``adam``, and decoupled from it for all others. Only
-    ``sgd`` reads ``momentum``. ``muon`` and ``soap`` need the names of the model's :func:`hidden_matrices`.
+    ``sgd`` reads ``momentum``. ``muon`` needs the names of the model's :func:`hidden_matrices`.
 
     Raises:
-        UserError: there is no such optimizer, or one of hidden matrices is given none.
+        UserError: there is no such optimizer, or ``muon`` is given no hidden matrices.
     """
 
     name: str
@@ -40,12 +37,12 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
             raise UserError(f"no optimizer is called '{self.name}'", hint=nearest(self.name, OPTIMIZERS))
-        if self.name in MATRIX_OPTIMIZERS and not self.matrices:
+        if self.name == "muon" and not self.matrices:
             if self.matrices is None:
-                raise UserError(f"{self.name} is not told which parameters are hidden matrices",
+                raise UserError("muon is not told which parameters are hidden matrices",
                                 hint="give it matrices=hidden_matrices(model)")
-            raise UserError(f"{self.name} is an optimizer of hidden matrices, but the model has none: its parameters "
-                            "with two dimensions are embeddings, or in the head", hint="choose adamw")
+            raise UserError("muon is an optimizer of hidden matrices, but the model has none: its parameters with two "
+                            "dimensions are embeddings, or in the head", hint="choose adamw")
 
     def from_named(self, named: Mapping[str, nn.Parameter]) -> Optimizer | list[Optimizer] | None:
         """Create the optimizer of these parameters; None without any, as for a stage without weights.
@@ -55,16 +52,16 @@ class OptimizerSettings:
         parameter under two names (tied) counts once, under the first. torch's fused kernels are used where they
         exist (floating tensors on CPU or CUDA). DTensors have groups of their own, after those of plain tensors.
 
-        Muon or SOAP comes in a list, with AdamW of the other parameters after it; each is left out where it has none.
+        Muon comes in a list, with AdamW of the other parameters after it; each is left out where it has none.
         """
         first_names: dict[nn.Parameter, str] = {}
         for name, parameter in named.items():
             first_names.setdefault(parameter, name)
-        if self.name not in MATRIX_OPTIMIZERS:
+        if self.name != "muon":
             return self._made(self.name, first_names)
         matrices = {p: name for p, name in first_names.items() if name in (self.matrices or ())}
         others = {p: name for p, name in first_names.items() if p not in matrices}
-        return [made for made in (self._made(self.name, matrices), self._made("adamw", others)) if made is not None]
+        return [made for made in (self._made("muon", matrices), self._made("adamw", others)) if made is not None]
 
     def _made(self, kind: str, first_names: Mapping[nn.Parameter, str]) -> Optimizer | None:
         """Create an optimizer of this kind for parameters with their names."""
@@ -100,8 +97,6 @@ class OptimizerSettings:
                 # The learning rate of AdamW fits: updates are scaled to its size (Liu et al. 2025, arXiv:2502.16982).
                 return torch.optim.Muon(groups, lr=self.learning_rate, momentum=0.95, nesterov=True, ns_steps=5,
                                         adjust_lr_fn="match_rms_adamw")
-            case "soap":
-                return Soap(groups, lr=self.learning_rate)
             case _:
                 return Lamb(groups, lr=self.learning_rate)
 
@@ -116,7 +111,7 @@ def decays(name: str) -> bool:
 
 
 def hidden_matrices(model: Model) -> frozenset[str]:
-    """Return the names, ``"<layer>.<parameter>"``, of the weights that an optimizer of matrices steps.
+    """Return the names, ``"<layer>.<parameter>"``, of the weights that Muon steps.
 
     A matrix is a parameter with two dimensions, both above 1. It is hidden unless
 
@@ -194,35 +189,7 @@ class LearningRatePolicy:
                 return (1 + math.cos(math.pi * progress)) / 2
 
 
-class _Grouped(Optimizer):
-    """An optimizer with Adam's state that steps the parameters of a group together."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update every parameter that has a gradient; return what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            if params := [p for p in group["params"] if p.grad is not None]:
-                self._update(params, group)
-        return loss
-
-    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _state_of(self, parameter: Tensor) -> tuple[dict[str, Tensor], bool]:
-        """Return the state of a parameter, and whether it was made now."""
-        state: dict[str, Tensor] = self.state[parameter]
-        if state:
-            return state, False
-        state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
-                  "exp_avg_sq": torch.zeros_like(parameter)}
-        return state, True
-
-
-class Lamb(_Grouped):
+class Lamb(Optimizer):
     """LAMB: Adam whose update is scaled, tensor by tensor, to the size of the weights.
 
     It computes whole lists of tensors at once; the parameters of a group share a device. For a tensor x with gradient g
@@ -244,8 +211,25 @@ class Lamb(_Grouped):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                                   "trust_ratio": trust_ratio})
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Update every parameter that has a gradient; return what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if params := [p for p in group["params"] if p.grad is not None]:
+                self._update(params, group)
+        return loss
+
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self._state_of(p)[0] for p in params]
+        """Update the parameters of a group together."""
+        for parameter in params:
+            if not self.state[parameter]:
+                self.state[parameter] |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
+                                          "exp_avg_sq": torch.zeros_like(parameter)}
+        states = [self.state[p] for p in params]
         means = [state["exp_avg"] for state in states]
         squares = [state["exp_avg_sq"] for state in states]
         grads = [p.grad for p in params if p.grad is not None]
@@ -276,119 +260,5 @@ def _trust_ratios(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
     return list(torch.where((weights > 0) & (sizes > 0), weights / sizes, 1.0).unbind())
 
 
-class Soap(_Grouped):
-    """SOAP: Adam in the eigenbasis of the Kronecker factors of a matrix's gradient ("basis rotation").
-
-    For a matrix X of shape m x n with gradient G, at step t (from 1), all products in the order written::
-
-        G' = QL^T G QR             M = beta1 M + (1 - beta1) G'         V = beta2 V + (1 - beta2) G'^2
-        N = M / (sqrt(V) + eps) * sqrt(1 - beta2^t) / (1 - beta1^t)     X = (1 - lr weight_decay) (X - lr QL N QR^T)
-        L = beta2 L + (1 - beta2) G G^T                                 R = beta2 R + (1 - beta2) G^T G
-
-    and, if t is a multiple of ``precondition_frequency``, one step of power iteration for each side: the columns of QL
-    (with them the rows of V) are sorted by the diagonal of QL^T L QL, the largest first, and QL becomes the orthogonal
-    factor of L QL; M is rotated from the old basis to the new one. The first gradient changes no weight: L and R begin
-    with it, and QL and QR are their eigenvectors. A side longer than ``max_precond_dim`` is not rotated.
-
-    Source: Vyas et al. 2024, arXiv:2409.11321, algorithm 3, with the settings and the order of the authors' code; for
-    late gradients arXiv:2602.03515.
-
-    State per parameter: ``step`` (scalar on the CPU), ``exp_avg`` and ``exp_avg_sq`` (M and V), and of each side that
-    is rotated ``factor_left`` and ``basis_left`` (m x m), ``factor_right`` and ``basis_right`` (n x n). Every rank that
-    has a shard of a DTensor keeps those of the whole matrix, and computes the same with them.
-    """
-
-    def __init__(self, params: ParamsT, lr: float = 3e-3, betas: tuple[float, float] = (0.95, 0.95),
-                 eps: float = 1e-8, weight_decay: float = 0.0, precondition_frequency: int = 10,
-                 max_precond_dim: int = 4096) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-                                  "precondition_frequency": precondition_frequency,
-                                  "max_precond_dim": max_precond_dim})
-
-    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        for parameter in params:
-            assert parameter.grad is not None, "asked before"
-            self._update_one(parameter, parameter.grad, group)
-
-    def _update_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, is_new = self._state_of(parameter)
-        beta1, beta2 = group["betas"]
-        gradient = _whole(gradient)
-        state.update({key: _whole(value) for key, value in state.items()})
-        if is_new:
-            for side, factor in _kronecker_factors(gradient, group["max_precond_dim"]).items():
-                state[f"factor_{side}"] = factor * (1 - beta2)
-                state[f"basis_{side}"] = _eigenvectors(state[f"factor_{side}"])
-            return
-        state["step"] += 1
-        t = int(state["step"].item())
-        rotated = _rotate(gradient, state)
-        mean = state["exp_avg"].lerp_(rotated, 1 - beta1)
-        square = state["exp_avg_sq"].mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
-        update = _rotate(mean / square.sqrt().add_(group["eps"]), state, back=True)
-        parameter.add_(_parted(update, parameter), alpha=-group["lr"] * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        for side, factor in _kronecker_factors(gradient, group["max_precond_dim"]).items():
-            state[f"factor_{side}"].lerp_(factor, 1 - beta2)
-        if t % group["precondition_frequency"] == 0:
-            _renew_bases(state)
-
-
 def _is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")  # torch.distributed.tensor takes as long to import as all of vpipe
-
-
-def _whole(tensor: Any) -> Tensor:
-    """Return the whole of a DTensor, on all of its ranks."""
-    full: Tensor = tensor.full_tensor() if _is_dtensor(tensor) else tensor
-    return full
-
-
-def _parted(update: Tensor, parameter: Any) -> Tensor:
-    """Return what a parameter, perhaps a DTensor, gets of an update: this rank's part."""
-    if not _is_dtensor(parameter):
-        return update
-    from torch.distributed.tensor import distribute_tensor
-    mine: Tensor = distribute_tensor(update, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return mine
-
-
-def _kronecker_factors(gradient: Tensor, longest: int) -> dict[str, Tensor]:
-    """Return the products of a gradient with itself, of the sides that are at most so long."""
-    rows, columns = gradient.shape
-    return ({"left": gradient @ gradient.T} if rows <= longest else {}) | (
-        {"right": gradient.T @ gradient} if columns <= longest else {})
-
-
-def _eigenvectors(factor: Tensor) -> Tensor:
-    """Return the eigenvectors of a factor, that of the largest eigenvalue first; NaN of one that is not finite."""
-    if not factor.isfinite().all():
-        return torch.full_like(factor, math.nan)
-    vectors: Tensor
-    try:
-        _, vectors = torch.linalg.eigh(factor)
-    except RuntimeError:  # torch.linalg.LinAlgError: in fp32, where eigenvalues are nearly equal
-        _, vectors = torch.linalg.eigh(factor.double())
-    return vectors.flip(1).to(factor.dtype).contiguous()
-
-
-def _rotate(matrix: Tensor, state: Mapping[str, Tensor], back: bool = False) -> Tensor:
-    """Return a matrix of the shape of the parameter in its bases, or back from them."""
-    if (left := state.get("basis_left")) is not None:
-        matrix = (left if back else left.T) @ matrix
-    if (right := state.get("basis_right")) is not None:
-        matrix = matrix @ (right.T if back else right)
-    return matrix
-
-
-def _renew_bases(state: dict[str, Tensor]) -> None:
-    """Make a step of power iteration for the bases of both sides, and rotate the mean into the new ones."""
-    mean = _rotate(state["exp_avg"], state, back=True)
-    for dim, side in enumerate(("left", "right")):
-        if (basis := state.get(f"basis_{side}")) is not None:
-            product = state[f"factor_{side}"] @ basis
-            order = (basis * product).sum(0).argsort(descending=True, stable=True)
-            state["exp_avg_sq"] = state["exp_avg_sq"].index_select(dim, order)
-            state[f"basis_{side}"] = torch.linalg.qr(product[:, order]).Q.contiguous()
-    state["exp_avg"] = _rotate(mean, state)
