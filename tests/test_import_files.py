@@ -117,19 +117,11 @@ def test_a_run_of_files_and_its_resumption(here: Path, capfd: pytest.CaptureFixt
     assert len(losses(run)) == 3
 
 
-def test_the_scripts_and_commands_that_are_printed_name_the_files(here: Path, capsys: pytest.CaptureFixture[str],
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_of_slurm_names_the_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["slurm", "c.yaml", "--nodes", "1", *IMPORT]) == 0
     script = capsys.readouterr().out
     assert f"vpipe train c.yaml {shlex.join(IMPORT)}\n" in script
     assert WRITTEN_BY + f"vpipe slurm c.yaml --nodes 1 {shlex.join(IMPORT)}\n" in script
-    assert main(["launch", "--print", "c.yaml", *IMPORT]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "rank_main" in line]
-    assert len(lines) == 2
-    for line in lines:
-        [given] = [word for word in shlex.split(line) if word.startswith(f"{IMPORTS}=")]
-        monkeypatch.setenv(IMPORTS, given.partition("=")[2])
-        assert imported_files() == IMPORT[1::2]
 
 
 def test_a_file_is_imported_once(here: Path) -> None:

@@ -122,7 +122,7 @@ def test_schedules_of_packages_are_drawn_and_compared(install: Install, capsys: 
     config.write_text("model: {name: bert}\ndataset: {name: synthetic, batch_size: 4}\n"
                       "training: {learning_rate: 0.1, num_microbatches: 2}\n"
                       "parallel: {schedule: hollow, stage_to_rank_map: {0: [0], 1: [1]}}\n")
-    assert main(["launch", "--print", str(config)]) == 2
+    assert main(["slurm", str(config), "--nodes", "1"]) == 2
     err = capsys.readouterr().err
     assert "error: parallel.schedule names no schedule: the schedule 'hollow' is in the package 'broken'" in err
 

@@ -11,6 +11,8 @@ __all__ = ["RETIRED"]
 RETIRED: dict[str, str] = {
     "vpipe bench": "write vpipe compare --models NAME,...",
     "vpipe.checkpoint.Manifest.no_longer_used": "leave it out: checkpoints have no error feedback of gradients",
+    "vpipe launch": "start each rank by hand: RANK=0 LOCAL_RANK=0 WORLD_SIZE=4 MASTER_ADDR=hostA MASTER_PORT=29400 "
+                    "vpipe train CONFIG",
     "training.optimizer=soap": "take muon, which loses as little under delay; in Python any optimizer: Pipeline(model, "
                                "Update(lambda params: YourSoap(params, lr=3e-3)), ...)",
 }

@@ -125,11 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("-o", "--output", metavar="FILE", help="write the config to this file (default: train.yaml)")
     init.add_argument("--force", action="store_true", help="overwrite the file")
 
-    launch = _add(commands, "launch", "launch.run_launch", "print the commands that train runs on each host")
-    launch.add_argument("--print", action="store_true", required=True, help="print only; nothing is started")
-    add_config(launch)
-
-    slurm = _add(commands, "slurm", "launch.run_slurm", "write a SLURM batch script for a config, or submit it")
+    slurm = _add(commands, "slurm", "slurm.run_slurm", "write a SLURM batch script for a config, or submit it")
     add_config(slurm)
     slurm.add_argument("--nodes", type=int, required=True, metavar="N", help="number of nodes")
     slurm.add_argument("--ranks-per-node", type=int, metavar="R", help="default: the schedule's ranks / nodes")

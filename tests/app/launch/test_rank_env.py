@@ -1,4 +1,4 @@
-"""The GPUs that ranks of one host need."""
+"""The GPUs that ranks of one host need, and ranks that must be on one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from small_run import write_config
 
 from vpipe.app.config.config import load_config
-from vpipe.app.launch.rank_env import check_gpus
+from vpipe.app.launch.rank_env import check_gpus, hosts_of
 from vpipe.errors import UserError
 
 
@@ -42,3 +42,10 @@ def test_machines_names_gpus_that_are_there_or_none_are(gpus: int, refused: bool
         return
     with pytest.raises(UserError, match=f"machines names GPU 5, but this host has {gpus} GPUs?, counted from 0"):
         check_gpus(config, [0, 5])
+
+
+def test_ranks_that_split_layers_are_neighbours_on_one_host(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path), ["parallel.tensor=2"])
+    assert hosts_of(config.model_copy(update={"machines": ("localhost:0", "localhost:1", "hostB:0", "hostB:1")}))
+    with pytest.raises(UserError, match=r"ranks 0 to 1 split every layer \(parallel.tensor is 2\), but are on 2 hosts"):
+        hosts_of(config.model_copy(update={"machines": ("localhost:0", "hostB:0", "localhost:1", "hostB:1")}))
