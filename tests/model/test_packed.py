@@ -20,7 +20,7 @@ from vpipe.model.model import Model
 from vpipe.testing import assert_equals_oracle
 
 WORDS, HIDDEN, HEADS, LENGTH, BLOCKS = 40, 16, 4, 12, 2
-FAMILIES = ("gpt", "llama", "mistral", "qwen2", "qwen3", "bert")
+FAMILIES = ("gpt", "llama", "mistral", "qwen2", "qwen3")
 LENGTHS = ([5, 4, 3], [12], [1, 10, 1], [6, 6])
 """Of the texts of each sample."""
 
@@ -41,44 +41,13 @@ def batch(seed: int = 7) -> dict[str, Tensor]:
     return {"input_ids": ids, "positions": positions, "labels": labels}
 
 
-PADDED, PREDICTIONS = ([5, 4], [12], [1, 10], [6, 6]), 2
-"""Of BERT: what is missing to 12 is padding; and the masked words of each text."""
-
-
-def bert_batch(seed: int = 7) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    count, most = len(PADDED), max(map(len, PADDED))
-    ids, segments = (torch.randint(0, high, (count, LENGTH), generator=generator) for high in (WORDS, 2))
-    made = {"input_ids": ids, "segment_ids": segments, "positions": torch.zeros_like(ids),
-            "masked_lm_positions": torch.zeros(count, most * PREDICTIONS, dtype=torch.int64),
-            "masked_lm_ids": torch.zeros(count, most * PREDICTIONS, dtype=torch.int64),
-            "next_sentence_labels": torch.full((count, most), Model.NO_LABEL)}
-    for row, lengths in enumerate(PADDED):
-        made["positions"][row] = torch.cat([torch.arange(n) for n in (*lengths, LENGTH - sum(lengths))])
-        for text, (length, end) in enumerate(zip(lengths, torch.tensor(lengths).cumsum(0).tolist(), strict=True)):
-            slots = slice(text * PREDICTIONS, (text + 1) * PREDICTIONS)
-            made["masked_lm_positions"][row, slots] = torch.randint(end - length, end, (PREDICTIONS,),
-                                                                    generator=generator)
-            made["masked_lm_ids"][row, slots] = torch.randint(1, WORDS, (PREDICTIONS,), generator=generator)
-            made["next_sentence_labels"][row, text] = (row + text) % 2
-    return made
-
-
 def texts(fields: dict[str, Tensor]) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Every text as a batch of its own, and what its loss counts."""
-    bert = "labels" not in fields
-    for row, lengths in enumerate(PADDED if bert else LENGTHS):
+    for row, lengths in enumerate(LENGTHS):
         start = 0
-        for text, length in enumerate(lengths):
+        for length in lengths:
             part = slice(start, start + length)
-            own = {name: tensor[row:row + 1, part] for name, tensor in fields.items() if tensor.shape[1] == LENGTH}
-            if bert:
-                slots = slice(text * PREDICTIONS, (text + 1) * PREDICTIONS)
-                own |= {"input_mask": torch.ones(1, length),
-                        "masked_lm_ids": fields["masked_lm_ids"][row:row + 1, slots],
-                        "masked_lm_positions": fields["masked_lm_positions"][row:row + 1, slots] - start,
-                        "next_sentence_labels": fields["next_sentence_labels"][row:row + 1, text]}
-            yield 1 if bert else length - 1, own
+            yield length - 1, {name: tensor[row:row + 1, part] for name, tensor in fields.items()}
             start += length
 
 
@@ -95,7 +64,7 @@ def test_each_text_is_computed_as_if_it_were_alone(family: str) -> None:
     layer counted as in test_tensor_parallel.py, there and back."""
     layer = 4 * HIDDEN + HIDDEN + 4 * HIDDEN + LENGTH
     bound = 2 * 2 * (2 * BLOCKS * layer + WORDS + len(LENGTHS) * LENGTH) * 2.0 ** -53
-    packed, alone, fields = model(family, True), model(family, False), (bert_batch if family == "bert" else batch)()
+    packed, alone, fields = model(family, True), model(family, False), batch()
     modules, others = (one.materialize(3).double() for one in (packed, alone))
     found = loss(packed, modules, fields)
     found.backward()
@@ -110,14 +79,13 @@ def test_each_text_is_computed_as_if_it_were_alone(family: str) -> None:
         assert (gradients[name] - parameter.grad).abs().max().item() < bound * max(1, scale), name
 
 
-@pytest.mark.parametrize(("family", "words"), [
-    ("qwen3", {"schedule": "1f1b", "recompute": 0.5}), ("qwen3", {"schedule": "zb_h1"}),
-    ("qwen3", {"schedule": "pipedream", "update_every": 1}), ("bert", {"schedule": "1f1b", "recompute": 0.5})],
-    ids=lambda value: value if isinstance(value, str) else value["schedule"])
-def test_a_pipeline_is_its_oracle(family: str, words: dict[str, Any]) -> None:
-    pipe = Pipeline(model(family, True, dropout=0.1),
+@pytest.mark.parametrize("words", [
+    {"schedule": "1f1b", "recompute": 0.5}, {"schedule": "zb_h1"}, {"schedule": "pipedream", "update_every": 1}],
+    ids=lambda words: words["schedule"])
+def test_a_pipeline_is_its_oracle(words: dict[str, Any]) -> None:
+    pipe = Pipeline(model("qwen3", True, dropout=0.1),
                     **parts(stages=3, microbatches=2, optimizer=partial(torch.optim.AdamW, lr=1e-2), **words))
-    assert_equals_oracle(pipe, [(bert_batch if family == "bert" else batch)(seed) for seed in range(3)])
+    assert_equals_oracle(pipe, [batch(seed) for seed in range(3)])
 
 
 def test_samples_of_texts() -> None:

@@ -49,7 +49,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
                 "overrides": {"intermediate_size": 24}},
     "qwen3_moe": {"num_kv_heads": 4, "experts": 5, "experts_per_token": 3, "balance_weight": 0.5, "overrides": {
         "moe_intermediate_size": 24, "head_dim": 4, "norm_topk_prob": False}},
-    "bert": {"preset": "tiny"}, "bert packed": {"preset": "tiny", "packed": True},
+    "bert": {"preset": "tiny"},
     "translation": {"preset": "tiny", "overrides": {"attention_dropout": 0.1, "activation_dropout": 0.1}}}
 
 
@@ -80,11 +80,9 @@ def batch(family: str, length: int = LENGTH) -> dict[str, Tensor]:
     labels[0, 2:5], mask[1, 5:] = Model.NO_LABEL, 0
     positions = torch.arange(length) - torch.tensor([[0] * length, [0, 0, 0, *[3] * (length - 3)], [0, *[1] * (
         length - 1)]])  # one text, two and two
-    if family.startswith("bert"):
-        made = {"input_ids": ids(WORDS, length), "segment_ids": ids(2, length), "masked_lm_positions": ids(length, 3),
-                "masked_lm_ids": ids(WORDS, 3)}
-        return made | ({"positions": positions, "next_sentence_labels": ids(2, 2)} if "packed" in family else
-                       {"input_mask": mask, "next_sentence_labels": ids(2)})
+    if family == "bert":
+        return {"input_ids": ids(WORDS, length), "segment_ids": ids(2, length), "masked_lm_positions": ids(length, 3),
+                "masked_lm_ids": ids(WORDS, 3), "input_mask": mask, "next_sentence_labels": ids(2)}
     if family == "translation":
         return {"source_ids": ids(WORDS, length), "source_mask": mask, "target_ids": ids(WORDS, length),
                 "labels": labels}
@@ -176,7 +174,7 @@ def compare(family: str, parts: int, sequence: bool, planted: str | None = None)
 
 
 CASES = [(family, parts, sequence) for family in SETTINGS for parts, sequence in ((2, True), (4, True), (2, False))
-         if family not in ("gpt packed", "bert packed", "qwen3", "mixtral", "qwen3_moe") or parts == 4]
+         if family not in ("gpt packed", "qwen3", "mixtral", "qwen3_moe") or parts == 4]
 
 
 @pytest.mark.parametrize(("family", "parts", "sequence"), CASES)
@@ -279,8 +277,7 @@ def test_sizes_that_cannot_be_split_are_named() -> None:
             5, named(family).tensor_sizes(settings(family)))}
     assert found.pop("qwen3") == found.pop("mixtral") == found["llama"]
     assert found.pop("qwen3_moe") == found["llama"] - {"intermediate_size"} | {"moe_intermediate_size"}
-    assert [found.pop(f"{family} packed") for family in ("gpt", "bert")] == [found["gpt"], found["bert"]]
-    assert found.pop("gpt experts") == found["gpt"]
+    assert found.pop("gpt packed") == found.pop("gpt experts") == found["gpt"]
     assert found == {"gpt": {"vocab_size", "num_heads", "n_inner", "sequence_length"},
                      "llama": {"vocab_size", "num_heads", "num_kv_heads", "intermediate_size", "sequence_length"},
                      "bert": {"vocab_size", "num_heads", "intermediate_size", "sequence_length"},

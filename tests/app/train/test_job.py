@@ -131,6 +131,14 @@ def test_a_model_without_plans_is_not_split(tmp_path: Path, monkeypatch: pytest.
         job_of(tmp_path, parallel__tensor=2)
 
 
+def test_a_model_with_one_text_in_a_sample_is_not_packed(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        job_of(tmp_path, model__packed=True)
+    assert str(raised.value) == (
+        "error: model.packed is true, but the model 'bert' does not tell the texts of a sample apart\n"
+        "hint: set it to false, or train a gpt, a llama or one of its kinds")
+
+
 def test_epochs_are_in_orders_of_their_own_and_repeatable(tmp_path: Path) -> None:
     job = job_of(tmp_path, training__max_steps=None, training__epochs=2)
     batches = [batch["input_ids"] for batch in job.training_batches(("input_ids",))]

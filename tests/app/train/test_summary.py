@@ -133,8 +133,9 @@ def test_where_a_gpus_stream_waits_nobody_knows_the_bubble(tmp_path: Path, monke
 
 def test_a_headline_says_what_is_not_usual(tmp_path: Path) -> None:
     job = job_of(tmp_path, training__precision="bf16_pure", parallel__model_parallel_size=1, parallel__partition=[5],
-                 parallel__schedule="gpipe", parallel__executor="naive", model__packed=True)
-    assert headline(job) == ("bert: 5 layers in 1 stage [5], schedule gpipe, executor naive, bf16_pure, packed, one "
+                 parallel__schedule="gpipe", parallel__executor="naive", model__name="gpt", model__preset=None,
+                 model__num_layers=2, model__num_heads=2, model__packed=True)
+    assert headline(job) == ("gpt: 5 layers in 1 stage [5], schedule gpipe, executor naive, bf16_pure, packed, one "
                              "process per stage")
 
 

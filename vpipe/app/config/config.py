@@ -108,8 +108,8 @@ class ModelSection(Section):
         "tokens in the vocabulary; -1 takes it from config_file, else from the data set"))
     dropout: float | None = Field(None, ge=0, lt=1, description="dropout probability; null takes the family's default")
     packed: bool = Field(False, description=(
-        "whether each text of a sample is computed as if it were alone: attention stays inside of it, and its "
-        "positions begin at 0"))
+        "whether each text of a sample is computed as if it were alone, for gpt, llama and its kin: attention stays "
+        "inside of it, and its positions begin at 0"))
     experts: int | None = Field(None, ge=1, le=MOST_EXPERTS, description=(
         "experts in place of each MLP, for gpt, llama and its kin; a stage keeps all of its layers, of which "
         "parallel.tensor splits each; null: an MLP, for mixtral 8, for qwen3_moe 128"))

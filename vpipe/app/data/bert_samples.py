@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vpipe.app.data.dataset import Field, Split
-from vpipe.app.data.epoch import INPUT_IDS, NO_LABEL, POSITIONS, Array, ArrayDataset, Rows, seeded_generator
-from vpipe.app.data.packing import packing_line, places, sample_borders
+from vpipe.app.data.epoch import Array, ArrayDataset, seeded_generator
 from vpipe.app.data.tokenizers import CLS, MASK, SEP, SPECIAL, token_id
 from vpipe.app.progress import progress
 from vpipe.errors import UserError
@@ -239,65 +238,3 @@ class BertDataset(ArrayDataset):
         super().__init__(vocab_size, sequence_length, partial(bert_fields, sequence_length, max_predictions), counts,
                          load, tokenizer_path)
         self.max_predictions = max_predictions
-
-
-class PackedBertDataset(ArrayDataset):
-    """Give several texts of BERT in a sample, :mod:`vpipe.app.data.packing`; a text is what a sample of others is.
-
-    A sample has at most S tokens and P predictions. ``positions`` count the tokens of each text; padding is the last
-    text. ``next_sentence_labels`` [N] are of each text, -100 where a sample has fewer than the most.
-
-    Args:
-        counts: the most samples of each split.
-        load: as of :class:`~vpipe.app.data.epoch.ArrayDataset`; its arrays may be narrower than S.
-    """
-
-    def __init__(self, vocab_size: int, sequence_length: int, max_predictions: int, counts: Mapping[Split, int],
-                 load: Callable[[Split, str], Array], tokenizer_path: Path | None = None) -> None:
-        self._sizes: dict[Split, Rows] = {split: np.stack((
-            load(split, "input_mask").sum(1, dtype=np.int64), np.count_nonzero(load(split, "masked_lm_ids"), 1)), 1)
-            for split in counts}
-        self._borders = {split: sample_borders(sizes, (sequence_length, max_predictions))
-                         for split, sizes in self._sizes.items()}
-        texts = max(int(np.diff(borders).max()) for borders in self._borders.values())
-
-        def describe() -> dict[str, Field]:
-            import torch
-
-            fields = bert_fields(sequence_length, max_predictions)
-            del fields["input_mask"]
-            return fields | {POSITIONS: fields[INPUT_IDS], "next_sentence_labels": Field((texts,), torch.int64)}
-
-        super().__init__(vocab_size, sequence_length, describe,
-                         {split: min(most, len(self._borders[split]) - 1) for split, most in counts.items()},
-                         lambda split, field: load(split, INPUT_IDS if field == POSITIONS else field), tokenizer_path)
-        self.max_predictions = max_predictions
-        samples = self.samples("train")
-        self.lines = [packing_line(int(self._borders["train"][samples]), samples, "texts")]
-
-    def padding_share(self, batch_size: int) -> float:
-        """Return the share of padding in the samples for training."""
-        samples = self.samples("train")
-        tokens = int(self._sizes["train"][:self._borders["train"][samples], 0].sum())
-        return 1 - tokens / (samples * self.sequence_length)
-
-    def _taken(self, arrays: Mapping[str, Array], rows: Rows, split: Split) -> dict[str, Array]:
-        taken: dict[str, Array] = {
-            name: np.full((len(rows), *field.shape), NO_LABEL if name == "next_sentence_labels" else 0, np.int64)
-            for name, field in self.fields.items() if name in arrays}
-        for number, row in enumerate(rows):
-            texts = range(*self._borders[split][row:row + 2])
-            lengths = self._sizes[split][texts.start:texts.stop, 0]
-            starts = np.cumsum(lengths) - lengths
-            for name, array in arrays.items():
-                into = taken[name][number]
-                if name == POSITIONS:
-                    into[:] = places(lengths.tolist(), self.sequence_length)
-                elif name == "next_sentence_labels":
-                    into[:len(texts)] = array[texts.start:texts.stop]
-                else:
-                    column = int(name in ("masked_lm_positions", "masked_lm_ids"))
-                    into[:self._sizes[split][texts.start:texts.stop, column].sum()] = np.concatenate([
-                        array[text, :self._sizes[split][text, column]] + (start if name == "masked_lm_positions" else 0)
-                        for text, start in zip(texts, starts, strict=True)])
-        return taken

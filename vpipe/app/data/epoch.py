@@ -112,12 +112,12 @@ class ArrayDataset:
                first: int) -> Iterator[dict[str, Tensor]]:
         arrays = {name: self._load(split, name) for name in self.fields if name in needed}
         for rows in islice(epoch_rows(self._counts[split], batch_size, seed=seed, whole=split == "train"), first, None):
-            taken = self._taken(arrays, rows, split)
+            taken = self._taken(arrays, rows)
             self._check(split, taken)
             yield tensors(self.fields, len(rows), taken)
 
-    def _taken(self, arrays: Mapping[str, Array], rows: Rows, split: Split) -> dict[str, Array]:
-        """Return these rows of each field of a split."""
+    def _taken(self, arrays: Mapping[str, Array], rows: Rows) -> dict[str, Array]:
+        """Return these rows of each field."""
         return {name: array[rows] for name, array in arrays.items()}
 
     def _check(self, split: Split, taken: Mapping[str, Array]) -> None:
@@ -191,8 +191,8 @@ class TokenDataset(ArrayDataset):
         shares = counts[counts > 0] / len(tokens)
         return HeldOutText(len(tokens), self._held_out_bytes, float(-(shares * np.log(shares)).sum()))
 
-    def _taken(self, arrays: Mapping[str, Array], rows: Rows, split: Split) -> dict[str, Array]:
-        taken = super()._taken(arrays, rows, split)
+    def _taken(self, arrays: Mapping[str, Array], rows: Rows) -> dict[str, Array]:
+        taken = super()._taken(arrays, rows)
         if self._end is not None and (read := taken.get(LABELS)) is not None:
             taken[LABELS] = np.where(read[:, :-1] == self._end, NO_LABEL, read[:, 1:].astype(np.int64))
         if (read := taken.get(POSITIONS)) is not None:

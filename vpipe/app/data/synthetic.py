@@ -15,7 +15,6 @@ import numpy as np
 from vpipe.app.data.bert_samples import (
     STORAGE,
     BertDataset,
-    PackedBertDataset,
     Samples,
     SentencePair,
     check_lengths,
@@ -56,20 +55,18 @@ def synthetic_tokens(vocab_size: int, sequence_length: int, train: int, test: in
 
 _SPECIAL = 5  # ids 0 .. 4: padding, unknown, [CLS], [SEP], [MASK]
 _CLS, _SEP, _MASK = 2, 3, 4
-_SHORTEST_PAIR = 5  # a word on each side, and three special tokens
 _DEFAULT_SAMPLES = 1024
 _MOST_SAMPLES, _MOST_TOKENS = 1 << 24, 1 << 28  # all of them are in memory
 _TEST_SHARE = 8  # one test sample for so many training samples
 
 
 def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAULT_SAMPLES, *, seed: int = 0,
-                   max_predictions: int | None = None, batch_size: int = 1,
-                   packed: bool = False) -> BertDataset | PackedBertDataset:
+                   max_predictions: int | None = None, batch_size: int = 1) -> BertDataset:
     """Return ``samples`` training samples of random words, half a length to a full one, and some test samples.
 
     Those are an eighth as many, but no fewer than ``batch_size``. The arguments decide every value. Values are made
     when an epoch first needs one, and kept in memory: 6 S + 8 P + 1 bytes a sample. Raises :class:`UserError` for wrong
-    sizes. ``packed``: texts have a quarter to half a length, and samples several of them.
+    sizes.
     """
     predictions = default_max_predictions(sequence_length) if max_predictions is None else max_predictions
     check_lengths(sequence_length, predictions)
@@ -77,28 +74,23 @@ def synthetic_bert(vocab_size: int, sequence_length: int, samples: int = _DEFAUL
         raise UserError(f"vocab_size is {vocab_size}, but {_SPECIAL} ids are special tokens",
                         hint=f"use at least {_SPECIAL + 1}")
     counts = sample_counts(samples, batch_size)
-    longest = max(_SHORTEST_PAIR, sequence_length // 2) if packed else sequence_length
-    shortest = max(_SHORTEST_PAIR, sequence_length // 4 if packed else 3 + (sequence_length - 3) // 2)
-    texts = sequence_length // shortest if packed else 1  # in a sample at most, so that there are enough
 
     @cache
     def made(split: Split) -> Samples:
         rng = seeded_generator(seed, crc32(split.encode()))
-        drawn = random_pairs(texts * counts[split], vocab_size, shortest, longest, rng)
-        fields = pack(drawn, longest, cls=_CLS, sep=_SEP)
-        mask_tokens(fields, min(predictions, longest), special=np.arange(_SPECIAL, dtype=np.int32), mask_id=_MASK,
+        drawn = random_pairs(counts[split], vocab_size, sequence_length, rng)
+        fields = pack(drawn, sequence_length, cls=_CLS, sep=_SEP)
+        mask_tokens(fields, predictions, special=np.arange(_SPECIAL, dtype=np.int32), mask_id=_MASK,
                     words=np.arange(_SPECIAL, vocab_size, dtype=np.int32), rng=rng)
         return fields
 
-    return (PackedBertDataset if packed else BertDataset)(vocab_size, sequence_length, predictions, counts,
-                                                          lambda split, field: made(split)[field])
+    return BertDataset(vocab_size, sequence_length, predictions, counts, lambda split, field: made(split)[field])
 
 
-def random_pairs(count: int, vocab_size: int, shortest: int, longest: int,
-                 rng: np.random.Generator) -> list[SentencePair]:
-    """Return pairs of passages of random words, of so many tokens with their three special ones."""
-    room = longest - 3
-    lengths = rng.integers(shortest - 3, room + 1, size=count)
+def random_pairs(count: int, vocab_size: int, sequence_length: int, rng: np.random.Generator) -> list[SentencePair]:
+    """Return pairs of passages of random words; with their special tokens they have S/2 to S tokens."""
+    room = sequence_length - 3
+    lengths = rng.integers(max(2, room // 2), room + 1, size=count)
     words = rng.integers(_SPECIAL, vocab_size, size=(count, room), dtype=STORAGE["input_ids"])
     middles = rng.integers(1, lengths)
     labels = rng.random(count) < 0.5
@@ -142,4 +134,4 @@ def synthetic(settings: DatasetSettings) -> Dataset:
         return synthetic_tokens(vocab_size, length, counts["train"], counts["test"], seed=settings.seed,
                                 end=0 if POSITIONS in settings.fields else None)
     return synthetic_bert(vocab_size, length, samples, seed=settings.seed, max_predictions=settings.max_predictions,
-                          batch_size=size, packed=POSITIONS in settings.fields)
+                          batch_size=size)

@@ -24,16 +24,7 @@ from torch import Tensor, nn
 from vpipe import Layer, Model
 from vpipe.app.families import tensor_parallel as tp
 from vpipe.app.families.registry import HuggingFace, ModelSettings, register_model
-from vpipe.app.families.transformer import (
-    POSITIONS,
-    Blocks,
-    ConfigKeys,
-    attention,
-    block_weight_names,
-    same_text,
-    texts_of,
-    weight_names,
-)
+from vpipe.app.families.transformer import Blocks, ConfigKeys, attention, block_weight_names, weight_names
 from vpipe.errors import UserError
 
 _WORDS = "block0.attention.embeddings.word.weight"
@@ -150,29 +141,23 @@ class BertConfig:
         return 4 * self.hidden_size if self.intermediate_size is None else self.intermediate_size
 
 
-def bert(config: BertConfig, packed: bool = False) -> Model:
+def bert(config: BertConfig) -> Model:
     """Return BERT with its pre-training loss as 2n + 1 layers for n blocks.
 
     Batch fields, all int64: ``input_ids``, ``segment_ids``, ``input_mask`` (1 = token, 0 = padding) [B, S];
     ``masked_lm_positions``, ``masked_lm_ids`` (0 = no prediction) [B, P]; ``next_sentence_labels`` [B].
     The only tensor between layers is ``h`` [B, S, H]: each attention layer reads the mask from the batch.
-
-    ``packed``: samples have several texts, each computed as if it were alone. The batch has
-    :data:`~vpipe.app.families.transformer.POSITIONS` in place of the mask, as padding is a text of its own, and
-    ``next_sentence_labels`` [B, N], of each text in a sample; -100 where there are fewer than N.
     """
-    mask = POSITIONS if packed else "input_mask"
-    layers = [Layer("block0.attention", partial(BertEmbeddingsAndAttention, config, packed),
-                    inputs=("input_ids", "segment_ids", mask))]
+    layers = [Layer("block0.attention", partial(BertEmbeddingsAndAttention, config),
+                    inputs=("input_ids", "segment_ids", "input_mask"))]
     for i in range(config.num_hidden_layers):
         if i > 0:
-            layers.append(Layer(f"block{i}.attention", partial(BertAttention, config, packed), inputs=("h", mask)))
+            layers.append(Layer(f"block{i}.attention", partial(BertAttention, config), inputs=("h", "input_mask")))
         layers.append(Layer(f"block{i}.mlp", partial(BertMlp, config)))
     layers.append(Layer("head", partial(BertHead, config), outputs=("loss",),
-                        inputs=("h", "masked_lm_positions", "masked_lm_ids", "next_sentence_labels",
-                                *((POSITIONS,) if packed else ())),
+                        inputs=("h", "masked_lm_positions", "masked_lm_ids", "next_sentence_labels"),
                         ties={"decoder.weight": _WORDS} if config.tie_word_embeddings else {}))
-    return Model(layers, batch=("input_ids", "segment_ids", mask, "masked_lm_positions", "masked_lm_ids",
+    return Model(layers, batch=("input_ids", "segment_ids", "input_mask", "masked_lm_positions", "masked_lm_ids",
                                 "next_sentence_labels"))
 
 
@@ -222,7 +207,7 @@ def bert_from_settings(settings: ModelSettings) -> Model:
     """Return BERT from a config file's ``model`` section. Raises UserError for a sequence longer than its positions."""
     config = config_from_settings(settings)
     KEYS.check_length(settings.sequence_length or 1, config.max_position_embeddings, "max_position_embeddings")
-    return bert(config, settings.packed)
+    return bert(config)
 
 
 def config_from_settings(settings: ModelSettings) -> BertConfig:
@@ -254,28 +239,25 @@ class BertEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.apply(partial(_initialise, std=config.initializer_range))
 
-    def forward(self, input_ids: Tensor, segment_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
         length = input_ids.shape[1]
         KEYS.check_length(length, self.position.num_embeddings, "max_position_embeddings")
         segment: Tensor = self.segment(self.part(segment_ids))
         embedded = self.word(input_ids) + segment  # Hugging Face's order of the sum
-        table = self.position.weight
-        position = self.part(table[None, :length] if positions is None else
-                             F.embedding(tp.placed_like(positions, table), table))
+        position = self.part(self.position.weight[None, :length])
         return self.dropout(self.norm(embedded + position))  # type: ignore[no-any-return]
 
 
 class BertAttention(nn.Module):
-    """Self-attention + add + norm: [B, S, H] and the mask, or the positions, int64 [B, S] -> [B, S, H]."""
+    """Self-attention + add + norm: [B, S, H] and the mask int64 [B, S] -> [B, S, H]."""
 
     tensor_plan: ClassVar = {"whole": tp.gathered, "query": tp.column, "key": tp.column, "value": tp.column,
                              "attention_dropout": tp.dropout_along(1), "output": tp.row, "dropout": tp.dropout,
                              "norm": tp.norm}
 
-    def __init__(self, config: BertConfig, packed: bool) -> None:
+    def __init__(self, config: BertConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        self.packed = packed
         self.head_size = size // config.num_attention_heads
         self.whole = nn.Identity()
         self.attention_dropout = nn.Dropout(config.attention_probs_dropout_prob)
@@ -287,12 +269,12 @@ class BertAttention(nn.Module):
         self.norm = nn.LayerNorm(size, eps=config.layer_norm_eps)
         self.apply(partial(_initialise, std=config.initializer_range))
 
-    def forward(self, h: Tensor, mask: Tensor) -> Tensor:
-        seen = same_text(text := texts_of(mask), text) if self.packed else (mask != 0)[:, None, None, :]
+    def forward(self, h: Tensor, input_mask: Tensor) -> Tensor:
         read = self.whole(h)
         query, key, value = (projection(read).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, A, S, D]
                              for projection in (self.query, self.key, self.value))
-        mixed = attention(query, key, value, mask=seen, dropout=self.attention_dropout)
+        mixed = attention(query, key, value, mask=(input_mask != 0)[:, None, None, :],
+                          dropout=self.attention_dropout)
         mixed = self.output(mixed.transpose(1, 2).flatten(2))
         return self.norm(self.dropout(mixed) + h)  # type: ignore[no-any-return]
 
@@ -300,15 +282,13 @@ class BertAttention(nn.Module):
 class BertEmbeddingsAndAttention(nn.Module):
     """The first layer: embeddings and the first block's attention."""
 
-    def __init__(self, config: BertConfig, packed: bool) -> None:
+    def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.packed = packed
         self.embeddings = BertEmbeddings(config)
-        self.attention = BertAttention(config, packed)
+        self.attention = BertAttention(config)
 
-    def forward(self, input_ids: Tensor, segment_ids: Tensor, mask: Tensor) -> Tensor:
-        embedded = self.embeddings(input_ids, segment_ids, mask if self.packed else None)
-        return self.attention(embedded, mask)  # type: ignore[no-any-return]
+    def forward(self, input_ids: Tensor, segment_ids: Tensor, input_mask: Tensor) -> Tensor:
+        return self.attention(self.embeddings(input_ids, segment_ids), input_mask)  # type: ignore[no-any-return]
 
 
 class BertMlp(nn.Module):
@@ -332,8 +312,7 @@ class BertHead(nn.Module):
     """Both pre-training losses, added: [B, S, H] and the labels -> a scalar (Devlin et al., appendix A.2).
 
     Masked LM: cross-entropy, mean over the predictions whose id is not 0; without any it is 0, not nan. Next
-    sentence: cross-entropy of a 2-way classifier on the pooled first token, mean over samples; with positions of
-    packed texts on the first token of each, mean over those with a label.
+    sentence: cross-entropy of a 2-way classifier on the pooled first token, mean over samples.
     """
 
     tensor_plan: ClassVar = {"whole": tp.whole, "transform": tp.replicated, "norm": tp.replicated, "decoder": tp.scores,
@@ -350,37 +329,20 @@ class BertHead(nn.Module):
         self.next_sentence = nn.Linear(size, 2)
         self.apply(partial(_initialise, std=config.initializer_range))
 
-    def scores(self, h: Tensor, masked_lm_positions: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return logits over the vocabulary at the masked positions [B, P, V], and of the next sentence [B, 2], or
-        [B, N, 2] for the first tokens [B, N] of several texts."""
+    def scores(self, h: Tensor, masked_lm_positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits over the vocabulary at the masked positions [B, P, V], and of the next sentence [B, 2]."""
         h = self.whole(h)
-        words = self.decoder(self.norm(F.gelu(self.transform(_at(h, masked_lm_positions)))))
-        return words, self.next_sentence(torch.tanh(self.pooler(h[:, 0] if first is None else _at(h, first))))
+        masked = h.gather(1, masked_lm_positions[:, :, None].expand(-1, -1, h.shape[-1]))
+        words = self.decoder(self.norm(F.gelu(self.transform(masked))))
+        return words, self.next_sentence(torch.tanh(self.pooler(h[:, 0])))
 
     def forward(self, h: Tensor, masked_lm_positions: Tensor, masked_lm_ids: Tensor,
-                next_sentence_labels: Tensor, positions: Tensor | None = None) -> Tensor:
-        first = None if positions is None else _first_tokens(positions, next_sentence_labels.shape[1])
-        words, sentence = self.scores(h, masked_lm_positions, first)
+                next_sentence_labels: Tensor) -> Tensor:
+        words, sentence = self.scores(h, masked_lm_positions)
         word_loss = tp.cross_entropy(words, masked_lm_ids, ignored=0)
         predictions = (masked_lm_ids != 0).sum().clamp(min=1)
-        sentence = sentence.to(torch.promote_types(sentence.dtype, torch.float32))
-        if positions is None:
-            return word_loss / predictions + F.cross_entropy(sentence, next_sentence_labels)
-        sentence_loss = F.cross_entropy(sentence.flatten(0, 1), next_sentence_labels.flatten(), reduction="sum",
-                                        ignore_index=Model.NO_LABEL)
-        return word_loss / predictions + sentence_loss / (next_sentence_labels != Model.NO_LABEL).sum().clamp(min=1)
-
-
-def _at(h: Tensor, places: Tensor) -> Tensor:
-    """Return the tokens at some places [B, P] of each sample: [B, S, H] -> [B, P, H]."""
-    return h.gather(1, places[:, :, None].expand(-1, -1, h.shape[-1]))
-
-
-def _first_tokens(positions: Tensor, texts: int) -> Tensor:
-    """Return where each text of a sample begins [B, N]; the last token for one that is not there."""
-    numbers = torch.arange(1, texts + 1, device=positions.device)
-    begins = (texts_of(positions)[:, None] < numbers[:, None]).sum(-1)
-    return begins.clamp(max=positions.shape[1] - 1)
+        return word_loss / predictions + F.cross_entropy(
+            sentence.to(torch.promote_types(sentence.dtype, torch.float32)), next_sentence_labels)
 
 
 def _initialise(module: nn.Module, std: float) -> None:

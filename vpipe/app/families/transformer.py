@@ -228,16 +228,6 @@ POSITIONS = "positions"
 """The field of a batch with several texts in a sample: the place of every token in its text, from 0; int64 [B, S]."""
 
 
-def texts_of(positions_bs: Tensor) -> Tensor:
-    """Return the number of the text that each token is of, from 1: int64 [B, S]."""
-    return (positions_bs == 0).cumsum(1)
-
-
-def same_text(text_bt: Tensor, text_bs: Tensor) -> Tensor:
-    """Return which tokens S are of the text of each token T, bool [B, 1, T, S], by the numbers of their texts."""
-    return text_bt[:, None, :, None] == text_bs[:, None, None, :]
-
-
 CARRIED = ("keys", "values")
 """What attention carries from a slice of a sequence to the next, [B, G, S, D] of all tokens so far."""
 
@@ -274,11 +264,11 @@ def attend_causally(query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, po
         # of it would be copied to join them, and be kept twice.
         query_basd = query_basd.transpose(1, 2).contiguous().transpose(1, 2)
     if positions_bs is not None:
-        text_bs = texts_of(positions_bs)
+        text_bs = (positions_bs == 0).cumsum(1)  # the number of each token's text, from 1
         if carried:
             text_bs = torch.cat((carried[2], carried[2][:, -1:] + text_bs), 1)
         new = positions_bs.shape[1]
-        mask = same_text(text_bs[:, -new:], text_bs).tril(text_bs.shape[1] - new)
+        mask = (text_bs[:, None, -new:, None] == text_bs[:, None, None, :]).tril(text_bs.shape[1] - new)
         after = (text_bs,)
     mixed_basd = attention(query_basd, key_bgsd, value_bgsd, mask=mask, causal=first and mask is None, dropout=dropout)
     return mixed_basd, () if carried is None else (key_bgsd, value_bgsd, *after)

@@ -84,7 +84,7 @@ class Job:
         model = describe(settings)
         if settings.packed and model.batch == describe(replace(settings, packed=False)).batch:
             raise UserError(f"model.packed is true, but the model '{config.model.name}' does not tell the texts of a "
-                            "sample apart", hint="set it to false, or train a family of vpipe")
+                            "sample apart", hint="set it to false, or train a gpt, a llama or one of its kinds")
         dataset = dataset_named(config.dataset.name)(DatasetSettings(
             **config.dataset.model_dump(exclude={"name", "num_workers", "seed"}), fields=model.batch,
             sequence_length=config.model.sequence_length, vocab_size=vocab_size, seed=_data_seed(config)))

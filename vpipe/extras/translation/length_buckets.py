@@ -30,15 +30,12 @@ from vpipe.app.data.epoch import (
     needed_fields,
     seeded_generator,
 )
-from vpipe.app.data.packing import packing_line, sample_borders
 from vpipe.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SOURCE_IDS, SOURCE_MASK, TARGET_IDS = "source_ids", "source_mask", "target_ids"
-SOURCE_POSITIONS, TARGET_POSITIONS = "source_positions", "target_positions"
-_SIDES = {SOURCE_IDS, SOURCE_MASK, SOURCE_POSITIONS}, {TARGET_IDS, TARGET_POSITIONS, LABELS}
 NO_LABEL = -100  # the label of padding, which no loss counts
 
 
@@ -74,48 +71,6 @@ class TokenPairs:
         """Return ``[N]``: of each pair the tokens of the longer side, with the token that ends it."""
         widths: Rows = self.lengths.max(1, initial=0) + 1
         return widths
-
-
-def packed_borders(pairs: Mapping[Split, TokenPairs], room: int, samples: int | None = None) -> dict[Split, Rows]:
-    """Return where the samples of each split begin among its pairs, of which both sides fit ``room`` tokens.
-
-    Args:
-        samples: the most for training.
-    """
-    borders = {split: sample_borders(own.lengths + 1, (room, room)) for split, own in pairs.items()}
-    if samples is not None:
-        borders["train"] = borders["train"][:samples + 1]
-    return borders
-
-
-class _Tokens:
-    """The tokens of one side of some pairs, one text after another, and where they are in a batch ``[B, S]``.
-
-    Args:
-        numbers, rows: the pairs, and the row of the batch for each, in its order.
-    """
-
-    def __init__(self, pairs: TokenPairs, numbers: Rows, rows: Rows, side: int, shape: tuple[int, int]) -> None:
-        self._row, self._starts = (pairs.source, pairs.target)[side], pairs.starts[numbers, side]
-        self._lengths, self._shape = pairs.lengths[numbers, side] + 1, shape
-        starts = np.cumsum(self._lengths) - self._lengths
-        first = np.searchsorted(rows, rows)  # the first text of the same row
-        self.place = np.arange(self._lengths.sum()) - np.repeat(starts, self._lengths)
-        self._at = np.repeat(rows, self._lengths), np.repeat(starts - starts[first], self._lengths) + self.place
-
-    def words(self, end: int) -> Rows:
-        """Read the tokens; each text with its end."""
-        found = np.full(len(self.place), end)
-        found[self.place < np.repeat(self._lengths - 1, self._lengths)] = np.concatenate([
-            self._row[start:start + length - 1] for start, length in zip(self._starts, self._lengths, strict=True)])
-        return found
-
-    def laid(self, values: Rows, others: Rows | int) -> Array:
-        """Return the values at their places of a batch, and others behind them."""
-        made = np.empty(self._shape, np.int64)
-        made[:] = others
-        made[self._at] = values
-        return made
 
 
 class LengthBuckets:
@@ -171,9 +126,6 @@ class PairDataset:
         target_ids   [B, T]  what a decoder reads: padding as the start, then the target without its end
         labels       [B, T]  the target and its end; -100 for padding
 
-    With ``borders`` a sample has several pairs, which follow one another, and the places of tokens in their texts
-    instead of the mask, ``source_positions`` [B, S] and ``target_positions`` [B, T]; padding is a last text.
-
     Args:
         pairs: of each split.
         padding, end: those tokens.
@@ -181,21 +133,13 @@ class PairDataset:
         sequence_length: the most tokens of a side.
         held_out: source and target of each held-out pair, as texts.
         lines: what the data are, for the beginning of a run.
-        borders: of each split, where samples begin among its pairs and the last one ends ``[M + 1]``; None: one pair
-            in each.
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, pairs: Mapping[Split, TokenPairs], padding: int, end: int,
                  max_tokens: int | None = None, tokenizer_path: Path | None = None,
-                 held_out: tuple[tuple[str, str], ...] = (), lines: tuple[str, ...] = (),
-                 borders: Mapping[Split, Rows] | None = None) -> None:
+                 held_out: tuple[tuple[str, str], ...] = (), lines: tuple[str, ...] = ()) -> None:
         self.vocab_size, self.sequence_length, self.tokenizer_path = vocab_size, sequence_length, tokenizer_path
-        self.held_out, self.lines, self._borders = held_out, lines, borders
-        self._sizes: dict[Split, Rows] = {split: own.lengths + 1 for split, own in pairs.items()}
-        if borders is not None:
-            self._sizes = {split: np.diff(np.cumsum(np.pad(sizes, ((1, 0), (0, 0))), 0)[borders[split]], axis=0)
-                           for split, sizes in self._sizes.items()}
-            self.lines = (*lines, packing_line(int(borders["train"][-1]), self.samples("train"), "pairs"))
+        self.held_out, self.lines = held_out, lines
         self._pairs, self._padding, self._end, self._max_tokens = pairs, padding, end, max_tokens
         self._buckets: dict[int, LengthBuckets] = {}
 
@@ -204,104 +148,89 @@ class PairDataset:
         """Return the fields of a batch, by name."""
         import torch
 
-        names = (SOURCE_IDS, SOURCE_MASK, TARGET_IDS, LABELS) if self._borders is None else (
-            SOURCE_IDS, SOURCE_POSITIONS, TARGET_IDS, TARGET_POSITIONS, LABELS)
-        return {name: Field((-1,), torch.int64) for name in names}
+        return {name: Field((-1,), torch.int64) for name in (SOURCE_IDS, SOURCE_MASK, TARGET_IDS, LABELS)}
 
     def samples(self, split: Split) -> int:
-        """Return the number of samples in the split: of pairs, unless they are packed."""
+        """Return the number of pairs in the split."""
         check_split(split)
-        return len(self._sizes[split])
+        return len(self._pairs[split])
 
     def batches(self, split: Split, batch_size: int, *, seed: int,
                 fields: Collection[str] | None = None, first: int = 0) -> Iterator[dict[str, Tensor]]:
         """Yield one epoch; see :class:`~vpipe.app.data.dataset.Dataset` and :class:`LengthBuckets`.
 
-        With ``max_tokens`` a batch for training has a multiple of ``batch_size`` samples.
+        With ``max_tokens`` a batch for training has a multiple of ``batch_size`` pairs.
         """
         needed = needed_fields(self.fields, fields)
         check_batch_size(split, self.samples(split), batch_size, whole=split == "train")
         if split == "train":
-            batches = self.buckets(batch_size).epoch(seed)
+            batches = self._bucketed(batch_size).epoch(seed)
         else:  # in their order, so that the first batches are a fair sample
             size = batch_size if self._max_tokens is None else \
-                max(1, self._max_tokens // int(self._widths(split).max()))
+                max(1, self._max_tokens // int(self._pairs[split].widths.max()))
             batches = np.split(np.arange(self.samples(split)), range(size, self.samples(split), size))
         return (self.batch(split, rows, needed) for rows in batches[first:])
 
     def batch_tokens(self, batch_size: int, *, seed: int) -> list[Rows]:
         """Return, for every batch of an epoch of training, the label tokens of each sample; see
         :class:`~vpipe.app.data.dataset.VaryingBatches`."""
-        labels = self._sizes["train"][:, 1]
-        return [labels[rows] for rows in self.buckets(batch_size).epoch(seed)]
+        labels = self._pairs["train"].lengths[:, 1] + 1
+        return [labels[rows] for rows in self._bucketed(batch_size).epoch(seed)]
 
     def largest_batch(self, batch_size: int) -> dict[str, Tensor]:
         """Return the batch with the longest samples."""
-        rows = np.argsort(-self._widths("train"), kind="stable")[:self.buckets(batch_size).borders[1]]
+        widths = self._pairs["train"].widths
+        rows = np.argsort(-widths, kind="stable")[:self._bucketed(batch_size).borders[1]]
         return self.batch("train", rows, frozenset(self.fields))
 
     def padding_share(self, batch_size: int) -> float:
         """Return the share of padding in the source and target tokens of an epoch of training."""
-        batches = [self._sizes["train"][rows] for rows in self.buckets(batch_size).epoch(0)]
+        lengths = self._pairs["train"].lengths + 1
+        batches = [lengths[rows] for rows in self._bucketed(batch_size).epoch(0)]
         return 1 - sum(int(own.sum()) for own in batches) / sum(int(own.max(0).sum()) * len(own) for own in batches)
 
-    def buckets(self, batch_size: int) -> LengthBuckets:
-        """Return how samples for training become batches. Raises :class:`UserError` for sizes that cannot work."""
+    def _bucketed(self, batch_size: int) -> LengthBuckets:
         if batch_size not in self._buckets:
-            self._buckets[batch_size] = LengthBuckets(self._widths("train"), batch_size, self._max_tokens)
+            self._buckets[batch_size] = LengthBuckets(self._pairs["train"].widths, batch_size, self._max_tokens)
         return self._buckets[batch_size]
 
-    def _widths(self, split: Split) -> Rows:
-        """Return ``[M]``: of each sample the tokens of the longer side."""
-        widths: Rows = self._sizes[split].max(1)
-        return widths
-
-    def one_each(self) -> PairDataset:
-        """Return the same pairs, one in each sample."""
-        return self if self._borders is None else PairDataset(
-            self.vocab_size, self.sequence_length, self._pairs, self._padding, self._end, self._max_tokens,
-            self.tokenizer_path, self.held_out, self.lines)
-
     def batch(self, split: Split, rows: Rows, needed: Collection[str]) -> dict[str, Tensor]:
-        """Return the batch of some samples of a split; fields that are not ``needed`` are on ``meta`` and not read."""
+        """Return the batch of some pairs of a split; fields that are not ``needed`` are on ``meta`` and not read."""
         import torch
 
-        wanted, made = set(needed) & self.fields.keys(), dict[str, Array]()
-        shapes: dict[str, tuple[int, int]] = {}
-        for side, names in enumerate(_SIDES):
-            totals = self._sizes[split][rows, side]
-            shape = len(rows), int(totals.max())
-            shapes |= dict.fromkeys(names, shape)
-            behind = np.arange(shape[1]) - totals[:, None]  # the place of padding in it
-            tokens = _Tokens(self._pairs[split], *self._texts(split, rows), side, shape)
-            for name in names & wanted:
-                if name == SOURCE_MASK:
-                    made[name] = (behind < 0).astype(np.int64)
-                elif name in (SOURCE_POSITIONS, TARGET_POSITIONS):
-                    made[name] = tokens.laid(tokens.place, behind)
-            if read := wanted & names & {SOURCE_IDS, TARGET_IDS, LABELS}:
-                words = self._checked(tokens.words(self._end))
-                shifted = np.where(tokens.place == 0, self._padding, np.roll(words, 1))
-                made |= {name: tokens.laid(shifted if name == TARGET_IDS else words,
-                                           NO_LABEL if name == LABELS else self._padding) for name in read}
+        pairs, size = self._pairs[split], len(rows)
+        lengths = pairs.lengths[rows]
+        longest = [int(most) + 1 for most in lengths.max(0)]
+        made: dict[str, Array] = {}
+        if SOURCE_IDS in needed:
+            made[SOURCE_IDS] = self._rows(pairs.source, pairs.starts[rows, 0], lengths[:, 0])
+        if SOURCE_MASK in needed:
+            made[SOURCE_MASK] = (np.arange(longest[0]) <= lengths[:, :1]).astype(np.int64)
+        if TARGET_IDS in needed or LABELS in needed:
+            targets = self._rows(pairs.target, pairs.starts[rows, 1], lengths[:, 1])
+            if TARGET_IDS in needed:
+                inside = np.arange(longest[1] - 1) < lengths[:, 1:]
+                made[TARGET_IDS] = np.full((size, longest[1]), self._padding)
+                made[TARGET_IDS][:, 1:][inside] = targets[:, :-1][inside]
+            if LABELS in needed:
+                made[LABELS] = np.where(np.arange(longest[1]) <= lengths[:, 1:], targets, NO_LABEL)
         return {name: torch.from_numpy(made[name]) if name in made else torch.empty(
-            shapes[name], dtype=field.dtype, device="meta") for name, field in self.fields.items()}
+            (size, longest[name in (TARGET_IDS, LABELS)]), dtype=field.dtype, device="meta")
+            for name, field in self.fields.items()}
 
-    def _texts(self, split: Split, rows: Rows) -> tuple[Rows, Rows]:
-        """Return the pairs of some samples, and the place of its sample in ``rows`` for each."""
-        if self._borders is None:
-            return rows, np.arange(len(rows))
-        first, end = self._borders[split][rows], self._borders[split][rows + 1]
-        return (np.concatenate([np.arange(*own) for own in zip(first, end, strict=True)]),
-                np.repeat(np.arange(len(rows)), end - first))
-
-    def _checked(self, words: Rows) -> Rows:
-        largest = int(words.max())
+    def _rows(self, tokens: Array, starts: Rows, lengths: Rows) -> Array:
+        """Return ``[B, longest + 1]`` tokens, each row with its end, then padding."""
+        padded = np.full((len(lengths), int(lengths.max()) + 1), self._padding, np.int64)
+        columns = np.arange(padded.shape[1])
+        padded[columns < lengths[:, None]] = np.concatenate(
+            [tokens[start:start + length] for start, length in zip(starts, lengths, strict=True)])
+        padded[columns == lengths[:, None]] = self._end
+        largest = int(padded.max())
         if largest >= self.vocab_size:
             raise UserError(f"a pair has the token {largest}, but the vocabulary ends at {self.vocab_size - 1}: the "
                             "prepared data is damaged", hint="remove its folder: the next run prepares it again",
                             where=str(self.tokenizer_path.parent) if self.tokenizer_path else None)
-        return words
+        return padded
 
     @cached_property
     def held_out_text(self) -> HeldOutText | None:

@@ -35,8 +35,6 @@ from vpipe.app.families.transformer import (
     TokenId,
     attention,
     next_token_loss,
-    same_text,
-    texts_of,
     weight_names,
 )
 from vpipe.errors import UserError
@@ -242,7 +240,7 @@ def huggingface_spelled(name: str) -> str | None:
     return None if name.endswith(".embed_positions.weight") else name
 
 
-def translation(config: TranslationConfig, length: int | None = None, packed: bool = False) -> Model:
+def translation(config: TranslationConfig, length: int | None = None) -> Model:
     """Return the Transformer with the loss of the next token of the target.
 
     Batch fields, all int64: ``source_ids`` and ``source_mask`` (1 = token, 0 = padding) [B, S]; ``target_ids`` [B, T]:
@@ -253,35 +251,30 @@ def translation(config: TranslationConfig, length: int | None = None, packed: bo
 
     Args:
         length: tokens for which there are positions; None: as many as the config has.
-        packed: samples have several pairs, each computed as if it were alone. The batch has the places of tokens in
-            their texts, ``source_positions`` in place of the mask and ``target_positions``; the n-th text of the source
-            is that of the n-th target, and padding counts as a last text.
     """
-    source, target = ("source_positions", ("target_positions",)) if packed else ("source_mask", ())
     tables = partial(TranslationEmbeddings, config, length=length or config.max_position_embeddings)
     self_attention = {side: partial(TranslationAttention, config, getattr(config, f"{side}_attention_heads"),
-                                    causal=side == "decoder", packed=packed) for side in ("encoder", "decoder")}
+                                    causal=side == "decoder") for side in ("encoder", "decoder")}
     shared, layers = config.share_encoder_decoder_embeddings, []
     for block in range(config.encoder_layers):
         name, last = f"encoder{block}", block == config.encoder_layers - 1
         layers.append(Layer(f"{name}.attention", partial(
-            EmbeddingsAndSelfAttention, partial(tables, config.vocab_size), self_attention["encoder"], packed)
-            if block == 0 else self_attention["encoder"], inputs=("source_ids" if block == 0 else "h", source)))
+            EmbeddingsAndSelfAttention, partial(tables, config.vocab_size), self_attention["encoder"])
+            if block == 0 else self_attention["encoder"], inputs=("source_ids" if block == 0 else "h", "source_mask")))
         layers.append(Layer(f"{name}.mlp", partial(TranslationMlp, config, config.inner("encoder"), last=last),
                             outputs=("memory" if last else "h",)))
     for block in range(config.decoder_layers):
         name = f"decoder{block}"
         layers.append(Layer(f"{name}.attention", partial(
-            EmbeddingsAndSelfAttention, partial(tables, config.target_vocab_size), self_attention["decoder"], packed)
-            if block == 0 else self_attention["decoder"], inputs=("target_ids" if block == 0 else "h", *target),
+            EmbeddingsAndSelfAttention, partial(tables, config.target_vocab_size), self_attention["decoder"])
+            if block == 0 else self_attention["decoder"], inputs=("target_ids" if block == 0 else "h",),
             ties={"embeddings.token.weight": _SOURCE} if shared and block == 0 else {}))
         layers.append(Layer(f"{name}.cross_attention", partial(
-            TranslationCrossAttention, config, config.decoder_attention_heads),
-                            inputs=("h", "memory", source, *target)))
+            TranslationCrossAttention, config, config.decoder_attention_heads), inputs=("h", "memory", "source_mask")))
         layers.append(Layer(f"{name}.mlp", partial(TranslationMlp, config, config.inner("decoder"))))
     layers.append(Layer("head", partial(TranslationHead, config), inputs=("h", "labels"), outputs=("loss",),
                         ties={"decoder.weight": _TARGET} if config.tie_word_embeddings else {}))
-    return Model(layers, batch=("source_ids", source, "target_ids", *target, "labels"), labels="labels")
+    return Model(layers, batch=("source_ids", "source_mask", "target_ids", "labels"), labels="labels")
 
 
 def _flops(settings: ModelSettings) -> list[int]:
@@ -318,7 +311,7 @@ def translation_from_settings(settings: ModelSettings) -> Model:
     positions."""
     config = config_from_settings(settings)
     KEYS.check_length(settings.sequence_length or 1, config.max_position_embeddings, "max_position_embeddings")
-    return translation(config, settings.sequence_length, settings.packed)
+    return translation(config, settings.sequence_length)
 
 
 def sinusoids(length: int, size: int) -> Tensor:
@@ -347,12 +340,12 @@ class TranslationEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.register_buffer("positions_sh", sinusoids(length, config.d_model), persistent=False)
 
-    def forward(self, ids_bs: Tensor, start: int = 0, positions_bs: Tensor | None = None) -> Tensor:
+    def forward(self, ids_bs: Tensor, start: int = 0) -> Tensor:
         end = start + ids_bs.shape[1]
         KEYS.check_length(end, len(self.positions_sh), "max_position_embeddings")
         token_bsh = self.token(ids_bs) * self.scale
-        position_bsh = self.positions_sh[None, start:end] if positions_bs is None else self.positions_sh[positions_bs]
-        return self.dropout(token_bsh + self.part(position_bsh.to(token_bsh.dtype)))  # type: ignore[no-any-return]
+        position_1sh = self.part(self.positions_sh[None, start:end].to(token_bsh.dtype))
+        return self.dropout(token_bsh + position_1sh)  # type: ignore[no-any-return]
 
 
 class _Sublayer(nn.Module):
@@ -382,43 +375,32 @@ class _Attention(_Sublayer):
         self.whole, self.attention_dropout = nn.Identity(), nn.Dropout(config.attention_dropout)
         self.query, self.key, self.value, self.output = (_linear(size, size, config) for _ in range(4))
 
-    def _mixed(self, h_bth: Tensor, read_bsh: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
+    def _mixed(self, h_bth: Tensor, read_bsh: Tensor, mask_bs: Tensor | None, causal: bool) -> Tensor:
         """Return, for every token of ``h``, a mixture of the tokens of ``read`` that it sees."""
         whole_bsh = self.whole(read_bsh)
         return self._attended(self._heads(self.query, whole_bsh if h_bth is read_bsh else h_bth),
-                              self._heads(self.key, whole_bsh), self._heads(self.value, whole_bsh), seen, causal)
+                              self._heads(self.key, whole_bsh), self._heads(self.value, whole_bsh), mask_bs, causal)
 
     def _heads(self, projection: nn.Module, tokens_bsh: Tensor) -> Tensor:
         return projection(tokens_bsh).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # type: ignore[no-any-return]
 
-    def _attended(self, query_batd: Tensor, key_basd: Tensor, value_basd: Tensor, seen: Tensor | None,
+    def _attended(self, query_batd: Tensor, key_basd: Tensor, value_basd: Tensor, mask_bs: Tensor | None,
                   causal: bool) -> Tensor:
-        mixed_batd = attention(query_batd, key_basd, value_basd, mask=seen, causal=causal,
+        mask = None if mask_bs is None else (mask_bs != 0)[:, None, None, :]
+        mixed_batd = attention(query_batd, key_basd, value_basd, mask=mask, causal=causal,
                                dropout=self.attention_dropout)
         return self.output(mixed_batd.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-def _there(mask_bs: Tensor) -> Tensor:
-    """Return which tokens all others see, bool [B, 1, 1, S]."""
-    return (mask_bs != 0)[:, None, None, :]
-
-
 class TranslationAttention(_Attention):
-    """Self-attention, of the encoder with the mask int64 [B, S], of the decoder causal: [B, S, H] -> [B, S, H].
+    """Self-attention, of the encoder with the mask int64 [B, S], of the decoder causal: [B, S, H] -> [B, S, H]."""
 
-    ``packed``: both get the places of tokens in their texts instead.
-    """
-
-    def __init__(self, config: TranslationConfig, heads: int, causal: bool, packed: bool) -> None:
+    def __init__(self, config: TranslationConfig, heads: int, causal: bool) -> None:
         super().__init__(config, heads)
-        self.causal, self.packed = causal, packed
+        self.causal = causal
 
     def forward(self, h_bsh: Tensor, mask_bs: Tensor | None = None) -> Tensor:
-        seen, causal = None if mask_bs is None else _there(mask_bs), self.causal
-        if self.packed and mask_bs is not None:
-            seen, causal = same_text(text_bs := texts_of(mask_bs), text_bs), False
-            seen = seen.tril() if self.causal else seen
-        return self._wrapped(h_bsh, lambda x_bsh: self._mixed(x_bsh, x_bsh, seen, causal))
+        return self._wrapped(h_bsh, lambda x_bsh: self._mixed(x_bsh, x_bsh, mask_bs, self.causal))
 
     def step(self, h_bsh: Tensor, cache: KeyValueCache) -> Tensor:
         """Return the output for new tokens of the decoder."""
@@ -431,41 +413,29 @@ class TranslationAttention(_Attention):
 
 
 class TranslationCrossAttention(_Attention):
-    """Attention to the encoder's output: [B, T, H], [B, S, H] and the mask int64 [B, S] -> [B, T, H].
+    """Attention to the encoder's output: [B, T, H], [B, S, H] and the mask int64 [B, S] -> [B, T, H]."""
 
-    With places of the target's tokens in their texts, int64 [B, T], those of the source's are in place of the mask, and
-    a text sees the one that it translates. Padding of a target without padding of its source sees the last text: of a
-    token that sees none some kernels make nan.
-    """
-
-    def forward(self, h_bth: Tensor, memory_bsh: Tensor, mask_bs: Tensor, target_bt: Tensor | None = None) -> Tensor:
-        if target_bt is None:
-            seen = _there(mask_bs)
-        else:
-            text_bs = texts_of(mask_bs)
-            seen = same_text(texts_of(target_bt).minimum(text_bs[:, -1:]), text_bs)
-        return self._wrapped(h_bth, lambda x_bth: self._mixed(x_bth, memory_bsh, seen, causal=False))
+    def forward(self, h_bth: Tensor, memory_bsh: Tensor, mask_bs: Tensor) -> Tensor:
+        return self._wrapped(h_bth, lambda x_bth: self._mixed(x_bth, memory_bsh, mask_bs, causal=False))
 
     def step(self, h_bth: Tensor, memory_bsh: Tensor | None, mask_bs: Tensor, cache: KeyValueCache) -> Tensor:
         """Return the output for new tokens; the encoder's output comes with the first of them."""
         if memory_bsh is not None:
             cache.keep(self._heads(self.key, memory_bsh), self._heads(self.value, memory_bsh))
         return self._wrapped(h_bth, lambda x_bth: self._attended(
-            self._heads(self.query, x_bth), *cache.contents(), _there(mask_bs), causal=False))
+            self._heads(self.query, x_bth), *cache.contents(), mask_bs, causal=False))
 
 
 class EmbeddingsAndSelfAttention(nn.Module):
     """The first layer of encoder or decoder: embeddings and the first block's self-attention."""
 
-    def __init__(self, embeddings: Callable[[], nn.Module], attention: Callable[[], nn.Module], packed: bool) -> None:
+    def __init__(self, embeddings: Callable[[], nn.Module], attention: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.packed = packed
         self.embeddings = embeddings()
         self.attention = attention()
 
     def forward(self, ids_bs: Tensor, mask_bs: Tensor | None = None) -> Tensor:
-        h_bsh = self.embeddings(ids_bs, positions_bs=mask_bs if self.packed else None)
-        return self.attention(h_bsh, mask_bs)  # type: ignore[no-any-return]
+        return self.attention(self.embeddings(ids_bs), mask_bs)  # type: ignore[no-any-return]
 
     def step(self, ids_bs: Tensor, cache: KeyValueCache) -> Tensor:
         return self.attention.step(self.embeddings(ids_bs, cache.length), cache)  # type: ignore[operator, no-any-return]

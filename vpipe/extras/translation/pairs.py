@@ -50,7 +50,7 @@ from vpipe.app.data.tokenizers import (
 )
 from vpipe.app.progress import progress
 from vpipe.errors import Problem, UserError, nearest
-from vpipe.extras.translation.length_buckets import SOURCE_POSITIONS, PairDataset, TokenPairs, packed_borders
+from vpipe.extras.translation.length_buckets import LengthBuckets, PairDataset, TokenPairs
 from vpipe.plugins import PluginGroup
 
 if TYPE_CHECKING:
@@ -191,24 +191,22 @@ def pair_dataset(corpus: Corpus, settings: DatasetSettings) -> PairDataset:
     """
     longest = 128 if settings.sequence_length == -1 else settings.sequence_length
     cache = prepare_pairs(corpus, settings.vocab_size, settings.tokenizer, settings.cache_directory)
-    packed, pairs, too_long, fitting = SOURCE_POSITIONS in settings.fields, {}, 0, {}
+    pairs, too_long, fitting = {}, 0, {}
     for split in SPLITS:
         every = cache.pairs(split)
         fitting[split] = np.flatnonzero(every.widths <= longest)
         too_long += len(every) - len(fitting[split])
-        if split == "train" and settings.samples is not None and not packed:
+        if split == "train" and settings.samples is not None:
             fitting[split] = fitting[split][:settings.samples]
         pairs[split] = every.select(fitting[split])
         if not len(pairs[split]):
             raise UserError(f"{corpus.name}: all {len(every)} pairs of the {split} split have more than {longest} "
                             "tokens on a side", hint="raise model.sequence_length")
+    LengthBuckets(pairs["train"].widths, settings.batch_size, settings.max_tokens)  # which checks the sizes
     tokenizer, texts = load_tokenizer(cache.tokenizer_path), cache.held_out()
-    dataset = PairDataset(cache.vocab_size, longest, pairs, token_id(tokenizer, PADDING), token_id(tokenizer, END),
-                          settings.max_tokens, cache.tokenizer_path, tuple(texts[row] for row in fitting["test"]),
-                          _lines(cache, longest, too_long),
-                          packed_borders(pairs, longest, settings.samples) if packed else None)
-    dataset.buckets(settings.batch_size)  # which checks the sizes
-    return dataset
+    return PairDataset(cache.vocab_size, longest, pairs, token_id(tokenizer, PADDING), token_id(tokenizer, END),
+                       settings.max_tokens, cache.tokenizer_path, tuple(texts[row] for row in fitting["test"]),
+                       _lines(cache, longest, too_long))
 
 
 def _lines(cache: PairCache, longest: int, too_long: int) -> tuple[str, ...]:

@@ -93,8 +93,8 @@ def translation_lines(job: Job, weights: Mapping[str, Tensor], steps: int) -> It
     dataset, seed = job.dataset, job.config.training.seed
     assert isinstance(dataset, PairDataset), "asked for of pairs alone"
     pairs, after = dataset.held_out[:MOST_PAIRS], f"after {counted(steps, job.step_name)}"
-    states = {"before training": job.one_text.materialize(seed).eval(),
-              after: job.one_text.with_weights(weights, seed, draw=True).float()}
+    states = {"before training": job.model.materialize(seed).eval(),
+              after: job.model.with_weights(weights, seed, draw=True).float()}
     texts = {"source": [source for source, _ in pairs], "reference": [target for _, target in pairs],
              **{when: _translations(job, dataset, modules, len(pairs)) for when, modules in states.items()}}
     found_bleu = {name: bleu(found, texts["reference"]) for name, found in texts.items()}
@@ -148,11 +148,11 @@ def _translations(job: Job, dataset: PairDataset, modules: nn.ModuleDict, count:
     assert job.tokenizer_path is not None, "pairs have one"
     tokenizer = load_tokenizer(job.tokenizer_path)
     start, end = token_id(tokenizer, PADDING), token_id(tokenizer, END)
-    found, model, one_each = list[str](), job.one_text, dataset.one_each()
+    found: list[str] = []
     for first in range(0, count, _AT_ONCE):
         rows = torch.arange(first, min(count, first + _AT_ONCE)).numpy()
-        sources = one_each.batch("test", rows, (SOURCE_IDS, SOURCE_MASK))
-        ids = translate(model, modules, {name: sources[name] for name in (SOURCE_IDS, SOURCE_MASK)}, start, end,
+        sources = dataset.batch("test", rows, (SOURCE_IDS, SOURCE_MASK))
+        ids = translate(job.model, modules, {name: sources[name] for name in (SOURCE_IDS, SOURCE_MASK)}, start, end,
                         ids_in(tokenizer), job.config.model.sequence_length)
         found += tokenizer.decode_batch(ids)
     return found
