@@ -15,5 +15,6 @@ RETIRED: dict[str, str] = {
                     "vpipe train CONFIG",
     "training.optimizer=soap": "take muon, which loses as little under delay; in Python any optimizer: Pipeline(model, "
                                "Update(lambda params: YourSoap(params, lr=3e-3)), ...)",
+    "vpipe.plan.PlanRequest.with_measured": "measure the layers again: vpipe profile CONFIG --again",
 }
 """What is gone, and the remedy."""

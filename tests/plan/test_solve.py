@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import KIB, any_profile, frozen, layer, profile, transformer
 
-from vpipe import Cut, Order, Plan
-from vpipe.app.train.load_balance import better_partition
+from vpipe import Order
 from vpipe.errors import UserError
 from vpipe.plan.prediction import predict
 from vpipe.plan.profile import Profile, Seconds
@@ -487,16 +486,3 @@ def refusal(request: PlanRequest) -> UserError:
     with pytest.raises(UserError) as error:
         solve(request)
     return error.value
-
-
-def test_a_run_that_is_out_of_balance_gets_a_better_partition() -> None:
-    made = profile([layer(f"l{number}", 0.01) for number in range(12)])
-    now = Plan(Cut((4, 4, 4), ranks=[[0], [1], [2]]), Order("1f1b"), 8)
-    request = PlanRequest({8: made}, 3, schedules=("1f1b",), placement=((0,), (1,), (2,)), recompute=0.0)
-    assert better_partition(request.with_measured(now, (0.12, 0.12, 0.12)), now) == (None, 0.0)
-    plan, gain = better_partition(request.with_measured(now, (0.12, 0.12, 0.24)), now)
-    assert plan is not None
-    assert plan.partition[2] < 4
-    assert 0.1 < gain < 0.5
-    shared = replace(request, profiles={8: replace(made, cores=1)}).with_measured(now, (0.12, 0.12, 0.24))
-    assert better_partition(shared, now)[1] < 0.05, "one core does the work of all"

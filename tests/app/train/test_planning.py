@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,8 @@ def test_the_run_is_what_was_planned_and_says_so(tmp_path: Path, measured: list[
     assert f"stages of {list(plan.partition)} layers" in line
     assert f"schedule {plan.schedule}; expected are " in line
     assert Profile.load(tmp_path / "profile.json").identity.digest == plan.profile
+    assert json.loads((tmp_path / "run.json").read_text())["planned_s"] == [
+        pytest.approx(4 * stage.microbatch_s + stage.step_s) for stage in plan.predicted.stages]
     assert losses(tmp_path) == oracle(Job.from_config(config), 4).losses
 
 

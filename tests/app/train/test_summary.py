@@ -16,6 +16,7 @@ import torch
 from small_run import job_of, write_config
 from torch import nn
 
+from vpipe import Cut, Plan
 from vpipe.app.config.config import config_row, load_config
 from vpipe.app.data.epoch import HeldOutText
 from vpipe.app.train import metrics as module
@@ -233,6 +234,19 @@ def test_it_has_every_rank_of_all_lanes(tmp_path: Path, monkeypatch: pytest.Monk
         "lanes, and waiting for it; sent does not) (of stage 1 rank 1 takes 31 % longer than rank 0) (zero1: of the "
         "replicas rank 5 sends most, 750 B; rank 5 keeps most of an optimizer's state, 600 B of the 1000 B of stage "
         "1 in lane 1)")
+
+
+def test_it_names_a_rank_that_works_clearly_longer_than_the_mean(tmp_path: Path) -> None:
+    def said(job: Job, forward_s: float) -> str:
+        metrics = trained(StepSize(8, 128))
+        usages = [replace(USAGES[0], communication_s=9.0), replace(USAGES[1], forward_s=forward_s)]
+        return " ".join(summary(job, metrics, RunFigures.from_metrics(metrics, usages, PLACEMENT)).split())
+
+    named = "(rank 1 (stage 1) works 218 ms per update, 15 % more than the ranks on average"
+    job = job_of(tmp_path)
+    assert "more than the ranks" not in said(job, 0.4 + 0.44)
+    assert said(job, 0.4 + 0.46).endswith(f"{named}; vpipe plan CONFIG finds a better partition)")
+    assert said(job.with_plan(Plan(Cut((3, 2)))), 0.4 + 0.46).endswith(f"{named})")
 
 
 def test_with_zero1_it_names_the_ranks_that_send_and_keep_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

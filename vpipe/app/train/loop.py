@@ -29,7 +29,6 @@ from vpipe.app.train.checkpointing import Cadence, Checkpointing, restore
 from vpipe.app.train.csv_rows import csv_text
 from vpipe.app.train.headline import delay_line, delay_warning, size_lines
 from vpipe.app.train.job import OBSERVERS, Job
-from vpipe.app.train.load_balance import BalanceCheck, planned_work
 from vpipe.app.train.metrics import Efficiency, EventWriter, Metrics, PastMetrics, ProgressBar, StepSize
 from vpipe.app.train.observers import Observer, Run, SummaryPart
 from vpipe.app.train.rank_times import RankTimes
@@ -45,7 +44,7 @@ from vpipe.errors import RunError, UserError, counted
 from vpipe.runtime import StageUsage, Step
 from vpipe.schedules import CsvFile
 
-OWN_OBSERVERS: tuple[type[Observer], ...] = (TorchProfiler, TraceWriter, BalanceCheck, RankTimes)
+OWN_OBSERVERS: tuple[type[Observer], ...] = (TorchProfiler, TraceWriter, RankTimes)
 """What accompanies a run whose config asks for it; packages add others."""
 
 log = logging.getLogger("vpipe")
@@ -201,15 +200,11 @@ class _TrainingRun:
 
     def _write_facts(self) -> None:
         """Write ``run.json``: what readers of the other files cannot know from them."""
-        job, plan = self._job, self._job.plan
-        planned = None
-        if plan is not None and plan.predictions is not None and plan.partition == job.partition and \
-                job.config.parallel.tensor == 1:
-            planned = planned_work(plan, job)
+        job = self._job
         try:
             replace_text(self._folder / FACTS, json.dumps({
                 "updates": job.updates, "max_minutes": job.config.training.max_minutes, "ranks": job.homes,
-                "partition": job.partition, "planned_s": planned}))
+                "partition": job.partition, "planned_s": _planned_work(job)}))
         except OSError as error:
             log.warning("cannot write '%s': %s", self._folder / FACTS, error.strerror)
 
@@ -308,8 +303,6 @@ class _TrainingRun:
             observer.before_step(self._metrics.steps)
 
     def _drain(self) -> None:
-        for observer in self._observers:
-            observer.drain()
         self._record(*self._pipe.drain())
 
     def _pause_is_due(self, before: int, steps: int) -> bool:
@@ -323,16 +316,12 @@ class _TrainingRun:
             before: steps that were done at the last pause; draining may complete more.
         """
         self._drain()
-        for observer in self._observers:
-            observer.pause()
         steps = self._metrics.steps
         if steps != self._job.updates:
             if self._cadence.evaluates(before, steps):
                 self._evaluate()
             if self._cadence.saves(before, steps):
                 self._saving.save()
-        for observer in self._observers:
-            observer.resume()
 
     def _evaluate(self) -> None:
         with self._read(self._job.evaluation_batches(self._fields), "evaluation batch") as batches:
@@ -353,6 +342,18 @@ class _TrainingRun:
         steps = self._metrics.steps
         how = f"saved; go on with: vpipe train --resume {quote(str(self._folder))}" if stopped.saved else "not saved"
         return f"stopped by {stopped.by} after {self._job.step_name} {steps}: {how}"
+
+
+def _planned_work(job: Job) -> list[float] | None:
+    """Return the seconds per step that each rank was planned to work; None for a run that follows no plan."""
+    plan = job.plan
+    if plan is None or plan.predictions is None or plan.partition != job.partition or job.config.parallel.tensor > 1:
+        return None
+    work = [0.0] * job.schedule.ranks
+    for stage, ranks in zip(plan.predicted.stages, job.placement, strict=True):
+        for one in ranks:
+            work[one] += stage.microbatch_s * job.schedule.assignment.step_microbatches / len(ranks) + stage.step_s
+    return work
 
 
 def build_pipeline(job: Job) -> Pipeline:

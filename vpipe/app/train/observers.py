@@ -85,15 +85,6 @@ class Observer:
         """Return whether the run must end after the step that has just ended."""
         return False
 
-    def drain(self) -> None:
-        """Prepare for the pipeline to be drained: before an evaluation or a checkpoint, and after the last step."""
-
-    def pause(self) -> None:
-        """Follow the drain between two steps, before the evaluation or the checkpoint."""
-
-    def resume(self) -> None:
-        """Prepare for the pipeline to be filled again after a pause."""
-
     def end(self) -> None:
         """Follow the last step, before the last evaluation. A run that fails does not come here."""
 

@@ -17,6 +17,7 @@ from vpipe.app.train.rank_times import FIGURES, figure_texts
 from vpipe.app.visualize.table import compact, filled, fitted, milliseconds, terminal_columns
 from vpipe.errors import counted
 from vpipe.runtime import StageUsage
+from vpipe.schedules import CsvFile
 from vpipe.units import size_text
 
 
@@ -83,6 +84,9 @@ def compared_with_unigrams(job: Job, loss: float) -> str | None:
             f"held-out text, {text.unigram_entropy:.2f}")
 
 
+BALANCED = 0.15
+"""Share above the mean of all ranks that a rank may work without being named."""
+
 LANES_ALIKE = 0.05
 """Share by which a rank may work longer than those of other lanes with the same stage without being named."""
 
@@ -132,7 +136,25 @@ def _stages(job: Job, figures: RunFigures) -> list[str]:
             *filled(f"(forward to idle: milliseconds per {job.step_name}; idle: waiting for other ranks; sent: per "
                     f"{job.step_name}; " + "staleness: most updates that a gradient was late; mean delay: of the "
                     "schedule, in updates; " * late + f"in flight: {held})", width),
-            *_lanes(job, figures), *_owners(job, figures)]
+            *_slowest(job, figures), *_lanes(job, figures), *_owners(job, figures)]
+
+
+def _slowest(job: Job, figures: RunFigures) -> Iterator[str]:
+    """Yield which rank works longest, if clearly longer than the mean; a GPU's work is not in the times of a process.
+    """
+    if job.config.parallel.tensor > 1 or not on_processors(job.config):
+        return
+    work_s = dict.fromkeys(range(figures.ranks), 0.0)
+    for rank, usage in zip((rank for ranks in job.homes for rank in ranks), figures.stages, strict=True):
+        work_s[rank] += (usage.working_s - usage.communication_s) / figures.usage_steps
+    rank = max(work_s, key=work_s.__getitem__)
+    mean_s = sum(work_s.values()) / len(work_s)
+    if work_s[rank] > (1 + BALANCED) * mean_s:
+        planned = job.plan is not None or CsvFile.is_path(job.config.parallel.schedule)
+        remedy = "" if planned else "; vpipe plan CONFIG finds a better partition"
+        yield from filled(f"({job.describe(rank)} works {milliseconds(work_s[rank])} per {job.step_name}, "
+                          f"{100 * (work_s[rank] / mean_s - 1):.0f} % more than the ranks on average{remedy})",
+                          terminal_columns())
 
 
 def _lanes(job: Job, figures: RunFigures) -> Iterator[str]:

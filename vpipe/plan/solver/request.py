@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
-from vpipe.description.recompute import Recompute, ranges
+from vpipe.description.recompute import Recompute
 from vpipe.errors import UserError
 from vpipe.plan.plan import Plan
-from vpipe.plan.profile import Profile, Seconds
-from vpipe.plan.stage_costs import stage_costs
+from vpipe.plan.profile import Profile
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.size import Placement
-
-_TIMES = ("forward", "backward", "input_half", "weight_half", "recompute")
 
 
 @dataclass(frozen=True)
@@ -58,31 +55,6 @@ class PlanRequest:
         if self.partition and self.placement and len(self.partition) != len(self.placement):
             raise UserError(f"the partition has {len(self.partition)} stages, the placement {len(self.placement)}",
                             hint="give both equally many, or leave one out")
-
-    def with_measured(self, plan: Plan, stage_s: Sequence[float]) -> PlanRequest:
-        """Return the request with the layers of each stage of a plan as fast as measured.
-
-        A stage that took longer than the profile says makes each of its layers longer by the same factor. Ranks that
-        share cores measure each other's work, too. Then only the differences between stages count.
-
-        Args:
-            stage_s: per stage, forward, backward and recomputation of one microbatch.
-        """
-        [(microbatches, profile)] = self.profiles.items()
-        expected = []
-        for layers, again in zip(ranges(plan.partition), plan.recomputed, strict=True):
-            cost = stage_costs(profile, layers, again)
-            expected.append(float(cost.forward_s + cost.input_s + cost.weight_s + cost.recompute_s))
-        shared = profile.cores is not None and profile.identity.ranks_per_host > profile.cores
-        all_alike = sum(stage_s) / sum(expected) if shared else 1.0
-        made = list(profile.layers)
-        for layers, own, measured in zip(ranges(plan.partition), expected, stage_s, strict=True):
-            factor = measured / own / all_alike
-            for number in layers:
-                slowed: dict[str, Any] = {figure: Seconds(factor * time.median, time.spread) for figure in _TIMES
-                                          for time in [getattr(made[number], figure)]}
-                made[number] = replace(made[number], **slowed)
-        return replace(self, profiles={microbatches: replace(profile, layers=tuple(made))})
 
     @property
     def with_zero1(self) -> PlanRequest:
