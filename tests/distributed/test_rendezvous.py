@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from vpipe.distributed.connection import connect
 from vpipe.distributed.environment import RankEnvironment
 from vpipe.distributed.failure_detector import WatchdogTiming
 from vpipe.distributed.rendezvous import Rendezvous, open_store
-from vpipe.distributed.sockets import closed_afterwards, connections, strangers
 from vpipe.errors import RunError
 
 TIMING = WatchdogTiming(beat_s=0.05, silent_s=20.0, grace_s=5.0, long_s=60.0, join_s=20.0)
@@ -139,19 +137,6 @@ def test_a_rank_that_is_dropped_among_many_strangers_tries_again(ends: list[Call
     assert both(first, *found) == [[[2], {"x": 1}]] * 2
 
 
-def test_a_rank_tells_another_users_process_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HashStore()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        store.set("watchdog", f"{server.getsockname()[1]} token 127.0.0.1")
-        uid = os.getuid()
-        monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-        with pytest.raises(RunError, match=re.escape(f"could not reach rank 0 at 127.0.0.1: a process of another user "
-                                                     f"({uid}) listens there")):
-            Rendezvous.in_store(1, 2, TIMING, store, "127.0.0.1")
-        with server.accept()[0] as accepted:
-            assert accepted.recv(100) == b""
-
-
 @pytest.mark.parametrize("why", ["it is no rank of this run", "it hung up"])
 def test_a_rank_does_not_take_an_impostor_for_rank_0(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RankEnvironment.SECRET, "what only they know")
@@ -179,32 +164,3 @@ def test_a_forged_address_ends_in_our_words(forged: str) -> None:
     store.set("watchdog", forged)
     with pytest.raises(RunError, match=r"rank 1 could not reach rank 0 at 127.0.0.\d: (?!.Errno)"):
         Rendezvous.in_store(1, 2, replace(TIMING, join_s=0.5), store, "127.0.0.1")
-
-
-def test_connections_of_other_users_and_listeners_that_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = connections()
-    with closed_afterwards():
-        server = socket.create_server(("127.0.0.1", 0))
-        early = socket.create_connection(server.getsockname(), 5.0)
-    with server, early, server.accept()[0] as accepted:
-        made = dict(connections().items() - before.items())
-        assert len(made) == 2
-        assert strangers(made) == []
-        uid = os.getuid()
-        monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-        assert strangers(made) == [uid]
-        early.sendall(b"still there")
-        assert accepted.recv(100) == b"still there"
-        with pytest.raises(TimeoutError):
-            socket.create_connection(server.getsockname(), 0.2)
-
-
-def test_the_port_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port(None)
-    monkeypatch.setenv("VPIPE_RUN", "17.0")
-    store = opened(0, port)
-    monkeypatch.setenv("VPIPE_RUN", "18.0")
-    with pytest.raises(RunError, match=re.escape(f"127.0.0.1 port {port} belongs to another run (17.0), not to this "
-                                                 "one (18.0) (rank 1)\nhint: give each run a port of its own")):
-        opened(1, port)
-    del store

@@ -17,7 +17,7 @@ from typing import Any
 
 from vpipe.distributed.connection import MAX_BYTES, UNAUTHENTICATED_BYTES, Connection, admit, greet, listening_socket
 from vpipe.distributed.fault import Fault
-from vpipe.distributed.sockets import close_in_child, strangers
+from vpipe.distributed.sockets import close_in_child
 from vpipe.distributed.value_exchange import Relay
 from vpipe.errors import RunError
 
@@ -230,15 +230,14 @@ class FailureDetector:
         connection.close()
 
     def _authenticate(self, connection: Connection) -> None:
-        """Take who knows the key for the rank that it names; drop any other, and another user's process in any case:
-        under torchrun and srun the key is in a store that all may read."""
+        """Take who knows the key for the rank that it names; drop any other."""
         if connection not in self._unauthenticated:
             return  # dropped since it was found to have sent something
         messages = connection.receive()
         if not messages and not connection.closed:
             return
         rank = None
-        if messages and not strangers([connection.fileno()]):
+        if messages:
             rank = admit(connection, self._key, self._unauthenticated[connection][1], messages[0])
         member = self._members[rank] if rank is not None and 0 <= rank < len(self._members) else None
         if member is None or member.connection is not None:

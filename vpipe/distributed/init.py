@@ -32,7 +32,7 @@ from vpipe.distributed.rendezvous import (
     open_store,
     ranks_have_secret,
 )
-from vpipe.distributed.sockets import break_off, closed_afterwards, connections, strangers
+from vpipe.distributed.sockets import break_off, connections
 from vpipe.distributed.value_exchange import Exchange
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
@@ -173,20 +173,15 @@ def _make_group(own: torch.device, backend: str | None, timeout_s: float) -> Dev
               flush=True)
     before, hook = connections(), sys.excepthook
     try:
-        with closed_afterwards():
-            # Without device_id: the communicators of nccl are made when they are first used, in the engine's order.
-            dist.init_process_group(accelerator.carriers(carrier), store=rendezvous.group_store(timeout_s), rank=rank,
-                                    world_size=rendezvous.ranks, timeout=timedelta(seconds=timeout_s))
+        # Without device_id: the communicators of nccl are made when they are first used, in the engine's order.
+        dist.init_process_group(accelerator.carriers(carrier), store=rendezvous.group_store(timeout_s), rank=rank,
+                                world_size=rendezvous.ranks, timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         fault = watchdog.explain(None, timeout_s if "imed out" in str(error) else None)
         raise watchdog.error(fault, f"rank {rank} was joining the others: {str(error).splitlines()[0]}") from error
     sys.excepthook = hook  # torch has put one before it that writes the rank before each line
     # The failure detector in rank 0 may have got connections of its own meanwhile, and the store.
     made = dict(connections(but=(*rendezvous.ports, _number("MASTER_PORT"))).items() - before.items())
-    if users := strangers(made):
-        raise RunError(f"rank {rank} is connected with a process of another user ({', '.join(map(str, users))}) in "
-                       "place of a rank", hint="end that process: it connected to gloo's port while the ranks did",
-                       rank=rank)
     watchdog.break_off = partial(break_off, made)
     _joined = _Joined(dist.group.WORLD, rendezvous, devices)
     atexit.register(_destroy, dist.group.WORLD, os.getpid())

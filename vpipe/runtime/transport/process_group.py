@@ -30,7 +30,6 @@ from torch import Tensor
 
 from vpipe import accelerator
 from vpipe.distributed.init import exchange
-from vpipe.distributed.sockets import closed_afterwards
 from vpipe.distributed.watchdog import watch
 from vpipe.errors import RunError, UserError
 from vpipe.runtime.transport.connect_host import connect
@@ -108,8 +107,7 @@ def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     if backend_of(_HOST) == "gloo":
         return default
     if default not in _control:
-        with closed_afterwards():
-            _control[default] = dist.new_group(backend="gloo", timeout=timeout)
+        _control[default] = dist.new_group(backend="gloo", timeout=timeout)
     return _control[default]
 
 
