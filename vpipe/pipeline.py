@@ -23,8 +23,9 @@ from vpipe.description.order import Order
 from vpipe.description.precision import FP32, Precision
 from vpipe.description.transfers import Transfers
 from vpipe.description.update import FromNamed, Update
+from vpipe.distributed import excepthook
 from vpipe.distributed.device import DeviceMap
-from vpipe.distributed.init import join_world
+from vpipe.distributed.init import is_alone, join_world
 from vpipe.errors import PerformanceWarning, Problem, UserError, counted
 from vpipe.model.layer import split_target
 from vpipe.model.model import Model
@@ -88,6 +89,8 @@ class Pipeline:
                  schedule: str | os.PathLike[str] | Order | None = None, microbatches: int | None = None, *,
                  precision: str | Precision = FP32, transfers: Transfers = DEFAULT_TRANSFERS,
                  execution: Execution = DEFAULT_EXECUTION, seed: int = 0) -> None:
+        if not is_alone():
+            excepthook.install()  # before they join: all ranks refuse the same arguments
         given = Arguments()
         _check_model(given, model)
         update, plan = given.part(Update, optimizer), stages if isinstance(stages, Plan) else None

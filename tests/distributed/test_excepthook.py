@@ -11,9 +11,11 @@ from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 from watched_ranks import Ranks
 
-from vpipe import Model
+from vpipe import Model, Pipeline
 from vpipe.app.launch.network import free_port
 from vpipe.distributed import excepthook
 from vpipe.distributed.fault import Fault
@@ -123,6 +125,16 @@ def test_a_hook_of_the_program_stays() -> None:
     sys.excepthook = own = partial(print, "failed:")
     excepthook.install()
     assert sys.excepthook is own
+
+
+def test_arguments_that_several_ranks_refuse_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model.sequential(nn.Sequential(nn.Linear(4, 4)), nn.MSELoss())
+    for ranks, hook in (("1", sys.__excepthook__), ("2", excepthook._excepthook)):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        with pytest.raises(UserError, match="3 stages, but the model has only 1 layer"):
+            Pipeline(model, lambda own: torch.optim.SGD(own, lr=0.1), stages=3)
+        assert sys.excepthook is hook
 
 
 def test_an_interactive_session_keeps_its_hook(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def join_world(backend: str | None = None, timeout_s: float = 60.0,
         if mesh is None:
             return devices
         return replace(devices, lanes=Lanes.of_mesh(mesh, dist.get_rank(), dist.get_world_size(), data))
-    if _is_alone():
+    if is_alone():
         return DeviceMap(0, (_here(own),), backend or ("gloo" if own.type == "cpu" else accelerator.collectives()))
     return _make_group(own, backend, timeout_s)
 
@@ -140,14 +140,14 @@ def exchange(channel: str = "", timeout_s: float | None = None, among: Sequence[
     """
     if dist.is_initialized():
         watchdog = None if dist.get_world_size() == 1 else watch.watchdog
-    elif _is_alone():
+    elif is_alone():
         watchdog = None
     else:
         watchdog = (_met or _meet(STARTING)).watchdog
     return Exchange(watchdog, channel, timeout_s, among)
 
 
-def _is_alone() -> bool:
+def is_alone() -> bool:
     """Return whether the environment names no other ranks."""
     return "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or _number("WORLD_SIZE") == 1
 
