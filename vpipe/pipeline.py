@@ -124,9 +124,6 @@ class Pipeline:
         lowered = prepare_schedule(model, cut, order, microbatches, execution, needs_norms=description.needs_norms,
                                    zero1=update.zero1,
                                    ranks=len(world.lanes.own) if len(world.lanes.own) > 1 else None)
-        if refused := [Problem(f"{name} {what}", hint) for name, what, hint in computed.refused(
-                transfers.codecs(cut.count))]:
-            raise UserError.all_of(refused)
         if lowered.flush and description.delay_correction:
             raise UserError(f"delay_correction is {description.delay_correction:g}, but '{order.schedule}' has a "
                             "flush: no gradient is late",
@@ -146,7 +143,7 @@ class Pipeline:
 
     @classmethod
     def prepared(cls, model: Model, description: Description, schedule: Schedule, world: DeviceMap) -> Pipeline:
-        """Create a pipeline for a schedule that is prepared already; the parts are not compared with one another.
+        """Create a pipeline for a schedule that is prepared already; only the precision is compared with other parts.
 
         Args:
             description: its cut has the layers of every stage.
@@ -159,6 +156,9 @@ class Pipeline:
         return pipe
 
     def _set_up(self, model: Model, description: Description, schedule: Schedule, world: DeviceMap) -> None:
+        if refused := [Problem(f"{name} {what}", hint) for name, what, hint in description.precision.refused(
+                description.transfers.codecs(description.cut.count), schedule.flush)]:
+            raise UserError.all_of(refused)
         self.model, self._trained, self.rank, self.description = model, False, world.rank, description
         self.lane = world.lanes.number
         self.schedule, self.microbatches = description.order.schedule, description.microbatches

@@ -16,5 +16,6 @@ RETIRED: dict[str, str] = {
     "training.optimizer=soap": "take muon, which loses as little under delay; in Python any optimizer: Pipeline(model, "
                                "Update(lambda params: YourSoap(params, lr=3e-3)), ...)",
     "vpipe.plan.PlanRequest.with_measured": "measure the layers again: vpipe profile CONFIG --again",
+    "vpipe.testing.TrainingRecipe.apply(overflow)": "leave it out: the gradients that are given tell of an overflow",
 }
 """What is gone, and the remedy."""

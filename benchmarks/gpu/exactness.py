@@ -16,17 +16,18 @@ import torch
 from findings import Part
 from models import CONFIGS, SMALL, small_batches, small_model
 
-from vpipe import Cut, Execution, Pipeline, accelerator
+from vpipe import Cut, Execution, Pipeline, Precision, accelerator
 from vpipe.errors import PerformanceWarning
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.testing import ReferencePrecision, TrainingRecipe, asynchronous_oracle, flush_oracle, version_rule
 
 RANKS, MICROBATCHES, BLOCKS, SAMPLES = (2, 4, 2, 8) if SMALL else (4, 8, 14, 16)
-FP32, REDUCED = 1e-5, 1e-2
+FP32 = Precision("fp32")
+MOST, MOST_REDUCED = 1e-5, 1e-2
 
 
 def trained(schedule: RegisteredSchedule, device: torch.device, recompute: float = 0.0,
-            precision: str = "fp32") -> tuple[Pipeline, list[float]]:
+            precision: Precision = FP32) -> tuple[Pipeline, list[float]]:
     """Train on the small model, and return the pipeline and its losses."""
     pipe = Pipeline(small_model(BLOCKS), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
                     stages=Cut(RANKS * schedule.chunks, recompute), schedule=schedule.name, microbatches=MICROBATCHES,
@@ -34,10 +35,10 @@ def trained(schedule: RegisteredSchedule, device: torch.device, recompute: float
     return pipe, [step.loss for step in pipe.train(small_batches(SAMPLES))]
 
 
-def expected(schedule: RegisteredSchedule, pipe: Pipeline, device: torch.device, precision: str) -> list[float]:
+def expected(schedule: RegisteredSchedule, pipe: Pipeline, device: torch.device, precision: Precision) -> list[float]:
     """Return the losses of the oracle."""
     recipe = TrainingRecipe(lambda named: torch.optim.SGD(list(named.values()), lr=0.1, momentum=0.9), MICROBATCHES, 1,
-                            precision=ReferencePrecision(precision), device=device)
+                            precision=ReferencePrecision(precision.name, precision.loss_scale), device=device)
     batches = small_batches(SAMPLES)
     if schedule.flush:
         return flush_oracle(small_model(BLOCKS), batches, recipe, pipe.partition).losses
@@ -71,14 +72,16 @@ def main() -> None:
     known = {schedule.name: schedule for schedule in RegisteredSchedule.imported() if schedule.search is None}
     for name, schedule in known.items():
         pipe, losses = trained(schedule, part.device)
-        add(part, f"{name}, fp32", losses, expected(schedule, pipe, part.device, "fp32"), FP32)
-    for precision in ("bf16", "bf16_pure", "fp16"):
+        add(part, f"{name}, fp32", losses, expected(schedule, pipe, part.device, FP32), MOST)
+    for reduced in ("bf16", "bf16_pure", "fp16"):
         for name in ("1f1b", "pipedream"):
-            pipe, losses = trained(known[name], part.device, precision=precision)
-            add(part, f"{name}, {precision}", losses, expected(known[name], pipe, part.device, precision), REDUCED)
+            scale = 1024 if reduced == "fp16" and not known[name].flush else None
+            computed = Precision(reduced, loss_scale=scale)
+            pipe, losses = trained(known[name], part.device, precision=computed)
+            add(part, f"{name}, {reduced}", losses, expected(known[name], pipe, part.device, computed), MOST_REDUCED)
     for name in ("1f1b", "zb_h1", "pipedream"):
         add(part, f"{name}, everything recomputed: the same dropout", trained(known[name], part.device,
-            recompute=1.0)[1], trained(known[name], part.device)[1], FP32)
+            recompute=1.0)[1], trained(known[name], part.device)[1], MOST)
     kind = part.device.type
     indices = () if part.on_processor else range(accelerator.count())
     first = trained(known["1f1b"], torch.device(kind, 0))[1] if indices else []
@@ -86,7 +89,7 @@ def main() -> None:
         accelerator.make_current(torch.device(kind, index))
         for device in (torch.device(kind), torch.device(kind, index)):
             add(part, f"current device {index}, device={device}: the same dropout",
-                trained(known["1f1b"], device, recompute=1.0)[1], first, FP32)
+                trained(known["1f1b"], device, recompute=1.0)[1], first, MOST)
     if not indices:
         part.add("dropout by the index of the device", "left out: a processor has none")
     for precision in ("fp32", "bf16"):

@@ -89,6 +89,11 @@ def labelled_model() -> Model:
     return Model(untied_model().layers, untied_model().batch, labels="labels")
 
 
+def scale_of(schedule: str, precision: str) -> dict[str, Any]:
+    """The scale of fp16 where no flush lets it be found."""
+    return {"loss_scale": 4096} if precision == "fp16" and schedule in STREAMS else {}
+
+
 REPLICAS: dict[str, Any] = {"partition": [2, 4, 2], "placement": [[0, 1], [2], [3, 4, 5]]}
 CUT: dict[str, Any] = {"partition": [3, 3, 2]}
 
@@ -102,17 +107,20 @@ SINGLE = {
        for name in ("interleaved", "looped_bfs", "zb_v", "hanayo")},
     **{f"recompute {name}": case(schedule=name, partition=cut(name), recompute=[0.0, 1.0], **DECAY_AND_CLIP)
        for name in ("1f1b", "zb_h1", "pipedream")},
-    **{f"replicas {name} {precision}": case(schedule=name, precision=precision, other=AUTOCAST if precision == "fp16"
-                                            else None, **REPLICAS, **DECAY_AND_CLIP)
+    **{f"replicas {name} {precision}": case(schedule=name, precision=precision, **scale_of(name, precision),
+                                            other=AUTOCAST if precision == "fp16" else None, **REPLICAS,
+                                            **DECAY_AND_CLIP)
        for name in ("1f1b", "gpipe", "pipedream") for precision in ("fp32", "bf16_pure", "fp16")},
     **{f"clipping {name}": case(schedule=name, **CUT, **DECAY_AND_CLIP) for name in ("1f1b", "zb_h1", "pipedream")},
-    **{f"{precision} {name}": case(schedule=name, **CUT, precision=precision, update_every=every, recompute=0.5,
+    **{f"{precision} {name}": case(schedule=name, **CUT, precision=precision, **scale_of(name, precision),
+                                   update_every=every, recompute=0.5,
                                    other=None if precision == "bf16_pure" else AUTOCAST)
        for precision in ("bf16", "bf16_pure", "fp16")
        for name, every in (("1f1b", None), ("pipedream", 1), ("2bw", 4))},
     **{f"skipped update {name}": case(pushed_model, AUTOCAST, skips=True, schedule=name, precision="fp16",
-                                      partition=[2, 4], batches=lambda: pushed([20.0, 1.0, 4000.0, 1.0]),
-                                      **DECAY_AND_CLIP) for name in ("1f1b", "zb_h1", "pipedream")},
+                                      **scale_of(name, "fp16"), partition=[2, 4],
+                                      batches=lambda: pushed([20.0, 1.0, 4000.0, 1.0]), **DECAY_AND_CLIP)
+       for name in ("1f1b", "zb_h1", "pipedream")},
     **{f"ties {name}": case(thrice_tied_model, schedule=name, partition=[2, 1, 2, 1], recompute=0.5,
                             optimizer=Momentum()) for name in ("1f1b", "zb_h1", "pipedream")},
     **{f"versions {name} every {every}": case(rich_model, schedule=name, partition=[2, 2, 2, 2], update_every=every,
@@ -181,10 +189,8 @@ WAITS = {
     "1f1b in fp16": Waits({"schedule": "1f1b", "precision": "fp16"}, {"copy to host": 4}, NORMS),
     "1f1b with 2, 1 and 3 replicas": Waits({"schedule": "1f1b", **REPLICAS}, {"copy to host": 8},
                                            f"{PRESENT}; {OF_REPLICAS}"),
-    "pipedream in fp16": Waits(
-        {"schedule": "pipedream", "precision": "fp16"}, {"copy to host": 4, "item": 4},
-        f"{NORMS}; one per backward for the scale that comes with gradients, and one for whether those that go on are "
-        "finite: stages differ in their scales"),
+    "pipedream in fp16": Waits({"schedule": "pipedream", "precision": "fp16", "loss_scale": 1024}, {"copy to host": 4},
+                               NORMS),
     "1f1b under naive": Waits({"schedule": "1f1b", "executor": "naive"}, {"copy to host": 1, "device": 59},
                               "this executor waits for the device after each action, to measure it"),
 }

@@ -119,12 +119,14 @@ SETTINGS = {
     "both directions": words_of("chimera", placement=DOWN_AND_UP, microbatches=8),
     "replicas that update seldom": words_of("2bw", placement=TWO_TWO, update_every=2, batches=3)}
 
+SCALED = {"loss_scale": 1024}
 LIKE_ONE_PROCESS = {
     f"{precision} {name}": words_of(name.split()[0], precision=precision, **changes)
     for precision in ("fp16", "bf16")
     for name, changes in (
-        ("1f1b", {}), ("pipedream", {}), ("dualpipe", {"microbatches": 8}), ("1f1b replicas", {"placement": TWO_TWO}),
-        ("pipedream replicas", {"placement": TWO_ONE_ONE, "samples": 4}))}
+        ("1f1b", {}), ("pipedream", SCALED if precision == "fp16" else {}), ("dualpipe", {"microbatches": 8}),
+        ("1f1b replicas", {"placement": TWO_TWO}),
+        ("pipedream replicas", {"placement": TWO_ONE_ONE, "samples": 4, **(SCALED if precision == "fp16" else {})}))}
 """Autocast computes otherwise on a processor: these are compared with one process that has the device."""
 
 

@@ -32,7 +32,7 @@ REPLICAS = {"partition": [2, 4, 2], "placement": [[0, 1], [2], [3, 4, 5]]}
     ("muon", "bf16", {"schedule": "zb_v", "partition": [2, 2, 2, 2], "executor": "naive"}),
     ("muon", "bf16_pure", {"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4, **EXTRAPOLATED}),
     ("nadam", "bf16_pure", {"schedule": "gpipe", "partition": [3, 5], "executor": "async_threaded"}),
-    ("nadam muon", "fp16", {"schedule": "pipedream", "recompute": 1.0, **REPLICAS})])
+    ("nadam muon", "fp16", {"schedule": "pipedream", "recompute": 1.0, "loss_scale": 1024, **REPLICAS})])
 def test_equals_its_oracle(names: str, precision: str, arguments: dict[str, Any]) -> None:
     """Every optimizer in every precision, with a flush and without; ties, clipping, a learning rate that falls; the
     last update of a stage may be incomplete."""
@@ -46,7 +46,7 @@ def test_equals_its_oracle(names: str, precision: str, arguments: dict[str, Any]
 def test_updates_that_overflow(name: str, schedule: str, placement: list[list[int]] | None) -> None:
     _, steps = equals_its_oracle(
         pushed_model, pushed([20.0, 1.0, 4000.0, 1.0]), optimizer=settings(name, pushed_model()), precision="fp16",
-        schedule=schedule, partition=[2, 4], placement=placement, **DECAY_AND_CLIP)
+        loss_scale=4096, schedule=schedule, partition=[2, 4], placement=placement, **DECAY_AND_CLIP)
     assert any(step.skipped for step in steps)
 
 

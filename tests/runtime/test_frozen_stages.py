@@ -68,7 +68,7 @@ def frozen_front() -> Model:
     (1, {"schedule": "1f1b", "placement": [[0, 1], [2, 3]], "partition": [3, 7], "zero1": True, "grad_clip": 0.5}),
     (2, {"schedule": "pipedream", "partition": [1, 3, 3, 3], "update_every": 1, "recompute": 0.5,
          "per_token_loss": True}),
-    (1, {"schedule": "2bw", "partition": [4, 3, 3], "update_every": 4, "precision": "fp16"}),
+    (1, {"schedule": "2bw", "partition": [4, 3, 3], "update_every": 4, "precision": "fp16", "loss_scale": 1024}),
     (1, {"schedule": "pipedream", "placement": [[0, 1], [2], [3]], "partition": [3, 2, 5], "update_every": 1})])
 def test_every_kind_of_schedule_equals_its_oracle(frozen: int, words: dict[str, Any]) -> None:
     pipe, _ = equals_its_oracle(frozen_front, rich_batches(3, 8), rich_batches(2, 8, seed=4), **words)

@@ -38,7 +38,8 @@ def uneven(batches: int, seed: int = 3) -> list[dict[str, Tensor]]:
     {"schedule": "pipedream", "stages": 3}, {"schedule": "2bw", "stages": 3, "update_every": 4},
     {"schedule": "pipedream", "placement": [[0], [1, 2, 3]], "stages": 2, "update_every": 2},
     {"schedule": "pipedream", "stages": 3, "update_every": 2, "skip_not_finite": True, "delay_correction": 1.0},
-    {"schedule": "pipedream", "stages": 2, "precision": "fp16", "placement": [[0], [1, 2]], "zero1": True}], ids=str)
+    {"schedule": "pipedream", "stages": 2, "precision": "fp16", "loss_scale": 1024, "placement": [[0], [1, 2]],
+     "zero1": True}], ids=str)
 def test_every_schedule_has_the_bits_of_its_oracle(words: dict[str, Any]) -> None:
     """Also where an update is incomplete, as batches end before it or an evaluation drains the pipeline."""
     _, steps = equals_its_oracle(labelled, uneven(3), uneven(2, seed=5), per_token_loss=True, **words)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import test_weight_grad_store as halves
 import torch
-from models import between, rich_batches, rich_model
+from models import between
 from pipelines import parts
 from stages import stage_of
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from vpipe import Layer, Model, Pipeline
 from vpipe.checkpoint.manifest import Position
 from vpipe.description.precision import Precision
-from vpipe.errors import UserError
 from vpipe.runtime import loss_scaler as scaling
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.stage import Stage
@@ -152,11 +151,11 @@ def test_pure_versions_take_half_the_bytes_and_masters_none_of_the_rounding() ->
 def test_between_stages_go_half_the_bytes() -> None:
     sent = {}
     for precision in ("fp32", "bf16", "bf16_pure", "fp16"):
-        pipe = pipeline(precision, partition=[2, 2], schedule="pipedream")
+        scale = 1024 if precision == "fp16" else None
+        pipe = pipeline(precision, partition=[2, 2], schedule="pipedream", loss_scale=scale)
         list(pipe.train(batches(1)))
         sent[precision] = sum(worker.transport.bytes_sent for worker in pipe.engine.workers.values())
-    gradients = 4 * 4  # a scale for each microbatch
-    assert sent["fp32"] == 2 * sent["bf16"] == 2 * sent["bf16_pure"] == 2 * (sent["fp16"] - gradients)
+    assert sent["fp32"] == 2 * sent["bf16"] == 2 * sent["bf16_pure"] == 2 * sent["fp16"]
 
 
 def test_other_numbers_stay() -> None:
@@ -191,9 +190,9 @@ def test_other_numbers_stay() -> None:
 
 
 def scales(pipe: Pipeline) -> list[float]:
-    """Of every stage on every rank."""
-    return [worker.optimizer_steps.scaler[stage].value for worker in pipe.engine.workers.values()
-            for stage in worker.stages if worker.optimizer_steps.scaler is not None]
+    """Of every rank."""
+    return [worker.optimizer_steps.scaler.value for worker in pipe.engine.workers.values()
+            if worker.optimizer_steps.scaler is not None]
 
 
 def test_an_overflow_anywhere_skips_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,89 +214,33 @@ def test_an_overflow_anywhere_skips_everywhere(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_scale_grows_to_a_limit_and_falls_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "GROWTH_UPDATES", 2)
-    scale = scaling.LossScaleState(None)
+    scale = scaling.LossScaler(None)
     seen = []
-    for applied in [True, True, True, False, True, True] + [True] * 40 + [False] * 30:
-        scale.update(applied)
+    for number, applied in enumerate([True, True, True, False, True, True] + [True] * 40 + [False] * 30):
+        for _ in range(2):  # of each stage of the rank
+            scale.update(number, applied)
         seen.append(scale.value)
     assert seen[:6] == [65536.0, 131072.0, 131072.0, 65536.0, 65536.0, 131072.0]
     assert (max(seen), seen[-1], scale.good) == (2.0**24, 1.0, 0)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_without_a_flush_stages_may_differ_in_their_scales(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Powers of two change nothing, as long as nothing is too large or too small; one is changed in the middle."""
-    monkeypatch.setattr(scaling, "INITIAL_SCALE", 2.0**12)
-    runs = []
-    for factors in ((1, 1, 1), (2, 1, 0.25)):
-        pipe = pipeline("fp16", rich_model(tied), partition=[3, 3, 2], schedule="pipedream", update_every=2)
-        for worker, factor in zip(pipe.engine.workers.values(), factors, strict=True):
-            assert worker.optimizer_steps.scaler is not None
-            for stage in worker.stages:
-                worker.optimizer_steps.scaler[stage].value *= factor
-        losses = [step.loss for step in pipe.train(rich_batches(3, 8))]
-        runs.append((losses, pipe.state_dict()))
-        assert scales(pipe) == [2.0**12 * factor for factor in factors]
-    assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-3)
-    fixed = pipeline("fp16", rich_model(tied), partition=[3, 3, 2], schedule="pipedream", update_every=2,
-                     loss_scale=2.0**12)  # which no gradient brings along
-    assert [step.loss for step in fixed.train(rich_batches(3, 8))] == runs[0][0]
-    for name, value in fixed.state_dict().items():
-        assert torch.equal(runs[0][1][name], value)
-        torch.testing.assert_close(runs[1][1][name], value, rtol=2e-2, atol=2e-3)
-
-
-class Steep(nn.Module):
-    """Its own gradient is small; that of its input is ``factor`` times as large."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, h: Tensor, factor: Tensor) -> Tensor:
-        return (h.float() * factor[:, None] + self.bias).mean()
-
-
-def steep(count: int) -> tuple[Model, list[dict[str, Tensor]]]:
-    """The microbatches of 2 samples are steep in turn."""
-    data = {"x": torch.full((8, WIDTH), 0.5), "factor": torch.tensor([1024.0, 1024.0, 1.0, 1.0] * 2)}
-    return Model([Layer("front", lambda: nn.Linear(WIDTH, WIDTH), ("x",)),
-                  Layer("steep", Steep, ("h", "factor"), ("loss",))], ("x", "factor")), [data] * count
-
-
-@pytest.mark.parametrize(("last", "zero1"), [([1], False), ([1, 2], False), ([1, 2], True), ([1, 2, 3], True)])
-def test_an_overflow_in_a_transfer_lowers_the_scale_of_its_stage(last: list[int], zero1: bool) -> None:
-    """Only replica 0 of the last stage meets steep microbatches; both halve their scales together, also where another
-    one owns the weights, whose gradients show nothing."""
-    built, data = steep(8)
-    pipe = pipeline("fp16", built, partition=[1, 1], schedule="pipedream", placement=[[0], last], zero1=zero1)
-    before = pipe.state_dict()["front.weight"]
-    assert {step.skipped for step in pipe.train(data)} >= {True}
-    last_scales = scales(pipe)[1:]
-    assert last_scales == [last_scales[0]] * len(last)
-    assert last_scales[0] * 1024 / 16 < 65504
-    assert not torch.equal(pipe.state_dict()["front.weight"], before), "stages before can train"
-    pipe.engine.collectives.check_replicas()
-
-
-def test_scales_go_with_a_checkpoint_into_another_partition() -> None:
-    pipe = pipeline("fp16", partition=[1, 2, 1], schedule="pipedream")
-    for stage, worker in pipe.engine.workers.items():
+def test_a_scale_goes_with_a_checkpoint_into_another_partition() -> None:
+    pipe = pipeline("fp16", partition=[1, 2, 1])
+    for worker in pipe.engine.workers.values():
         assert worker.optimizer_steps.scaler is not None
-        worker.optimizer_steps.scaler[stage].value, worker.optimizer_steps.scaler[stage].good = 2.0**stage, 7 + stage
+        worker.optimizer_steps.scaler.value, worker.optimizer_steps.scaler.good = 4.0, 7
     saved = pipe.engine.checkpoint_state()
-    assert {name: value.item() for name, value in saved.items() if name.startswith("loss_scale.")} == {
-        "loss_scale.0.value": 1.0, "loss_scale.0.good": 7, "loss_scale.1.value": 2.0, "loss_scale.1.good": 8,
-        "loss_scale.3.value": 4.0, "loss_scale.3.good": 9}
-    for schedule, partition, values in (("pipedream", [2, 2], [1.0, 2.0]), ("pipedream", [1, 1, 2], [1.0, 2.0, 2.0]),
-                                        ("1f1b", [3, 1], [1.0, 1.0])):
-        other = pipeline("fp16", partition=partition, schedule=schedule)
-        other.engine.restore(Position(0, 0, 0), saved)
-        assert scales(other) == values
-    assert [name for name in other.engine.checkpoint_state() if name.startswith("loss_scale.")] == [
-        "loss_scale.0.value", "loss_scale.0.good"]
-    plain = pipeline("bf16", partition=[4])
-    assert not plain.engine.wants("loss_scale.0.value")
+    found = {name: value.item() for name, value in saved.items() if name.startswith("loss_scale.")}
+    assert found == {"loss_scale.0.value": 4.0, "loss_scale.0.good": 7}
+    # Before, schedules without a flush saved one for each stage.
+    per_stage = {"loss_scale.2.value": torch.tensor(2.0, dtype=torch.float64), "loss_scale.2.good": torch.tensor(9)}
+    for other, expected in ((pipeline("fp16", partition=[3, 1], schedule="gpipe"), [4.0] * 2),
+                            (pipeline("fp16", partition=[2, 2], schedule="pipedream", loss_scale=1024), [1024.0] * 2),
+                            (pipeline("bf16", partition=[4]), [])):
+        other.engine.restore(Position(0, 0, 0), saved | per_stage)
+        assert scales(other) == expected
+        left = {name: value.item() for name, value in other.engine.checkpoint_state().items() if "loss_scale" in name}
+        assert left == (found if expected == [4.0] * 2 else {})
 
 
 def test_reported_norms_are_those_of_the_unscaled_gradients() -> None:
@@ -334,22 +277,6 @@ def test_two_halves_equal_the_whole_under_autocast(name: str, precision: str) ->
     one.prepare_backward(record.pins)
     one.backward_input(record, {"h": torch.ones_like(outputs[0])})
     assert [len(half) for half in record.weight_grads] == [halves.WAITING.get(name, len(record.weight_grads[0]))]
-
-
-# -- what is refused ---------------------------------------------------------------------------------------
-
-
-def test_a_stage_that_could_not_know_its_scale_is_refused(tmp_path: Any) -> None:
-    built, _ = steep(1)
-    frozen = Model([built.layers[0], Layer("steep", lambda: Steep().requires_grad_(False), ("h", "factor"), ("loss",))],
-                   built.batch)
-    with pytest.raises(UserError, match="stage 1 trains nothing, so its 2 replicas"):
-        pipeline("fp16", frozen, partition=[1, 1], schedule="pipedream", placement=[[0], [1, 2]])
-    file = tmp_path / "split.csv"
-    file.write_text("0F0,0I0,0W0,0STEP0,0F1,0I1,0W1,0STEP1\n1F0,1I0,1W0,1STEP0,1F1,1I1,1W1,1STEP1\n")
-    with pytest.raises(UserError, match="no flush and backwards in two halves"):
-        pipeline("fp16", built, partition=[1, 1], schedule=str(file), microbatches=2)
-    pipeline("fp16", built, partition=[1, 1], schedule=str(file), microbatches=2, loss_scale=64.0)
 
 
 def test_fp32_knows_nothing_of_it() -> None:

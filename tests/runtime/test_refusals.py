@@ -43,6 +43,8 @@ def tied_to(owner: str, frozen: bool = False) -> Model:
     ({"precision": "bf16", "loss_scale": 8.0}, "loss_scale is 8.0, but the precision is bf16", "only fp16"),
     ({"precision": "fp16", "loss_scale": 0}, "loss_scale is 0", "a number above 0"),
     ({"precision": "fp16", "loss_scale": True}, "loss_scale is True", "a number above 0"),
+    ({**STREAM, "precision": "fp16"}, "loss_scale is dynamic, but the schedule has no flush",
+     "set loss_scale to a number such as 1024, or precision to bf16, or choose a schedule with a flush such as 1f1b"),
     ({"precision": "bf16", "compress": "bf16"},
      "compress is bf16, but in precision bf16 tensors between stages", "leave it out"),
     ({"compress": "int4"}, "compress is 'int4'", "did you mean 'int8'?"),

@@ -54,7 +54,7 @@ def pipeline(model: Model | None = None, **arguments: Any) -> Pipeline:
     ({"schedule": "1f1b", "placement": [[0, 1], [2]], "partition": [3, 5]}, "fp16"),
     ({"schedule": "pipedream", "partition": [2, 2, 2, 2]}, "fp32"),
     ({"schedule": "pipedream", "placement": [[0, 1], [2]], "partition": [5, 3]}, "bf16"),
-    ({"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4}, "fp16")])
+    ({"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4, "loss_scale": 1024}, "fp16")])
 def test_a_list_of_optimizers_equals_the_oracle_with_the_same(arguments: dict[str, Any], precision: str) -> None:
     equals_its_oracle(rich_model, rich_batches(4, 8), optimizer=MuonAndAdamW(), precision=precision, **DECAY_AND_CLIP,
                       **arguments)
@@ -318,7 +318,7 @@ class Front:
 @pytest.mark.parametrize(("arguments", "precision"), [
     ({"schedule": "1f1b", "partition": [3, 3, 2]}, "bf16_pure"),
     ({"schedule": "pipedream", "partition": [2, 4, 2]}, "fp32"),
-    ({"schedule": "pipedream", "partition": [3, 5], "placement": [[0], [1, 2]]}, "fp16"),
+    ({"schedule": "pipedream", "partition": [3, 5], "placement": [[0], [1, 2]], "loss_scale": 1024}, "fp16"),
     ({"schedule": "2bw", "partition": [3, 3, 2], "update_every": 4}, "fp32")])
 def test_parameters_of_no_optimizer_equal_the_oracle(arguments: dict[str, Any], precision: str) -> None:
     equals_its_oracle(rich_model, rich_batches(4, 8), optimizer=Front(), precision=precision, **DECAY_AND_CLIP,

@@ -49,13 +49,14 @@ def test_it_equals_its_oracle(widths: tuple[int, ...], schedule: Mapping[str, An
 
 @pytest.mark.parametrize(("optimizer", "precision", "more"), [
     (Momentum(), "fp32", {}), (Momentum(), "bf16", {}), (MUON, "fp32", {}), (MUON, "bf16_pure", {}),
-    (AdamW(), "bf16_pure", {"delay_correction": 0.5}), (AdamW(), "fp16", {}), (MUON, "fp32", {"delay_correction": 1.0}),
+    (AdamW(), "bf16_pure", {"delay_correction": 0.5}), (AdamW(), "fp16", {"loss_scale": 1024}),
+    (MUON, "fp32", {"delay_correction": 1.0}),
     (AdamW(), "fp32", {"skip_not_finite": True, "grad_clip": None})])
 @pytest.mark.parametrize("schedule", [FLUSH, STREAM], ids=lambda schedule: schedule["schedule"])
 def test_every_optimizer_in_every_precision(schedule: Mapping[str, Any], optimizer: Any, precision: str,
                                             more: Mapping[str, Any]) -> None:
     if schedule is FLUSH:
-        more = {name: value for name, value in more.items() if name != "delay_correction"}
+        more = {name: value for name, value in more.items() if name not in ("delay_correction", "loss_scale")}
     batches = rich_batches(3, 4)
     equals_its_oracle(rich_model, batches[:2], batches[2:], **words(
         (2, 3), schedule, **{"optimizer": optimizer, "precision": precision, "grad_clip": 0.5, **more}))
@@ -282,7 +283,7 @@ def test_an_optimizer_that_wants_all_parameters_is_refused(optimizer: Any, text:
 @over(("gloo nccl", {"schedule": "1f1b", "placement": [[2], [0, 3, 1]], "precision": "bf16_pure"}),
       ("gloo nccl", {"schedule": "pipedream", "placement": [[0, 1], [2, 3]], "microbatches": 5, "update_every": 1}),
       ("gloo", {"schedule": "pipedream", "placement": [[3, 2, 1, 0]], "microbatches": 3, "update_every": 1,
-                "precision": "fp16"}),
+                "precision": "fp16", "loss_scale": 1024}),
       ("nccl", {"schedule": "chimera", "placement": [[0, 3], [1, 2], [2, 1], [3, 0]], "microbatches": 8}))
 def test_over_processes(world: World, rules: Mapping[str, bool] | None, arguments: dict[str, Any]) -> None:
     """With an evaluation in the middle, which drains a stream."""

@@ -33,7 +33,7 @@ class Precision:
         name: of the layers: ``fp32``; ``bf16`` or ``fp16``, each layer under torch.autocast; ``bf16_pure``, weights and
             gradients in bf16 too, with fp32 masters. In the last three a tensor between layers is rounded, wherever the
             model is cut. ``fp16`` skips an update that overflows.
-        loss_scale: by which ``fp16`` multiplies losses; found while training when None.
+        loss_scale: by which ``fp16`` multiplies losses; found while training when None, under a schedule with a flush.
 
     Raises:
         UserError: no such precision, or a loss scale that is no positive number or not used.
@@ -85,8 +85,12 @@ class Precision:
         """Return whether the scale of the loss is found while training."""
         return self.scaled and self.loss_scale is None
 
-    def refused(self, codecs: Collection[str]) -> Iterator[tuple[str, str, str]]:
-        """Yield conflicts with codecs between stages: the argument, the problem, the remedy."""
+    def refused(self, codecs: Collection[str], flush: bool) -> Iterator[tuple[str, str, str]]:
+        """Yield conflicts with codecs between stages and with the schedule: the argument, the problem, the remedy."""
+        if self.dynamic and not flush:
+            yield ("loss_scale", "is dynamic, but the schedule has no flush, at which stages would tell each other of "
+                   "an overflow", "set loss_scale to a number such as 1024, or precision to bf16, or choose a schedule "
+                   "with a flush such as 1f1b")
         if self.name in _DTYPES and "bf16" in codecs:  # asked of a config, which is read without torch
             yield ("compress", f"is bf16, but in precision {self.name} tensors between stages have 16 bits already",
                    "leave it out, or send them as int8")

@@ -115,9 +115,8 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
                                  partial(describe_rank, placement, lanes=lanes.ranks),
                                  count_buckets(replicated, owners), description.transfers.shared_memory, lanes.own)
             if distributed else InProcessTransport(rank, mailbox))
-        scaler = LossScaler.build(precision, stages, schedule) if precision.scaled else None
-        tied = TiedWeights(ties, frozen_ties, placement, stages, transport,
-                           scaler if scaler is not None and scaler.per_stage else None)
+        scaler = LossScaler(precision.loss_scale) if precision.scaled else None
+        tied = TiedWeights(ties, frozen_ties, placement, stages, transport)
         factors = {s: description.delay_correction * mean_delay(schedule, s) for s in stages
                    if description.delay_correction}
         steps = OptimizerSteps(placement, stages, optimizers, tied, transport, update, scaler,

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from math import nan
 from typing import Protocol
 
 import torch
@@ -18,7 +17,7 @@ from vpipe.runtime.delay_correction import Extrapolation
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Segment
 from vpipe.runtime.reducer import Reducer
-from vpipe.runtime.sharded_tensors import any_of_all, local, norms_of
+from vpipe.runtime.sharded_tensors import local, norms_of
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import StageOptimizer
 from vpipe.runtime.tied_weights import TiedWeights
@@ -75,8 +74,8 @@ class OptimizerSteps:
         self.optimizers, self.skip, self.scaler = optimizers, update.skip_not_finite, scaler
         self.extrapolations, self.averages, self._update = extrapolations, averages, update
         self._stages, self._tied, self._transport = stages, tied, transport
-        self.reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, self.stage_scaler,
-                                    owners.get(s)) for s, stage in stages.items() if len(placement[s]) > 1}
+        self.reducers = {s: Reducer(s, stage.weights, stage.summed_late, placement[s], transport, owners.get(s))
+                         for s, stage in stages.items() if len(placement[s]) > 1}
         self._owners = owners
         # Who publishes norms of a stage to this rank, each with the positions of the parameters, and to whom this does.
         self._sources: Mapping[int, Mapping[int, Sequence[int]]] = {
@@ -91,11 +90,6 @@ class OptimizerSteps:
         self.global_norms = False
         self._norms: dict[_Together, dict[int, Tensor]] = defaultdict(dict)  # by stage, own and others'
         self._steps: Counter[_Together] = Counter()  # of own stages
-
-    @property
-    def stage_scaler(self) -> LossScaler | None:
-        """Return the scaler of losses where stages differ in their scales; None elsewhere."""
-        return self.scaler if self.scaler is not None and self.scaler.per_stage else None
 
     def use_global_norms(self, sources: Mapping[int, Mapping[int, Sequence[int]]],
                          audience: Mapping[int, Sequence[int]]) -> None:
@@ -128,8 +122,6 @@ class OptimizerSteps:
         """Drop an update that failed before a step."""
         for store in (self._completed, self._norms, self._steps):
             store.clear()
-        if self.scaler is not None:
-            self.scaler.overflowed.clear()
         for reducer in self.reducers.values():
             reducer.abandon()
 
@@ -147,8 +139,7 @@ class OptimizerSteps:
             return None
         del self._completed[stage]
         return self.reducers[stage].during_backward(
-            self._number(stage, update), self._contributors(stage, update),
-            early=whole and self.stage_scaler is None)  # not before it is known whether the update overflowed
+            self._number(stage, update), self._contributors(stage, update), early=whole)
 
     def reduce(self, stage: int, update: int) -> None:
         """Sum this replica's share of an update's gradients and send it to the others."""
@@ -170,7 +161,7 @@ class OptimizerSteps:
         if there != assignment.update_every and not known_ahead:
             weights.scale_gradients(assignment.update_every / there)
         if self.scaler is not None:
-            weights.scale_gradients(1 / self.scaler[stage].value)
+            weights.scale_gradients(1 / self.scaler.value)
 
     # -- norms of all stages ---------------------------------------------------------------------------
 
@@ -184,8 +175,6 @@ class OptimizerSteps:
                 self._transport.post(rank, TransferKey(TransferKind.NORMS, other, number),
                                      [TensorSpec((len(positions),), torch.float64, wants_gradient=False)])
         norms[stage] = _gradient_norms(weights)
-        if weights.owned is not None and self.stage_scaler is not None and stage in self.stage_scaler.overflowed:
-            norms[stage].fill_(nan)  # an overflow that the gradients need not show: replicas learn it so
         if own := self.owned(stage):
             for rank in self._audience[stage]:
                 self._transport.send(rank, TransferKey(TransferKind.NORMS, stage, number), [norms[stage][own]])
@@ -228,9 +217,7 @@ class OptimizerSteps:
         if not applied:
             self.skipped.add(self._segment.steps_before + step)
         if self.scaler is not None:
-            factor = self.scaler.update(stage, number, applied)
-            for borrowed in self._stages[stage].borrowed.values() if factor != 1 else ():
-                borrowed.scale_gradients(factor)
+            self.scaler.update(number, applied)
         if self.observer is not None:
             self.observer.weights(number, {name: master.data for name, master in weights.masters.items()
                                            if weights.owns(name)})
@@ -275,11 +262,7 @@ class OptimizerSteps:
                 dtype = next((master.dtype for master, norm in zip(weights.masters.values(), of_stage[stage].tolist(),
                                                                    strict=True) if norm != ABSENT), torch.float32)
                 self._clip_gradients(weights, norms, self._update.grad_clip, dtype)
-            scaler, finite = self.stage_scaler, bool(norms.isfinite().all())
-            # A replica that steps a part learns of an overflow by norms that are not finite; other lanes, from it.
-            lost = weights.owned is not None and not finite
-            if (scaler is not None and any_of_all(lost or stage in scaler.overflowed, weights.leaves())) or (
-                    (self.skip or self.scaler is not None) and not finite):
+            if (self.skip or self.scaler is not None) and not norms.isfinite().all():
                 weights.pop_gradients()
                 weights.step(None)
                 return False

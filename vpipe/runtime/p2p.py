@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence, Set, Sized
 from types import MappingProxyType
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from vpipe.errors import UserError
@@ -20,9 +19,6 @@ from vpipe.schedules.assignment import last_visit
 from vpipe.schedules.size import Placement
 
 _ACTIVATIONS, _GRADIENTS = TransferKind.ACTIVATIONS, TransferKind.GRADIENTS  # quicker to find, for every transfer
-
-SCALE = ""
-"""The name of the loss scale among gradients, where it is sent with them; no tensor has this name."""
 
 _Channel = tuple[int, int, bool, Signature]
 """The receiving stage, the peer, whether in training, the batch's shapes: these determine the transferred shapes."""
@@ -86,13 +82,12 @@ class P2PTransfers:
     with its specs. Later receives on that channel are posted after it arrives, in send order.
 
     Args:
-        scales: whether gradients are sent with their loss scale.
         kept: inputs that ranks have, by stage.
     """
 
-    def __init__(self, transport: Transport | CompressedTransport, scales: bool = False,
+    def __init__(self, transport: Transport | CompressedTransport,
                  kept: Mapping[int, KeptInputs] = NOTHING_KEPT) -> None:
-        self._transport, self._scales, self._kept = transport, scales, kept
+        self._transport, self._kept = transport, kept
         self._kept_for = {each.since: stage for stage, each in kept.items()}
         self._there: dict[tuple[int, int], dict[str, Tensor]] = {}  # what is kept, for a stage and microbatch
         self._local: dict[TransferKey, list[Tensor]] = {}  # from a stage on this same rank
@@ -184,8 +179,6 @@ class P2PTransfers:
         sent = [spec for name, spec in zip(names, specs, strict=True) if name not in there]
         wanted = [(name, TensorSpec(spec.shape, spec.dtype, wants_gradient=False))
                   for name, spec in zip(names, specs, strict=True) if spec.wants_gradient]
-        if self._scales:
-            wanted.append((SCALE, TensorSpec((1,), torch.float32, wants_gradient=False)))
         return _OutputSpecs(specs, sent, [name for name, _ in wanted], [spec for _, spec in wanted])
 
     def _put(self, key: TransferKey, microbatch: int, tensors: list[Tensor], specs: list[TensorSpec],

@@ -18,13 +18,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
-from math import isnan, nan
 
 import torch
 from torch import Tensor
 
 from vpipe.errors import RunError, UserError
-from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.sharded_tensors import is_sharded, local, wrapped
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
@@ -38,8 +36,7 @@ enough that the first one is sent early in the backward."""
 class _Bucket:
     """Some of a stage's gradients as the rows of a matrix, one per replica.
 
-    Behind the gradients stands a number for each: 1 if the replica has one, so that the sum counts them. One of
-    them is NaN if the replica's loss scaler has noted an overflow, which these gradients need not show.
+    Behind the gradients stands a number for each: 1 if the replica has one, so that the sum counts them.
 
     Args:
         members: positions of the parameters.
@@ -80,7 +77,7 @@ class _Bucket:
         parts = [part.view(shape) for part, shape in zip(torch.split(flat, self._sizes), self._shapes, strict=True)]
         torch._foreach_copy_([leaves[i].data for i in self.members], parts)
 
-    def fill(self, gradients: Sequence[Tensor | None], names: Sequence[str], overflowed: bool) -> None:
+    def fill(self, gradients: Sequence[Tensor | None], names: Sequence[str]) -> None:
         """Copy this replica's gradients in."""
         for part, i in zip(self._parts(), self.members, strict=True):
             gradient = gradients[i]
@@ -92,8 +89,6 @@ class _Bucket:
                 raise UserError(f"'{names[i]}' has a gradient in the layout {gradient.layout}: replicas cannot sum it",
                                 hint="make it dense (nn.Embedding(sparse=False)), or give its stage one rank")
         there = [float(gradients[i] is not None) for i in self.members]
-        if overflowed:
-            there[there.index(1.0) if 1.0 in there else 0] = nan
         if all(number == 1.0 for number in there):
             self.present.fill_(1.0)  # without a copy from the host, for which a GPU would be synchronized
         else:
@@ -104,7 +99,7 @@ class _Bucket:
 
     @property
     def present(self) -> Tensor:
-        """Return per member, once the rows are sums, how many replicas have a gradient; NaN where one overflowed."""
+        """Return per member, once the rows are sums, how many replicas have a gradient."""
         ends = sum(self._sizes)
         return self.rows.view(-1)[ends:ends + len(self.members)]
 
@@ -123,13 +118,11 @@ class Reducer:
         late: names of those whose gradients are not final before the whole backward is done.
         ranks: of the replicas, in order.
         transport: of this rank.
-        scaler: of the losses, where stages differ in their scales.
         owners: of the parameters, by their positions: the numbers of replicas; None where each steps all.
     """
 
     def __init__(self, stage: int, weights: WeightVersions, late: Sequence[str], ranks: Sequence[int],
-                 transport: Transport, scaler: LossScaler | None = None, owners: Sequence[int] | None = None) -> None:
-        self._scaler = scaler
+                 transport: Transport, owners: Sequence[int] | None = None) -> None:
         self._stage, self._weights, self._ranks, self._transport = stage, weights, ranks, transport
         self._late = {weights.names.index(name) for name in late}
         self._me = ranks.index(transport.rank)
@@ -200,8 +193,7 @@ class Reducer:
         bucket, key = self._buckets[number], self._key(TransferKind.SHARES, update, number)
         contributes = self._transport.rank in contributors
         if contributes:
-            bucket.fill(self._weights.gradients, self._weights.names,
-                        self._scaler is not None and self._stage in self._scaler.overflowed)
+            bucket.fill(self._weights.gradients, self._weights.names)
         if bucket.owner is None:
             rows = dict(zip(self._ranks, bucket.rows, strict=True))
         else:
@@ -259,8 +251,6 @@ class Reducer:
         present = iter(counts)
         for bucket in buckets:
             gradients.update(bucket.gradients(list(islice(present, len(bucket.members)))))
-        if self._scaler is not None and any(map(isnan, counts)):
-            self._scaler.overflowed.add(self._stage)
         self._weights.put_gradients([None if (gradient := gradients.get(i)) is None else wrapped(gradient, leaf)
                                      for i, leaf in enumerate(self._weights.leaves())])
 

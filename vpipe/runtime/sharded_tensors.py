@@ -175,15 +175,6 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
     return found.cpu()
 
 
-def any_of_all(flag: bool, tensors: Iterable[Tensor]) -> bool:
-    """Return whether a flag is set on any of the ranks that hold shards of the tensors; a collective."""
-    for mesh in _meshes(tensors):
-        for dim in range(mesh.ndim):
-            number = torch.tensor([float(flag)], device=mesh.device_type)
-            flag = any(bool(part.item()) for part in _gathered(number, mesh, dim))
-    return flag
-
-
 def _meshes(tensors: Iterable[Tensor]) -> Iterator[DeviceMesh]:
     """Yield the meshes of DTensors, in the order in which they appear."""
     yield from dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor))

@@ -8,7 +8,7 @@ this process needs. So a checkpoint is one flat table, and loads into any other 
     optim.<layer>.<parameter>.group.lr, .group.initial_lr  #float; of its parameter group, where that was changed
     buffers.<replica>.<layer>.<buffer>                  of replicas from 1 on; those of replica 0 are the model's
     loss.<replica>.<layer>.<buffer>                     of the loss of a sequential model, which is not in its state
-    loss_scale.<first layer of the stage>.value, .good  of fp16; with a flush one for all, layer 0's
+    loss_scale.0.value, .good                           of fp16, where it is found while training
     delay_correction.<layer>.<parameter>.last_change, .factor  where late gradients are corrected
     average.<layer>.<parameter>                         where an average follows the weights
 """
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from vpipe.checkpoint.manifest import average_of, factor_of, last_change_of
 from vpipe.errors import UserError, counted
 from vpipe.model.sequential import WithLoss, loss_buffers
-from vpipe.runtime.loss_scaler import LossScaleState
 from vpipe.runtime.sharded_tensors import parted
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stage_optimizer import RATES, StageOptimizer, first_of
@@ -81,7 +80,7 @@ def state_parts(workers: Mapping[int, Worker], placement: Placement) -> list[Sta
     stages = [LocalStage(worker, stage, placement[number].index(rank))
             for rank, worker in workers.items() for number, stage in worker.stages.items()]
     return [ModelState(stages), OptimizerState(stages), NamedBuffers(partial(_replica_buffers, stages)),
-            NamedBuffers(partial(_loss_buffers, stages)), LossScales(stages),
+            NamedBuffers(partial(_loss_buffers, stages)), LossScale(stages),
             LastChanges(stages), WeightAverages(stages)]
 
 
@@ -187,41 +186,31 @@ def _loss_buffers(stages: Sequence[LocalStage]) -> Iterator[tuple[str, Tensor]]:
                 yield f"loss.{each.replica}.{each.stage.layer_names[layer]}.{name}", buffer
 
 
-class LossScales(StatePart):
-    """Dynamic loss scales, each with the number of good updates in a row.
+class LossScale(StatePart):
+    """The dynamic loss scale of all stages, with the number of good updates in a row; stage 0 saves it.
 
-    In another partition, or with a flush where there was none, a stage loads that of the last layer at or before its
-    first one.
+    Older checkpoints of schedules without a flush have one per stage, of which that of layer 0 counts.
     """
 
+    VALUE, GOOD = "loss_scale.0.value", "loss_scale.0.good"
+
     def __init__(self, stages: Sequence[LocalStage]) -> None:
-        self._stages = stages
+        scalers = [each.worker.optimizer_steps.scaler for each in stages]
+        self._scalers = [scaler for scaler in scalers if scaler is not None and scaler.dynamic]
+        self._saves = any(each.replica == 0 and each.stage.spec.index == 0 for each in stages)
 
     def state(self) -> dict[str, Tensor]:
-        tensors = {}
-        for layer, saves, scale in self._all():
-            if saves:
-                tensors[f"loss_scale.{layer}.value"] = torch.tensor(scale.value, dtype=torch.float64)
-                tensors[f"loss_scale.{layer}.good"] = torch.tensor(scale.good)
-        return tensors
+        if not self._scalers or not self._saves:
+            return {}
+        return {self.VALUE: torch.tensor(self._scalers[0].value, dtype=torch.float64),
+                self.GOOD: torch.tensor(self._scalers[0].good)}
 
     def wants(self, name: str) -> bool:
-        return name.startswith("loss_scale.") and any(True for _ in self._all())
+        return name in (self.VALUE, self.GOOD) and bool(self._scalers)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        layers = sorted({int(name.split(".")[1]) for name in tensors})
-        for layer, _, scale in self._all():
-            if before := [other for other in layers if other <= layer]:
-                scale.value = float(tensors[f"loss_scale.{before[-1]}.value"])
-                scale.good = int(tensors[f"loss_scale.{before[-1]}.good"])
-
-    def _all(self) -> Iterator[tuple[int, bool, LossScaleState]]:
-        """Yield layers, whether this process saves their scale, and the scales; stage 0 saves one for all stages."""
-        for each in self._stages:
-            scaler, spec = each.worker.optimizer_steps.scaler, each.stage.spec
-            if scaler is not None and scaler[spec.index].dynamic:
-                saves = each.replica == 0 and (scaler.per_stage or spec.index == 0)
-                yield spec.layers.start if scaler.per_stage else 0, saves, scaler[spec.index]
+        for scaler in self._scalers if tensors else ():
+            scaler.value, scaler.good = float(tensors[self.VALUE]), int(tensors[self.GOOD])
 
 
 class LastChanges(StatePart):

@@ -9,8 +9,7 @@ backward of a microbatch, which comes after the borrower's.
 A tied weight that is not trained is exchanged once, when the pipeline is built or a checkpoint is loaded.
 
 With replicas each rank that borrows gets its versions from one of the owner's ranks, and sends its gradients to all of
-them: every replica of the owner adds the same numbers in the same order. Where stages have loss scales of their own,
-gradients travel unscaled.
+them: every replica of the owner adds the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from vpipe.errors import UserError
 from vpipe.model.split import Ties
-from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.sharded_tensors import local
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.transport.transport import TensorSpec, TransferKey, TransferKind, Transport
@@ -40,13 +38,11 @@ class TiedWeights:
 
     Args:
         ties, frozen: of weights that are trained, and that are not.
-        scaler: of the losses, where stages differ in their scales.
     """
 
     def __init__(self, ties: Ties, frozen: Ties, placement: Placement, stages: Mapping[int, Stage],
-                 transport: Transport, scaler: LossScaler | None = None) -> None:
+                 transport: Transport) -> None:
         self._ties, self._placement, self._stages, self._transport = ties, placement, stages, transport
-        self._scaler = scaler
         self._number = {pair: i for i, pair in enumerate(sorted((owner, b) for owner in ties for b in ties[owner]))}
         self._frozen = {TransferKey(_WEIGHTS, number, 0): (owner, borrower, frozen[owner][borrower])
                         for number, (owner, borrower) in enumerate(
@@ -142,8 +138,6 @@ class TiedWeights:
         if total:
             _refuse_hooks(self._stages[owner].weights, total)
         for name, gradient in total.items():
-            if self._scaler is not None:
-                gradient = gradient * self._scaler[owner].value
             self._stages[owner].weights.add_gradient(name, gradient)
 
     # -- the borrower's side
@@ -181,8 +175,6 @@ class TiedWeights:
             weights.complete_gradients()
             gradients = [torch.zeros_like(value) if gradient is None else local(gradient) for value, gradient in
                          zip(weights.values(weights.names), weights.pop_gradients(), strict=True)]
-            if self._scaler is not None:
-                torch._foreach_mul_(gradients, 1 / self._scaler[borrower].value)
             for rank in self._placement[owner]:
                 self._send(rank, self._key(_GRADIENTS, owner, borrower, update), gradients)
 

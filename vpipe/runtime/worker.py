@@ -22,12 +22,11 @@ from vpipe.runtime.activations import DropoutKey, Record
 from vpipe.runtime.batch_comparison import BatchComparison
 from vpipe.runtime.fully_sharded import FullyShardedStages
 from vpipe.runtime.layer_errors import hint_of
-from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.microbatches import Segment, Signature
 from vpipe.runtime.offload import Offloads
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.outputs import Outputs, evaluation_of
-from vpipe.runtime.p2p import NOTHING_KEPT, SCALE, KeptInputs, P2PTransfers
+from vpipe.runtime.p2p import NOTHING_KEPT, KeptInputs, P2PTransfers
 from vpipe.runtime.slices import SequenceSlice
 from vpipe.runtime.stage import NO_TENSORS, NOTHING, Stage
 from vpipe.runtime.stage_usage import StageUsage, peak_memory_bytes
@@ -95,9 +94,8 @@ class Worker:
         self.fully_sharded = FullyShardedStages(stages) if fully_sharded is None else fully_sharded
         self.rank, self.stages, self.transport, self.optimizer_steps = rank, stages, transport, steps
         self.tied, self.comparison, self.offloads = tied, comparison, Offloads(stages, offloaded)
-        self._stage_scaler = steps.stage_scaler
         self._p2p = P2PTransfers(transport if compression is None else CompressedTransport(transport, compression),
-                                 scales=self._stage_scaler is not None, kept=kept)
+                                 kept)
         self._last = len(placement) - 1
         self.records: dict[tuple[int, int], Record] = {}
         self.losses: dict[int, Tensor] = {}  # of the last stage, by microbatch
@@ -344,8 +342,7 @@ class Worker:
         stage, record = self.stages[stage_index], self.records.pop((stage_index, microbatch))
         gradients = self._output_gradients(stage_index, microbatch, record)
         with self._completing(stage_index, microbatch, whole=not record.split):
-            returned = (stage.backward(record, gradients) if self._stage_scaler is None
-                        else self._backward_watching_overflow(stage, record, gradients, self._stage_scaler))
+            returned = stage.backward(record, gradients)
         stage.unpin(record.pins)
         self._give_back(stage_index, microbatch, record)
         self._end_backward(stage_index, microbatch, returned)
@@ -363,18 +360,6 @@ class Worker:
         with self._completing(stage_index, microbatch, whole=False):
             stage.backward_weight(record)
         stage.unpin(record.pins)
-
-    def _backward_watching_overflow(self, stage: Stage, record: Record, gradients: Mapping[str, Tensor],
-                                    scaler: LossScaler) -> list[Tensor]:
-        """Run a backward where each stage has a loss scale; note gradients for other stages that are not finite."""
-        with ExitStack() as alone:
-            borrowed = stage.borrowed.values()
-            for weights in borrowed:
-                alone.enter_context(weights.added_at_once(weights.names))
-            returned = stage.backward(record, gradients)
-            tied = [gradient for weights in borrowed for gradient in weights.gradients if gradient is not None]
-            scaler.check_finite(stage.spec.index, [*returned, *tied])
-        return returned
 
     def _completing(self, stage_index: int, microbatch: int, whole: bool) -> AbstractContextManager[None]:
         """Return the context that computes weight gradients; ``whole``: by a backward that is not in two halves."""
@@ -403,17 +388,12 @@ class Worker:
             record.carried = self._carried_gradients.pop((stage_index, microbatch), {})
         if stage_index == self._last:
             loss, steps = self.losses[self.segment.base + microbatch], self.optimizer_steps
-            scale = 1 if steps.scaler is None else steps.scaler[stage_index].value
+            scale = 1 if steps.scaler is None else steps.scaler.value
             share = torch.full_like(loss, self._share(microbatch, scale))
             # NaN reaches the gradients of every stage, also where the backward alone would give finite ones.
             return {"loss": share.masked_fill_(~loss.isfinite(), math.nan)
                     if steps.skip and self.segment.weight(microbatch) else share}
-        gradients = self._p2p.receive_gradients(stage_index, microbatch)
-        if self._stage_scaler is not None:
-            factor = self._stage_scaler[stage_index].value / float(gradients.pop(SCALE))
-            if factor != 1:
-                gradients = {name: gradient * factor for name, gradient in gradients.items()}
-        return gradients
+        return self._p2p.receive_gradients(stage_index, microbatch)
 
     def _give_back(self, stage_index: int, microbatch: int, record: Record) -> None:
         """Store the gradients of what the slice before has carried to this one."""
@@ -442,9 +422,6 @@ class Worker:
         self._activations[stage_index] -= 1
         self.offloads.forget(stage_index, microbatch)
         if self.segment.assignment.trains(stage_index - 1):
-            if self._stage_scaler is not None:
-                scale = self._stage_scaler[stage_index].value  # the other stage's may differ
-                returned = [*returned, torch.full((1,), scale, device=self.stages[stage_index].device)]
             self._p2p.put_gradients(stage_index, microbatch, returned)
 
     # -- failures --------------------------------------------------------------------------------------

@@ -41,8 +41,6 @@ from vpipe.testing.reference_optimizer import (
     Versions,
     mean_delay,
     optimizer_tensors,
-    rescale_at_cut,
-    rescaled,
     version_rule,
 )
 from vpipe.testing.trajectory import Trajectory
@@ -110,10 +108,11 @@ def flush_oracle(model: Model, batches: Iterable[Batch], recipe: TrainingRecipe,
     parameters, masters = reference.parameters, reference.masters
     sums = GradientSums(reference.stage_of, reference.owners, reference.widths, turn, measured)
     optimizers = recipe.optimizers(masters, start)
-    run, scale = ReferenceRun(), ReferenceLossScale.create(precision, 0, start.tensors)
+    run, scale = ReferenceRun(), ReferenceLossScale.create(precision, start.tensors)
 
     def tensors() -> dict[str, Tensor]:
-        return reference.checkpoint_tensors() | optimizer_tensors(optimizers, masters) | _scale_tensors([scale])
+        return reference.checkpoint_tensors() | optimizer_tensors(optimizers, masters) | (
+            {} if scale is None else scale.checkpoint_tensors())
 
     for update, batch in enumerate(batches):
         losses, shares, number = [], [], update + start.microbatches // recipe.microbatches
@@ -170,10 +169,6 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
     which has one loss, ends with the microbatch at which every stage has just made an update. A tied weight follows the
     stage that owns it: its versions, and which microbatches make an update.
 
-    In fp16 every stage has a loss scale of its own. A gradient that crosses a cut is multiplied by the scale of the
-    stage that receives it and divided by that of the sender. A stage that sends a non-finite gradient, through a cut or
-    of a tied weight, skips its update and halves its scale, as if its own weights had got that gradient.
-
     Args:
         update_every: k, microbatches per update and replica.
         drained_at: microbatches, counted over all of the run, before which the pipeline was empty (evaluation, a
@@ -187,19 +182,18 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
     """
     version_of = version_of or version_rule(RegisteredSchedule.DEFAULT_ASYNCHRONOUS)
     precision = recipe.precision
+    assert not precision.dynamic, "without a flush a loss scale is fixed"
     reference = ReferenceModel(model, recipe.seed, partition, widths or [1] * len(partition), precision,
                                recipe.device)
     sums = GradientSums(reference.stage_of, reference.owners, reference.widths, turn)
     layers = _CallInside(reference.layers)
-    first = [0, *accumulate(partition)]  # layers
     stages = [StageVersions(reference.stage_parameters(s), recipe, update_every, width, width / reference.widths[0],
-                            start, first[s], 0.0 if recipe.extrapolation is None else
+                            start, 0.0 if recipe.extrapolation is None else
                             mean_delay(version_of, s, reference.widths, update_every, known))
               for s, width in enumerate(reference.widths)]
     reference.load(start.tensors, dict(chain.from_iterable(stage.factors.items() for stage in stages)))
     for stage in stages:
         stage.keep_version()
-    cuts = {first[s]: (stages[s - 1], stages[s]) for s in range(1, len(stages))} if precision.dynamic else {}
     round_of_all = update_every * math.lcm(*reference.widths)
     run, empty = ReferenceRun(), start.microbatches  # the microbatch before which the pipeline was last empty
     losses: list[Tensor] = []  # of the step that is not complete yet
@@ -234,23 +228,14 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
 
         def microbatch(fields: Batch = fields, key: tuple[int, int, int] = key, number: int = i,
                        since: int = i - empty) -> Tensor:
-            def compress(before: int, tensors: dict[str, Tensor]) -> None:
-                if before in cuts:
-                    rescale_at_cut(tensors, *cuts[before])
-                recipe.compress(number, since, before, tensors)
-
-            loss = _forward(model, fields, lambda at, inputs: layers.layers[at](*inputs), key, compress, precision)
+            loss = _forward(model, fields, lambda at, inputs: layers.layers[at](*inputs), key,
+                            partial(recipe.compress, number, since), precision)
             recipe.backward(loss, update_every, stages[-1].scale, recipe.weight(fields))
             return loss.detach()
 
         with reference.replica(i - empty):
             losses.append(functional_call(layers, used_weights, (microbatch,), tie_weights=False))
-        gradients = {name: leaf.grad for name, leaf in leaves.items()}
-        if precision.dynamic:
-            for copy, owner in reference.owners.items():
-                gradients[copy] = rescaled(gradients[copy], stages[reference.stage_of[owner]],
-                                           stages[reference.stage_of[copy]])
-        sums.add(i - empty, gradients)
+        sums.add(i - empty, {name: leaf.grad for name, leaf in leaves.items()})
         weights.append(recipe.weight(fields))
         for stage in stages:
             stage.seen += 1
@@ -258,7 +243,7 @@ def asynchronous_oracle(model: Model, batches: Iterable[Batch], recipe: Training
         complete()
     complete(ending=True)
     run.state = reference.state()
-    run.tensors = reference.checkpoint_tensors() | _scale_tensors(stage.scale for stage in stages)
+    run.tensors = reference.checkpoint_tensors()
     for stage in stages:
         run.tensors |= optimizer_tensors(stage.optimizers, stage.parameters)
         if stage.extrapolation is not None:
@@ -376,11 +361,6 @@ def _seed(seed: int) -> None:
     """
     torch.default_generator.manual_seed(seed)
     accelerator.seed_all(seed)
-
-
-def _scale_tensors(scales: Iterable[ReferenceLossScale | None]) -> dict[str, Tensor]:
-    return {name: tensor for scale in scales if scale is not None for name,
-            tensor in scale.checkpoint_tensors().items()}
 
 
 def _microbatches(batch: Batch, microbatches: int, device: torch.device | str = "cpu") -> Iterator[dict[str, Tensor]]:

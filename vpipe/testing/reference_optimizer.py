@@ -10,7 +10,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -109,23 +108,19 @@ class ReferenceLossScale:
 
     Args:
         fixed: the number; None for a dynamic scale.
-        layer: first layer that it applies to; names it in a checkpoint.
-        tensors: of a checkpoint. The entry of the last layer at or before ``layer`` is used.
+        tensors: of a checkpoint.
     """
 
-    def __init__(self, fixed: float | None, layer: int, tensors: Mapping[str, Tensor]) -> None:
-        self._dynamic, self._layer = fixed is None, layer
+    def __init__(self, fixed: float | None, tensors: Mapping[str, Tensor]) -> None:
+        self._dynamic = fixed is None
         self.value, self.good = FIRST if fixed is None else fixed, 0
-        layers = [number for number in range(layer + 1) if f"loss_scale.{number}.value" in tensors]
-        if self._dynamic and layers:
-            self.value = float(tensors[f"loss_scale.{layers[-1]}.value"])
-            self.good = int(tensors[f"loss_scale.{layers[-1]}.good"])
+        if self._dynamic and "loss_scale.0.value" in tensors:
+            self.value, self.good = float(tensors["loss_scale.0.value"]), int(tensors["loss_scale.0.good"])
 
     @classmethod
-    def create(cls, precision: ReferencePrecision, layer: int,
-               tensors: Mapping[str, Tensor]) -> ReferenceLossScale | None:
+    def create(cls, precision: ReferencePrecision, tensors: Mapping[str, Tensor]) -> ReferenceLossScale | None:
         """Create the scale of a precision; None where losses are not scaled."""
-        return cls(precision.loss_scale, layer, tensors) if precision.scaled else None
+        return cls(precision.loss_scale, tensors) if precision.scaled else None
 
     def update(self, overflow: bool) -> None:
         """Adjust the scale after an update that was made, or skipped because of an overflow."""
@@ -140,8 +135,8 @@ class ReferenceLossScale:
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return value and count by their names in a checkpoint."""
         return {} if not self._dynamic else {
-            f"loss_scale.{self._layer}.value": torch.tensor(self.value, dtype=torch.float64),
-            f"loss_scale.{self._layer}.good": torch.tensor(self.good)}
+            "loss_scale.0.value": torch.tensor(self.value, dtype=torch.float64),
+            "loss_scale.0.good": torch.tensor(self.good)}
 
 
 class GradientSums:
@@ -346,7 +341,7 @@ class TrainingRecipe:
 
     def apply(self, gradients: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter],
               optimizers: Sequence[torch.optim.Optimizer], update: int, factor: float,
-              scale: ReferenceLossScale | None = None, overflow: bool = False,
+              scale: ReferenceLossScale | None = None,
               extrapolation: ReferenceExtrapolation | None = None) -> UpdateResult:
         """Update these parameters, or skip the update.
 
@@ -355,7 +350,6 @@ class TrainingRecipe:
                 parameter's. Those of parameters that no optimizer steps are ignored.
             update: its number in the trajectory.
             factor: of the learning rate.
-            overflow: whether something else than these gradients is not finite.
         """
         trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         gradients = {name: None if gradient is None or id(parameters[name]) not in trained
@@ -367,8 +361,7 @@ class TrainingRecipe:
             parameters[name].grad = gradients[name]
         if self.trajectory is not None:
             self.trajectory.gradients(update, gradients)
-        overflow = overflow or not all(bool(_norm(gradient).isfinite())
-                                       for gradient in gradients.values() if gradient is not None)
+        overflow = not all(bool(_norm(gradient).isfinite()) for gradient in gradients.values() if gradient is not None)
         skipped = overflow and (self.skip or scale is not None)
         norm = None if self.clip is None else self._clip(list(parameters.values()), self.clip)
         if extrapolation is not None and not skipped:
@@ -473,7 +466,6 @@ class StageVersions:
         every: microbatches of an update per replica.
         width: replicas.
         rate: learning rate relative to that of the first stage.
-        layer: first layer of the stage.
         delay: mean delay of its gradients, in updates.
 
     Attributes:
@@ -481,15 +473,14 @@ class StageVersions:
         seen, labels: microbatches since the last update, and their labels where they are counted.
         first: the latest version when the pipeline began to fill.
         scale: the factor of its gradients; None where losses are not scaled.
-        overflow: whether, since the last update, it sent a gradient that is not finite.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], registered: TrainingRecipe, every: int, width: int,
-                 rate: float, start: InitialState, layer: int = 0, delay: float = 0.0) -> None:
+                 rate: float, start: InitialState, delay: float = 0.0) -> None:
         self.parameters, self.span, self.seen, self.labels, self.first = parameters, every * width, 0, 0, 0
         self._recipe, self._every, self._rate = registered, every, rate
         self.optimizers = registered.optimizers(parameters, start)
-        self.scale, self.overflow = ReferenceLossScale.create(registered.precision, layer, start.tensors), False
+        self.scale = ReferenceLossScale.create(registered.precision, start.tensors)
         self._versions: list[dict[str, Tensor]] = []
         trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         self.extrapolation = None if registered.extrapolation is None or not delay else ReferenceExtrapolation(
@@ -526,30 +517,12 @@ class StageVersions:
             gradients = {name: None if each is None else each.to(self.parameters[name].dtype) * share
                          for name, each in gradients.items()}
         made = self._recipe.apply(gradients, self.parameters, self.optimizers, self.latest,
-                                  self._recipe.factor(step) * self._rate, self.scale, self.overflow,
-                                  self.extrapolation)
+                                  self._recipe.factor(step) * self._rate, self.scale, self.extrapolation)
         self.keep_version()
-        self.seen, self.labels, self.overflow = 0, 0, False
+        self.seen, self.labels = 0, 0
         return not made.skipped
 
     def keep_version(self) -> None:
         """Keep the weights as the latest version; at first those that training begins with."""
         self._versions.append({name: self._recipe.precision.weight(p.detach()).clone()
                                for name, p in self.parameters.items()})
-
-
-def rescaled(gradient: Tensor | None, to: StageVersions, of: StageVersions) -> Tensor | None:
-    """Return a gradient of stage ``of`` multiplied by the loss scale of stage ``to``; note an overflow on ``of``."""
-    if gradient is None or to.scale is None or of.scale is None:  # all stages have scales, or none
-        return gradient
-    of.overflow = of.overflow or not bool(gradient.isfinite().all())
-    ratio = to.scale.value / of.scale.value
-    return gradient if ratio == 1 else gradient * ratio
-
-
-def rescale_at_cut(tensors: dict[str, Tensor], before: StageVersions, after: StageVersions) -> None:
-    """At a cut, replace the tensors that require a gradient by ones whose gradient is rescaled in backward."""
-    for name, tensor in tensors.items():
-        if tensor.requires_grad:
-            tensors[name] = view = tensor.view_as(tensor)
-            view.register_hook(partial(rescaled, to=before, of=after))  # type: ignore[no-untyped-call]

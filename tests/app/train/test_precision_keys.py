@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from small_run import job_of, metrics, only_run
 
 from vpipe.app.errors import LastingError
 from vpipe.app.train import loop
+from vpipe.app.train.checkpoint_model import checkpoint_config
+from vpipe.app.train.resume import run_config
+from vpipe.checkpoint import Manifest
 from vpipe.errors import UserError
 from vpipe.runtime import loss_scaler as scaling
 from vpipe.schedules.action import Op
@@ -21,6 +25,8 @@ from vpipe.schedules.action import Op
     ({"training__loss_scale": 1024}, "training.loss_scale is 1024, but the precision is fp32"),
     ({"training__precision": "fp16", "training__loss_scale": 0}, "training.loss_scale must be a number above 0, or "
      "dynamic, got 0"),
+    ({"training__precision": "fp16", "parallel__schedule": "pipedream"}, "training.loss_scale is dynamic, but the "
+     "schedule has no flush"),
     ({"training__precision": "bf16", "parallel__compress": "bf16"}, "parallel.compress is bf16, but in precision "
      "bf16")])
 def test_refusals_name_the_place(tmp_path: Path, changes: dict[str, Any], what: str) -> None:
@@ -39,7 +45,7 @@ def test_fp16_is_proved_with_the_exchange_of_norms(tmp_path: Path) -> None:
     assert not norms()
     assert not norms(training__precision="bf16")
     assert norms(training__precision="fp16", training__loss_scale=1024)
-    assert not norms(training__precision="fp16", parallel__schedule="pipedream")
+    assert not norms(training__precision="fp16", training__loss_scale=1024, parallel__schedule="pipedream")
 
 
 def test_overflows_are_skipped_whatever_on_nan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -62,6 +68,26 @@ def test_overflows_are_skipped_whatever_on_nan_says(tmp_path: Path, monkeypatch:
         begin(tmp_path / "found", training__precision="fp16")
     assert caught.value.hint == "bf16 has fp32's range; there is no checkpoint before it"
     assert len(metrics(only_run(tmp_path / "fixed" / "runs"))[0]) == 2
+
+
+def test_a_scale_found_without_a_flush_by_an_older_version(tmp_path: Path) -> None:
+    """Its run can be read and, at a fixed scale, resumed."""
+    run = begin(tmp_path, training__precision="fp16", training__loss_scale=1024, parallel__schedule="pipedream",
+                training__max_steps=4, checkpoint__every_steps=2)
+    losses = [line["loss"] for line in metrics(run)[0]]
+    written = (run / "config.yaml").read_text().replace("loss_scale: 1024.0", "loss_scale: dynamic")
+    (run / "config.yaml").write_text(written)
+    assert run_config(run).training.computed.dynamic
+    before = checkpoint_config(replace(Manifest.load(run / "checkpoints" / "step-2"), config=written))
+    assert before is not None
+    assert before.training.computed.dynamic
+    with pytest.raises(UserError) as caught:
+        go_on(run, at=2)
+    [problem] = caught.value.problems
+    assert problem.what.startswith("training.loss_scale is dynamic, but the schedule has no flush")
+    assert problem.where.startswith(f"{run}/config.yaml:")
+    go_on(run, "training.loss_scale=1024", at=2)
+    assert [line["loss"] for line in metrics(run)[0]] == losses
 
 
 def begin_again(run: Path) -> list[bool]:

@@ -121,9 +121,9 @@ def checkpoints_in(path: Path) -> list[Path]:
 def _configured_root(run: Path) -> Iterator[Path]:
     """Yield the folder that a run's config names for its checkpoints."""
     if (run / CONFIG).is_file():
-        from vpipe.app.config.config import load_config  # few runs have them elsewhere
+        from vpipe.app.train.resume import run_config  # few runs have them elsewhere
 
-        yield checkpoints_root(load_config(run / CONFIG, resolved=True), run)
+        yield checkpoints_root(run_config(run), run)
 
 
 def _print_layers(manifest: Manifest, folder: Path) -> None:

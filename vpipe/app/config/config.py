@@ -213,7 +213,8 @@ class TrainingSection(Section):
         "arithmetic of the layers; bf16 and fp16 use autocast, bf16_pure also rounds the weights and keeps fp32 "
         "master weights"))
     loss_scale: LossScale = Field("dynamic", description=(
-        "factor of the loss in fp16; dynamic finds it while training and skips updates that overflow"))
+        "factor of the loss in fp16; dynamic finds it while training, under a schedule with a flush, and skips updates "
+        "that overflow"))
     seed: Seed = Field(0, description="seed of initial weights and dropout")
     evaluate_every: Steps | None = Field(None, description="steps between evaluations; the run always ends with one")
     evaluation_batches: Steps = Field(8, description="batches per evaluation")
@@ -413,8 +414,9 @@ class Config(Section):
                           f"schedule {self.parallel.schedule} no gradient is late: it has a flush",
                           "set it to none, or choose a schedule without a flush, such as pipedream")
 
-        for key, what, hint in self.training.computed.refused(used_codecs(self.parallel.compress)):
-            yield Mistake(("parallel", key), what, hint)
+        for key, what, hint in self.training.computed.refused(used_codecs(self.parallel.compress),
+                                                              not self.parallel.asynchronous):
+            yield Mistake(("training" if key == "loss_scale" else "parallel", key), what, hint)
 
         if self.parallel.tensor > 1:
             if self.training.compile:

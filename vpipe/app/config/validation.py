@@ -122,18 +122,22 @@ class Section(BaseModel):
 S = TypeVar("S", bound=Section)
 
 
-def validated(kind: type[S], tree: Tree, others: Sequence[Problem] = ()) -> S:
-    """Return ``tree`` as a section; raise one :class:`UserError` with all mistakes, and the ``others`` in it."""
-    section, problems = checked(kind, tree)
+def validated(kind: type[S], tree: Tree, others: Sequence[Problem] = (), context: object = None) -> S:
+    """Return ``tree`` as a section; raise one :class:`UserError` with all mistakes, and the ``others`` in it.
+
+    Args:
+        context: :data:`CHECKED` where only the values are checked, not the rules of sections.
+    """
+    section, problems = checked(kind, tree, context)
     if section is None or others:
         raise UserError.all_of([*problems, *others])
     return section
 
 
-def checked(kind: type[S], tree: Tree) -> tuple[S | None, list[Problem]]:
+def checked(kind: type[S], tree: Tree, context: object = None) -> tuple[S | None, list[Problem]]:
     """Return ``tree`` as a section and no problem, or None and all problems in the order of the file."""
     try:
-        section = kind.model_validate(tree.value)
+        section = kind.model_validate(tree.value, context=context)
     except ValidationError as error:
         order = {keys: i for i, keys in enumerate(tree.places)}
         found = [pair for details in error.errors(include_url=False) for pair in _problems(kind, tree, details)]

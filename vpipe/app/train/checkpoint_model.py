@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vpipe import Model
 from vpipe.app.config.config import Config, ModelSection
-from vpipe.app.config.validation import validated
+from vpipe.app.config.validation import CHECKED, validated
 from vpipe.app.config.yaml_tree import parse, write
 from vpipe.app.families.registry import Family, ModelSettings, family_named
 from vpipe.app.train.job import Job
@@ -94,9 +94,9 @@ def config_text(found: str, settings: ModelSettings, config_file: Path) -> str:
 
 
 def checkpoint_config(manifest: Manifest) -> Config | None:
-    """Return the config of the run that wrote a checkpoint; None if no run did."""
+    """Return the config of the run that wrote a checkpoint; None if no run did. Its rules are not checked again."""
     content = parse(manifest.config, "", WHERE)
-    return validated(Config, content) if content.get(("training",)) is not None else None
+    return validated(Config, content, context=CHECKED) if content.get(("training",)) is not None else None
 
 
 def data_tokenizer(manifest: Manifest) -> tuple[Path | None, str]:

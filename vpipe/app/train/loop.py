@@ -453,8 +453,10 @@ class DivergenceCheck:
             what = f"{most} {self._job.step_name}s in a row were skipped; {what}"
             scale = self._job.config.training.computed.loss_scale
             if overflow and scale is not None:
-                self._stop(f"{what} at step {step.index}", f"lower training.loss_scale, which is {scale:g}, or let it "
-                           "be found", "training.loss_scale=dynamic")
+                flush = not self._job.config.parallel.asynchronous
+                self._stop(f"{what} at step {step.index}", f"lower training.loss_scale, which is {scale:g}"
+                           + ", or let it be found" * flush,
+                           f"training.loss_scale={'dynamic' if flush else f'{scale / 64:g}'}")
             if overflow:
                 self._stop(f"{what} at step {step.index}", "bf16 has fp32's range", "training.precision=bf16")
         self._stop(f"{what} at step {step.index}", microbatch=step.not_finite)

@@ -19,11 +19,12 @@ from vpipe.app.config.config import (
     Config,
     ModelSection,
     config_row,
+    config_tree,
     flatten,
     load_config,
 )
 from vpipe.app.config.parallel import AUTO
-from vpipe.app.config.validation import validated
+from vpipe.app.config.validation import CHECKED, validated
 from vpipe.app.config.yaml_tree import describe, parse
 from vpipe.app.data.dataset import Tokenized
 from vpipe.app.families.lora import is_adapter
@@ -131,12 +132,12 @@ def absolute_path(path: Path) -> Path:
 
 
 def run_config(folder: Path) -> Config:
-    """Return the config of an attempt of a run, with what was planned for it.
+    """Return the config of an attempt of a run, with what was planned for it; its rules are not checked again.
 
     Raises:
         UserError: its ``config.yaml`` cannot be read.
     """
-    return load_config(folder / CONFIG, resolved=True)
+    return validated(Config, config_tree(folder / CONFIG, resolved=True), context=CHECKED)
 
 
 def resumed_config(start: ResumePoint, path: Path | None, settings: Sequence[str]) -> Config:

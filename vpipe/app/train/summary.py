@@ -40,7 +40,8 @@ def summary(job: Job, metrics: Metrics, figures: RunFigures | None, saves: Seque
     if metrics.skipped and metrics.skipped == len(metrics.losses):
         scale = job.config.training.computed.loss_scale
         lines.append("warning: nothing was trained, and the speed below is that of nothing" + (
-            "" if scale is None else f"; lower training.loss_scale, which is {scale:g}, or leave it out"))
+            "" if scale is None else f"; lower training.loss_scale, which is {scale:g}"
+            + ", or leave it out" * (not job.config.parallel.asynchronous)))
     losses = [loss for loss in (*metrics.past.losses, *metrics.losses) if isfinite(loss)]
     if losses and figures is not None:
         few = averaged_losses(len(losses))
