@@ -16,26 +16,27 @@ from vpipe.runtime.activations import Span, SpanActivations, SpanGraph
 from vpipe.runtime.side_effects import SideEffects, StateBefore
 
 
-def forward_without_activations(effects: SideEffects, before: StateBefore,
-                                forward: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Run the forward of a span that is recomputed, and return its outputs, by name.
+def forward_without_activations(effects: SideEffects,
+                                forward: Callable[[], dict[str, Tensor]]) -> tuple[StateBefore, dict[str, Tensor]]:
+    """Run the forward of a span that is recomputed; return the state before that it changes, and its outputs, by name.
 
     Its graph saves nothing. Without a graph some layers would compute other numbers (nn.LSTM does). A layer that walks
     the graph within its forward, for gradients of its own, runs again with one that does.
-
-    Args:
-        before: the state to repeat the forward from.
     """
+    before = effects.begin_forward()
     if not effects.walks_its_graph:
         try:
             with saved_tensors_hooks(_save_nothing, _refuse_unpacking):
-                return forward()
+                outputs = forward()
+                return effects.record_changes(before), outputs
         except RunError as error:
             if not isinstance(error.__cause__, _NothingSavedError):
                 raise
         effects.walks_its_graph = True
-        effects.write_back(before)
-    return forward()
+        effects.swap_in(before)
+        before = effects.begin_forward()
+    outputs = forward()
+    return effects.record_changes(before), outputs
 
 
 def recompute_span(span: Span, saved: SpanActivations,

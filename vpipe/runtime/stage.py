@@ -109,14 +109,14 @@ class Stage(StageLayers):
                 if len(set[int]().union(*(spans[part] for part, _ in slots))) > 1]
 
     @property
-    def changes_modules(self) -> bool:
-        """Return whether a forward may change buffers or attributes of modules."""
-        return any(span.effects.may_share for span in self._spans)
+    def changes_buffers(self) -> bool:
+        """Return whether a forward may change buffers of modules."""
+        return any(span.effects.changes_buffers for span in self._spans)
 
     @property
     def forwards_change_state(self) -> bool:
-        """Return whether a forward may leave changed what a later one reads: buffers, attributes, random states."""
-        return any(span.effects.may_share or span.effects.draws for span in self._spans)
+        """Return whether a forward may leave changed what a later one reads: buffers, random states."""
+        return any(span.effects.changes_buffers or span.effects.draws for span in self._spans)
 
     # -- forward ---------------------------------------------------------------------------------------
 
@@ -182,29 +182,21 @@ class Stage(StageLayers):
         else:
             with effects.watched():
                 if span.recomputed:
-                    before = effects.capture()
-                    outputs = forward_without_activations(effects, before, partial(self._run, span, inputs, record))
-                    saved = SpanActivations(inputs, None, effects.record_changes(before),
-                                           [t._version for t in inputs.values()])
+                    before, outputs = forward_without_activations(effects, partial(self._run, span, inputs, record))
+                    saved = SpanActivations(inputs, None, before, [t._version for t in inputs.values()])
                 else:
+                    before = effects.begin_forward()
                     graph, outputs = self._with_graph(span, inputs, record)
                     saved = SpanActivations(inputs, graph)
+                    effects.record_changes(before)
                 if not self.kept_around.isdisjoint(effects.inputs):
                     raise self._in_place_error(span.layers[0][1].name)
-                if effects.may_share:
-                    outputs = {name: effects.unshare(t) for name, t in outputs.items()}
         return saved, {name: t.detach().requires_grad_(t.requires_grad) for name, t in outputs.items()}
 
     def _with_graph(self, span: Span, inputs: Mapping[str, Tensor], record: Record,
                     again: bool = False) -> tuple[SpanGraph, dict[str, Tensor]]:
         store = WeightGradStore() if record.split else None
-        first = None if again or span.effects.inert else span.effects.begin_forward(inputs)
         outputs = self._run(span, inputs, record, store, again)
-        if first is not None:
-            if span.effects.write_back_if_inputs_changed(first):
-                store = WeightGradStore() if record.split else None
-                outputs = self._run(span, inputs, record, store, again=True)
-            span.effects.record_changes(first)
         edges = {name: _edge_of(t) for name, t in outputs.items() if t.requires_grad}
         return SpanGraph(edges, store), outputs
 
@@ -407,8 +399,6 @@ class Stage(StageLayers):
                 graph.weight_grads.begin()
             try:
                 with ExitStack() as stack:
-                    if span.effects.backwards_left and self.weights.pinned > 1:
-                        stack.enter_context(span.effects.watched_backward(self.weights.pinned))
                     for context in self._forward_contexts(span, record):
                         stack.enter_context(context)
                     # torch.autograd.backward, without its checks of each shape and dtype

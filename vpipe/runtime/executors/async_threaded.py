@@ -266,7 +266,7 @@ class ThreadedWorker(Worker):
             torch.set_num_threads(threads)  # OpenMP keeps the number by thread, and sums depend on it
         assert given.pins is not None, "evaluations have no threads"
         began = perf_counter()
-        ordered = stage_index in self._ordered or self.stages[stage_index].changes_modules
+        ordered = stage_index in self._ordered or self.stages[stage_index].changes_buffers
         with (self._streams.computing(microbatch, ordered=ordered),
               self._labelled(Action(Op.FORWARD, stage_index, microbatch))):
             outputs, record = self.stages[stage_index].forward(given.received, given.fields, given.key, given.pins,
