@@ -53,7 +53,7 @@ def build_stages(model: Model, specs: Sequence[StageSpec], schedule: Schedule, d
                 check_meshes({f"{layer.name}.{name}": p for name, p in outlined.named_parameters()}, world.rank, lane)
     built = {rank: {spec.index: Stage(model, spec, seed=description.seed, device=world.own,
                                       recomputed=description.cut.recomputed[spec.index],
-                                      precision=description.precision, in_lanes=world.lanes.count > 1)
+                                      precision=description.precision)
                     for spec in specs if rank in schedule.placement[spec.index]} for rank in ranks}
     for stage in (stage for stages in built.values() for stage in stages.values()):
         stage.divided = description.execution.data is not None

@@ -1,27 +1,17 @@
-"""Find and name the layer that raised an error, and its input tensors."""
+"""Name the layer that raised an error in a forward, or the layers of a backward, and what they were given."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
 
 from vpipe.errors import RunError, hint_if_no_descriptor
 from vpipe.model.layer import Layer
 from vpipe.runtime.activations import Span
 from vpipe.runtime.sharded_tensors import is_sharded
 from vpipe.runtime.transport.transport import TensorSpec
-
-
-class LayerOutputs(NamedTuple):
-    """The outputs of a layer's forward, with its number in the model."""
-
-    number: int
-    layer: Layer
-    outputs: Sequence[Tensor]
 
 
 def hint_of(error: Exception, otherwise: str = "fix what raised it") -> str:
@@ -54,57 +44,12 @@ def forward_error(number: int, layer: Layer, module: nn.Module, inputs: Mapping[
                     f"{_raised(error)}", hint=hint_of(error, hint))
 
 
-def backward_error(span: Span, gradients: Mapping[str, Tensor], error: Exception,
-                   found: LayerOutputs | None) -> RunError:
-    """Return the error of a backward through consecutive layers.
-
-    Args:
-        gradients: of the outputs of the last one.
-        found: the layer at fault, of :func:`find_layer`.
-    """
-    if found is not None:
-        gradients = {name: t for name, t in zip(found.layer.outputs, found.outputs, strict=True) if t.requires_grad}
-        which = f"layer {found.number} '{found.layer.name}'"
-    else:
-        which = describe_layers((number, layer) for number, layer, _ in span.layers)
+def backward_error(span: Span, gradients: Mapping[str, Tensor], error: Exception) -> RunError:
+    """Return the error of a backward through consecutive layers; ``gradients``: of the outputs of the last one."""
+    which = describe_layers((number, layer) for number, layer, _ in span.layers)
     hint = "torch.autograd.set_detect_anomaly(True) prints the line of the forward that it belongs to"
     return RunError(f"the backward of {which} on the gradient of {describe_tensors(gradients)} raised {_raised(error)}",
                     hint=hint_of(error, hint))
-
-
-def find_layer(computed: Sequence[LayerOutputs], edges: Mapping[str, GradientEdge], gradients: Mapping[str, Tensor],
-               leaves: Iterable[Tensor], error: Exception) -> LayerOutputs | None:
-    """Repeat a failed backward; return the layer that it has reached when it raises an error of the same type again.
-
-    Autograd takes operations in the reverse order of the forward, so the layer whose output was reached last is at
-    fault. No gradient of a parameter is changed.
-
-    Args:
-        computed: of the repeated forward, in order.
-        edges: of that forward's outputs.
-        leaves: inputs and parameters of the original backward.
-    """
-    makers: dict[Node, LayerOutputs] = {}  # a layer that returns its input did not make it
-    for one in computed:
-        for output in one.outputs:
-            if output.grad_fn is not None:
-                makers.setdefault(output.grad_fn, one)
-    reached: list[LayerOutputs] = []
-    for node, one in makers.items():
-        node.register_prehook(lambda _, one=one: reached.append(one))
-    names = [name for name in edges if name in gradients]
-    try:
-        torch.autograd.grad([edges[name] for name in names], [leaf for leaf in leaves if leaf.requires_grad],
-                            [gradients[name] for name in names], allow_unused=True)
-    except Exception as again:
-        if type(again) is type(error) and reached:
-            return reached[-1]
-    return None
-
-
-def may_repeat(error: Exception) -> bool:
-    """Return whether a computation that raised this may be repeated: not after a lack of memory or a device error."""
-    return not isinstance(error, (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", ())))
 
 
 def describe_layers(layers: Iterable[tuple[int, Layer]]) -> str:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -24,15 +23,7 @@ from vpipe.model.layer import Layer, seed_of
 from vpipe.model.model import Model
 from vpipe.model.split import StageSpec
 from vpipe.runtime.activations import DropoutKey, Record, Span, SpanActivations, SpanGraph
-from vpipe.runtime.layer_errors import (
-    LayerOutputs,
-    backward_error,
-    describe_layers,
-    find_layer,
-    forward_error,
-    hint_of,
-    may_repeat,
-)
+from vpipe.runtime.layer_errors import backward_error, describe_layers, forward_error, hint_of
 from vpipe.runtime.recompute import forward_without_activations, recompute_span
 from vpipe.runtime.sharded_random import DrawnAsOnOneDevice
 from vpipe.runtime.sharded_tensors import is_sharded
@@ -65,7 +56,7 @@ class Stage(StageLayers):
     """
 
     def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device,
-                 recomputed: Collection[int], precision: Precision = FP32, in_lanes: bool = False) -> None:
+                 recomputed: Collection[int], precision: Precision = FP32) -> None:
         assert set(recomputed) <= set(spec.layers), "they are the stage's own"
         super().__init__(model, spec, seed=seed, device=device, precision=precision)
         self._autocast = torch.autocast(device.type, precision.dtype) if precision.autocasts else None
@@ -76,9 +67,7 @@ class Stage(StageLayers):
         self._sharded = {i: DrawnAsOnOneDevice()  # type: ignore[no-untyped-call]
                          for i, module in self.modules.items() if any(map(is_sharded, module.parameters()))}
         self._weights_by_owner = {spec.index: self.weights, **self.borrowed}
-        self._in_lanes = in_lanes
         self._slice_aware: dict[int, SliceAware] = {}  # by layer, of those that ran a slice
-        self._observed: list[LayerOutputs] | None = None  # outputs of each layer, while a failure is repeated
         self.kept_around: set[str] = set()
         self._spans = list(self._cut_into_spans(model, recomputed))
         self.recomputes = bool(recomputed)
@@ -240,8 +229,6 @@ class Stage(StageLayers):
                     before += [(name, t, t._version) for name, t in on]
                     tensors.update(on)
                     result = result[:len(layer.outputs)]
-                if self._observed is not None:
-                    self._observed.append(LayerOutputs(i, layer, result))
                 tensors.update(zip(layer.outputs, result, strict=True))
         except VpipeError:
             raise
@@ -408,10 +395,7 @@ class Stage(StageLayers):
             except VpipeError:
                 raise
             except Exception as error:
-                # The layers of other lanes would not compute it again with these.
-                repeats = may_repeat(error) and not self._in_lanes
-                found = self._layer_at_fault(span, saved, record, gradients, error) if repeats else None
-                raise backward_error(span, gradients, error, found) from error
+                raise backward_error(span, gradients, error) from error
         returned = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
                     for name, leaf in saved.inputs.items() if leaf.requires_grad}
         if sliced is not None:
@@ -426,22 +410,6 @@ class Stage(StageLayers):
         if record.slice is not None:
             for i, _, module in span.layers:
                 yield self._told(i, module, record.key, record.slice)[1]
-
-    def _layer_at_fault(self, span: Span, saved: SpanActivations, record: Record, gradients: Mapping[str, Tensor],
-                        error: Exception) -> LayerOutputs | None:
-        """Return the layer whose backward raised an error, found by repeating the span's forward and backward."""
-        leaves = [*saved.inputs.values(), *(p for _, _, module in span.layers for p in module.parameters())]
-        observed = self._observed = []
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the first run has shown them
-            try:
-                with span.effects.preserve_state():
-                    graph = self._recompute_span(span, saved, record)
-            except Exception:
-                return None  # another error: what the forward depends on has changed
-            finally:
-                self._observed = None
-            return find_layer(observed, graph.edges, gradients, leaves, error)
 
     def _recompute_span(self, span: Span, saved: SpanActivations, record: Record) -> SpanGraph:
         with _PreserveRandomState(self.generators):
