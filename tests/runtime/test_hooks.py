@@ -1,8 +1,8 @@
-"""Hooks on parameters and modules run where plain PyTorch runs them, under every kind of schedule, or are refused."""
+"""Hooks on parameters and modules run where plain PyTorch runs them, or are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +11,9 @@ from models import WIDTH, Head, Words, rich_batches
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vpipe import Asynchronous, Cut, Execution, Layer, Model, Pipeline
+from vpipe import Cut, Execution, Layer, Model, Order, Pipeline
 from vpipe.errors import UserError
-from vpipe.testing import TrainingRecipe, asynchronous_oracle, version_rule
+from vpipe.testing import TrainingRecipe, asynchronous_oracle
 
 Call = tuple[str, float]
 """A hook that ran, and the sum of the gradient that it was given."""
@@ -30,15 +30,12 @@ class Calls:
 
 
 class Hooked(nn.Module):
-    """Two parameters, used in ways whose weight gradient can wait and in ways where it cannot, with hooks on both.
+    """None of the hooks is linear: it matters what they are given. One is registered by the first forward."""
 
-    None of the hooks is linear: it matters what they are given. One is registered by the first forward.
-    """
-
-    def __init__(self, name: str, calls: Calls, late: bool = True) -> None:
+    def __init__(self, name: str, calls: Calls) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.name, self.calls, self.late = name, calls, late
+        self.name, self.calls, self.late = name, calls, True
         self.a.weight.register_hook(self.halve)
         self.a.weight.register_post_accumulate_grad_hook(self.clip)
         self.b.weight.register_post_accumulate_grad_hook(self.clip)
@@ -66,16 +63,20 @@ class Hooked(nn.Module):
         return torch.tanh(F.linear(h, self.a.weight)) + h
 
 
-def hooked_model(calls: Calls, tied: bool = False, hooked: int = 4, late: bool = True) -> Model:
+def hooked_model(calls: Calls, tied: bool = False) -> Model:
     """Words, hooked layers, head; ``tied``: the last of them shares a bias with the first."""
     return Model([Layer("words", Words, ("ids",), ("h",)),
-                  *(Layer(f"hooked{i}", lambda i=i: Hooked(f"hooked{i}", calls, late),
-                          ties={"b.bias": "hooked0.b.bias"} if tied and i == 3 else {}) for i in range(hooked)),
+                  *(Layer(f"hooked{i}", lambda i=i: Hooked(f"hooked{i}", calls),
+                          ties={"b.bias": "hooked0.b.bias"} if tied and i == 3 else {}) for i in range(4)),
                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
 
 
 def momentum(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
+def by_name(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+    return momentum(list(named.values())) if named else None
 
 
 def chain(modules: Mapping[str, nn.Module], model: Model, batch: Mapping[str, Tensor]) -> Tensor:
@@ -107,37 +108,6 @@ def plain(model: Model, batches: Sequence[Mapping[str, Tensor]], count: int) -> 
     return losses, {name: value.detach() for name, value in modules.named_parameters()}
 
 
-def stashed(model: Model, batches: Sequence[Mapping[str, Tensor]], count: int, schedule: str, stages: int,
-            every: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Weight stashing in plain PyTorch: a whole model per microbatch, with the weights of its version, one layer per
-    stage; gradients accumulate in the order of the microbatches."""
-    whole = model.materialize(2)
-    names = [layer.name for layer in model.layers]
-    optimizers = [momentum(list(whole[name].parameters())) for name in names]
-    history = [[{k: v.clone() for k, v in whole[name].state_dict().items()}] for name in names]
-    losses, parts = [], []
-    used = model.materialize(2)
-    for i, fields in enumerate(microbatches(batches, count)):
-        for s, name in enumerate(names):
-            used[name].load_state_dict(history[s][version_rule(schedule)(i, s, [1] * stages, every)])
-            for mine, theirs in zip(whole[name].parameters(), used[name].parameters(), strict=True):
-                theirs.grad = mine.grad
-        loss = chain(used, model, fields)
-        (loss / every).backward()
-        parts.append(loss.detach())
-        for s, name in enumerate(names):
-            for mine, theirs in zip(whole[name].parameters(), used[name].parameters(), strict=True):
-                mine.grad = theirs.grad
-            if (i + 1) % every == 0:
-                optimizers[s].step()
-                optimizers[s].zero_grad()
-                history[s].append({k: v.clone() for k, v in whole[name].state_dict().items()})
-        if (i + 1) % every == 0:
-            losses.append(float(torch.stack(parts).double().mean()))
-            parts = []
-    return losses, {name: value.detach() for name, value in whole.named_parameters()}
-
-
 def assert_same(pipe: Pipeline, losses: list[float], calls: Calls, expected: tuple[list[float], dict[str, Tensor]],
                 called: Calls) -> None:
     assert losses == expected[0]
@@ -149,103 +119,22 @@ def assert_same(pipe: Pipeline, losses: list[float], calls: Calls, expected: tup
     assert calls.of["hooked0 bias"] == called.of["hooked0 bias"]
 
 
-@pytest.mark.parametrize(("schedule", "partition", "executor", "recompute"), [
-    ("1f1b", [2, 2, 2], "overlapped", 1.0), ("gpipe", [3, 3], "async_threaded", 0.0),
-    ("gpipe", [3, 3], "async_threaded", 0.5), ("zb_h1", [2, 2, 2], "overlapped", 0.0),
-    ("zb_h1", [2, 2, 2], "overlapped", 0.5), ("zb_v", [1, 2, 2, 1], "overlapped", 1.0)])
-def test_hooks_on_parameters_equal_plain_pytorch(schedule: str, partition: list[int], executor: str,
-                                                 recompute: float) -> None:
+@pytest.mark.parametrize(("schedule", "partition", "recompute", "tied"), [
+    ("1f1b", [2, 2, 2], 1.0, False), ("gpipe", [3, 3], 0.5, False), ("interleaved", [1, 2, 1, 2], 0.0, False),
+    ("1f1b", [1, 4, 1], 0.0, True)])
+def test_with_a_flush_and_whole_backwards_hooks_on_parameters_equal_plain_pytorch(
+        schedule: str, partition: list[int], recompute: float, tied: bool) -> None:
     calls, called, batches = Calls(), Calls(), rich_batches(2, 8)
-    pipe = Pipeline(hooked_model(calls), momentum, stages=Cut(partition, recompute=recompute), schedule=schedule,
-                    microbatches=4, execution=Execution(executor=executor), seed=2)
+    pipe = Pipeline(hooked_model(calls, tied), momentum, stages=Cut(partition, recompute=recompute), schedule=schedule,
+                    microbatches=4, seed=2)
     losses = [step.loss for step in pipe.train(batches)]
-    assert_same(pipe, losses, calls, plain(hooked_model(called), batches, 4), called)
+    assert_same(pipe, losses, calls, plain(hooked_model(called, tied), batches, 4), called)
     assert len(called.of["hooked1 before"]) == 8
 
 
-@pytest.mark.parametrize(("schedule", "recompute", "every"), [
-    ("pipedream", 0.0, 1), ("pipedream", 1.0, 2), ("2bw", 1.0, 1)])
-def test_hooks_on_parameters_equal_weight_stashing_by_hand(schedule: str, recompute: float, every: int) -> None:
-    if schedule == "2bw":
-        every *= 4  # at least as many microbatches as stages
-    calls, called, batches = Calls(), Calls(), rich_batches(2, 8)
-    pipe = Pipeline(hooked_model(calls, hooked=2), momentum, stages=Cut([1] * 4, recompute=recompute),
-                    schedule=Asynchronous(schedule, update_every=every), microbatches=8, seed=2)
-    losses = [step.loss for step in pipe.train(batches)]
-    assert_same(pipe, losses, calls, stashed(hooked_model(called, hooked=2), batches, 8, schedule, 4, every), called)
-
-
-def test_the_oracle_of_an_asynchronous_run_has_hooks_too() -> None:
-    class Momentum:
-        def from_named(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
-            return momentum(list(named.values())) if named else None
-
-    batches = rich_batches(2, 8)
-    model = hooked_model(Calls(), hooked=2, late=False)
-    oracle = asynchronous_oracle(model, batches, TrainingRecipe(Momentum().from_named, 8, 2), [1] * 4)
-    by_hand = stashed(model, batches, 8, "pipedream", 4, 1)
-    assert oracle.losses == by_hand[0]
-    assert [name for name, value in by_hand[1].items() if not torch.equal(oracle.state[name], value)] == []
-
-
-@pytest.mark.parametrize("recompute", [[], [1, 2], [4]])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_hooks_on_a_parameter_that_layers_of_a_stage_share(schedule: str, recompute: list[int]) -> None:
-    """In several spans, each with a backward of its own, the hooks see the sum of all."""
-    calls, called, batches = Calls(), Calls(), rich_batches(2, 8)
-    pipe = Pipeline(hooked_model(calls, tied=True), momentum, stages=Cut([1, 4, 1], recompute=[[], recompute, []]),
-                    schedule=schedule, microbatches=4, seed=2)
-    losses = [step.loss for step in pipe.train(batches)]
-    assert_same(pipe, losses, calls, plain(hooked_model(called, tied=True), batches, 4), called)
-    assert len(calls.of["hooked0 bias"]) == 8
-    assert "hooked3 bias" not in calls.of
-
-
-@pytest.mark.parametrize("build", [
-    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
-    lambda: nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
-    lambda: nn.TransformerEncoderLayer(WIDTH, 3, 20, 0.0, batch_first=True)])
-@pytest.mark.parametrize("schedule", ["zb_h1", "pipedream"])
-def test_hooks_on_parametrised_modules(schedule: str, build: Callable[[], nn.Module]) -> None:
-    def hooked() -> nn.Module:
-        module = build()
-        for parameter in module.parameters():
-            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-        return module
-
-    model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("a", hooked), Layer("b", hooked),
-                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
-    batches = rich_batches(2, 8)
-    pipe = Pipeline(model, momentum, stages=[1] * 4, schedule=schedule, microbatches=4, seed=2)
-    losses = [step.loss for step in pipe.train(batches)]
-    expected = (stashed(model, batches, 4, schedule, 4, 1) if schedule == "pipedream" else plain(model, batches, 4))
-    assert losses == expected[0]
-    state = pipe.state_dict()
-    assert [name for name, value in expected[1].items() if not torch.equal(state[name], value)] == []
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "pipedream"])
-def test_a_hook_that_is_removed_runs_no_more(schedule: str) -> None:
-    handles, seen = [], []
-
-    class Once(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(WIDTH, WIDTH)
-            handles.append(self.weight.register_hook(lambda gradient: seen.append(0)))
-
-    model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("once", Once),
-                   Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
-    pipe = Pipeline(model, momentum, stages=[1, 1, 1], schedule=schedule, microbatches=2)
-    list(pipe.train(rich_batches(3, 4)))
-    assert len(seen) == 6
-    handles[0].remove()
-    list(pipe.train(rich_batches(2, 4)))
-    assert len(seen) == 6
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "pipedream"])
-def test_hooks_of_a_layer_and_of_an_optimizer_factory_on_one_parameter_can_be_removed(schedule: str) -> None:
-    handles, seen = [], []
+def test_hooks_of_a_layer_and_of_an_optimizer_factory_run_and_can_be_removed() -> None:
+    """The factory is given masters, which autograd never sees."""
+    handles, seen, stepped = [], [], []
 
     class Once(nn.Linear):
         def __init__(self) -> None:
@@ -254,38 +143,24 @@ def test_hooks_of_a_layer_and_of_an_optimizer_factory_on_one_parameter_can_be_re
             handles.append(self.weight.register_hook(lambda gradient: seen.append("layer")))
 
     def hooking(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        handles.extend(parameter.register_hook(lambda gradient: seen.append("factory"))
-                       for parameter in parameters if hasattr(parameter, "hooked_here"))
+        own = [parameter for parameter in parameters if hasattr(parameter, "hooked_here")]
+        handles.extend(parameter.register_hook(lambda gradient: seen.append("factory")) for parameter in own)
+        stepped.extend(own)
         return momentum(parameters)
 
     model = Model([Layer("words", Words, ("ids",), ("h",)), Layer("once", Once),
                    Layer("head", Head, ("h", "labels"), ("loss",))], batch=("ids", "labels"))
-    pipe = Pipeline(model, hooking, stages=[1, 1, 1], schedule=schedule, microbatches=2)
+    pipe = Pipeline(model, hooking, stages=[1, 1, 1], schedule="1f1b", microbatches=2)
     list(pipe.train(rich_batches(1, 4)))
     assert seen == ["layer", "factory"] * 2
-    handles[1].remove()
+    for left in (["layer"] * 2, []):
+        seen.clear()
+        handles.pop().remove()
+        list(pipe.train(rich_batches(1, 4)))
+        assert seen == left
+    stepped[0].register_hook(lambda gradient: seen.append("later"))
     list(pipe.train(rich_batches(1, 4)))
-    assert seen[4:] == ["layer"] * 2
-    handles[0].remove()
-    list(pipe.train(rich_batches(1, 4)))
-    assert len(seen) == 6
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "pipedream"])
-def test_hooks_that_an_optimizer_factory_registers_run(schedule: str) -> None:
-    """It is given masters, which autograd never sees."""
-    def hooking(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        for parameter in parameters:
-            parameter.register_hook(lambda gradient: gradient * 0)
-        return torch.optim.SGD(parameters, lr=1.0)
-
-    calls = Calls()
-    pipe = Pipeline(hooked_model(calls), hooking, stages=3, schedule=schedule, microbatches=2)
-    before = pipe.state_dict()
-    list(pipe.train(rich_batches(3, 4)))
-    after = pipe.state_dict()
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    assert len(calls.of["hooked0 before"]) == 6, "and those of the layers as well"
+    assert seen == ["later"] * 2
 
 
 def test_hooks_survive_the_copy_of_a_sequential() -> None:
@@ -346,8 +221,11 @@ def test_hooks_on_modules_equal_plain_pytorch(schedule: str, recompute: float, l
     pipe = Pipeline(model(calls), momentum, stages=Cut([1] * 4, recompute=recompute), schedule=schedule, microbatches=4,
                     seed=2)
     losses = [step.loss for step in pipe.train(batches)]
-    expected = (stashed(model(called), batches, 4, schedule, 4, 1) if schedule == "pipedream"
-                else plain(model(called), batches, 4))
+    if schedule == "pipedream":
+        run = asynchronous_oracle(model(called), batches, TrainingRecipe(by_name, 4, 2), [1] * 4)
+        expected = run.losses, run.state
+    else:
+        expected = plain(model(called), batches, 4)
     assert losses == expected[0]
     state = pipe.state_dict()
     assert [name for name in state if not torch.equal(state[name], expected[1][name])] == []
@@ -355,6 +233,97 @@ def test_hooks_on_modules_equal_plain_pytorch(schedule: str, recompute: float, l
 
 
 # -- what is refused -----------------------------------------------------------------------------------
+
+BOTH = "register_hook, register_post_accumulate_grad_hook"
+WHOLE = "choose a schedule with a flush and whole backwards, such as gpipe or 1f1b"
+NO_FLUSH = "has no flush: gradients are added over several versions of a parameter"
+SPLIT = "splits the backward: gradients of weights are made later, without autograd"
+
+
+def one_hooked(register: str = "", forward: bool = False) -> Model:
+    """A model whose second layer registers a hook, when it is built or in its first forward."""
+    class Layered(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            if not forward:
+                self.register()
+
+        def register(self) -> None:
+            if register:
+                getattr(self.weight, register)(lambda seen: None)
+
+        def forward(self, h: Tensor) -> Tensor:
+            if forward and not self.weight._backward_hooks:
+                self.register()
+            return super().forward(h)
+
+    return Model([Layer("words", Words, ("ids",), ("h",), carried=()), Layer("a", Layered, carried=()),
+                  Layer("head", Head, ("h", "labels"), ("loss",), carried=())], batch=("ids", "labels"),
+                 labels="labels")
+
+
+def hooking(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    for parameter in parameters:
+        parameter.register_hook(lambda gradient: None)
+    return momentum(parameters)
+
+
+@pytest.mark.parametrize(("model", "optimizer", "words", "who", "why", "hint"), [
+    (one_hooked("register_hook"), momentum, {"schedule": "pipedream"}, "'a.weight'", f"'pipedream' {NO_FLUSH}",
+     WHOLE),
+    (one_hooked("register_post_accumulate_grad_hook"), momentum, {"schedule": "2bw", "microbatches": 4},
+     "'a.weight'", f"'2bw' {NO_FLUSH}", WHOLE),
+    (one_hooked(), hooking, {"schedule": "pipedream"}, "'words.word.weight'",
+     f"'pipedream' {NO_FLUSH}", WHOLE),
+    (one_hooked("register_hook"), momentum, {"schedule": "zb_h1", "microbatches": 4}, "'a.weight'",
+     f"'zb_h1' {SPLIT}", WHOLE),
+    (one_hooked(), hooking, {"schedule": "zb_h1", "microbatches": 4, "precision": "bf16_pure"},
+     "'words.word.weight'", f"'zb_h1' {SPLIT}", WHOLE),
+    (one_hooked("register_hook"), momentum, {"schedule": "gpipe", "execution": Execution(executor="async_threaded")},
+     "'a.weight'", "the executor async_threaded adds gradients when all microbatches have theirs",
+     "use the executor overlapped"),
+    (one_hooked("register_hook"), momentum, {"schedule": Order("seq1f1b", slices=2)}, "'a.weight'",
+     "each slice of a microbatch has a backward of its own", "leave the slices out"),
+    (hooked_model(Calls(), tied=True), momentum, {"stages": Cut([1, 4, 1], recompute=[[], [4], []])},
+     "'hooked0.b.bias'",
+     "it is used by recomputed layers and by others, which have backwards of their own",
+     "recompute all layers that use it, with those between, or none")])
+def test_hooks_that_would_not_be_called_as_in_plain_pytorch_are_refused(
+        model: Model, optimizer: Any, words: dict[str, Any], who: str, why: str, hint: str) -> None:
+    with pytest.raises(UserError) as error:
+        Pipeline(model, optimizer, **{"stages": [1] * 3, "microbatches": 2, **words})
+    assert str(error.value) == (f"error: hooks on {who} ({BOTH}) are not called here: {why}\nhint: {hint}, or change "
+                                "gradients in the optimizer's step")
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "zb_h1"])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_hook_that_a_forward_registers_is_refused_after_its_segment(schedule: str, last: bool) -> None:
+    pipe = Pipeline(one_hooked("register_hook", forward=True), momentum, stages=[1, 2] if last else [2, 1],
+                    schedule=schedule, microbatches=4)
+    with pytest.raises(UserError, match=r"hooks on 'a.weight'"):
+        list(pipe.train(rich_batches(3, 4)))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "zb_h1"])
+@pytest.mark.parametrize("of_master", [False, True])
+def test_a_hook_that_is_registered_between_two_calls_of_train_is_refused(schedule: str, of_master: bool) -> None:
+    made: list[nn.Parameter] = []
+
+    def kept(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        made.extend(parameters)
+        return momentum(parameters)
+
+    pipe = Pipeline(one_hooked(), kept, stages=[2, 1], schedule=schedule, microbatches=4)
+    list(pipe.train(rich_batches(1, 4)))
+    stage = pipe.engine.local_stages[0]
+    parameter = made[0] if of_master else stage.modules[0].get_parameter("word.weight")
+    handle = parameter.register_hook(lambda gradient: None)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"hooks on 'words.word.weight'"):
+            list(pipe.train(rich_batches(1, 4)))
+    handle.remove()
+    assert len(list(pipe.train(rich_batches(1, 4)))) == (4 if schedule == "pipedream" else 1)
 
 
 @pytest.mark.parametrize("where", ["owner", "borrower"])
@@ -378,9 +347,9 @@ def test_hooks_on_a_parameter_tied_across_stages_are_refused(schedule: str, wher
     with pytest.raises(UserError) as error:
         Pipeline(model, momentum, stages=2, schedule=schedule)
     assert str(error.value) == (
-        "error: 'words.word.weight' is tied across two stages and has hooks (register_hook, "
-        "register_post_accumulate_grad_hook), which are given the whole gradient of a microbatch: neither stage has "
-        "it\nhint: choose a partition with both layers in one stage, or change the gradient in the optimizer")
+        f"error: hooks on 'words.word.weight' ({BOTH}) are not called here: it is tied across two stages, of which "
+        "neither has the whole gradient\nhint: choose a partition with both layers in one stage, or change gradients "
+        "in the optimizer's step")
 
 
 def test_hooks_on_a_parameter_whose_place_another_takes_are_refused() -> None:
@@ -398,8 +367,7 @@ def test_hooks_on_a_parameter_whose_place_another_takes_are_refused() -> None:
                                 "are tied\nhint: register the hooks on 'words.word.weight'")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_a_hook_that_a_forward_registers_on_a_tied_parameter_is_refused_at_its_update(schedule: str) -> None:
+def test_a_hook_that_a_forward_registers_on_a_tied_parameter_is_refused_after_its_update() -> None:
     class Late(Words):
         def forward(self, ids: Tensor) -> Tensor:
             self.word.weight.register_hook(lambda gradient: gradient)
@@ -408,8 +376,8 @@ def test_a_hook_that_a_forward_registers_on_a_tied_parameter_is_refused_at_its_u
     model = Model([Layer("words", Late, ("ids",), ("h",)),
                    Layer("head", Head, ("h", "labels"), ("loss",), ties={"decoder.weight": "words.word.weight"})],
                   batch=("ids", "labels"))
-    pipe = Pipeline(model, momentum, stages=2, schedule=schedule)
-    with pytest.raises(UserError, match="tied across two stages and has hooks"):
+    pipe = Pipeline(model, momentum, stages=2, schedule="1f1b")
+    with pytest.raises(UserError, match="are not called here: it is tied across two stages"):
         list(pipe.train(rich_batches(3, 4)))
 
 
@@ -419,9 +387,9 @@ def test_hooks_after_accumulation_are_refused_where_replicas_share_it_and_hooks_
     with pytest.raises(UserError) as error:
         Pipeline(hooked_model(calls), momentum, stages=Cut([1, 4, 1], ranks=placement), schedule="1f1b", microbatches=4)
     assert str(error.value) == (
-        "error: 'hooked0.a.weight' has hooks that run after its gradient is added to those before "
-        "(register_post_accumulate_grad_hook), but the 2 replicas of stage 1 each add up a part of them\n"
-        "hint: use register_hook, which sees each microbatch's gradient, or give the stage one replica")
+        "error: hooks on 'hooked0.a.weight' and 'hooked0.b.weight', ... (register_post_accumulate_grad_hook) are not "
+        "called here: the 2 replicas of stage 1 each add up a part of the gradients\nhint: use register_hook, or give "
+        "the stage one replica, or change gradients in the optimizer's step")
 
     def model() -> Model:
         def hooked() -> nn.Module:

@@ -19,6 +19,7 @@ from vpipe.runtime.fully_sharded import FullyShardedStages, check_divided
 from vpipe.runtime.loss_scaler import LossScaler
 from vpipe.runtime.optimizer_step import OptimizerSteps
 from vpipe.runtime.p2p import kept_inputs
+from vpipe.runtime.parameter_hooks import check_hooks
 from vpipe.runtime.reducer import count_buckets, owners_of
 from vpipe.runtime.sharded_tensors import check_meshes
 from vpipe.runtime.stage import Stage
@@ -102,7 +103,8 @@ def build_workers(built: Mapping[int, Mapping[int, Stage]], model: Model, specs:
         optimizers = {s: StageOptimizer.build(update.make_optimizer, stage.weights.masters, s)
                       for s, stage in stages.items()}
         for stage in stages.values():
-            stage.weights.adopt_hooks()
+            stage.check_hooks = partial(check_hooks, stage, schedule, ties, execution.threaded)
+            stage.check_hooks()
         owners = assign_owners(stages, optimizers, placement) if update.zero1 else {}
         for s, owned in owners.items():
             names = stages[s].weights.names

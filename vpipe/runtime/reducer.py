@@ -131,7 +131,6 @@ class Reducer:
         self._sharded = any(map(is_sharded, weights.leaves()))
         self._buckets = [_Bucket(members, leaves, len(ranks), None if owners is None else owners[members[0]])
                          for members in _grouped(leaves, owners)]
-        self._refuse_hooks()
         self._bucket_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.members}
         self._sent = 0  # buckets, of the update at hand
         self._missing: list[int] = []  # gradients that each bucket waits for
@@ -218,7 +217,6 @@ class Reducer:
 
     def reduce(self, update: int, contributors: Sequence[int]) -> None:
         """Sum this replica's share of every gradient and send it to the others."""
-        self._refuse_hooks()
         if self._transport.ordered or self._transport.rank not in contributors:
             self.send(update, contributors)
         for number, bucket in enumerate(self._buckets):
@@ -280,14 +278,6 @@ class Reducer:
                 self._exchange(key, dict.fromkeys(self._others, flat), (), bucket.weights_spec)
             elif bucket.owner is not None:
                 self._exchange(key, {}, [self._ranks[bucket.owner]], bucket.weights_spec)
-
-    def _refuse_hooks(self) -> None:
-        for name in self._weights.hooked(["_post_accumulate_grad_hooks"]):
-            raise UserError(f"'{name}' has hooks that run after its gradient is added to those before "
-                            f"(register_post_accumulate_grad_hook), but the {len(self._ranks)} replicas of stage "
-                            f"{self._stage} each add up a part of them",
-                            hint="use register_hook, which sees each microbatch's gradient, or give the stage one "
-                                 "replica")
 
     def _key(self, kind: TransferKind, update: int, bucket: int) -> TransferKey:
         return TransferKey(kind, self._stage, update * len(self._buckets) + bucket)

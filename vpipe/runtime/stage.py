@@ -343,7 +343,7 @@ class Stage(StageLayers):
 
         The gradients are those of a whole backward at this place. The record is used up.
         """
-        with self._added_at_once(), self.weights.with_hooks():
+        with self._added_at_once():
             while record.weight_grads:
                 try:
                     record.weight_grads.pop(0).accumulate()

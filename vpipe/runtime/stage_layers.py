@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -63,6 +63,7 @@ class StageLayers:
         generators: of random numbers, that the layers draw from.
         rounding: of the layers' outputs; None in fp32.
         divided: whether the schedule gathers the weights that ``fully_shard`` has divided.
+        check_hooks: refuses hooks on parameters where torch does not call them.
 
     Args:
         model: the whole model; only this stage's layers are built.
@@ -75,6 +76,7 @@ class StageLayers:
     def __init__(self, model: Model, spec: StageSpec, *, seed: int, device: torch.device,
                  precision: Precision) -> None:
         self.spec, self.seed, self.device, self.precision, self.divided = spec, seed, device, precision, False
+        self.check_hooks: Callable[[], None] = lambda: None
         self.rounding = None if precision.dtype is None else Rounding(precision.dtype)
         self.layer_names = {i: model.layers[i].name for i in spec.layers}
         named = {self.layer_names[i]: moved(model.layers[i].materialize(i, seed), device) for i in spec.layers}

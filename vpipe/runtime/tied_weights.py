@@ -15,7 +15,7 @@ them: every replica of the owner adds the same numbers in the same order.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -61,10 +61,6 @@ class TiedWeights:
             for name in sorted(names - set(stages[owner].weights.names)):
                 raise UserError(f"'{name}' is tied to a parameter of another stage, but is its parameter's second name",
                                 hint="tie to the first one")
-            _refuse_hooks(stages[owner].weights, names)
-        for stage in stages.values():
-            for weights in stage.borrowed.values():
-                _refuse_hooks(weights, weights.names)
 
     def begin(self, assignment: Assignment) -> None:
         """Count updates and versions from here."""
@@ -135,8 +131,6 @@ class TiedWeights:
                 for part in parts[1:]:
                     gradient = gradient + part[i]
                 total[name] = total[name] + gradient if name in total else gradient
-        if total:
-            _refuse_hooks(self._stages[owner].weights, total)
         for name, gradient in total.items():
             self._stages[owner].weights.add_gradient(name, gradient)
 
@@ -171,7 +165,6 @@ class TiedWeights:
     def send_gradients(self, owner: int, update: int) -> None:
         """Send the gradients accumulated for an update, and reset them."""
         for borrower, weights in self._borrowed(owner):
-            _refuse_hooks(weights, weights.names)
             weights.complete_gradients()
             gradients = [torch.zeros_like(value) if gradient is None else local(gradient) for value, gradient in
                          zip(weights.values(weights.names), weights.pop_gradients(), strict=True)]
@@ -199,13 +192,3 @@ class TiedWeights:
 
     def _receive(self, peer: int, key: TransferKey) -> list[Tensor]:
         return self._here.pop(key) if peer == self._transport.rank else self._transport.receive(peer, key)
-
-
-def _refuse_hooks(weights: WeightVersions, names: Collection[str]) -> None:
-    for name in weights.hooked():
-        if name in names:
-            raise UserError(f"'{name}' is tied across two stages and has hooks (register_hook, "
-                            "register_post_accumulate_grad_hook), which are given the whole gradient of a microbatch: "
-                            "neither stage has it",
-                            hint="choose a partition with both layers in one stage, or change the gradient in the "
-                                 "optimizer")

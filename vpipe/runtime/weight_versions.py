@@ -10,19 +10,14 @@ Autograd never sees a change: every version has parameters ("leaves") of its own
 the masters, and modules are pointed to the leaves of the version in use. A layer must read its parameters from its
 module in every forward; one that computes with a reference of its own gets an error, see :class:`ReplacedParameter`.
 
-Hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``) go with the parameter from version to
-version, and run where plain PyTorch runs them: once per microbatch, with its whole gradient, before and after that is
-added. Where gradients are kept apart first, hooks wait until they are added.
-
 Versions may be rounded. Then the masters have memory of their own, a step takes the gradients in their precision, and
 rounds them into the next version.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -73,7 +68,6 @@ class WeightVersions:
         self._active = self._graded = self._first = self._leaves[0]
         self._parted = False  # from the parameters that the modules were built with
         self._moves = False  # whether forwards put the parameters into other memory
-        self._hooked: list[int] | None = None  # positions of leaves with hooks; None: not known since the last step
         self._unrounded = unrounded
         self.owned: frozenset[str] | None = None  # parameters that this replica steps; None: all, as every other does
         self._widened: list[nn.Parameter] | None = None  # masters, while they have the gradients of a step
@@ -117,7 +111,6 @@ class WeightVersions:
         _ = self.masters
         self._leaves[self.latest] = self._active = self._graded = self._first = [
             module.get_parameter(own) for (module, own), *_ in self.slots.values()]
-        self._hooked = None
 
     def marks(self) -> list[_Mark]:
         """Return marks by which :meth:`check_forward` sees a change of the parameters in use."""
@@ -171,9 +164,11 @@ class WeightVersions:
                 share_hooks(leaf, master)
 
     def hooked(self, kinds: Sequence[str] = HOOKS) -> list[str]:
-        """Return the names of the parameters that have hooks, of these kinds."""
-        return [name for name, *leaves in zip(self.names, self._graded, self._active, strict=True)
-                if any(getattr(leaf, kind) for leaf in leaves for kind in kinds)]
+        """Return the names of the parameters that have hooks, of these kinds, in any version."""
+        found = {name for leaves in (*self._leaves.values(), *self._free)
+                 for name, leaf in zip(self.names, leaves, strict=True)
+                 if has_hooks(leaf) and any(getattr(leaf, kind) for kind in kinds)}
+        return [name for name in self.names if name in found] if found else []
 
     def pin(self, version: int | None = None) -> int:
         """Pin a version (by default the chosen one, else the latest) for a microbatch; point the modules to it."""
@@ -226,7 +221,8 @@ class WeightVersions:
             leaves = free = self._leaves.pop(version)
             if leaves is self._first:  # to which a first forward may have kept a reference
                 free = [new_leaf(leaf.data, leaf) for leaf in leaves]
-                for name, leaf in zip(self.names, leaves, strict=True):
+                for name, leaf, other in zip(self.names, leaves, free, strict=True):
+                    share_hooks(other, leaf)  # so that those of a first forward are found
                     replace_parameter(leaf, name)
             self._free.append(free)
 
@@ -299,13 +295,12 @@ class WeightVersions:
 
     @contextmanager
     def added_at_once(self, names: Sequence[str]) -> Iterator[None]:
-        """Sum the gradients of several backwards for these parameters, then add the sum; hooks run with the sum."""
+        """Sum the gradients of several backwards for these parameters, then add the sum."""
         leaves = [self._graded[self.names.index(name)] for name in names]
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
-        with _without_hooks(leaves):
-            yield
+        yield
         for leaf, gradient in zip(leaves, before, strict=True):
             total, leaf.grad = leaf.grad, gradient
             if total is not None:
@@ -315,43 +310,22 @@ class WeightVersions:
     def kept_apart(self, into: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
         """Put new gradients into a list, with their leaves, instead of adding them to those before."""
         before = self.pop_gradients()
-        with self.without_hooks():
-            yield
+        yield
         for leaf, gradient in zip(self._graded, before, strict=True):
             if leaf.grad is not None:
                 into.append((leaf, leaf.grad))
             leaf.grad = gradient
 
-    def without_hooks(self) -> AbstractContextManager[None]:
-        """Return a context without hooks, for gradients that are added later."""
-        return _without_hooks([self._graded[i] for i in self._find_hooked()])
-
-    def with_hooks(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients are added without autograd: hooks run at its end, with the sum."""
-        hooked = self._find_hooked()
-        return self.added_at_once([self.names[i] for i in hooked]) if hooked else nullcontext()
-
-    def _find_hooked(self) -> list[int]:
-        if self._hooked is None:
-            self._hooked = [i for i, leaf in enumerate(self._graded) if has_hooks(leaf)]
-        return self._hooked
-
     def accumulate(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
-        """Add up the gradients of several backwards, each in the order of ``names``; run hooks as each is added."""
+        """Add up the gradients of several backwards, each in the order of ``names``."""
         total: list[Tensor | None] = [None] * len(self.names)
-        plain = [not has_hooks(leaf) for leaf in self._graded]
         for each in gradients:
-            both = [(mine, more) for mine, more, alone in zip(total, each, plain, strict=True)
-                    if alone and mine is not None and more is not None]
+            both = [(mine, more) for mine, more in zip(total, each, strict=True)
+                    if mine is not None and more is not None]
             if both:
                 torch._foreach_add_([local(mine) for mine, _ in both], [local(more) for _, more in both])
-            total = [more if mine is None and alone else mine
-                     for mine, more, alone in zip(total, each, plain, strict=True)]
+            total = [more if mine is None else mine for mine, more in zip(total, each, strict=True)]
         self.put_gradients(total)
-        for each in gradients if not all(plain) else ():
-            for leaf, gradient in reversed(list(zip(self._graded, each, strict=True))):
-                if gradient is not None and has_hooks(leaf):
-                    accumulate_gradient(leaf, gradient)
 
     def pop_gradients(self) -> list[Tensor | None]:
         """Return the accumulated gradients, which start from nothing again."""
@@ -378,7 +352,6 @@ class WeightVersions:
     @torch.no_grad()
     def step(self, optimizer: Steps | None) -> None:
         """Apply the accumulated gradients to the latest version, which makes the next one."""
-        self._hooked = None
         if self._unrounded is not None:
             if optimizer is not None:
                 if self._widened is None:
@@ -421,9 +394,6 @@ class WeightVersions:
             self.latest += 1
             return
         fresh = self._free.pop() if self._free else [new_leaf(torch.empty_like(leaf), leaf) for leaf in latest]
-        for leaf, before in zip(fresh, latest, strict=True):
-            if before._backward_hooks is not None or before._post_accumulate_grad_hooks is not None:
-                share_hooks(leaf, before)
         if latest and self._unrounded is None:
             memory = [leaf.data for leaf in fresh]
             torch._foreach_copy_(list(map(local, memory)), list(map(local, latest)))
@@ -446,8 +416,8 @@ def new_leaf(data: Tensor, like: nn.Parameter) -> nn.Parameter:
 
 
 def accumulate_gradient(leaf: nn.Parameter, gradient: Tensor) -> None:
-    """Add to a parameter's gradient, or begin it, as autograd's own accumulation does, with its hooks."""
-    strided = gradient.layout is torch.strided and not has_hooks(leaf)
+    """Add to a parameter's gradient, or begin it, as autograd's own accumulation does."""
+    strided = gradient.layout is torch.strided
     if leaf.grad is None and strided and gradient.stride() == leaf.stride():
         leaf.grad = gradient
     elif leaf.grad is not None and strided and leaf.grad.layout is torch.strided and _placed(leaf.grad) == _placed(
@@ -474,21 +444,9 @@ def share_hooks(leaf: nn.Parameter, like: nn.Parameter) -> None:
             setattr(leaf, kind, hooks)
 
 
-@contextmanager
-def _without_hooks(leaves: Sequence[nn.Parameter]) -> Iterator[None]:
-    hooks = [(leaf, kind, getattr(leaf, kind)) for leaf in leaves for kind in HOOKS if getattr(leaf, kind)]
-    for leaf, kind, _ in hooks:
-        setattr(leaf, kind, OrderedDict())  # None would leave those after accumulation where autograd finds them
-    try:
-        yield
-    finally:
-        for leaf, kind, found in hooks:
-            setattr(leaf, kind, found)
-
-
-_READ = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", *HOOKS)
+_READ = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad")
 _ALLOWED: frozenset[Callable[..., Any]] = frozenset({
-    *(getattr(Tensor, name).__get__ for name in _READ), *(getattr(Tensor, name).__set__ for name in _READ[-3:]),
+    *(getattr(Tensor, name).__get__ for name in _READ), *(getattr(Tensor, name).__set__ for name in _READ[-1:]),
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.is_contiguous,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__repr__})
 """Operations that a replaced parameter still allows: none depends on its values."""

@@ -128,6 +128,7 @@ class Worker:
         if segment.training:
             for stage in self.stages.values():
                 stage.check_frozen()
+                stage.check_hooks()
         self.optimizer_steps.begin(segment)
         self.tied.begin(segment.assignment)
         self._p2p.begin(segment)
@@ -164,6 +165,8 @@ class Worker:
         self.tied.install_all()
         for stage in self.stages.values():
             stage.weights.choose(None)
+            if self.segment.training and not self.segment.assignment.flush:
+                stage.check_hooks()  # that a forward has registered: with a flush the next batch sees them
         self.transport.finish()
         stores = {"records": self.records, "tensors for another slice": {**self._carried, **self._carried_gradients},
                   **self._p2p.stores()}

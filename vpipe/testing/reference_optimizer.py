@@ -498,16 +498,8 @@ class StageVersions:
         return len(self._versions) - 1
 
     def leaves(self, version: int) -> dict[str, Tensor]:
-        """Return copies of the parameters for one microbatch, ``version`` updates after the first, with their hooks.
-
-        Hooks that run after accumulation see the gradient of this microbatch only.
-        """
-        leaves = {name: value.clone().requires_grad_() for name, value in self._versions[self.first + version].items()}
-        for name, leaf in leaves.items():
-            for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-                if hooks := getattr(self.parameters[name], kind):
-                    setattr(leaf, kind, hooks)
-        return leaves
+        """Return copies of the parameters for one microbatch, ``version`` updates after the first."""
+        return {name: value.clone().requires_grad_() for name, value in self._versions[self.first + version].items()}
 
     def update(self, gradients: Mapping[str, Tensor | None], step: int) -> bool:
         """Apply the mean of gradients that are sums divided by ``every``; return False if the update is skipped."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -355,10 +355,7 @@ class ThreadedWorker(Worker):
         everything = [stage.weights, *stage.borrowed.values()]
         last = not any(other == stage_index for other, _ in self.records)
         with super()._completing(stage_index, microbatch, whole=False):
-            with ExitStack() as stack:
-                for weights in everything:
-                    stack.enter_context(weights.without_hooks())
-                yield
+            yield
             self._apart[stage_index][microbatch] = [weights.pop_gradients() for weights in everything]
             if last:
                 apart = self._apart.pop(stage_index)
