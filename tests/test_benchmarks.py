@@ -21,7 +21,7 @@ def source_of(file: Path) -> str:
     return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
 
 
-@pytest.mark.extras("comparison", "generation", "orion")
+@pytest.mark.extras("comparison", "orion")
 def test_names_of_vpipe_exist() -> None:
     missing = []
     for file in FILES:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 __all__ = ["RETIRED"]
 
+_EXPORT = "vpipe checkpoint export RUN --format huggingface -o DIR"
+_SEARCH = f"export the model ({_EXPORT}) and search with transformers: model.generate(ids, num_beams=4)"
+
 RETIRED: dict[str, str] = {
     "vpipe bench": "write vpipe compare --models NAME,...",
     "vpipe.checkpoint.Manifest.no_longer_used": "leave it out: checkpoints have no error feedback of gradients",
@@ -17,5 +20,10 @@ RETIRED: dict[str, str] = {
                                "Update(lambda params: YourSoap(params, lr=3e-3)), ...)",
     "vpipe.plan.PlanRequest.with_measured": "measure the layers again: vpipe profile CONFIG --again",
     "vpipe.testing.TrainingRecipe.apply(overflow)": "leave it out: the gradients that are given tell of an overflow",
+    "vpipe sample --beams": _SEARCH,
+    "vpipe sample --best": _SEARCH,
+    "vpipe sample --length-penalty": _SEARCH,
+    "vpipe sample --ranks": f"leave it out; if one process cannot hold the model: {_EXPORT}, for transformers",
+    "vpipe.runtime.Ring": "send tensors with torch.distributed.send and torch.distributed.recv",
 }
 """What is gone, and the remedy."""

@@ -1,12 +1,11 @@
 """Keep the keys and values of earlier tokens, so that a text grows by one token without computing all others again.
 
 A layer that can do so has a method ``step``: its ``forward`` for the tokens behind those in the cache. The arguments
-are those of ``forward`` and a :class:`KeyValueCache`, one per layer and request. The first call gets the whole prompt
-and an empty cache; every later one gets one token per row, and None for what does not grow, such as the output of an
-encoder: the layer keeps of that what it needs.
+are those of ``forward`` and a :class:`KeyValueCache`, one per layer. The first call gets the whole prompt and an empty
+cache; every later one gets one token per row, and None for what does not grow, such as the output of an encoder: the
+layer keeps of that what it needs.
 
-Shapes, as names end: b batch (rows: the beams of a request), s sequence (tokens), g heads of keys and values, d head
-size.
+Shapes, as names end: b batch (rows: texts), s sequence (tokens), g heads of keys and values, d head size.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 
 class KeyValueCache:
-    """The keys and values of one attention layer for the rows of one request.
+    """The keys and values of one attention layer, of all rows.
 
     Args:
         capacity: most tokens of a row.
@@ -27,19 +26,11 @@ class KeyValueCache:
     def __init__(self, capacity: int) -> None:
         self.length, self._capacity = 0, capacity
         self._stored: tuple[Tensor, Tensor] | None = None
-        self._same = False  # whether all rows have the same keys and values, which are stored once
-        self._rows = 1
-
-    @property
-    def row_bytes(self) -> int:
-        """Return the bytes that every further row takes."""
-        return 0 if self._stored is None or self._same else sum(each.nbytes for each in self._stored) // self._rows
 
     def append(self, key_bgsd: Tensor, value_bgsd: Tensor) -> tuple[Tensor, Tensor]:
         """Add the keys and values of tokens to those of every row; return all of them, [B, G, S, D]."""
         if self._stored is None:
             rows, groups, _, size = key_bgsd.shape
-            self._rows = rows
             self._stored = (key_bgsd.new_empty(rows, groups, self._capacity, size),
                             value_bgsd.new_empty(rows, groups, self._capacity, value_bgsd.shape[3]))
         start, self.length = self.length, self.length + key_bgsd.shape[2]
@@ -48,24 +39,14 @@ class KeyValueCache:
         return self.contents()
 
     def keep(self, key_bgsd: Tensor, value_bgsd: Tensor) -> None:
-        """Keep the keys and values of a source, which are those of all rows and do not grow."""
-        self._stored, self._same = (key_bgsd, value_bgsd), True
-        self._rows, self.length = key_bgsd.shape[0], key_bgsd.shape[2]
+        """Keep the keys and values of a source, which do not grow."""
+        self._stored, self.length = (key_bgsd, value_bgsd), key_bgsd.shape[2]
 
     def contents(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all tokens, [B, G, S, D]."""
         assert self._stored is not None, "something was appended"
         keys_bgsd, values_bgsd = self._stored
-        if self._same:
-            return keys_bgsd.expand(self._rows, -1, -1, -1), values_bgsd.expand(self._rows, -1, -1, -1)
         return keys_bgsd[:, :, :self.length], values_bgsd[:, :, :self.length]
-
-    def select(self, rows: Tensor) -> None:
-        """Let row i continue what was row ``rows[i]``; their number may change."""
-        self._rows = len(rows)
-        if self._stored is not None and not self._same:
-            keys_bgsd, values_bgsd = self._stored
-            self._stored = keys_bgsd.index_select(0, rows), values_bgsd.index_select(0, rows)
 
 
 class PerToken(nn.Module):

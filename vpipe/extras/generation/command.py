@@ -8,43 +8,33 @@ import sys
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
+from time import perf_counter
 from typing import Any
+
+import torch
 
 from vpipe import files
 from vpipe.app.commands.checkpoint import checkpoints_in
-from vpipe.app.commands.profile import folder_unless_failed
 from vpipe.app.data.plain_text import conversion_hint, decoded
 from vpipe.app.data.tokenizers import load_for_pairs, load_tokenizer, load_wordpiece
-from vpipe.app.launch.local import run_ranks
-from vpipe.app.launch.network import free_port
-from vpipe.app.launch.rank_env import HostRanks, check_alone
+from vpipe.app.families.decoding import TextDecoder
+from vpipe.app.progress import print_line, progress
 from vpipe.app.train.checkpoint_model import data_tokenizer, has_model
 from vpipe.checkpoint import Manifest
-from vpipe.errors import Problem, RunError, UserError, counted
+from vpipe.errors import Problem, UserError, counted
+from vpipe.extras.generation.continuation import continuation, prompt_ids, source_ids, translation
 from vpipe.extras.generation.masked_words import BERT, CANDIDATES, fill_text, masked_ids
 from vpipe.extras.generation.sampled_checkpoint import SampledCheckpoint, removed
-from vpipe.extras.generation.task import GenerationTask, generate_alone
-from vpipe.extras.generation.text_model import (
-    BEAMS,
-    TEMPERATURE,
-    decoding_for,
-    prompt_ids,
-    source_ids,
-    translation_decoding,
-)
 from vpipe.units import size_text
 
-TOKENS = 100
-"""Default of ``--tokens``."""
+TOKENS, TEMPERATURE = 100, 0.8
+"""Defaults of ``--tokens`` and ``--temperature``."""
 
 MOST_BYTES, MOST_PROMPTS, LONGEST_PROMPT = 16 << 20, 100_000, 1 << 20
 """Of prompts: bytes, number, and characters of one. Longer words take a tokenizer minutes and gigabytes."""
 
 _TRIES = 3
 """To find the newest checkpoint of a run that replaces it meanwhile."""
-
-MOST_LENGTH_PENALTY = 10
-"""Nothing but the length would count."""
 
 
 def run_sample(options: argparse.Namespace) -> None:
@@ -67,7 +57,7 @@ def run_sample(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     problems = []
-    for name in ("tokens", "top_k", "beams", "best", "ranks", "seed", "step"):
+    for name in ("tokens", "top_k", "seed", "step"):
         value, least = getattr(options, name), int(name not in ("seed", "step"))
         if value is not None and not least <= value < 2**63:
             problems.append(Problem(f"--{name.replace('_', '-')} is {value}", "give a whole number, "
@@ -79,37 +69,6 @@ def _check(options: argparse.Namespace) -> None:
                         hint="give a number from 0 (the most probable token) on, such as 0.8")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise UserError(f"--top-p is {options.top_p:g}", hint="give a share above 0, at most 1, such as 0.9")
-    if options.length_penalty is not None and not 0 <= options.length_penalty <= MOST_LENGTH_PENALTY:
-        raise UserError(f"--length-penalty is {options.length_penalty:g}",
-                        hint=f"give a number from 0 (none) to {MOST_LENGTH_PENALTY}, such as 0.6")
-    drawn = _given(options, *_DRAWN)
-    if options.beams is not None and drawn:
-        raise UserError(f"{' and '.join(drawn)} cannot be given with --beams: a beam search draws nothing",
-                        hint="leave out one or the other")
-
-
-_DRAWN = ("temperature", "top_k", "top_p", "seed")
-"""Options of a text that is drawn."""
-
-
-def _choice(options: argparse.Namespace, translates: bool) -> dict[str, Any]:
-    """Return how texts are chosen; translations by a beam search, unless an option of drawing is given."""
-    beams = options.beams
-    if beams is None and translates and not _given(options, *_DRAWN):
-        beams = BEAMS
-    searched = _given(options, "length_penalty", "best")
-    if beams is None and searched:
-        raise UserError(f"{' and '.join(searched)} can be given for a beam search alone", hint="add --beams 4")
-    if options.best is not None and options.best > beams:
-        raise UserError(f"--best is {options.best}, but there are {counted(beams, 'beam')}",
-                        hint=f"set --beams to {options.best} or more")
-    given = {name: getattr(options, name) for name in (*_DRAWN, "length_penalty", "best")}
-    return {"beams": beams, "temperature": TEMPERATURE,
-            **{name: value for name, value in given.items() if value is not None}}
-
-
-def _given(options: argparse.Namespace, *names: str) -> list[str]:
-    return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
@@ -193,49 +152,60 @@ def _tokenizer(checkpoint: SampledCheckpoint, given: Path | None) -> Path:
 
 
 def _continue(options: argparse.Namespace, checkpoint: SampledCheckpoint, path: Path, prompts: Sequence[str]) -> None:
+    """Print the texts of the prompts, then how fast they came."""
     translates, window = checkpoint.translates, checkpoint.window
-    most, choice = TOKENS if options.tokens is None else options.tokens, _choice(options, translates)
+    tokens = TOKENS if options.tokens is None else options.tokens
     if translates:
         tokenizer = load_for_pairs(path)
         if not any(map(str.strip, prompts)):
             raise UserError("there is nothing to translate", hint="give a sentence as --prompt")
         ids = [source_ids(tokenizer, prompt, window) if prompt.strip() else [] for prompt in prompts]
-        most = min(most, window)
-        length = max(most, *map(len, ids))
-        decoding = translation_decoding(tokenizer, most, **choice)
+        tokens = min(tokens, window)
+        length = max(tokens, *map(len, ids))
     else:
         tokenizer = load_tokenizer(path)
         ids = [prompt_ids(tokenizer, prompt, own_beginning=options.tokenizer is not None) for prompt in prompts]
-        length = min(window, max(map(len, ids)) + most)
-        decoding = decoding_for(tokenizer, most, **choice)
-    checkpoint.check(length, tokenizer)
-    ranks = options.ranks or 1
-    task = GenerationTask(str(checkpoint.folder), length, str(path), checkpoint.partition(ranks, length),
-                          checkpoint.threads, tuple(prompts), tuple(map(tuple, ids)), decoding, translates)
-    if ranks == 1:
-        generate_alone(task, checkpoint, tokenizer)
-        return
-    check_alone("vpipe sample", os.environ)
-    with folder_unless_failed("vpipe-sample-") as folder:
-        task.save(folder)
-        try:
-            run_ranks(HostRanks.alone(ranks, free_port(None), task.threads, ("sample",)), folder, task.describe)
-        except RunError as error:
-            if BrokenPipeError.__name__ in str(error):
-                raise BrokenPipeError from None  # `vpipe sample ... | head`
-            print(f"logs of the ranks: {folder}", file=sys.stderr, flush=True)
-            raise
+        length = min(window, max(map(len, ids)) + tokens)
+    torch.set_num_threads(checkpoint.threads)
+    decoder = TextDecoder(*checkpoint.load(length, tokenizer), length)
+    if not decoder.cached:
+        print("a layer of the model has no method 'step': every token computes the whole text again "
+              "(vpipe/extras/generation/docs/sample.md)", file=sys.stderr, flush=True)
+    began, choice = perf_counter(), _choice(options, translates)
+    if translates:  # a blank line gives one, so that lines of sources and translations belong together
+        for one in progress(ids, "translating", unit="line"):
+            print_line(translation(decoder, tokenizer, one, tokens, **choice) if one else "")
+    else:
+        for number, (prompt, one) in enumerate(zip(prompts, ids, strict=True)):
+            if number:
+                print()
+            print(prompt, end="", flush=True)
+            try:
+                for piece in continuation(decoder, tokenizer, one, tokens, **choice):
+                    print(piece, end="", flush=True)
+            finally:  # before an error
+                print(flush=True)
+    seconds = perf_counter() - began
+    print(f"{counted(decoder.passes, 'token', commas=True)} in {seconds:.1f} s, {decoder.passes / seconds:,.0f} "
+          "tokens/s", file=sys.stderr, flush=True)
+
+
+def _choice(options: argparse.Namespace, translates: bool) -> dict[str, Any]:
+    """Return how tokens are chosen; of translations the most probable ones, unless an option says otherwise."""
+    given = {name: value for name in ("temperature", "top_k", "top_p", "seed")
+             if (value := getattr(options, name)) is not None}
+    return {"temperature": TEMPERATURE if given or not translates else 0, **given}
 
 
 def _fill(options: argparse.Namespace, checkpoint: SampledCheckpoint, path: Path, prompts: Sequence[str]) -> None:
-    given = _given(options, "tokens", "temperature", "top_p", "seed", "beams", "length_penalty", "best", "ranks")
+    """Print the most probable words of every mask."""
+    given = [f"--{name.replace('_', '-')}" for name in ("tokens", "temperature", "top_p", "seed")
+             if getattr(options, name) is not None]
     if given:
         raise UserError(f"{' and '.join(given)} cannot be given for BERT, which fills in masks and chooses nothing",
                         hint="leave it out; --top-k is the number of words that are shown")
     tokenizer = load_wordpiece(path)
     ids = [masked_ids(tokenizer, prompt, checkpoint.window) for prompt in prompts]
-    length = max(map(len, ids))
-    checkpoint.check(length, tokenizer)
-    text = checkpoint.text_model(length, tokenizer)
-    filled = (fill_text(text.model, text.modules, tokenizer, one, options.top_k or CANDIDATES) for one in ids)
-    print("\n\n".join("\n".join(each.lines()) for each in filled))
+    model, modules = checkpoint.load(max(map(len, ids)), tokenizer)
+    filled = (fill_text(model, modules, tokenizer, one, options.top_k or CANDIDATES) for one in ids)
+    print("\n\n".join(map("\n".join, filled)))

@@ -6,7 +6,6 @@ Shapes, as names end: b batch (samples), p masked positions, v vocabulary size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from vpipe import Model
 from vpipe.app.data.tokenizers import CLS, MASK, SEP, ids_in, token_id
 from vpipe.app.families.bert import BertHead
+from vpipe.app.families.decoding import finite_scores
 from vpipe.errors import UserError, counted
-from vpipe.extras.generation.decoding import finite_scores
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,27 +44,9 @@ def masked_ids(tokenizer: Tokenizer, prompt: str, window: int) -> list[int]:
     return ids
 
 
-@dataclass(frozen=True)
-class FilledText:
-    """A text with its masked words filled in.
-
-    Attributes:
-        words: of each mask the most probable words with their probabilities, the best first.
-        text: with the best ones.
-    """
-
-    words: list[list[tuple[str, float]]]
-    text: str
-
-    def lines(self) -> list[str]:
-        """Return a line for each mask, and the text."""
-        return [*(f"{MASK} {number}: {', '.join(f'{word} {share:.1%}' for word, share in words)}"
-                  for number, words in enumerate(self.words, 1)), self.text]
-
-
 def fill_text(model: Model, modules: nn.ModuleDict, tokenizer: Tokenizer, ids: Sequence[int],
-              candidates: int = CANDIDATES) -> FilledText:
-    """Find the most probable words of the masks of a text.
+              candidates: int = CANDIDATES) -> list[str]:
+    """Return a line for each mask of a text, its most probable words with their probabilities, and the filled text.
 
     Args:
         modules: the layers of ``model``, in eval mode.
@@ -75,12 +56,12 @@ def fill_text(model: Model, modules: nn.ModuleDict, tokenizer: Tokenizer, ids: S
     masked = [position for position, token in enumerate(ids) if token == token_id(tokenizer, MASK)]
     probabilities = fill_masks(model, modules, ids, masked, ids_in(tokenizer))
     best = probabilities.topk(min(candidates, probabilities.shape[1]))
-    words = [[(str(tokenizer.id_to_token(token)), share) for share, token in zip(shares, tokens, strict=True)]
-             for shares, tokens in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
-    whole = list(ids)
-    for position, tokens in zip(masked, best.indices.tolist(), strict=True):
+    lines, whole = list[str](), list(ids)
+    for position, shares, tokens in zip(masked, best.values.tolist(), best.indices.tolist(), strict=True):
+        words = (f"{tokenizer.id_to_token(token)} {share:.1%}" for share, token in zip(shares, tokens, strict=True))
+        lines.append(f"{MASK} {len(lines) + 1}: {', '.join(words)}")
         whole[position] = tokens[0]
-    return FilledText(words, tokenizer.decode(whole[1:-1]))
+    return [*lines, tokenizer.decode(whole[1:-1])]
 
 
 def fill_masks(model: Model, modules: nn.ModuleDict, ids: Sequence[int], positions: Sequence[int],
@@ -93,11 +74,10 @@ def fill_masks(model: Model, modules: nn.ModuleDict, ids: Sequence[int], positio
         vocabulary: ids from here on are no tokens.
 
     Raises:
-        UserError: it is no BERT, or a score is not a finite number.
+        UserError: a score is not a finite number.
     """
     head = modules[model.layers[-1].name]
-    if not isinstance(head, BertHead):
-        raise UserError("the model does not predict masked tokens", hint="sample a model of the family bert")
+    assert isinstance(head, BertHead), "a model of the family"
     input_ids = torch.tensor([ids])
     tensors = {"input_ids": input_ids, "segment_ids": torch.zeros_like(input_ids),
                "input_mask": torch.ones_like(input_ids)}

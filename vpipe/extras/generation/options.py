@@ -10,8 +10,7 @@ from vpipe.app.command_line import add_command, add_import
 
 def describe(commands: Any) -> None:
     sample = add_command(commands, "sample", "vpipe.extras.generation.command.run_sample",
-                         "continue or translate texts with the model of a "
-                         "checkpoint, in one process or on several ranks, or let BERT fill in masked words")
+                         "continue or translate texts with the model of a checkpoint, or let BERT fill in masked words")
     sample.add_argument("folder", type=Path, metavar="RUN|STEP", help="folder of a run, or one of its checkpoints; for "
                         "a run: the newest")
     prompts = sample.add_mutually_exclusive_group(required=True)
@@ -21,21 +20,13 @@ def describe(commands: Any) -> None:
     prompts.add_argument("--prompts", type=Path, metavar="FILE", help="file with one prompt per line")
     sample.add_argument("--tokens", type=int, metavar="N", help="tokens to add at most (default: 100)")
     sample.add_argument("--temperature", type=float, metavar="T", help="how evenly tokens are chosen; 0 takes the most "
-                        "probable one (default: 0.8)")
+                        "probable one (default: 0.8; of translations 0, unless an option of drawing is given)")
     sample.add_argument("--top-k", type=int, metavar="K", help="choose from the K most probable tokens (default: all); "
                         "for BERT the words to show (default: 5)")
     sample.add_argument("--top-p", type=float, metavar="P", help="choose from the fewest most probable tokens whose "
                         "probabilities add up to P (default: all)")
     sample.add_argument("--seed", type=int, metavar="N", help="seed of the choices, the same for every prompt "
                         "(default: 0)")
-    sample.add_argument("--beams", type=int, metavar="K", help="search for the most probable text with K beams instead "
-                        "of drawing one (default for translations: 4)")
-    sample.add_argument("--length-penalty", type=float, metavar="A", help="of a beam search: divide log probabilities "
-                        "by ((5 + length) / 6)^A (default: 0.6)")
-    sample.add_argument("--best", type=int, metavar="N", help="of a beam search: print the N best texts with their "
-                        "scores (default: the best)")
-    sample.add_argument("--ranks", type=int, metavar="N", help="cut the model into N stages, one process each, through "
-                        "which the prompts go as microbatches (default: 1)")
     sample.add_argument("--step", type=int, metavar="N", help="take the checkpoint of this step (default: the newest)")
     sample.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json (default: that of the run's "
                         "data); needed for imported weights")

@@ -9,12 +9,13 @@ from typing import Self
 from torch import Tensor
 
 from vpipe.app.data.tokenizers import load_tokenizer, load_wordpiece
+from vpipe.app.families.decoding import TextDecoder
 from vpipe.app.train.job import Job
 from vpipe.app.train.observers import Observer, Run
 from vpipe.app.visualize.table import printable
 from vpipe.errors import UserError, counted
+from vpipe.extras.generation.continuation import continuation, prompt_ids
 from vpipe.extras.generation.masked_words import BERT, fill_text, masked_ids
-from vpipe.extras.generation.text_model import TextModel, decoding_for, prompt_ids
 
 _TOKENS = 64
 _TEMPERATURE = 0.5  # lower than that of vpipe sample: a short training makes likely words alone
@@ -72,10 +73,9 @@ def sample_lines(job: Job, weights: Mapping[str, Tensor], steps: int) -> Iterato
         for when, modules in states.items():
             if masks:
                 filled = fill_text(model, modules, tokenizer, masked_ids(tokenizer, prompt, window))
-                found = "\n".join([prompt, *filled.lines()[:-1]])
+                found = "\n".join([prompt, *filled[:-1]])
             else:
-                continued = TextModel(model, modules, tokenizer, window).continued(
-                    prompt_ids(tokenizer, prompt),
-                    decoding_for(tokenizer, _TOKENS, seed=training.seed, temperature=_TEMPERATURE))
-                found = prompt + "".join(continued)
+                found = prompt + "".join(continuation(
+                    TextDecoder(model, modules, window), tokenizer, prompt_ids(tokenizer, prompt), _TOKENS,
+                    seed=training.seed, temperature=_TEMPERATURE))
             yield f"{when}:\n{indent(printable(found), '    ')}"

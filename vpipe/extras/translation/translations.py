@@ -10,9 +10,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from vpipe import Model
 from vpipe.app.data.tokenizers import END, PADDING, ids_in, load_tokenizer, token_id
-from vpipe.app.families.kv_cache import KeyValueCache
+from vpipe.app.families.decoding import Decoding, TextDecoder
 from vpipe.app.train.job import Job
 from vpipe.app.train.observers import Observer, Run
 from vpipe.app.visualize.table import printable
@@ -47,41 +46,6 @@ class Translations(Observer):
             for line in translation_lines(self._run.job, weights, self._run.metrics.steps):
                 log.info("%s", line.strip())
                 print(line, flush=True)
-
-
-@torch.inference_mode()
-def translate(model: Model, modules: nn.ModuleDict, sources: Mapping[str, Tensor], start: int, end: int,
-              vocabulary: int, most: int) -> list[list[int]]:
-    """Return a translation of each source: always the most probable next token, up to the end.
-
-    Args:
-        modules: the layers of ``model``, a translation model, in eval mode.
-        sources: ``source_ids`` and ``source_mask``, int64 [B, S].
-        start: what a target begins with; never chosen.
-        end: what it ends with, which is not returned.
-        vocabulary: ids from here on are no tokens.
-        most: tokens of a translation, with its end.
-    """
-    first = next(number for number, layer in enumerate(model.layers) if "target_ids" in layer.inputs)
-    tensors: dict[str, Tensor | None] = dict(sources)
-    for layer in model.layers[:first]:
-        tensors[layer.outputs[0]] = modules[layer.name](*(tensors[name] for name in layer.inputs))
-    *decoder, last = model.layers[first:]
-    caches = {layer.name: KeyValueCache(most) for layer in decoder}
-    tensors["target_ids"] = torch.full((len(sources[SOURCE_IDS]), 1), start)
-    found: list[Tensor] = []
-    ended = torch.zeros(len(sources[SOURCE_IDS]), dtype=torch.bool)
-    while len(found) < most and not ended.all():
-        for layer in decoder:
-            tensors[layer.outputs[0]] = modules[layer.name].step(  # type: ignore[operator]
-                *(tensors[name] for name in layer.inputs), caches[layer.name])
-        tensors["memory"] = None  # it is in the caches
-        scores_bv = modules[last.name].scores(tensors["h"])[:, -1, :vocabulary]  # type: ignore[operator]
-        scores_bv[:, start] = -torch.inf
-        found.append(scores_bv.argmax(-1))
-        ended |= found[-1] == end
-        tensors["target_ids"] = found[-1][:, None]
-    return [[*row[:row.index(end) if end in row else None]] for row in torch.stack(found, 1).tolist()]
 
 
 def translation_lines(job: Job, weights: Mapping[str, Tensor], steps: int) -> Iterator[str]:
@@ -147,12 +111,11 @@ def _translations(job: Job, dataset: PairDataset, modules: nn.ModuleDict, count:
     """Translate the first ``count`` held-out pairs."""
     assert job.tokenizer_path is not None, "pairs have one"
     tokenizer = load_tokenizer(job.tokenizer_path)
-    start, end = token_id(tokenizer, PADDING), token_id(tokenizer, END)
-    found: list[str] = []
+    most, start = job.config.model.sequence_length, token_id(tokenizer, PADDING)
+    decoding = Decoding(most, ids_in(tokenizer), token_id(tokenizer, END), barred=start, temperature=0)
+    decoder, found = TextDecoder(job.model, modules, most), list[str]()
     for first in range(0, count, _AT_ONCE):
         rows = torch.arange(first, min(count, first + _AT_ONCE)).numpy()
         sources = dataset.batch("test", rows, (SOURCE_IDS, SOURCE_MASK))
-        ids = translate(job.model, modules, {name: sources[name] for name in (SOURCE_IDS, SOURCE_MASK)}, start, end,
-                        ids_in(tokenizer), job.config.model.sequence_length)
-        found += tokenizer.decode_batch(ids)
+        found += tokenizer.decode_batch(decoder.texts(torch.full((len(rows), 1), start), decoding, sources))
     return found

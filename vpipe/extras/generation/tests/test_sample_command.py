@@ -6,7 +6,6 @@ import io
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,7 @@ from vpipe.app.train.loop import train
 from vpipe.app.weights.export import make_checkpoint
 from vpipe.checkpoint import Checkpoints
 from vpipe.checkpoint.manifest import Manifest
-from vpipe.errors import RunError
-from vpipe.extras.generation.decoding import Decoding, Request
-from vpipe.extras.generation.task import GenerationTask
-from vpipe.extras.generation.text_model import texts
+from vpipe.extras.generation.continuation import texts
 
 pytestmark = pytest.mark.jobs
 
@@ -60,7 +56,7 @@ def test_it_continues_what_it_has_learned_and_prints_it_as_it_comes(gpt: Path, s
     assert LINE.startswith(out.rstrip("\n"))
     assert len(out) > len("the cat sat on the")
     assert err.startswith(f"{gpt}/checkpoints/step-120: gpt, ")
-    assert re.search(r"parameters, after step 120\n8 tokens in [\d.]+ s, [\d,]+ tokens/s, on 1 rank\n$", err)
+    assert re.search(r"parameters, after step 120\n8 tokens in [\d.]+ s, [\d,]+ tokens/s\n$", err)
 
 
 def test_a_seed_and_a_step_decide(gpt: Path, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,15 +78,7 @@ def test_a_seed_and_a_step_decide(gpt: Path, sample: Sample, monkeypatch: pytest
     (["--seed", "-1"], "error: --seed is -1\nhint: give a whole number, 0 or more\n"),
     (["--seed", str(2**63)], f"error: --seed is {2**63}\nhint: give a whole number, 0 to {2**63 - 1}\n"),
     (["--top-p", "0"], "error: --top-p is 0\nhint: give a share above 0, at most 1"),
-    (["--beams", "0"], "error: --beams is 0\nhint: "),
-    (["--beams", "2", "--top-p", "0.9", "--seed", "1"],
-     "error: --top-p and --seed cannot be given with --beams: a beam search draws nothing\nhint: "),
-    (["--best", "2"], "error: --best can be given for a beam search alone\nhint: add --beams 4"),
-    (["--beams", "2", "--best", "3"], "error: --best is 3, but there are 2 beams\nhint: set --beams to 3 or more"),
-    (["--beams", "2", "--length-penalty", "-1"], "error: --length-penalty is -1\nhint: "),
-    (["--beams", "2", "--length-penalty", "1e9"], "error: --length-penalty is 1e+09\nhint: give a number from 0"),
     (["--prompt", "caf\udce9"], "error: the prompt is not UTF-8 (byte 3)\nhint: convert it: iconv -f LATIN1"),
-    (["--ranks", "4"], "error: --ranks is 4, but the model has only 3 layers\nhint: use 3 ranks at most"),
     (["--tokenizer", "nowhere.json"], "error: nowhere.json is not a tokenizer: "),
 ])
 def test_mistakes_are_refused(gpt: Path, sample: Sample, words: list[str], said: str) -> None:
@@ -132,83 +120,15 @@ def test_prompts_without_an_end_are_refused(gpt: Path, sample: Sample, tmp_path:
         gpt, "--prompt", "the cat", "--prompt", "the dog", "--tokens", 1)[1]
 
 
-def test_beams_beyond_the_memory_or_a_minute_are_refused_with_the_most(
-        gpt: Path, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = (gpt, "--prompt", "the", "--tokens", 8, "--beams")
-    status, out, err = sample(*words, 10**12)
-    assert (status, out) == (2, "")
-    found = re.search(r"error: 1,000,000,000,000 beams need [\d.]+ \w+, but there is room for [\d.]+ \w+\n"
-                      r"hint: give --beams (\d+) at most, or fewer --tokens\n$", err)
-    assert found is not None
-    monkeypatch.setattr("vpipe.accelerator.free_bytes", lambda device: 40_000)
-    most = re.search(r"give --beams (\d+) at most", sample(*words, 1000)[2])
-    assert most is not None
-    assert 1 < int(most[1]) < 40
-    assert sample(*words, most[1])[0] == 0
-    assert sample(*words, int(most[1]) + 1)[0] == 2
-    monkeypatch.undo()
-    now = iter(range(10**6))  # one pass takes a second
-    monkeypatch.setattr("vpipe.extras.generation.stage_decoder.perf_counter", lambda: next(now))
-    monkeypatch.setattr("vpipe.extras.generation.stage_decoder.MOST_SEARCH_S", 6)
-    assert sample(*words, 20)[2].endswith("error: 20 beams would take about 8 s for a prompt\n"
-                                          "hint: give --beams 16 at most, for about a minute; or fewer --tokens\n")
-    assert sample(*words, 16)[0] == 0  # as slow, but no more than translations may have
-    found = re.search(r"would take about (\d+) s", sample(*words, 5000)[2])  # known from the rows of the second pass
-    assert found is not None
-    assert int(found[1]) > 10
+@pytest.mark.parametrize("option", ["--beams", "--best", "--length-penalty", "--ranks"])
+def test_options_that_are_gone_say_what_to_do(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["sample", "RUN", "--prompt", "the", option, "4"])
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == f"error: vpipe sample has no '{option}' any more"
+    assert "vpipe checkpoint export RUN --format huggingface -o DIR" in hint
 
 
-@pytest.mark.usefixtures("forked")
-def test_a_damaged_checkpoint_is_a_users_mistake_on_ranks_too(gpt: Path, tmp_path: Path,
-                                                              capfd: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(gpt / "checkpoints" / "step-120", tmp_path / "step-120")
-    [shard] = (tmp_path / "step-120").glob("*.safetensors")
-    shard.write_bytes(shard.read_bytes()[:-1000])
-    for ranks in (1, 2):
-        capfd.readouterr()
-        assert main(["sample", str(tmp_path / "step-120"), "--prompt", "the", "--ranks", str(ranks)]) == 2
-        err = capfd.readouterr().err
-        assert err.count("error: ") == 1
-        assert f"\nerror: cannot read the checkpoint '{tmp_path / 'step-120'}': " in f"\n{err}"
-
-
-def test_a_beam_search_prints_its_best_texts(gpt: Path, sample: Sample) -> None:
-    words = ("--prompt", "the cat sat", "--tokens", 8, "--beams", 3)
-    best = sample(gpt, *words)[1]
-    assert LINE.startswith(best.rstrip("\n"))
-    found = sample(gpt, *words, "--best", 3)[1].splitlines()
-    scores = [float(line.split("  ")[0]) for line in found]
-    assert len(found) == 3
-    assert scores == sorted(scores, reverse=True)
-    assert found[0].split("  ")[1] == best.rstrip("\n")
-
-
-def test_a_long_search_shows_how_far_it_is(gpt: Path, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("--prompt", "the cat sat", "--tokens", 8, "--beams", 3)
-    _, out, err = sample(gpt, *words)
-    assert "searching" not in err
-    monkeypatch.setattr("vpipe.app.progress.SLOW_S", 0)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    _, shown, err = sample(gpt, *words)
-    assert "searching: " in err
-    assert "/8 [" in err
-    assert shown == out
-
-
-@pytest.mark.usefixtures("forked")
-def test_ranks_give_the_texts_of_one_process(gpt: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    prompts = [word for prompt in ("the cat", "sat", "the dog sat on the") for word in ("--prompt", prompt)]
-    words = (*prompts, "--tokens", "20", "--seed", "5", "--temperature", "2")
-    capfd.readouterr()
-    assert main(["sample", str(gpt), *words]) == 0
-    alone = capfd.readouterr().out
-    assert main(["sample", str(gpt), *words, "--ranks", "2"]) == 0
-    found = capfd.readouterr()
-    assert found.out == alone
-    assert re.search(r"after step 120\n[\d,]+ tokens in [\d.]+ s, [\d,]+ tokens/s, on 2 ranks\n$", found.err)
-
-
-@pytest.mark.usefixtures("forked")
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_named(gpt: Path, tmp_path: Path, sample: Sample,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(gpt, tmp_path / "run")
@@ -239,29 +159,6 @@ def test_a_tokenizer_without_a_token_for_unknown_words_is_named(gpt: Path, tmp_p
     assert (status, "\n".join(err.splitlines()[-2:])) == (
         2, "error: the tokenizer cannot encode the text: WordLevel error: Missing [UNK] token from the vocabulary\n"
            "hint: give it a token for unknown words, or take a byte-level one, which knows every text")
-
-
-def test_a_reader_that_leaves_ends_the_ranks_quietly(gpt: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                     capfd: pytest.CaptureFixture[str]) -> None:
-    def left(*_: object) -> None:
-        raise RunError("BrokenPipeError: [Errno 32] Broken pipe (rank 0)", hint="fix what raised it")
-
-    monkeypatch.setattr("vpipe.extras.generation.command.run_ranks", left)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("os.dup2", lambda *_: None)
-    capfd.readouterr()
-    assert main(["sample", str(gpt), "--prompt", "the", "--ranks", "2"]) == 1
-    assert capfd.readouterr() == ("", "")
-    assert not list(tmp_path.iterdir())
-
-
-def test_ranks_read_what_the_command_writes(tmp_path: Path) -> None:
-    decoding = Decoding(5, 30, end=1, barred=0, beams=4, best=2)
-    task = GenerationTask("step-1", 16, "tokenizer.json", (2, 4), 1, ("a b", "c"), ((5, 6, 1), (7, 1)), decoding, True)
-    task.save(tmp_path)
-    assert GenerationTask.load(tmp_path) == task
-    assert task.requests == [Request((0,), decoding, (5, 6, 1)), Request((0,), decoding, (7, 1))]
-    assert task.describe(1) == "rank 1 (stage 1)"
 
 
 def test_changed_data_have_another_tokenizer(gpt: Path, sample: Sample) -> None:

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_run import job_of
 
+from vpipe.app.families.bert import BertConfig, bert
 from vpipe.app.train.job import Job
 from vpipe.app.train.loop import train
 from vpipe.errors import UserError
+from vpipe.extras.generation.masked_words import fill_masks
 
 LINE = "The cat sat on the mat. The dog sat on the log."
 GPT = {"model__name": "gpt", "model__preset": None, "model__num_layers": 1, "model__num_heads": 2,
@@ -42,6 +45,14 @@ def test_a_run_ends_with_its_prompts_continued_before_and_after(tmp_path: Path,
     assert "on the mat" not in before
     assert after.startswith("    The cat sat on the ")
     assert len(after.splitlines()) <= 10
+
+
+def test_a_mask_has_probabilities_of_words_at_its_place() -> None:
+    model = bert(BertConfig.preset("tiny", vocab_size=40, hidden_size=16, max_position_embeddings=16))
+    found_pv = fill_masks(model, model.materialize(3).eval(), [2, 4, 9, 4, 3], [1, 3], 38)
+    assert found_pv.shape == (2, 38)
+    assert torch.allclose(found_pv.sum(1), torch.ones(2, dtype=found_pv.dtype))
+    assert not torch.equal(found_pv[0], found_pv[1])
 
 
 def test_bert_fills_in_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,10 @@ from peft_models import check_files
 from transformers_models import check_command, check_export, check_import, names_of, quiet_transformers, weights_of
 
 from vpipe.app.data.tokenizers import train_byte_bpe
+from vpipe.app.families.decoding import Decoding, TextDecoder
 from vpipe.app.families.lora import LoraSettings
 from vpipe.app.families.registry import ModelSettings, family_named
 from vpipe.app.weights.export import export_huggingface
-from vpipe.extras.translation.translations import translate
 
 MARIAN: dict[str, Any] = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 3,
           "decoder_attention_heads": 2, "encoder_ffn_dim": 40, "decoder_ffn_dim": 56, "max_position_embeddings": 16,
@@ -55,7 +55,7 @@ def test_a_translation_model_goes_with_its_tokenizer(tmp_path: Path) -> None:
     assert sources.input_ids[0].tolist() == [*tokenizer.encode("the fox").ids, 0]
     assert sources.input_ids[1, -1] == 1
     found = theirs.generate(sources.input_ids, attention_mask=sources.attention_mask, num_beams=1, max_new_tokens=6)
-    mine = translate(model, modules, {"source_ids": sources.input_ids, "source_mask": sources.attention_mask}, 1, 0,
-                     300, 6)
+    mine = TextDecoder(model, modules, 6).texts(found[:, :1], Decoding(6, 300, end=0, barred=1, temperature=0), {
+        "source_ids": sources.input_ids, "source_mask": sources.attention_mask})
     assert not found[:, 0].ne(1).any(), "padding starts a target"
     assert [[token for token in row[1:] if token > 1] for row in found.tolist()] == [row[:5] for row in mine]

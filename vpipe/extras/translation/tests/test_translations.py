@@ -12,10 +12,11 @@ import torch
 from small_run import job_of
 from torch import Tensor
 
+from vpipe.app.families.decoding import Decoding, TextDecoder
 from vpipe.app.families.registry import ModelSettings
 from vpipe.app.train.loop import train
-from vpipe.extras.translation.model import translation_from_settings
-from vpipe.extras.translation.translations import bleu, translate
+from vpipe.extras.translation.model import TranslationOptions, translation_from_settings
+from vpipe.extras.translation.translations import bleu
 
 NAMES = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five": "fünf"}
 
@@ -79,14 +80,19 @@ def test_a_script_without_spaces_is_scored_by_characters(text: str, words: str) 
     assert f"|tok:{words}|" in found.signature
 
 
-def test_greedy_translations_are_those_of_whole_forwards() -> None:
-    model = translation_from_settings(ModelSettings(30, "tiny", hidden_size=16, num_heads=2, sequence_length=9))
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_translations_by_caches_are_those_of_whole_forwards(pre_norm: bool) -> None:
+    model = translation_from_settings(ModelSettings(30, "tiny", hidden_size=16, num_heads=2, sequence_length=9,
+                                                    options=TranslationOptions(pre_norm=pre_norm)))
     modules = model.materialize(5).eval()
     torch.nn.init.normal_(modules["head"].get_parameter("decoder.weight"),  # tied: so that words differ
                           generator=torch.Generator().manual_seed(2))
     source = torch.randint(2, 30, (4, 6), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(6) < torch.tensor([[6], [3], [1], [5]])).long()
-    found = translate(model, modules, {"source_ids": source, "source_mask": mask}, 0, 1, 28, 9)
+    decoder = TextDecoder(model, modules, 9)
+    assert decoder.cached
+    found = decoder.texts(torch.zeros(4, 1, dtype=torch.long), Decoding(9, 28, end=1, barred=0, temperature=0),
+                          {"source_ids": source, "source_mask": mask})
 
     def by_whole_forwards(row: int) -> list[int]:
         tensors: dict[str, Tensor] = {"source_ids": source[row:row + 1], "source_mask": mask[row:row + 1]}
