@@ -6,7 +6,7 @@ rank 0 reads and checks the config and makes the folder, and hands both out. All
 LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
 The tasks: ``train``, with the folder of a checkpoint to resume, if any; ``verify N``: record N updates; ``profile``,
-with sizes of microbatches; and those of packages (:mod:`vpipe.app.launch.tasks`).
+with sizes of microbatches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from vpipe.app.launch.failure_report import reported_error, write_report
 from vpipe.app.launch.network import interface_towards
 from vpipe.app.launch.rank_env import check_gpus, check_neighbours, interface_variables, keep_memory_for, ranks_of
 from vpipe.app.launch.restart import Attempt, Starter, fitted
-from vpipe.app.launch.tasks import task_named
 from vpipe.app.progress import accept_any_text
 from vpipe.app.signals import (
     PARENT_PIPE,
@@ -71,11 +70,11 @@ def main(folder: Path, task: str, *arguments: str) -> int:
 
     def work() -> Stopped | None:
         import_files(imported_files())
-        if task != "train":
-            task_named(task)(folder, rank, arguments)
-            return None
         config = load_resolved(folder / CONFIG)
         keep_memory_for(config)
+        if task != "train":
+            _measure(task, Job.from_config(config, checked=True), folder, arguments)
+            return None
         environment = RankEnvironment.parse(os.environ)
         assert environment is not None, "the launcher has described it"
         startup, start = _Startup(environment), ResumePoint(folder, Path(*arguments)) if arguments else None
@@ -86,6 +85,19 @@ def main(folder: Path, task: str, *arguments: str) -> int:
         write_report(folder, rank, failure)
     ignore_signals()
     return failure.exit_status if failure is not None else stopped_status(rank, stopped)
+
+
+def _measure(task: str, job: Job, folder: Path, arguments: Sequence[str]) -> None:
+    """Record updates, or profile layers: each loads what no training needs."""
+    if task == "verify":
+        from vpipe.app.verify import record_rank
+
+        record_rank(job, folder, int(arguments[0]))
+    else:
+        assert task == "profile", task
+        from vpipe.app.train.planning import profile_rank
+
+        profile_rank(job, folder, arguments)
 
 
 def train_rank(rank: RankEnvironment, config: Config | VpipeError | None, start: ResumePoint | None = None,
