@@ -11,24 +11,22 @@ if TYPE_CHECKING:
     from vpipe.schedules.action import Action
     from vpipe.schedules.action_record import RecordedAction
     from vpipe.schedules.advice import Advice
-    from vpipe.schedules.builder import build
+    from vpipe.schedules.builder import build, outline
     from vpipe.schedules.checker import check
     from vpipe.schedules.costs import Costs
     from vpipe.schedules.csv_format import CsvFile
     from vpipe.schedules.graph import Dependencies
     from vpipe.schedules.lowering import lower
     from vpipe.schedules.registry import RegisteredSchedule, register_schedule
-    from vpipe.schedules.repeating import Repeating
     from vpipe.schedules.schedule import Schedule
     from vpipe.schedules.simulator.timeline import Timeline, simulate
 
 __all__ = ["Action", "Advice", "Costs", "CsvFile", "Dependencies", "RecordedAction", "RegisteredSchedule",
-           "Repeating", "Schedule", "Timeline", "build", "check", "kinds", "lower",
-           "register_schedule", "simulate"]
+           "Schedule", "Timeline", "build", "check", "kinds", "lower", "outline", "register_schedule", "simulate"]
 
 # Loaded when first asked for: what reads a config must not wait for the simulator.
 __getattr__ = lazy(__name__, {
     "Action": "action", "RecordedAction": "action_record", "Advice": "advice", "build": "builder", "check": "checker",
     "Costs": "costs", "CsvFile": "csv_format", "Dependencies": "graph", "lower": "lowering",
-    "RegisteredSchedule": "registry", "register_schedule": "registry", "Repeating": "repeating",
-    "Schedule": "schedule", "Timeline": "simulator.timeline", "simulate": "simulator.timeline"})
+    "RegisteredSchedule": "registry", "register_schedule": "registry",
+    "outline": "builder", "Schedule": "schedule", "Timeline": "simulator.timeline", "simulate": "simulator.timeline"})

@@ -51,25 +51,42 @@ def build(name: str, placement: Placement | int, microbatches: int, update_every
     if isinstance(placement, int):
         placement = registered.placement(placement, chunks)
     costs = costs(placement) if callable(costs) else costs
-    views = replica_views(registered, placement, microbatches, update_every, warmup, slices)
     if registered.search is not None:
+        views = replica_views(registered, placement, microbatches, update_every, warmup, slices)
         searched = _searched(registered, placement, views, microbatches, recompute, costs, limits)
         return replace(searched, name=name, ties=dict(ties or {}))
     if limits is not None:
         raise UserError(f"'{name}' has one order, whatever the memory limit of {limits}",
                         hint="leave the limit out, or choose a schedule that keeps one, such as auto")
+    outlined, program = outline(name, placement, microbatches, update_every, warmup, recompute, slices)
+    return replace(outlined, programs=tuple(tuple(program(rank)) for rank in range(outlined.ranks)),
+                   ties=dict(ties or {}))
+
+
+def outline(name: str, placement: Placement, microbatches: int, update_every: int | None = None,
+            warmup: Sequence[int] | None = None, recompute: Collection[int] = (),
+            slices: int = 1) -> tuple[Schedule, Callable[[int], Iterator[Action]]]:
+    """Return a schedule of fixed order with empty programs, and what generates that of a rank.
+
+    For schedules that are too long to list. The arguments and errors are those of :func:`build`.
+    """
+    registered = RegisteredSchedule.named(name)
+    views = replica_views(registered, placement, microbatches, update_every, warmup, slices)
     indices = microbatches * slices
-    every = indices if registered.flush else views[0].size.update_every
-    assignment = Assignment(placement, every, registered.flush, lambda microbatch: microbatch < indices, slices=slices)
-    programs = [tuple(rank_program(registered, view, assignment, stages_of_rank(placement, rank), recompute))
-                for rank, view in enumerate(views)]
-    return Schedule(
-        name, placement, tuple(programs), indices, every, registered.flush,
-        tuple(max(load.activations for load in rank_loads(program)) if view.shared else
-              registered.peak_activations(view.rank, view.size) for view, program in zip(views, programs, strict=True)),
+
+    def program(rank: int) -> Iterator[Action]:
+        return rank_program(registered, views[rank], outlined.assignment, outlined.stages_of(rank), recompute)
+
+    outlined = Schedule(
+        name, placement, ((),) * len(views), indices, indices if registered.flush else views[0].size.update_every,
+        registered.flush, tuple(registered.peak_activations(view.rank, view.size) for view in views),
         tuple(max(registered.versions(views[rank].rank, views[rank].size) for rank in ranks) for ranks in placement),
-        dict(ties or {}), not registered.flush,
-        () if registered.flush else tuple(views[ranks[0]].warmup for ranks in placement), slices=slices)
+        {}, not registered.flush, () if registered.flush else tuple(views[ranks[0]].warmup for ranks in placement),
+        slices=slices)
+    if views[0].shared:
+        peaks = tuple(max(load.activations for load in rank_loads(tuple(program(rank)))) for rank in range(len(views)))
+        outlined = replace(outlined, peak_activations=peaks)
+    return outlined, program
 
 
 def build_evaluation(placement: Placement, microbatches: int) -> Schedule:

@@ -13,8 +13,7 @@ from vpipe.errors import UserError, counted
 MOST_STAGES, MOST_RANKS, MOST_MICROBATCHES = 1024, 16_384, 65_536
 
 MOST_ACTIONS = 250_000
-"""Forwards and backwards of a schedule whose actions are listed: to prove it takes half a minute and 300 MB. Without a
-list there may be more, where they repeat: see :mod:`vpipe.schedules.repeating`."""
+"""Forwards and backwards of a schedule whose actions are listed: to prove it takes half a minute and 300 MB."""
 
 PlacementRule = Callable[[int, int], Placement]
 """``rule(ranks, chunks)``: the ranks of each of the ``ranks * chunks`` stages of a pipeline. :class:`Layout` and

@@ -16,12 +16,13 @@ from itertools import chain
 from pathlib import Path
 
 from vpipe import Plan
+from vpipe.app.visualize.repeating import Repeating
 from vpipe.app.visualize.summary import RankCosts, Summary, compare
 from vpipe.app.visualize.svg import draw_svg
 from vpipe.app.visualize.table import PIPE_COLUMNS, listed, number, replicas, sizes, terminal_columns
 from vpipe.app.visualize.terminal import draw_text
 from vpipe.errors import UserError, counted
-from vpipe.schedules import CsvFile, RegisteredSchedule, Repeating, Schedule, build, check, lower
+from vpipe.schedules import CsvFile, RegisteredSchedule, Schedule, build, check, lower
 
 MOST_SEARCHED = 25_000
 """Forwards and backwards of an order that is searched over several placements: a minute."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+from vpipe.app.visualize.repeating import Repeating
 from vpipe.app.visualize.table import Number, number, percent, plain, table
 from vpipe.errors import counted
-from vpipe.schedules import Costs, Repeating, Schedule, Timeline, check, simulate
+from vpipe.schedules import Costs, Schedule, Timeline, check, simulate
 
 
 @dataclass(frozen=True)

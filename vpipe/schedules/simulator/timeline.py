@@ -194,12 +194,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         UserError: ``costs`` are for another number of stages or ranks.
         CheckError: ranks wait for each other.
     """
-    timeline, ticks_per_s = simulate_in_ticks(schedule, costs)
-    return timeline.in_seconds(ticks_per_s)
-
-
-def simulate_in_ticks(schedule: Schedule, costs: Costs) -> tuple[Timeline, int]:
-    """Return the timeline with ticks in place of seconds, and how many a second has; see :class:`SimulationTables`."""
     if len(costs.stages) != schedule.stages:
         raise UserError(f"there are costs for {len(costs.stages)} stages, but schedule '{schedule.name}' has "
                         f"{schedule.stages}", hint="give one entry per stage")
@@ -221,7 +215,7 @@ def simulate_in_ticks(schedule: Schedule, costs: Costs) -> tuple[Timeline, int]:
                  for number, start, end in loop.arrivals
                  if (message := tables.messages[number]).source != message.target
                  or message.action.op.host_bytes is not None]
-    return Timeline.of(tables.lowered, costs, tuple(events), tuple(transfers)), tables.unit
+    return Timeline.of(tables.lowered, costs, tuple(events), tuple(transfers)).in_seconds(tables.unit)
 
 
 def _blocked(tables: SimulationTables, cursors: Sequence[int]) -> CheckError:

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from vpipe.app.cli import main
+from vpipe.app.visualize.repeating import Repeating
 from vpipe.app.visualize.summary import RankCosts
 from vpipe.errors import CheckError, UserError
 from vpipe.schedules import registry
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check
 from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.repeating import Repeating
 from vpipe.schedules.schedule import Schedule
 from vpipe.schedules.simulator.timeline import simulate
 from vpipe.schedules.size import Placement, widened

@@ -9,12 +9,12 @@ first all forwards and then all backwards have a window of each.
 
 What is verified, in this order:
 
-- The programs of :func:`~vpipe.schedules.builder.build` for one and for two windows more are, action by action, those
+- The programs of :func:`vpipe.schedules.build` for one and for two windows more are, action by action, those
   of the short schedule with its windows put in, on every rank; an index grows by the same number with every window.
 - Those of the wanted size are, on the first and the last rank and as many between as :data:`MOST_COMPARED` actions
-  allow. (To generate all of 3 million actions takes longer than all else. ``tests/schedules/test_repeating.py``
-  compares all ranks of every registered schedule at many sizes.)
-- The short schedule keeps every rule of :func:`~vpipe.schedules.checker.check`.
+  allow. (To generate all of 3 million actions takes longer than all else.
+  ``tests/app/visualize/test_repeating.py`` compares all ranks of every registered schedule at many sizes.)
+- The short schedule keeps every rule of :func:`vpipe.schedules.check`.
 
 Why the long one then keeps them too. The actions that have begun at a moment of the simulation need no action that
 begins later; so every program is cut at such a moment into parts that need nothing of a later part. The cuts
@@ -37,30 +37,30 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from fractions import Fraction
 from functools import cache, cached_property, lru_cache
 from math import lcm
 from operator import le
+from typing import Any
 
+from vpipe.app.visualize.table import Number
 from vpipe.errors import CheckError, UserError, counted
-from vpipe.schedules.action import Action, Kind
-from vpipe.schedules.assignment import Assignment, stages_of_rank
-from vpipe.schedules.builder import build, rank_program, replica_views
-from vpipe.schedules.checker import check
-from vpipe.schedules.costs import Costs, Number, ratio
-from vpipe.schedules.loads import RankPeaks, StagePeaks
-from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.timeline import Event, Timeline, simulate_in_ticks
-from vpipe.schedules.size import MOST_ACTIONS, Placement
+from vpipe.schedules import Action, Costs, Schedule, Timeline, build, check, outline, simulate
 
 MOST_COMPARED = 100_000
 """Actions of the wanted size that are generated and compared: those of at least two ranks, of small schedules all."""
+
+MOST_SIMULATED = 250_000
+"""Forwards and backwards of short schedules that are tried."""
 
 MOST_SHOWN = 20_000
 """Events in a timeline of which the middle is left out."""
 
 _MORE = 1_000
 """Actions of a short schedule that cost nothing to speak of."""
+
+Placement = tuple[tuple[int, ...], ...]
+"""The ranks of every stage."""
 
 Part = tuple[int, int]
 """The first position of a part of a program, and that after it."""
@@ -166,7 +166,7 @@ class Repeating:
         left_out_s: the time at which the events that are left out of it begin, and that at which they end.
         patterns: per rank, its short program with the parts of the windows.
         step: the microbatches of a window.
-        rank_peaks, stage_peaks: of the wanted size.
+        rank_peaks, stage_peaks: of the wanted size, as those of a :class:`~vpipe.schedules.Schedule`.
     """
 
     schedule: Schedule
@@ -175,8 +175,8 @@ class Repeating:
     left_out_s: tuple[Number, Number]
     patterns: tuple[Pattern, ...]
     step: int
-    rank_peaks: tuple[RankPeaks, ...]
-    stage_peaks: tuple[StagePeaks, ...]
+    rank_peaks: tuple[Any, ...]
+    stage_peaks: tuple[Any, ...]
 
     @property
     def copies(self) -> int:
@@ -200,28 +200,28 @@ class Repeating:
 
         Args:
             costs: with overlap, and a device per rank.
-            update_every, warmup: see :func:`~vpipe.schedules.builder.build`.
+            update_every, warmup: see :func:`vpipe.schedules.build`.
 
         Raises:
             UserError: the numbers do not fit the schedule.
             CheckError: the schedule breaks a rule.
         """
         finder = _Finder(name, placement, microbatches, costs, update_every, warmup)
-        positions = len(set(placement))
-        ahead = max(view.warmup for view in finder.views) + 1
+        positions, ranks = len(set(placement)), finder.wanted.ranks
+        ahead = max(finder.wanted.warmup or Schedule.default_warmup(list(map(len, dict.fromkeys(placement))))) + 1
         depth = max(positions, ahead) * max(map(len, placement))  # microbatches that fill the pipeline, or half of them
         simulated, tried, fitting = 0, set[int](), set[int]()
         # In a stream those in flight must have begun in the part that repeats: see _settled.
-        least = depth if finder.flush else 2 * depth
+        least = depth if finder.wanted.flush else 2 * depth
         while least < microbatches:
             for step in dict.fromkeys((finder.base, lcm(finder.base, positions), lcm(finder.base, 2 * positions))):
-                actions = 2 * len(finder.views) * (len(placement) // positions)  # of a microbatch
+                actions = 2 * ranks * (len(placement) // positions)  # of a microbatch
                 # A few steps more, where they cost little: times settle, and a picture has more to show.
                 short = least + step * max(2 * (4 * step <= depth),
                                            min(32, _MORE // (actions * step), (microbatches - least) // (4 * step)))
                 short += (microbatches - short) % step
                 work = actions * short
-                if short not in tried and max(work, simulated) > MOST_ACTIONS:
+                if short not in tried and max(work, simulated) > MOST_SIMULATED:
                     return None
                 if short + 2 * step <= microbatches and (step in fitting or finder.may_repeat(short, step)):
                     found = finder.of(short, step)
@@ -238,7 +238,7 @@ def _repeated(simulated: Timeline, windows: Sequence[RepeatedWindow], patterns: 
               copies: int) -> tuple[Timeline, tuple[Number, Number]]:
     """Return the timeline with the windows put in, its middle left out, and between which times that is."""
     later = copies * sum((window.period_s for window in windows), start=0)
-    share = ratio(simulated.makespan_s * MOST_SHOWN, max(MOST_SHOWN, 2 * sum(map(len, simulated.events))))
+    share = Fraction(simulated.makespan_s) * MOST_SHOWN / max(MOST_SHOWN, 2 * sum(map(len, simulated.events)))
     begin = min(share, windows[0].end_s)
     end = max(simulated.makespan_s - share, windows[-1].end_s)
     shown, work = [], []
@@ -249,7 +249,8 @@ def _repeated(simulated: Timeline, windows: Sequence[RepeatedWindow], patterns: 
             for event in events[bisect_left(places, first):bisect_left(places, beyond)]), start=0))
         first, beyond = pattern.parts[-1]
         growth = [*map(pattern.step_of, pattern.program[first:beyond]), *pattern.growth[beyond:]]  # of the last copy on
-        last = [Event(_moved(event.action, copies * growth[place - first]), event.start_s + later, event.end_s + later)
+        last = [event._replace(action=_moved(event.action, copies * growth[place - first]),
+                               start_s=event.start_s + later, end_s=event.end_s + later)
                 for event, place in zip(events, places, strict=True)
                 if place >= first and (event.start_s >= end or event.end_s > end)]
         shown.append((*(event for event in events if event.start_s < begin), *last))
@@ -267,54 +268,47 @@ class _Finder:
     """The search for a short schedule that repeats as one of the wanted size does.
 
     Attributes:
-        views: of the wanted size.
+        wanted: the schedule of the wanted size, without its programs.
         base: the fewest microbatches that every replica, and every update, has equally many of.
-        flush: of the schedule.
     """
 
     def __init__(self, name: str, placement: Placement, microbatches: int, costs: Costs, update_every: int | None,
                  warmup: Sequence[int] | None) -> None:
-        self._recipe, self._placement, self._microbatches = RegisteredSchedule.named(name), placement, microbatches
-        self._warmup, self.flush = warmup, self._recipe.flush
-        self.views = replica_views(self._recipe, placement, microbatches, update_every, warmup)
-        self._every = None if self.flush else self.views[0].size.update_every
-        self.base = lcm(*map(len, placement)) if self._every is None else self._assignment(microbatches).per_step
-        self._simulated = lru_cache(maxsize=1)(lambda short: (one := self._build(short), simulate_in_ticks(one, costs)))
-        self._wanted = cache(lambda rank: self._program(rank, microbatches))
-
-    def _assignment(self, microbatches: int) -> Assignment:
-        return Assignment(self._placement, self._every or microbatches, self.flush,
-                      lambda number: number < microbatches)
+        self._warmup = warmup
+        self.wanted, program = outline(name, placement, microbatches, update_every, warmup)
+        self._every = None if self.wanted.flush else self.wanted.update_every
+        self.base = lcm(*map(len, placement)) if self.wanted.flush else self.wanted.assignment.per_step
+        self._simulated = lru_cache(maxsize=1)(lambda short: (one := self._build(short), simulate(one, costs)))
+        self._wanted = cache(lambda rank: tuple(program(rank)))
 
     def _step_of(self, step: int) -> StepOf:
-        assignment = self._assignment(self._microbatches)
+        assignment = self.wanted.assignment
         return lambda action: step if action.op.per_microbatch else step // assignment.per_update(action.stage)
 
     def _program(self, rank: int, microbatches: int) -> tuple[Action, ...]:
-        view = replica_views(self._recipe, self._placement, microbatches, self._every, self._warmup)[rank]
-        return tuple(rank_program(self._recipe, view, self._assignment(microbatches),
-                                  stages_of_rank(self._placement, rank)))
+        _, program = outline(self.wanted.name, self.wanted.placement, microbatches, self._every, self._warmup)
+        return tuple(program(rank))
 
     def _build(self, microbatches: int) -> Schedule:
-        return build(self._recipe.name, self._placement, microbatches, self._every, warmup=self._warmup)
+        return build(self.wanted.name, self.wanted.placement, microbatches, self._every, warmup=self._warmup)
 
     def may_repeat(self, short: int, step: int) -> bool:
         """Tell whether three ranks of so short a schedule repeat, before anything large is made."""
-        step_of = self._step_of(step)
-        for rank in {0, len(self.views) // 2, len(self.views) - 1}:
+        step_of, ranks = self._step_of(step), self.wanted.ranks
+        for rank in {0, ranks // 2, ranks - 1}:
             try:
                 own, longer = self._program(rank, short), self._program(rank, short + step)
             except UserError:  # no such size
                 return False
             pattern = Pattern(own, _parts(own, longer, step_of), step_of)
-            if pattern.repeated((self._microbatches - short) // step) != self._wanted(rank):
+            if pattern.repeated((self.wanted.microbatches - short) // step) != self._wanted(rank):
                 return False
         return True
 
     def of(self, short: int, step: int) -> Repeating | None:
         """Return the schedule as one of ``short`` microbatches and repetitions of ``step``; None where it is not."""
-        ranks, copies = len(self.views), (self._microbatches - short) // step
-        schedule, (timeline, ticks_per_s) = self._simulated(short)
+        ranks, copies = self.wanted.ranks, (self.wanted.microbatches - short) // step
+        schedule, timeline = self._simulated(short)
         once, twice = self._build(short + step), self._build(short + 2 * step)
         step_of = self._step_of(step)
         windows = _Windows(schedule, once, timeline, step_of).find()
@@ -331,18 +325,13 @@ class _Finder:
                 return None
         peaks = _peaks(schedule, once, len(windows), step, copies)
         if peaks is None or not _continues(patterns) or not (
-                self.flush or (len(windows) == 1 and all(map(_settled, patterns)))):
+                self.wanted.flush or (len(windows) == 1 and all(map(_settled, patterns)))):
             return None
         check(schedule)
-        wanted = replace(
-            schedule, microbatches=self._microbatches, update_every=self._every or self._microbatches,
-            peak_activations=tuple(self._recipe.peak_activations(view.rank, view.size) for view in self.views),
-            versions=tuple(max(self._recipe.versions(self.views[rank].rank, self.views[rank].size) for rank in group)
-                           for group in self._placement))
+        wanted = replace(self.wanted, programs=schedule.programs)
         _keeps_bounds(wanted, *peaks)
-        shown, (begin, end) = _repeated(timeline, windows, patterns, copies)
-        return Repeating(wanted, schedule, shown.in_seconds(ticks_per_s),
-                         (ratio(begin, ticks_per_s), ratio(end, ticks_per_s)), tuple(patterns), step, *peaks)
+        return Repeating(wanted, schedule, *_repeated(timeline, windows, patterns, copies), tuple(patterns), step,
+                         *peaks)
 
 
 def _continues(patterns: Sequence[Pattern]) -> bool:
@@ -350,7 +339,7 @@ def _continues(patterns: Sequence[Pattern]) -> bool:
 
     An action of one kind stands in one window only: else its copies in the first would reach into the second.
     """
-    found: dict[tuple[tuple[Kind, int], int, int], Counter[int]] = defaultdict(Counter)
+    found: dict[tuple[object, int, int], Counter[int]] = defaultdict(Counter)
     for pattern in patterns:
         for window, (first, beyond) in enumerate(pattern.parts):
             for action in pattern.program[first:beyond]:
@@ -374,7 +363,7 @@ def _settled(pattern: Pattern) -> bool:
 
 
 def _peaks(schedule: Schedule, once: Schedule, windows: int, step: int,
-           copies: int) -> tuple[tuple[RankPeaks, ...], tuple[StagePeaks, ...]] | None:
+           copies: int) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
     """Return the peaks of a schedule with its windows put in ``copies`` times; None where they are not known exactly.
 
     With one window a stage begins in it as many microbatches as it ends, so nothing grows. With several, a peak is the
@@ -386,16 +375,16 @@ def _peaks(schedule: Schedule, once: Schedule, windows: int, step: int,
         return ranks, stages
     grown = []
     for rank, (peaks, more) in enumerate(zip(ranks, once.rank_peaks, strict=True)):
-        own = stages_of_rank(schedule.placement, rank)
+        own = schedule.stages_of(rank)
         most = len(own) * step // len(schedule.placement[own[0]])
         pairs = list(zip(astuple(peaks), astuple(more), strict=True))
         if any(later and later - now != most for now, later in pairs):
             return None
-        grown.append(RankPeaks(*(now + copies * (later - now) for now, later in pairs)))
-    return (tuple(grown), stages) if set(stages) == {StagePeaks(1, 0)} else None
+        grown.append(type(peaks)(*(now + copies * (later - now) for now, later in pairs)))
+    return (tuple(grown), stages) if {astuple(peaks) for peaks in stages} == {(1, 0)} else None
 
 
-def _keeps_bounds(schedule: Schedule, ranks: Sequence[RankPeaks], stages: Sequence[StagePeaks]) -> None:
+def _keeps_bounds(schedule: Schedule, ranks: Sequence[Any], stages: Sequence[Any]) -> None:
     """Hold the peaks to what the schedule states for the wanted size."""
     for rank, (peaks, bound) in enumerate(zip(ranks, schedule.peak_activations, strict=True)):
         if peaks.peak_activations > bound:
