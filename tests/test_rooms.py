@@ -34,7 +34,7 @@ LIBRARY, APPLICATION = "the library", "the application"
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "retired": set(),
-    "lazy": {"retired"},
+    "lazy": {"errors", "retired"},
     "arguments": {"errors"},
     "accelerator": {"errors"},
     "units": set(),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from surface import surface
 
+from vpipe.errors import UserError
 from vpipe.retired import RETIRED
 
 BEFORE = (Path(__file__).parent / "fixtures" / "surface_5332972d.txt").read_text().splitlines()
@@ -29,3 +30,8 @@ def test_the_table_is_short_and_names_only_what_is_gone() -> None:
     assert len(RETIRED) <= 40
     assert {*RETIRED} & {*surface()} == set()
     assert all(name in BEFORE for name in RETIRED if not name.startswith("vpipe.")), "it was never there"
+
+
+def test_a_name_that_is_gone_says_what_to_do_instead() -> None:
+    with pytest.raises(UserError, match=r"vpipe\.runtime has no 'Ring' any more"):
+        from vpipe.runtime import Ring  # noqa: F401

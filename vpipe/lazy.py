@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
+from vpipe.errors import UserError
 from vpipe.retired import RETIRED
 
 
@@ -16,9 +17,9 @@ def lazy(package: str, files: Mapping[str, str]) -> Callable[[str], object]:
     """
     def load(name: str) -> object:
         if name not in files:
-            remedy = RETIRED.get(f"{package}.{name}")
-            raise AttributeError(f"module '{package}' has no attribute '{name}'"
-                                 + (f" any more: {remedy}" if remedy else ""))
+            if (remedy := RETIRED.get(f"{package}.{name}")) is not None:
+                raise UserError(f"{package} has no '{name}' any more", hint=remedy)  # an AttributeError loses its text
+            raise AttributeError(f"module '{package}' has no attribute '{name}'")
         return getattr(import_module(f"{package}.{files[name]}"), name)
 
     return load
