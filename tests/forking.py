@@ -28,7 +28,7 @@ from fork_server import HOOK, Popen, exactly
 
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed", "numpy", "numpy.random", "h5py", "vpipe", "vpipe.app.cli",
             "vpipe.app.launch.rank_main", "vpipe.app.train.loop", "vpipe.app.verify",
-            "vpipe.app.train.planning", "vpipe.extras.comparison.run", "vpipe.profiling.rank_group",
+            "vpipe.app.train.planning", "vpipe.profiling.rank_group",
             "vpipe.extras.bert_hdf5.shards", "vpipe.app.data.synthetic", "vpipe.app.families.bert")
 
 

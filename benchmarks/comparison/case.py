@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -115,9 +116,14 @@ def runs(case: Case) -> Mapping[str, Run | str]:
 
 def _best(system: System, case: Case) -> Run:
     """As ``vpipe compare`` has it."""
-    found = plan_system(system, {count: case.profile(count) for count in microbatch_counts(BATCH)}, RANKS,
-                        case.memory_bytes)
-    return Run(system.name, case, found.plan, found.microbatch_size, found.largest_size)
+    profiles = {count: case.profile(count) for count in microbatch_counts(BATCH)}
+    plan = plan_system(system, profiles, RANKS, case.memory_bytes)
+    assert plan.microbatches is not None
+    for count in sorted(profiles):
+        with suppress(UserError):
+            plan_system(system, {count: profiles[count]}, RANKS, case.memory_bytes)
+            break
+    return Run(system.name, case, plan, BATCH // plan.microbatches, BATCH // count)
 
 
 def _published(system: System, case: Case) -> Run:

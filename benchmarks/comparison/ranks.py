@@ -1,4 +1,7 @@
-"""The ranks, one process each: all contenders live in the same processes and take turns, as under ``vpipe compare``."""
+"""The ranks, one process each: all contenders live in the same processes and take turns, two batches at a time.
+
+Other load of the machine then falls on all alike, and a pipeline without a flush stays full from turn to turn.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ import torch.distributed as dist
 from sleepers import WIDTH, Optimizers, sleeping_model
 
 from vpipe import Asynchronous, Cut, Execution, Pipeline, Transfers
-from vpipe.extras.comparison.round_robin import TimedTraining, take_turns
 from vpipe.plan.profile import Profile
 
 TIMEOUT_S = 120
@@ -102,17 +104,20 @@ def _work(field: Sequence[Contender], slower: float, batches: int, rank: int, ra
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
                             timeout=timedelta(seconds=TIMEOUT_S))
-    trainings = [TimedTraining(contender.name, contender.batches(slower, batches), batches) for contender in field]
-    started = perf_counter()
-
-    def show(training: TimedTraining) -> None:
+    trainings = {contender.name: contender.batches(slower, batches) for contender in field}
+    samples = {contender.name: contender.batch_size for contender in field}
+    found: dict[str, list[float]] = {name: [] for name in trainings}
+    for turn in range(batches // 2):
+        for name, losses in trainings.items():
+            barrier.wait(TIMEOUT_S)
+            next(losses)  # finds the caches full of the others' data, and does not count
+            started = perf_counter()
+            next(losses)
+            if 0 < turn < batches // 2 - 1:  # the first warms up, in the last a pipeline drains
+                found[name].append(slower * samples[name] / (perf_counter() - started))
         if rank == 0:
-            print(f"  {training.name}: {len(training.losses)} of {batches} batches, {perf_counter() - started:.0f} s",
-                  flush=True)
-
-    take_turns(trainings, lambda: barrier.wait(TIMEOUT_S), perf_counter, show, updates=1)
+            print(f"  {2 + 2 * turn} of {batches} batches", flush=True)
     if rank == 0:
-        out.send({training.name: [slower * contender.batch_size * len(turn) / sum(turn) for turn in training.counted]
-                  for training, contender in zip(trainings, field, strict=True)})
+        out.send(found)
     barrier.wait(TIMEOUT_S)
     os._exit(0)  # the streams would go on: leaving them is the one way to stop them that costs nothing

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_run import job_of, losses, write_config
+from small_run import job_of, losses
 
-from vpipe.app.cli import main
 from vpipe.app.train.headline import headline
 from vpipe.app.train.loop import NO_GAIN, train
 from vpipe.app.verify import batches_for_steps, references, run_in_process
@@ -37,13 +36,3 @@ def test_runs_have_the_same_losses_and_say_once_what_brings_no_gain(tmp_path: Pa
         said = capsys.readouterr()
         assert (said.out + said.err).count(NO_GAIN) == (executor == "async_threaded")
     assert ran["naive"] == ran["async_threaded"]
-
-
-@pytest.mark.extras("comparison")
-def test_compare_needs_another_executor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(write_config(tmp_path))
-    assert main(["compare", config, "--schedules", "1f1b,gpipe", "--set", "parallel.schedule=gpipe", "--set",
-                 "parallel.executor=async_threaded"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "error: vpipe compare runs schedules that async_threaded cannot, and notes when each action ran\n"
-        "hint: add --set parallel.executor=overlapped, or leave --scheduler out")

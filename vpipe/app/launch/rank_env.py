@@ -46,13 +46,6 @@ def check_neighbours(config: Config, hosts: Sequence[str]) -> None:
                             f"{counted(parts, 'rank')}, with numbers that follow one another")
 
 
-def check_unsplit(command: str, config: Config) -> None:
-    """Refuse a command that runs whole layers."""
-    if config.parallel.tensor > 1:
-        raise UserError(f"parallel.tensor is {config.parallel.tensor}, but {command} runs whole layers only",
-                        hint=f"{command} CONFIG --set parallel.tensor=1")
-
-
 def hosts_of(config: Config) -> Hosts | None:
     """Return the hosts of ``machines``; None when all ranks are here.
 

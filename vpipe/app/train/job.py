@@ -379,12 +379,6 @@ class Job:
         reads_all = set(self.model.batch) == set(dataset.fields)
         return dataset.held_out_text if reads_all and isinstance(dataset, Comparable) else None
 
-    def same_program(self, other: Job) -> bool:
-        """Return whether both jobs run the same actions on the same partition, whatever their schedules are called."""
-        mine, theirs = ((job.partition, job.recomputed, job.config.microbatch_size, job.config.parallel.executor,
-                         replace(job.schedule, name="", peak_activations=(), versions=())) for job in (self, other))
-        return mine == theirs
-
     def lr_policy(self) -> LearningRatePolicy:
         """Return the factor of ``training.learning_rate`` as a function of the step."""
         training, total = self.config.training, self.updates or 1

@@ -1,29 +1,39 @@
-"""Run ``vpipe compare``: train models, systems or schedules in the same processes, in turns."""
+"""Run ``vpipe compare``: train models, systems or schedules in turns, each in runs of its own."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vpipe.app.config.config import Config, load_config
 from vpipe.app.config.shipped import ENDINGS, shipped_configs
-from vpipe.app.launch.local import run_ranks
+from vpipe.app.launch import launcher
 from vpipe.app.launch.network import free_port
-from vpipe.app.launch.rank_env import check_alone, check_gpus, check_unsplit, hosts_of, ranks_here, ranks_of
-from vpipe.app.train.csv_rows import check_output
-from vpipe.app.train.run_folder import CONFIG, make_run_folder
-from vpipe.errors import Problem, UserError, nearest
+from vpipe.app.launch.rank_env import check_alone
+from vpipe.app.train.csv_rows import check_output, csv_text
+from vpipe.app.train.run_folder import make_run_folder
+from vpipe.errors import Problem, RunError, UserError, nearest
 from vpipe.extras.comparison.systems import HINT, ComparisonRequest
+
+if TYPE_CHECKING:
+    from vpipe.extras.comparison.contenders import Contender
+    from vpipe.extras.comparison.results import Outcome
 
 CONFIGS = Path("configs")
 """The folder of a config that ``--models`` names without one."""
 
+CSV, PAGE = "comparison.csv", "comparison.html"
+
+UNSAVED = ("checkpoint.at_end=false", "checkpoint.every_steps=null")
+"""What the runs do otherwise than those of ``vpipe train``, unless ``--set`` says so: they save no checkpoints."""
+
 
 def run_compare(options: argparse.Namespace) -> None:
-    """Start the ranks of the configs on this host; they measure, plan, and take turns."""
+    """Plan the contenders, run each once in every round as ``vpipe train`` does, and compare their summaries."""
     if options.output is not None:
         check_output(options.output)
     if (options.config is None) == (options.models is None):
@@ -33,48 +43,73 @@ def run_compare(options: argparse.Namespace) -> None:
     request = ComparisonRequest.parse(options.systems, options.schedules, options.memory)
     if options.models is None and not request.systems and not request.schedules:
         raise UserError("vpipe compare takes --systems or --schedules, and there is neither", hint=HINT)
-    if options.steps is not None and options.steps < 1:
-        raise UserError(f"--steps is {options.steps}", hint="give a whole number, 1 or more")
+    for option in ("steps", "rounds"):
+        if (number := getattr(options, option)) is not None and number < 1:
+            raise UserError(f"--{option} is {number}", hint="give a whole number, 1 or more")
     configs = _load(options)
     check_alone("vpipe compare", os.environ)
-    config = next(iter(configs.values()))
-    _check_together(configs)
-    check_unsplit("vpipe compare", config)
-    hosts = hosts_of(config)
-    if hosts is not None and hosts.others:
-        raise UserError(f"vpipe compare runs on this host alone, but machines names {len(hosts.others)} more",
-                        hint="leave machines out, or name this host only")
-    free_port(config.parallel.master_port)
-    if config.parallel.asks_for_gpus:
-        check_gpus(config, range(ranks_of(config)) if hosts is None else hosts.on(None).values())
-    from vpipe.app.train.job import Job  # torch is slow to import: only when the configs are worth it
-    from vpipe.extras.comparison.run import CSV
+    for config in configs.values():
+        free_port(config.parallel.master_port)
+    from vpipe.extras.comparison.contenders import plan_contenders  # torch is slow to import
 
-    jobs = {model: Job.from_config(own) for model, own in configs.items()}
-    job = jobs[next(iter(jobs))]
-    files = {model: CONFIG if own is job else f"config-{number}.yaml"
-             for number, (model, own) in enumerate(jobs.items(), 1)}
-    here = ranks_here(job.config, hosts, job.schedule.ranks, "compare", options.systems or "", options.schedules or "",
-                      options.memory or "", *(word for item in files.items() for word in item))
-    folder = make_run_folder(job.config.log_directory, job.config.resolved_yaml())
-    for model in list(jobs)[1:]:
-        (folder / files[model]).write_text(jobs[model].config.resolved_yaml())
-    print(f"run folder: {folder}", flush=True)
-    try:
-        run_ranks(here, folder, job.describe)
-        if options.output is not None:
-            try:
-                shutil.copyfile(folder / CSV, options.output)
-            except OSError as error:
-                raise UserError(f"cannot write '{options.output}': {error.strerror}",
-                                hint=f"copy it yourself: {folder / CSV}") from None
-    finally:
-        print(f"run folder: {folder}", flush=True)
+    found, refused = plan_contenders(configs, request)
+    if not found:
+        raise UserError.all_of([Problem(f"no contender can take part: {name}: {why.what}", why.hint)
+                                for name, why in refused.items()])
+    first = next(iter(configs.values()))
+    folder = make_run_folder(first.log_directory, first.resolved_yaml())
+    print(f"folder of the comparison: {folder}", flush=True)
+    outcomes = _run(found, folder, options.rounds)
+    _write(outcomes, {name: why.what for name, why in refused.items()}, folder, options.output)
+
+
+def _run(contenders: Sequence[Contender], folder: Path, rounds: int) -> list[Outcome]:
+    """Run the contenders in turns, those with the same config once, and read what the runs have written."""
+    from vpipe.extras.comparison.results import Outcome
+
+    configs = {one.name: one.config_in(folder, number) for number, one in enumerate(contenders, 1)}
+    first: dict[str, str] = {}  # by resolved config, the first contender with it
+    for name, config in configs.items():
+        first.setdefault(config.with_parallel(plan=None).resolved_yaml(), name)
+    runs: dict[str, list[Path]] = {name: [] for name in first.values()}
+    for number in range(rounds):
+        for name in reversed(runs) if number % 2 else runs:
+            print(f"\nround {number + 1} of {rounds}: {name}", flush=True)
+            ran = launcher.run(configs[name], None, None)
+            assert ran is not None, "a new run has something to train"
+            runs[name].append(ran)
+    outcomes = []
+    for one in contenders:
+        ran_as = first[configs[one.name].with_parallel(plan=None).resolved_yaml()]
+        outcomes.append(Outcome.read(one, runs[ran_as], None if ran_as == one.name else ran_as))
+    return outcomes
+
+
+def _write(outcomes: Sequence[Outcome], refused: Mapping[str, str], folder: Path, output: Path | None) -> None:
+    """Print the table, and write the CSV and the page."""
+    from vpipe.extras.comparison.results import Comparison
+
+    no_update = {one.name: "it made no update" for one in outcomes if not all(run.summary for run in one.histories)}
+    outcomes = [one for one in outcomes if one.name not in no_update]
+    if not outcomes:
+        raise RunError("no contender made an update", hint="give more samples, epochs or minutes")
+    comparison = Comparison(outcomes, {**refused, **no_update})
+    (folder / CSV).write_text(csv_text(comparison.as_rows()), encoding="utf-8")
+    (folder / PAGE).write_text(comparison.as_page(), encoding="utf-8")
+    print(f"\n{comparison.as_text()}losses over time: {folder / PAGE}\n"
+          f"as CSV, with the config of each run: {folder / CSV}", flush=True)
+    if output is not None:
+        try:
+            shutil.copyfile(folder / CSV, output)
+        except OSError as error:
+            raise UserError(f"cannot write '{output}': {error.strerror}",
+                            hint=f"copy it yourself: {folder / CSV}") from None
 
 
 def _load(options: argparse.Namespace) -> Mapping[str, Config]:
     """Read the configs, by model; all mistakes are one error."""
-    settings = options.settings + ([] if options.steps is None else [f"training.max_steps={options.steps}"])
+    steps = [] if options.steps is None else [f"training.max_steps={options.steps}"]
+    settings = [*UNSAVED, *options.settings, *steps]
     paths = {"": options.config} if options.models is None else _config_files(options.models)
     configs: dict[str, Config] = {}
     problems: list[Problem] = []
@@ -83,10 +118,6 @@ def _load(options: argparse.Namespace) -> Mapping[str, Config]:
             configs[model] = load_config(path, settings)
         except UserError as error:
             problems += error.problems
-            continue
-        if configs[model].parallel.executor == "async_threaded":
-            raise UserError("vpipe compare runs schedules that async_threaded cannot, and notes when each action ran",
-                            hint="add --set parallel.executor=overlapped, or leave --scheduler out")
     if problems:
         raise UserError.all_of(list(dict.fromkeys(problems)))
     return configs
@@ -115,17 +146,3 @@ def _config_files(text: str) -> dict[str, Path]:
     if problems:
         raise UserError.all_of(problems)
     return files
-
-
-def _check_together(configs: Mapping[str, Config]) -> None:
-    """Refuse configs that cannot run in the same processes, with all differences."""
-    common = {model: {
-        "the number of ranks": ranks_of(config), "training.threads": config.training.threads,
-        "parallel.backend": config.parallel.backend, "parallel.device": config.parallel.device,
-        "machines": config.machines, "container": config.container} for model, config in configs.items()}
-    first, *others = common
-    problems = [Problem(f"{key} is {value} in {first}, but {common[model][key]} in {model}: all models run in the same "
-                        "processes", "make them alike with --set, or compare the models apart")
-                for model in others for key, value in common[first].items() if common[model][key] != value]
-    if problems:
-        raise UserError.all_of(problems)

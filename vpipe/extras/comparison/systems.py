@@ -15,9 +15,6 @@ from vpipe.schedules import RegisteredSchedule
 MOST_SIZES = 8
 """Number of microbatch sizes to try, the smallest ones: each has to be measured."""
 
-SLOWER = 2
-"""Smaller sizes are not tried after so many in a row that are slower than a larger one."""
-
 
 @dataclass(frozen=True)
 class System:
@@ -79,33 +76,13 @@ def parse_names(text: str, option: str, known: Sequence[str], what: str) -> tupl
     return tuple(names)
 
 
-@dataclass(frozen=True)
-class SystemPlan:
-    """The best plan of a system.
-
-    Attributes:
-        plan: of the best microbatch, with the prediction.
-        microbatch_size: of that, in samples.
-        largest_size: the largest microbatch that fits, in samples.
-        seconds_per_sample: predicted, by the microbatch sizes that were tried; None for one that does not fit.
-    """
-
-    plan: Plan
-    microbatch_size: int
-    largest_size: int
-    seconds_per_sample: Mapping[int, float | None]
-
-
 def microbatch_counts(batch_size: int) -> list[int]:
     """Return into how many equal microbatches a batch may be cut, the fewest first."""
     return [count for count in range(1, batch_size + 1) if batch_size % count == 0][-MOST_SIZES:]
 
 
-def plan_system(system: System, profiles: Mapping[int, Profile], ranks: int, memory_bytes: int | None) -> SystemPlan:
-    """Plan a system with its best partition and microbatch.
-
-    It takes the microbatch that fits with the least predicted time per sample, the larger of equals. With a flush this
-    need not be the largest, which leaves fewer of them to fill the pipeline.
+def plan_system(system: System, profiles: Mapping[int, Profile], ranks: int, memory_bytes: int | None) -> Plan:
+    """Return the plan of a system with the partition and the microbatch that take the least time per sample.
 
     Args:
         profiles: by microbatches per update, all of equally many samples per update.
@@ -113,25 +90,9 @@ def plan_system(system: System, profiles: Mapping[int, Profile], ranks: int, mem
         memory_bytes: limit of a rank, if there is one.
 
     Raises:
-        UserError: no size fits; the text is of the smallest.
+        UserError: no size fits.
     """
-    plans: dict[int, Plan] = {}
-    seconds: dict[int, float | None] = {}
-    for count in sorted(profiles):
-        # without a flush: as many samples per update
-        every = None if RegisteredSchedule.named(system.schedule).flush else count
-        try:
-            plans[count] = solve(PlanRequest(
-                {count: profiles[count]}, ranks, memory_bytes, (system.schedule,), {count: every},
-                placement=tuple((rank,) for rank in range(ranks)), recompute=system.recompute)).plan
-        except UserError as error:
-            refusal, seconds[count] = error, None
-            continue
-        seconds[count] = plans[count].predicted.seconds_per_sample
-        best = min(plans, key=lambda tried: (seconds[tried], tried))
-        if list(plans).index(best) < len(plans) - SLOWER:
-            break  # small microbatches are slow, and smaller ones slower
-    if not plans:
-        raise refusal
-    sizes = {count: profiles[count].identity.microbatch_size for count in seconds}
-    return SystemPlan(plans[best], sizes[best], sizes[min(plans)], {sizes[count]: seconds[count] for count in seconds})
+    flush = RegisteredSchedule.named(system.schedule).flush
+    every = {count: None if flush else count for count in profiles}  # without a flush: as many samples per update
+    return solve(PlanRequest(profiles, ranks, memory_bytes, (system.schedule,), every,
+                             placement=tuple((rank,) for rank in range(ranks)), recompute=system.recompute)).plan
