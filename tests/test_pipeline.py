@@ -154,8 +154,8 @@ def test_an_argument_that_does_not_fit_is_named_with_its_remedy(arguments: dict[
 
 
 def test_too_few_microbatches_are_warned_of_in_a_category_of_their_own() -> None:
-    with pytest.warns(PerformanceWarning, match="1 microbatch for 3 stages leaves a bubble of 67 % with gpipe, .*; "
-                                                "microbatches 12 would leave 14 %") as warned:
+    with pytest.warns(PerformanceWarning, match="1 microbatch for 3 stages leaves ranks without work; raise "
+                                                "microbatches, at best to 12") as warned:
         Pipeline(model(), sgd, stages=3, schedule="gpipe")
     assert [warning.filename for warning in warned] == [__file__]
     with warnings.catch_warnings():
@@ -169,8 +169,8 @@ def test_late_gradients_are_warned_of() -> None:
         Pipeline(model(), sgd, stages=Cut(ranks=[[0], [1], [2, 3]]), schedule="pipedream")
     assert [(str(warning.message), warning.filename) for warning in warned] == [(
         "the gradients of stage 0 are 3 updates late on average, so each update lowers the loss less; better are: "
-        "microbatches 8 and update_every 4 (0.75 updates late); an optimizer such as torch.optim.Muon; "
-        "delay_correction=1.0; fewer stages; a schedule with a flush, which has no delay", __file__)]
+        "a larger update_every; an optimizer such as torch.optim.Muon; delay_correction=1.0; fewer stages; "
+        "a schedule with a flush, which has no delay", __file__)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])

@@ -314,7 +314,7 @@ def test_few_files_know_a_field_of_a_part() -> None:
     """The others pass the part: that of the schedule, the config's section, the plan."""
     knowing = {file.relative_to(ROOT).as_posix() for file in FILES if "warmup_depth" in file.read_text()}
     assert knowing == {"description/order.py", "app/config/parallel.py", "extras/legacy/vpipe_flat.py", "plan/plan.py",
-                       "schedules/advice.py", "schedules/builder.py", "schedules/registry.py",
+                       "schedules/builder.py", "schedules/registry.py", "app/visualize/advice.py",
                        "app/visualize/summary.py"}
 
 

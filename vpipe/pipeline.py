@@ -43,8 +43,8 @@ from vpipe.runtime.pipeline_schedule import prepare_schedule
 from vpipe.runtime.sharded_state import ShardedState
 from vpipe.runtime.stage_usage import StageUsage
 from vpipe.runtime.step_results import Step
-from vpipe.schedules.advice import Advice
 from vpipe.schedules.csv_format import CsvFile
+from vpipe.schedules.delays import mean_delay
 from vpipe.schedules.registry import RegisteredSchedule
 from vpipe.schedules.schedule import Schedule
 
@@ -135,10 +135,7 @@ class Pipeline:
             return
         if CsvFile.is_path(order.schedule) and (left_out := CsvFile.read(order.schedule).note) is not None:
             warnings.warn(left_out, stacklevel=2)
-        advice = Advice(lowered, microbatches)
-        late = advice.late_gradients("an optimizer such as torch.optim.Muon",
-                                     *[] if description.delay_correction else ["delay_correction=1.0"])
-        for slow in filter(None, (advice.few_microbatches, late)):
+        for slow in _slow(lowered, bool(description.delay_correction)):
             warnings.warn(slow, PerformanceWarning, stacklevel=2)
 
     @classmethod
@@ -472,6 +469,28 @@ def _check_lanes(description: Description, width: int) -> None:
                                "fully_shard has the weights in their own precision: use bf16 or fp16"))
     if refused:
         raise UserError.all_of(refused)
+
+
+def _slow(schedule: Schedule, corrected: bool) -> Iterator[str]:
+    """Yield a warning of ranks that always wait, and one of gradients that come late, where a schedule has these.
+
+    Args:
+        corrected: whether every step is extrapolated over the delay of its gradients.
+    """
+    width = max(map(len, schedule.placement))  # copies on the same ranks need no more microbatches
+    ranks = len(set(map(frozenset, schedule.placement))) * width
+    if schedule.flush and schedule.microbatches < ranks:
+        count = schedule.microbatches // schedule.slices
+        yield (f"{counted(count, 'microbatch')} for {counted(schedule.stages, 'stage')}"
+               f"{f' with {width} replicas' * (width > 1)} leave{'s' * (count == 1)} ranks without work; raise "
+               f"microbatches, at best to {-(-4 * ranks // schedule.slices)}")
+    means = [mean_delay(schedule, stage) for stage in range(schedule.stages)]
+    if max(means) > 2:
+        better = ["a larger update_every", "an optimizer such as torch.optim.Muon",
+                  *([] if corrected else ["delay_correction=1.0"]), "fewer stages",
+                  "a schedule with a flush, which has no delay"]
+        yield (f"the gradients of stage {means.index(max(means))} are {max(means):.3g} updates late on average, so "
+               f"each update lowers the loss less; better are: {'; '.join(better)}")
 
 
 def _check_batches(batches: object) -> None:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from vpipe.schedules.advice import Advice
 from vpipe.schedules.builder import build
 from vpipe.schedules.delays import greatest_delay, mean_delay
 from vpipe.schedules.lowering import lower
@@ -45,42 +44,6 @@ def test_the_mean_delay_is_the_warm_up_over_the_microbatches_of_an_update(
         if every > max(warmup):
             double = build("2bw", placement, microbatches, every, warmup=warmup)
             assert delays(double) == delays(read_off(double)) == [(1, 1)] * len(placement)
-
-
-@pytest.mark.parametrize(("name", "placement", "every", "batch", "line", "fewer"), [
-    ("pipedream", 2, 1, 16, "by stage: mean 1 0, greatest 1 0",
-     "microbatches 2 and update_every 2 (0.5 updates late; an update is then 16 samples)"),
-    ("pipedream", 4, 1, 22, "by stage: mean 3 2 1 0, greatest 3 2 1 0", None),  # 4 to 8 do not divide 22
-    ("pipedream", 4, 4, 16, "by stage: mean 0.75 0.5 0.25 0, greatest 1 1 1 0", None),
-    ("pipedream_vertical_sync", 3, 1, None, "by stage: mean 2 2 2, greatest 2 2 2",
-     "microbatches 3 and update_every 3 (0.667 updates late)"),
-    ("2bw", 3, 3, None, "by stage: mean 1 1 1, greatest 1 1 1", None),
-    ("pipedream", 20, 4, None, "mean 4.75 at stage 0 to 0 at stage 19, greatest 5",
-     "microbatches 20 and update_every 20 (0.95 updates late)"),
-    ("1f1b", 4, None, None, None, None)])
-def test_delays_are_described_with_what_would_lower_them(name: str, placement: int, every: int | None,
-                                                         batch: int | None, line: str | None,
-                                                         fewer: str | None) -> None:
-    schedule = build(name, default_placement(placement), every or 8, every)
-    advice = Advice(schedule, every or 8, batch)
-    said = advice.delays
-    assert (said and said.removeprefix("delay of gradients in updates").lstrip(":, ")) == line
-    assert advice.fewer_updates == fewer
-    assert (advice.late_gradients() is None) == (line is None or greatest_delay(schedule, 0) <= 2)
-
-
-def test_a_warning_names_deeper_warm_ups() -> None:
-    deep, own = (build("pipedream", ((0,), (1,), (2,), (3,)), 4, 1, warmup=depths) for depths in ((9, 2, 1, 0), None))
-    assert "; another optimizer; a lower warmup_depth; fewer stages" in str(
-        Advice(deep, 4).late_gradients("another optimizer"))
-    assert "warmup_depth" not in str(Advice(own, 4).late_gradients())
-
-
-def test_fewer_updates_with_replicas() -> None:
-    schedule = build("pipedream", ((0, 1), (2, 3), (4, 5)), 12, 1)
-    assert Advice(schedule, 12, 24).fewer_updates == "update_every 3 (0.667 updates late; an update is then 12 samples)"
-    assert Advice(schedule, 1, 24).fewer_updates == (
-        "microbatches 6 and update_every 3 (0.667 updates late; an update is then 24 samples)")
 
 
 def test_gradients_are_never_late_with_a_flush() -> None:

@@ -17,7 +17,6 @@ from vpipe.errors import CheckError, UserError
 from vpipe.plan.solver.choice import placement_of_widths
 from vpipe.schedules import registry
 from vpipe.schedules.action import Action, Op, backward, forward, step
-from vpipe.schedules.advice import Advice
 from vpipe.schedules.assignment import Assignment
 from vpipe.schedules.builder import build
 from vpipe.schedules.checker import check, prove
@@ -135,13 +134,6 @@ def test_a_file_of_slices(tmp_path: Path) -> None:
 def test_others_take_whole_microbatches(name: str) -> None:
     with pytest.raises(UserError, match=rf"slices is 2, but '{name}' takes whole microbatches\n.*: gpipe, seq1f1b"):
         ScheduleSpec(Order(name, slices=2), Cut(4), 4).prepare()
-
-
-def test_few_slices_are_advised_against_as_few_microbatches_are() -> None:
-    few, enough = (Advice(build("seq1f1b", 4, 1, slices=slices), 1).few_microbatches for slices in (2, 4))
-    assert few == ("1 microbatch in 2 slices for 4 stages leaves a bubble of 60 % with seq1f1b, where all stages take "
-                   "equally long; microbatches 8 would leave 16 %")
-    assert enough is None
 
 
 def test_a_generator_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:

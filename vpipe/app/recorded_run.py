@@ -31,7 +31,7 @@ from vpipe.app.train.weights_and_biases import WandbWriter
 from vpipe.distributed import exchange
 from vpipe.errors import RunError, UserError, VpipeError
 from vpipe.runtime import StageUsage, Step
-from vpipe.schedules import Advice
+from vpipe.schedules import delays
 
 Batch = Mapping[str, Tensor]
 
@@ -186,7 +186,8 @@ class RecordedRun:
         counted = len(counted_updates(self._metrics.update_s))
         before = self._warm_usage if counted < len(self._metrics.update_s) else None
         usages = self._pipe.usage(before)
-        delay = max(Advice(self._pipe.lowered, self._pipe.microbatches).mean_delays)
+        schedule = self._pipe.lowered
+        delay = max(delays.mean_delay(schedule, stage) for stage in range(schedule.stages))
         return RunFigures.from_metrics(self._metrics, usages, self._homes, None if before is None else counted, delay)
 
     def _make_folder(self) -> None:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from vpipe.lazy import lazy
 
 if TYPE_CHECKING:
-    from vpipe.schedules import kinds
+    from vpipe.schedules import delays, kinds
     from vpipe.schedules.action import Action
     from vpipe.schedules.action_record import RecordedAction
-    from vpipe.schedules.advice import Advice
     from vpipe.schedules.builder import build, outline
     from vpipe.schedules.checker import check
     from vpipe.schedules.costs import Costs
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     from vpipe.schedules.schedule import Schedule
     from vpipe.schedules.simulator.timeline import Timeline, simulate
 
-__all__ = ["Action", "Advice", "Costs", "CsvFile", "Dependencies", "RecordedAction", "RegisteredSchedule",
-           "Schedule", "Timeline", "build", "check", "kinds", "lower", "outline", "register_schedule", "simulate"]
+__all__ = ["Action", "Costs", "CsvFile", "Dependencies", "RecordedAction", "RegisteredSchedule", "Schedule", "Timeline",
+           "build", "check", "delays", "kinds", "lower", "outline", "register_schedule", "simulate"]
 
 # Loaded when first asked for: what reads a config must not wait for the simulator.
 __getattr__ = lazy(__name__, {
-    "Action": "action", "RecordedAction": "action_record", "Advice": "advice", "build": "builder", "check": "checker",
+    "Action": "action", "RecordedAction": "action_record", "build": "builder", "check": "checker",
     "Costs": "costs", "CsvFile": "csv_format", "Dependencies": "graph", "lower": "lowering",
     "RegisteredSchedule": "registry", "register_schedule": "registry",
     "outline": "builder", "Schedule": "schedule", "Timeline": "simulator.timeline", "simulate": "simulator.timeline"})

@@ -29,13 +29,14 @@ from vpipe.app.train.optimizers import LearningRatePolicy, OptimizerSettings, hi
 from vpipe.app.train.profile_cache import cached, to_stderr
 from vpipe.app.train.run_folder import PLAN, PROFILE, lock_run, make_run_folder
 from vpipe.app.train.tensorboard import check_installed
+from vpipe.app.visualize.advice import Advice
 from vpipe.description import Description
 from vpipe.distributed import RankEnvironment
 from vpipe.errors import UserError
 from vpipe.plan import Profile
 from vpipe.plugins import PluginGroup
 from vpipe.runtime import check_slices, prepare_schedule
-from vpipe.schedules import Advice, Schedule
+from vpipe.schedules import Schedule
 
 OBSERVERS = PluginGroup("vpipe.observers", "observer")
 """The group of entry points, see :mod:`vpipe.app.train.observers`."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from vpipe import Plan
+from vpipe.app.visualize.advice import Advice
 from vpipe.app.visualize.table import Column, columns, compact, filled, listed, milliseconds, ms_text
 from vpipe.errors import counted
 from vpipe.plan import Profile
-from vpipe.schedules import Advice, RegisteredSchedule, build
+from vpipe.schedules import RegisteredSchedule, build
 from vpipe.units import size_text
 
 BAR = 20

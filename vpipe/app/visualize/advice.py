@@ -9,13 +9,7 @@ from math import lcm
 from operator import gt
 
 from vpipe.errors import UserError, counted
-from vpipe.schedules.builder import build
-from vpipe.schedules.costs import Costs, StageCosts
-from vpipe.schedules.delays import greatest_delay, mean_delay
-from vpipe.schedules.registry import RegisteredSchedule
-from vpipe.schedules.schedule import Schedule
-from vpipe.schedules.simulator.timeline import simulate
-from vpipe.schedules.size import default_warmup
+from vpipe.schedules import Costs, RegisteredSchedule, Schedule, build, delays, simulate
 
 MOST_SIMULATED = 10_000
 """Actions that are simulated for a warning, in a third of a second; the bubble of larger schedules is not given."""
@@ -49,12 +43,12 @@ class Advice:
     @cached_property
     def mean_delays(self) -> list[float]:
         """By stage, the mean delay of its gradients in updates; see :mod:`vpipe.schedules.delays`."""
-        return [mean_delay(self.schedule, stage) for stage in range(self.schedule.stages)]
+        return [delays.mean_delay(self.schedule, stage) for stage in range(self.schedule.stages)]
 
     @cached_property
     def delays(self) -> str | None:
         """A line with the mean and the greatest delay of every stage; None where there is no delay."""
-        greatest = [greatest_delay(self.schedule, stage) for stage in range(self.schedule.stages)]
+        greatest = [delays.greatest_delay(self.schedule, stage) for stage in range(self.schedule.stages)]
         if not any(greatest):
             return None
         means = [f"{delay:.3g}" for delay in self.mean_delays]
@@ -73,7 +67,8 @@ class Advice:
         schedule, means = self.schedule, self.mean_delays
         if max(means) <= LATE:
             return None
-        ahead = schedule.stream and any(map(gt, schedule.warmup, default_warmup(list(map(len, schedule.placement)))))
+        ahead = schedule.stream and any(map(
+            gt, schedule.warmup, Schedule.default_warmup(list(map(len, schedule.placement)))))
         better = [*filter(None, [self.fewer_updates]), *remedies, *["a lower warmup_depth"] * ahead, "fewer stages",
                   "a schedule with a flush, which has no delay"]
         return (f"the gradients of stage {means.index(max(means))} are {max(means):.3g} updates late on average, "
@@ -97,7 +92,7 @@ class Advice:
             return None
         count, every = fitting[0]
         larger = replace(schedule, update_every=every)
-        delay = max(mean_delay(larger, stage) for stage in range(schedule.stages))
+        delay = max(delays.mean_delay(larger, stage) for stage in range(schedule.stages))
         samples = None if batch is None else counted(batch // count * larger.assignment.per_step, "sample")
         size = f"; an update is then {samples}" if samples else ""
         return (f"{self.keys[0]} {count} and " * (count != microbatches) + f"{self.keys[1]} {every}"
@@ -143,6 +138,6 @@ class Advice:
 def _bubble(schedule: Schedule) -> str:
     """Return the share of the time from a rank's first start to its last end in which it waits, at equal stages."""
     computed = schedule.compute_only()
-    costs = Costs(tuple(StageCosts(1, 1, 1, recompute_s=int(stage in computed.recomputed_stages))
-                        for stage in range(schedule.stages)))
+    costs = Costs.of_stages({"forward_s": 1, "input_s": 1, "weight_s": 1, "recompute_s": int(
+        stage in computed.recomputed_stages)} for stage in range(schedule.stages))
     return f"{100 * float(simulate(computed, costs).bubble_share):.0f} %"
